@@ -15,4 +15,5 @@ def _shipped(name: str) -> Path:
 CONFIGS = _shipped("configs")
 CONSTRAINTS = _shipped("constraints.txt")
 """The versions that were tested."""
+DOCS = _shipped("docs")
 ENVIRONMENTS = _shipped("environments")

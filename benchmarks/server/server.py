@@ -26,7 +26,7 @@ from toprope.records.audit import AuditTrail, shorten
 
 ROUNDS = 15
 CALLS = 400
-ALLOWS = "installs: allow\n"
+ALLOWS = "installs: allow\nsaves: allow\n"
 """Settings with which a server offers every tool."""
 
 BARE = '''

@@ -153,6 +153,8 @@ class OwnerSettings(BaseModel):
     component that needs it; the file should be readable by the owner alone."""
     installs: Literal["ask", "allow"] = "ask"
     """allow: agents may install ecosystems and packages for environments; ask: they tell the owner the command."""
+    saves: Literal["ask", "allow"] = "ask"
+    """allow: agents may save environments that they wrote (save_environment); ask: they show you the file."""
     environments: list[str] = Field(default_factory=list)
     """More folders with environments, one Python file each."""
     tools: dict[str, LentTool] = Field(default_factory=dict)
@@ -255,6 +257,11 @@ class Home:
         return self.path / "environments.json"
 
     @property
+    def agent_environments(self) -> Path:
+        """Environments that agents wrote and saved."""
+        return self.path / "environments"
+
+    @property
     def datasets(self) -> Path:
         """Data sets by name and version, and files to train on."""
         return self.path / "datasets"
@@ -307,13 +314,20 @@ class Home:
         return Limits.read(path, owners=path.parent == self.configuration)
 
     def environment_folders(self, settings: OwnerSettings) -> list[Path]:
+        """The folders with environments: the owner's, then that of files that agents saved."""
+        return [*self._own_folders(settings), self.agent_environments]
+
+    def _own_folders(self, settings: OwnerSettings) -> list[Path]:
         """The owner's folders with environments; relative paths are within the configuration folder."""
         own = [self.configuration / Path(folder).expanduser() for folder in settings.environments]
         return [*own, self.configuration / "environments"]
 
     def strategy_folders(self, settings: OwnerSettings) -> list[Path]:
-        """Folders for strategies, scorers and generators of data; the folders with environments are among them."""
-        return [self.configuration / "strategies", *self.environment_folders(settings)]
+        """Folders for strategies, scorers and generators of data; the owner's folders with environments are among them.
+
+        Files that agents saved are not: strategies run in the conductor, outside of workers.
+        """
+        return [self.configuration / "strategies", *self._own_folders(settings)]
 
     def trainer_folders(self, settings: OwnerSettings) -> list[Path]:
         """The folders with the owner's trainers; relative paths are within the configuration folder."""

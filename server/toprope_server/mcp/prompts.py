@@ -79,8 +79,32 @@ def improve_a_run(
     )
 
 
+def write_an_environment(
+    idea: Annotated[str, Field(description="The task to learn, and how an answer is scored.")],
+    name: Annotated[str, Field(description="A name for it, such as back-words; optional.")] = "",
+) -> str:
+    """Writes an environment for a task of yours, checks it, and measures the policy on it."""
+    from toprope_tools.resources.documentation import page
+
+    template, _ = page("environment-template")
+    called = f" Call it {name.strip()!r}." if name.strip() else ""
+    return (
+        f"Write an environment for Toprope: {idea.strip()}.{called}\n"
+        "It is one Python file with one class that hands out tasks and scores answers, and it imports toprope.sdk, the "
+        "standard library and nothing else unless I say so. Tasks are the same in every run and differ in their text; "
+        "scores give partial credit, and junk earns nothing. Begin with the template below and leave out what you do "
+        "not need. The guide is the resource toprope://docs/environments, and toprope://docs/environment-example shows "
+        "one of several turns.\n"
+        "If there is a tool save_environment, save the file with it. Otherwise show it to me: I save it in the folder "
+        "environments beside settings.yaml, under the environment's name with underscores and .py. Then call "
+        "check_environment, correct what it finds, and measure the untrained policy with test_inference.\n"
+        f"```python\n{template}```"
+    )
+
+
 _PROMPTS: tuple[tuple[Callable[..., str], str, str], ...] = (
     (train_an_environment, "Train on an environment", "start_training"),
+    (write_an_environment, "Write an environment", "check_environment"),
     (diagnose_run, "Diagnose a run", "check_status"),
     (improve_a_run, "Improve on a run", "start_training"),
 )
@@ -145,10 +169,17 @@ def _components(workshop: Workshop, given: Mapping[str, str]) -> list[str]:
     return [name for name in COMPONENTS if folder.log(name).is_file()]
 
 
+def _pages(workshop: Workshop, _: Mapping[str, str]) -> list[str]:
+    from toprope_tools.resources.documentation import pages
+
+    return list(pages())
+
+
 _SOURCES: dict[str, Callable[[Workshop, Mapping[str, str]], list[str]]] = {
     "environment": _environments,
     "run_id": _runs,
     "draft_id": _drafts,
     "preset": _presets,
     "component": _components,
+    "page": _pages,
 }

@@ -53,6 +53,15 @@ _RUNS = Resource(
 )
 
 
+_PAGES = Resource(
+    uri="toprope://docs",
+    name="docs",
+    title="Documentation",
+    description="Every page with its title: environments, settings, algorithms, sweeps, findings, and a template.",
+    mime_type="application/json",
+)
+
+
 def _template(path: str, name: str, title: str, description: str, mime_type: str) -> ResourceTemplate:
     return ResourceTemplate(
         uri_template=f"toprope://runs/{{run_id}}{path}",
@@ -76,6 +85,13 @@ TEMPLATES = [
         description="What a data set (best, best@v2) holds and is made of; toprope://datasets lists them.",
         mime_type="text/markdown",
     ),
+    ResourceTemplate(
+        uri_template="toprope://docs/{page}",
+        name="page",
+        title="A page of the documentation",
+        description="A page that toprope://docs lists, such as environments, settings or environment-template.",
+        mime_type="text/markdown",
+    ),
 ]
 
 
@@ -93,7 +109,7 @@ class Resources:
         server.add_request_handler("subscriptions/listen", SubscriptionsListenRequestParams, self._listen)
 
     async def listed(self) -> list[Resource]:
-        """The list of runs, and the newest runs one by one; only the former if the workshop cannot be opened."""
+        """The list of runs, the documentation, and the newest runs one by one if the workshop can be opened."""
         from toprope_tools.resources.resources import LISTED
 
         try:
@@ -102,6 +118,7 @@ class Resources:
             runs = []
         return [
             _RUNS,
+            _PAGES,
             *(
                 Resource(
                     uri=f"toprope://runs/{run.run_id}",

@@ -25,9 +25,9 @@ SETS = {
     "run": "measuring, starting, stopping, resuming and asking",
     "read": "everything that changes nothing",
 }
-_HAS_ROLE = re.compile(r"^\s*[\"']?(serve|installs)[\"']?\s*:", re.MULTILINE)
-_INSTALLING_TOOL = "add_environment"
-"""Offered only if the owner lets agents install (`installs: allow`)."""
+_HAS_ROLE = re.compile(r"^\s*[\"']?(serve|installs|saves)[\"']?\s*:", re.MULTILINE)
+_PERMITTED = {"add_environment": "installs", "save_environment": "saves"}
+"""Tools that are offered only if the owner's setting of this name is `allow`."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Role:
         read_only: Only tools that change nothing.
         sets: Names of sets of tools; None for all.
         why: The reason to tell the client, for a role that nobody chose.
-        installs: Agents may install; only the owner's settings can allow it.
+        permits: The owner's settings that are `allow`: installs, saves.
     """
 
     read_only: bool = False
     sets: frozenset[str] | None = None
     why: str = ""
-    installs: bool = False
+    permits: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, read_only: bool = False, sets: str | Sequence[str] | None = None) -> Role:
@@ -65,16 +65,16 @@ class Role:
     def within(self, other: Role) -> Role:
         """The intersection of two roles."""
         both = self.sets if other.sets is None else other.sets if self.sets is None else self.sets & other.sets
-        installs = self.installs or other.installs
+        permits = self.permits | other.permits
         return replace(
-            self, read_only=self.read_only or other.read_only, sets=both, why=self.why or other.why, installs=installs
+            self, read_only=self.read_only or other.read_only, sets=both, why=self.why or other.why, permits=permits
         )
 
     def allows(self, tool: ToolSpec) -> bool:
         """True if the tool is offered."""
         if self.read_only:
             return tool.reads_only
-        if tool.name == _INSTALLING_TOOL and not self.installs:
+        if _PERMITTED.get(tool.name, "") not in {"", *self.permits}:
             return False
         return self.sets is None or tool.toolset in self.sets or (tool.reads_only and "read" in self.sets)
 
@@ -128,7 +128,8 @@ def role_of_settings(settings: OwnerSettings) -> Role:
         InvalidValue: Not a set of tools.
     """
     role = Role.of(settings.serve.read_only, settings.serve.tools)
-    return replace(role, installs=settings.installs == "allow")
+    permits = frozenset(name for name in _PERMITTED.values() if getattr(settings, name) == "allow")
+    return replace(role, permits=permits)
 
 
 def owners_role() -> Role:

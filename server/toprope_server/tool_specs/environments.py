@@ -9,7 +9,7 @@ from mcp.types import CallToolResult
 from pydantic import Field
 from toprope_tools.answers import planning as answers
 
-from toprope_server.tool_specs.base import READS, STARTS, Cursor, ToolGroup, client_of, result_of, workshop_of
+from toprope_server.tool_specs.base import ADDS, READS, STARTS, Cursor, ToolGroup, client_of, result_of, workshop_of
 
 environment_tools = ToolGroup()
 
@@ -71,6 +71,26 @@ async def check_environment(
     from toprope_tools.planning import environment_check
 
     return result_of(await environment_check.check_environment(workshop_of(ctx), name=name, full=full))
+
+
+@environment_tools.tool(
+    "Save an environment",
+    ADDS | {"idempotent_hint": True},
+    toolset="plan",
+    on_failure="The prompt write_an_environment has a template.",
+)
+async def save_environment(
+    ctx: Context,
+    name: Annotated[str, Field(max_length=64, description="Of the file, without .py: back-words.")],
+    code: Annotated[str, Field(max_length=200_000, description="The file: a class of toprope.sdk.Environment.")],
+) -> Annotated[CallToolResult, answers.SavedEnvironment]:
+    """Saves an environment that you wrote into the owner's folder for such files; a version before is kept.
+
+    The text is checked and not run; toprope://docs/environments is the guide. Next: check_environment.
+    """
+    from toprope_tools.planning import authoring
+
+    return result_of(await authoring.save_environment(workshop_of(ctx), name=name, code=code))
 
 
 @environment_tools.tool(

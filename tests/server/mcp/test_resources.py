@@ -54,7 +54,11 @@ def test_runs_are_listed_with_templates_of_parts(talk, house):
         return await client.list_resources(), await client.list_resource_templates()
 
     listed, templates = talk(work)
-    assert [resource.uri for resource in listed.resources] == ["toprope://runs", f"toprope://runs/{folder.run_id}"]
+    assert [resource.uri for resource in listed.resources] == [
+        "toprope://runs",
+        "toprope://docs",
+        f"toprope://runs/{folder.run_id}",
+    ]
     assert [template.uri_template for template in templates.resource_templates] == [
         "toprope://runs/{run_id}",
         "toprope://runs/{run_id}/config",
@@ -62,6 +66,7 @@ def test_runs_are_listed_with_templates_of_parts(talk, house):
         "toprope://runs/{run_id}/logs/{component}",
         "toprope://runs/{run_id}/plot.png",
         "toprope://datasets/{name}",
+        "toprope://docs/{page}",
     ]
 
 

@@ -89,7 +89,7 @@ def test_tool_list_fits_into_agents_context():
     """Counts the whole result of tools/list, with the tools that only some owners allow."""
 
     async def work():
-        async with Client(TopropeServer(role=Role(installs=True))) as client:
+        async with Client(TopropeServer(role=Role(permits=frozenset({"installs", "saves"})))) as client:
             return await client.list_tools()
 
     result = anyio.run(work).model_dump(mode="json", by_alias=True, exclude_none=True)

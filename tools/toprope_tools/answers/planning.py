@@ -99,6 +99,11 @@ class Installed(Structure):
     news: str = ""
 
 
+class SavedEnvironment(Structure):
+    path: str
+    environments: list[str]
+
+
 class FieldChange(Structure):
     field: str
     before: Any

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from toprope.errors import InvalidValue, TopropeError
-from toprope_tools.resources.resources import DATASETS, Place, dataset_versions, resource_at
+from toprope_tools.resources.resources import DATASETS, DOCS, Place, dataset_versions, resource_at
 from toprope_tools.status.snapshot import look_at
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class _Watched:
 
 
 def _detector(workshop: Workshop, place: Place) -> _Detector:
+    if place.part == DOCS:
+        return _ValueChange(lambda: None)  # pages change with the installation only
     if place.part == DATASETS:
         return _ValueChange(lambda: dataset_versions(workshop, place.component))
     if place.run_id is None:

@@ -6,6 +6,7 @@
     toprope://runs/RUN_ID/metrics               a row per step, or rows at even distances
     toprope://runs/RUN_ID/logs/COMPONENT        the end of a log
     toprope://runs/RUN_ID/plot.png              its plot
+    toprope://docs                              the documentation, see `documentation`
     toprope://datasets                          the data sets
     toprope://datasets/NAME                     the card of a data set: best, best@v2
 
@@ -32,6 +33,7 @@ from toprope.records.run.specification import Specification
 from toprope.trajectories.datasets.store import DatasetStore
 from toprope.untrusted import marked, marked_lines
 from toprope_tools.answers.answer import TOKEN_BUDGET
+from toprope_tools.resources import documentation
 from toprope_tools.runs.logs import COMPONENTS, read_logs
 from toprope_tools.status.run_list import run_item
 from toprope_tools.status.snapshot import look_at, told_numbers
@@ -53,6 +55,8 @@ _URI = re.compile(r"toprope://runs(?:/([a-z0-9][a-z0-9_-]{0,63})(?:/(config|metr
 
 _DATASETS = re.compile(r"toprope://datasets(?:/([a-z0-9][a-z0-9_.-]{0,63}(?:@v?\d{1,6})?))?")
 DATASETS = "datasets"
+_DOCS = re.compile(r"toprope://docs(?:/([a-z0-9-]{1,64}))?")
+DOCS = "docs"
 
 
 @dataclass(frozen=True)
@@ -62,9 +66,9 @@ class Place:
     run_id: str | None = None
     """None for all runs, and for data sets."""
     part: str = ""
-    """Empty for the run itself; DATASETS for data sets."""
+    """Empty for the run itself; DATASETS for data sets, DOCS for documentation."""
     component: str = ""
-    """Component of a log, or name of a data set; empty for all data sets."""
+    """Component of a log, or name of a data set or page; empty for all of them."""
 
 
 def resource_at(uri: str) -> Place:
@@ -75,12 +79,15 @@ def resource_at(uri: str) -> Place:
     """
     if (dataset := _DATASETS.fullmatch(uri)) is not None:
         return Place(None, DATASETS, dataset[1] or "")
+    if (page := _DOCS.fullmatch(uri)) is not None:
+        return Place(None, DOCS, page[1] or "")
     found = _URI.fullmatch(uri)
     if found is None or (found[3] and found[3] not in COMPONENTS):
         raise NotFound(
             f"There is no resource {uri[:200]!r}.",
-            hint="There are toprope://runs, and for each run toprope://runs/RUN_ID, /config, /metrics, /plot.png and "
-            f"/logs/COMPONENT ({', '.join(COMPONENTS)}); toprope://datasets and toprope://datasets/NAME.",
+            hint="There are toprope://runs, and for each run toprope://runs/RUN_ID, /config, /metrics, /plot.png, "
+            f"/logs/COMPONENT ({', '.join(COMPONENTS)}); toprope://datasets, toprope://datasets/NAME; "
+            "toprope://docs, toprope://docs/PAGE.",
         )
     return Place(found[1], (found[2] or "").partition("/")[0], found[3] or "")
 
@@ -92,6 +99,10 @@ async def read(workshop: Workshop, place: Place) -> tuple[str | bytes, str]:
         NotFound: There is no such run, log or picture.
         Corrupt: Its records cannot be read.
     """
+    if place.part == DOCS:
+        if not place.component:
+            return await to_thread.run_sync(documentation.listing), "application/json"
+        return await to_thread.run_sync(documentation.page, place.component)
     if place.part == DATASETS:
         if not place.component:
             return await to_thread.run_sync(_datasets, workshop), "application/json"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import keyword
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +72,23 @@ def target_of(
             f"{shown(given)} is not an ecosystem, requirement, path or URL.", hint=nearest(plain, _ecosystems(adapters))
         ) from None
     return Target("packages", given, _name_from(requirement.name), (plain,))
+
+
+def module_name(name: str) -> str:
+    """Return the name of the Python file of an environment, without its ending.
+
+    Raises:
+        InvalidValue: Not a valid name, or the name of a Python module.
+    """
+    module = checked_name(name).replace("-", "_")
+    known = module in sys.stdlib_module_names or importlib.util.find_spec(module) is not None
+    if module[0].isdigit() or module[0] == "_" or keyword.iskeyword(module) or known:
+        raise InvalidValue(
+            f"{shown(name)} cannot be the name of a Python file"
+            + (": the file would hide a module of that name." if known else "."),
+            hint="Use a name that begins with a letter and is not a module's.",
+        )
+    return module
 
 
 def checked_name(name: str) -> str:

@@ -124,21 +124,10 @@ def write_template(name: str, folder: Path) -> tuple[Path, Path]:
         InvalidValue: Not a valid name, or the name of a Python module.
         NotPossibleNow: A file exists already, or the folder is not writable.
     """
-    import importlib.util
-    import keyword
-    import sys
+    from toprope.errors import NotPossibleNow
+    from toprope.workbench.interpreters.naming import module_name
 
-    from toprope.errors import InvalidValue, NotPossibleNow
-    from toprope.workbench.interpreters.naming import checked_name
-
-    module = checked_name(name).replace("-", "_")
-    known = module in sys.stdlib_module_names or importlib.util.find_spec(module) is not None
-    if module[0].isdigit() or keyword.iskeyword(module) or known:
-        raise InvalidValue(
-            f"{name!r} cannot be the name of a Python file"
-            + (": the file would hide a module of that name." if known else "."),
-            hint="Use a name that begins with a letter and is not a module's.",
-        )
+    module = module_name(name)
     words = {
         "name": name,
         "module": module,
