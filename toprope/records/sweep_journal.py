@@ -10,6 +10,7 @@ carried out once by the next conductor. A last line that was torn by a kill does
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -193,6 +194,17 @@ class Standing:
     def steps_until(self, epoch: int) -> int:
         """Optimizer steps of the candidates of an epoch and of the epochs before."""
         return sum(one.measured.steps for one in self.scores.values() if self.born[one.candidate] <= epoch)
+
+    def ranked(self) -> list[str]:
+        """Return the candidates by score, the best first and those without a score last."""
+        order = {one: place for place, one in enumerate(self.candidates)}
+
+        def place(one: str) -> tuple[float, int, int]:
+            scored = self.scores.get(one)
+            score = scored.score if scored and scored.score is not None else -math.inf
+            return (-score, -self.line_steps(one), order[one])
+
+        return sorted(self.candidates, key=place)
 
     def line_steps(self, candidate: str) -> int:
         """Optimizer steps behind a candidate's weights, including the candidates that it continues."""

@@ -129,9 +129,11 @@ class Field:
             "object": 'an object such as {"name": 1}',
             "any": "a JSON value",
         }[self.kind]
-        if self.nullable:
-            text += " or null"
-        return f"{text} ({self.bounds})" if self.bounds else text
+        if self.bounds and self.kind in ("integer", "number"):
+            text += f" {self.bounds.replace(', ', ' and ')}"
+        elif self.bounds:
+            text += f" ({self.bounds})"
+        return f"{text} or null" if self.nullable else text
 
 
 @functools.cache

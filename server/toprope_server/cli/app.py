@@ -117,8 +117,12 @@ def status(run: Run) -> None:
     with open_workshop() as workshop:
         from toprope_tools.status.status import numbers_line
 
+        from toprope.analysis.reports.headline import headline
+
         found = workshop.runs.status(run)
         typer.echo(f"{found.run_id}: {found.state}{f' ({found.reason})' if found.reason else ''}")
+        if (accuracy := headline(found)) is not None:
+            typer.echo(str(accuracy))
         typer.echo(numbers_line(found.progress))
         for name, member in found.crew.items():
             typer.echo(f"  {name}: {member.state}{f', pid {member.pid}' if member.pid else ''}")

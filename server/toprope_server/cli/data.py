@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toprope.text_format import plural
 from toprope_server.cli.context import open_workshop
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def export(
         target = None if output is None else output.expanduser().absolute()
         home = workshop.home.ensure()
         outcome = _run(home, export_order(home, sources, chosen, filters(where), target=target))
-        typer.echo(f"{outcome.items} items ({outcome.bytes} bytes) in {outcome.path}")
+        typer.echo(f"{plural(outcome.items, 'item')} ({outcome.bytes} bytes) in {outcome.path}")
         _print_notes(outcome)
 
 
@@ -85,7 +86,7 @@ def build_version(
         )
         outcome = _run(home, order)
         new = "" if outcome.new else " (unchanged)"
-        typer.echo(f"{outcome.version}{new}: {outcome.items} items in {outcome.path}")
+        typer.echo(f"{outcome.version}{new}: {plural(outcome.items, 'item')} in {outcome.path}")
         for split, count in outcome.splits.items():
             typer.echo(f"  {split}: {count}")
         _print_notes(outcome)
@@ -133,7 +134,8 @@ def list_datasets() -> None:
             for version in store.versions(name):
                 record = store.find(f"{name}@{version}").record
                 typer.echo(
-                    f"{name}@{version}  {record.items} items  {record.digest[:12]}  {record.description}".rstrip()
+                    f"{name}@{version}  {plural(record.items, 'item')}  {record.digest[:12]}  "
+                    f"{record.description}".rstrip()
                 )
             if store.inbox(name).is_file():
                 typer.echo(f"{name}@inbox  imported, not yet in a version")

@@ -69,3 +69,14 @@ def test_smoothing_keeps_length_and_level():
     assert smoothed([1.0, 2.0, 3.0, 4.0, 5.0], 3) == [1.5, 2.0, 3.0, 4.0, 4.5]
     assert smoothed([2.0] * 7, 4) == [2.0] * 7
     assert smoothed([3.0], 9) == [3.0] and smoothed([], 5) == [] and smoothed([1.0, 5.0], 1) == [1.0, 5.0]
+
+
+def test_plot_of_fine_tuning_draws_its_own_loss(folder):
+    status = Status.read(folder)
+    status.model_copy(update={"kind": "sft"}).write(folder)
+    lines = [{"step": step, "loss": 3 / step, "mean_token_accuracy": 1 - 1 / step} for step in range(1, 60)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    done = draw(folder)
+    assert done.returncode == 0, done.stderr
+    _, _, colours = pixels(folder)
+    assert {bytes.fromhex("c2571a"), bytes.fromhex("1f6f8b")} <= colours

@@ -89,7 +89,12 @@ def test_watch_in_pipe_prints_changes_until_run_ends(live):
         watching.wait()
         watching.stdout.close()
         watching.stderr.close()
-    for part in ("queued -> training", "1450 rollouts/s", "training -> completed", "held-out accuracy 10.0% -> 90.0%"):
+    for part in (
+        "queued -> training",
+        "1450 rollouts/s",
+        "training -> completed",
+        "held-out accuracy (sampled) 10.0% -> 90.0%",
+    ):
         assert part in seen
     assert "\x1b" not in seen
     assert re.match(r"\d\d:\d\d:\d\d a-run: ", seen)

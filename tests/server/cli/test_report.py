@@ -65,6 +65,18 @@ def run(shop, run_id="run-a", accuracy=0.8, steps=60):
     return run_id
 
 
+def test_report_of_fine_tuning_shows_its_loss(shop, tmp_path):
+    folder = shop.runs.folder(run(shop))
+    for file in (folder.spec, folder.status):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"kind": "sft"}))
+    rows = [{"step": step, "loss": 3 / step, "mean_token_accuracy": 1 - 1 / step} for step in range(1, 61)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report(shop, folder.run_id, tmp_path / "sft.md")
+    text = (tmp_path / "sft.md").read_text()
+    assert "Loss on demonstrations" in text and "ranked first" in text and "Reward and success" not in text
+    assert "60 steps" in text and "0 rollouts" not in text
+
+
 class Seen(HTMLParser):
     """The tags, the texts and what is referred to."""
 
@@ -92,7 +104,7 @@ def test_report_of_run_is_complete_and_self_contained(shop, tmp_path):
     page = path.read_text()
     seen = Seen(page)
     for words in (
-        "Held-out accuracy went from 10.0% [5.5%, 17.4%] to 80.0% [71.1%, 86.7%] on 100 tasks",
+        "Held-out accuracy (sampled) went from 10.0% [5.5%, 17.4%] to 80.0% [71.1%, 86.7%] on 100 tasks",
         "The 95 % intervals do not overlap.", "collapse", "Lower it.", "budget.steps", "more steps",
         "Inputs", "<script>alert", "before (wrong)", "after (right)",
     ):  # fmt: skip

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from toprope_server.cli.runs.report import write_report
 from toprope_tools.experiments.config_history import fork_config
+from toprope_tools.experiments.ledger import get_handoff
 from toprope_tools.results.results import get_results
 from toprope_tools.runs.sweeps import start_sweep
 from toprope_tools.runs.training import resume_training, start_training, stop_training
@@ -186,7 +188,7 @@ def test_members_are_frozen_as_the_journal_says(house, monkeypatch):
     assert "It is None" not in do(get_results, shop, run_id=again.run_id).text
 
 
-def test_results_show_candidates_lineage_and_held_out_figure(house):
+def test_results_show_candidates_lineage_and_held_out_figure(house, tmp_path):
     shop, launcher = house
     folder = shop.runs.folder(started(shop).data.run_id)
     with pytest.raises(InvalidValue, match="no candidate with a score"):
@@ -203,7 +205,12 @@ def test_results_show_candidates_lineage_and_held_out_figure(house):
     assert found["best"]["id"] == "c004" and found["best"]["line_steps"] == 80 and found["epochs_completed"] == 2
     assert [one["id"] for one in found["candidates"]] == ["c004", "c002", "c001", "c003"]
     assert found["heldout"]["accuracy"] == 0.75
-    assert "best 75.0% held out" in do(list_runs, shop).text
+    told = "winner: held-out accuracy (sampled) 75.0% [71.0%, 78.6%] on 500 tasks"
+    assert told in do(list_runs, shop).text and told in do(get_handoff, shop).text
+    [page] = write_report(shop, folder.run_id, tmp_path / "sweep.html")
+    text = page.read_text()
+    assert "The winner is c004" in text and "75.0% [71.0%, 78.6%] on 500 tasks" in text
+    assert "it collapsed" in text and "c002^" in text and "data:image/svg+xml" in text
     assert plot([str(folder.path)]) == 0 and folder.plot.read_bytes().startswith(b"\x89PNG")
     assert do(get_results, shop, run_id=folder.run_id, plot=True).picture == folder.plot.read_bytes()
 

@@ -36,7 +36,7 @@ def test_checks_are_shown_while_validating_and_state_always(run):
     become(folder, "validating", started_at=time.time(), crew={name: CrewMember(**one) for name, one in crew.items()})
     text, told = check(shop, folder)
     assert told.lifecycle == "validating" and "agent passed, dataset open" in text
-    assert told.checks == {"config": "passed", "agent": "passed", "dataset": "open", "reward": "open"}
+    assert told.checks == {"config": "passed", "policy": "passed", "dataset": "pending", "reward": "pending"}
     step(folder, 10)
     text, told = check(shop, folder)
     assert (told.lifecycle, told.checks) == ("training", {}) and "Checks" not in text
@@ -88,7 +88,7 @@ def test_events_always_pass_and_only_once(run):
     assert [event["kind"] for event in status.events] == ["state", "evaluation"]
     assert status.fresh is False
     assert status.state == "evaluating"
-    assert "evaluation after: accuracy 50.0% on 200 heldout tasks" in text
+    assert "evaluation after: held-out accuracy (sampled) 50.0% on 200 tasks" in text
     assert check(shop, folder)[1].events == []
 
 
@@ -289,7 +289,7 @@ def test_results_of_live_run_show_existing_parts(run):
     answer = do(get_results, shop, run_id=folder.run_id)
     assert answer.data.complete is False
     assert "It has not ended" in answer.text
-    assert "before: accuracy 3.0% [1.4%, 6.4%] on 200 heldout tasks" in answer.text
+    assert "before: held-out accuracy (sampled) 3.0% [1.4%, 6.4%] on 200 tasks" in answer.text
     assert "examples" not in answer.data.results
 
 
@@ -322,7 +322,7 @@ def test_report_of_keeper_is_shown_in_full_on_request(run):
     write_json(folder.results, report.model_dump(mode="json"))
     concise = do(get_results, shop, run_id=folder.run_id)
     assert concise.data.complete is True
-    assert "after: accuracy 90.0% [85.1%, 93.4%]" in concise.text
+    assert "after: held-out accuracy (sampled) 90.0% [85.1%, 93.4%]" in concise.text
     assert "rose by more than the intervals" in concise.text
     detailed = do(get_results, shop, run_id=folder.run_id, detail="detailed")
     assert len(detailed.data.detail["history"]) == 10

@@ -25,11 +25,12 @@ def said(shown: Preview) -> str:
     """Format a preview in a few lines."""
     runs = f"{shown.count} runs" if shown.count > 1 else "one run"
     parts = [f"{label} {_quantity(name, shown.estimates.get(name))}" for name, label in _SAID if _shows(shown, name)]
-    lines = [f"What {runs} of {shown.steps} steps at most would take: {'; '.join(parts)}."]
+    each = " each" if shown.count > 1 else ""
+    lines = [f"What {runs} of at most {shown.steps} steps{each} would take: {'; '.join(parts)}."]
     if shown.count > 1:
-        lines[0] += (
-            " The time is that of one run, and runs queue for the machine; the other figures are for all runs together."
-        )
+        wall = shown.estimates.get("wall_hours")
+        total = "" if wall is None else f"; {shown.count} one after the other take {_hours(wall.times(shown.count))}"
+        lines[0] += f" The time is that of one run{total}. The other figures are for all runs together."
     lines.append(shown.basis)
     if shown.caps:
         caps = ", ".join(f"{value:.3g} {name}" for name, value in shown.caps.items())
@@ -94,11 +95,15 @@ def _quantity(name: str, one: Estimate | None) -> str:
     if one is None:
         return "unknown"
     if name == "wall_hours":
-        low, middle, high = (duration(value * 3600) for value in (one.low, one.value, one.high))
-        return middle if low == high else f"{middle} ({low} to {high})"
+        return _hours(one)
     unit = {"cpu_hours": " CPU-hours", "gpu_hours": " GPU-hours", "cost_usd": " USD"}.get(name, " GB")
     text = f"{one.value:.3g}{unit}"
     return text if f"{one.low:.3g}" == f"{one.high:.3g}" else f"{text} ({one.low:.3g} to {one.high:.3g})"
+
+
+def _hours(one: Estimate) -> str:
+    low, middle, high = (duration(value * 3600) for value in (one.low, one.value, one.high))
+    return middle if low == high else f"{middle} ({low} to {high})"
 
 
 def _short(value: float) -> float:

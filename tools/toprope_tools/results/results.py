@@ -9,6 +9,7 @@ from anyio import to_thread
 from pydantic import ValidationError
 
 from toprope.analysis.findings.stored_runs import explain_run
+from toprope.analysis.reports.headline import accuracy_on
 from toprope.analysis.reports.report import gather, labels_to_tell
 from toprope.analysis.reports.results import RESULTS_VERSION, Accuracy, Example, ModelReport, Models, Results
 from toprope.errors import Corrupt, InvalidValue, NotFound
@@ -225,9 +226,8 @@ def _evaluations(report: Results, config: Config) -> list[str]:
     for label, evaluation in report.evaluations.items():
         if evaluation.sampled is None:
             continue
-        line = (
-            f"{label}: accuracy {accuracy(evaluation.sampled)} on {evaluation.sampled.tasks} {evaluation.split} tasks"
-        )
+        line = f"{label}: {accuracy_on(evaluation.split)} {accuracy(evaluation.sampled)}"
+        line += f" on {plural(evaluation.sampled.tasks, 'task')}"
         if evaluation.greedy is not None:
             line += f"; greedy {accuracy(evaluation.greedy)}"
         lines.append(line + _rest(evaluation.sampled) + ".")

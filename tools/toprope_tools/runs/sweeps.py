@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyio import to_thread
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from toprope.analysis.reports.headline import headline
 from toprope.errors import Corrupt, InvalidValue, NotPossibleNow
 from toprope.records.run.folder import RunFolder, describe_misfits
 from toprope.records.run.specification import Specification, SweepPlan, training_plan
@@ -218,9 +218,8 @@ def member_of(run_id: str) -> str | None:
 
 def best_line(sweep: Status) -> str:
     """Summarize the outcome of a sweep in a few words, from its status."""
-    heldout = sweep.evaluations.get("heldout", {})
-    if heldout.get("accuracy") is not None:
-        return f"best {percent(heldout['accuracy'])} held out"
+    if (found := headline(sweep)) is not None:
+        return f"winner: {found}"
     found = [one for label, one in sweep.evaluations.items() if label.startswith("epoch-")]
     return f"best {number(found[-1].get('score'))} after {len(found)} epochs" if found else ""
 
@@ -268,7 +267,7 @@ def sweep_lines(folder: RunFolder, plan: SweepPlan) -> list[str]:
     elif final is not None and final.why:
         lines.append(f"Not measured on held-out tasks: {final.why}.")
     lines.append("Candidates, the best first (with ancestors; ^: continued from the parent's weights):")
-    lines += [f"  {_row(standing, one)}" for one in _ranked(standing)[:_SHOWN]]
+    lines += [f"  {_row(standing, one)}" for one in standing.ranked()[:_SHOWN]]
     if len(standing.scores) > _SHOWN:
         lines.append(f"  and {len(standing.scores) - _SHOWN} more, in the structure.")
     lines.append(f"{call('fork_config', run_id=folder.run_id)} makes a draft with the best values.")
@@ -290,7 +289,7 @@ def sweep_structure(folder: RunFolder, plan: SweepPlan) -> dict[str, Any]:
         "most_steps": plan.total_steps,
         "best": None,
         "heldout": None,
-        "candidates": [_item(standing, one) for one in _ranked(standing)[:_MOST]],
+        "candidates": [_item(standing, one) for one in standing.ranked()[:_MOST]],
         "survivors": {str(epoch): ids for epoch, ids in standing.survivors.items()},
     }
     if best is not None:
@@ -307,18 +306,6 @@ def lineage(standing: Standing, candidate: str) -> list[str]:
         found.append(at.id)
         at = standing.candidates.get(at.parent) if at.parent else None
     return found
-
-
-def _ranked(standing: Standing) -> list[str]:
-    """Sort candidates by score, those without a score last."""
-    order = {one: place for place, one in enumerate(standing.candidates)}
-
-    def place(one: str) -> tuple[float, int, int]:
-        scored = standing.scores.get(one)
-        score = scored.score if scored and scored.score is not None else -math.inf
-        return (-score, -standing.line_steps(one), order[one])
-
-    return sorted(standing.candidates, key=place)
 
 
 def _item(standing: Standing, one: str) -> dict[str, Any]:

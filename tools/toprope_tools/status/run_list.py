@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from anyio import to_thread
 
+from toprope.analysis.reports.headline import headline
 from toprope.errors import InvalidValue
 from toprope.records.run.folder import RUN_ID
 from toprope.records.run.status import LIVE, Status
-from toprope.text_format import ago, call, clip, percent, plural
+from toprope.text_format import ago, call, clip, plural
 from toprope.untrusted import marked
 from toprope.workbench.launch.seeds import group_of
 from toprope_tools.answers import runs as answers
@@ -122,8 +123,5 @@ def _summary(run: Status) -> str:
         return f"{run.failure.component}: {marked(run.failure.reason, 90)}"
     if run.run_kind.starts_runs:
         return best_line(run)
-    before, after = run.evaluations.get("before", {}), run.evaluations.get("after", {})
-    if after.get("accuracy") is not None:
-        return f"accuracy {percent(before.get('accuracy'))} -> {percent(after['accuracy'])}"
-    test = run.evaluations.get("test", {})
-    return f"accuracy {percent(test['accuracy'])}" if test.get("accuracy") is not None else ""
+    found = headline(run)
+    return "" if found is None else str(found)

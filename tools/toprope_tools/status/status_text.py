@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toprope.analysis.findings.stored_runs import explain_run, learned
+from toprope.analysis.reports.headline import accuracy_on, headline
 from toprope.errors import Corrupt, DiskFull, NotFound
 from toprope.records.index.stamps import Stamp, write_stamps
 from toprope.records.run.lifecycle import checks_of, state_of
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 _EVENTS = (20, 8, 3, 1)
 """Numbers of events per run to try; the first that fits the budget is used."""
+_ALONG = frozenset({"reward", "success", "rollouts_per_second", "environments"})
+"""Numbers of the last batch."""
+_CHECKS = {"agent": "policy", "open": "pending"}
+"""Words for readers, to whom an agent is the one who reads."""
 _SHORT = 3
 """Most runs whose last numbers are repeated in an answer without news."""
 
@@ -178,7 +183,7 @@ def _told(look: Look, most: int, causes: str = "") -> _Told:
     if status.reason and status.failure is None:
         line += f" ({marked(status.reason, 200)})"
     if fresh:
-        line += f"; {numbers_line(numbers)}."
+        line += f"; {_ended(status, numbers) if status.ended else numbers_line(numbers)}."
         if next_in:
             line += f" Next numbers in {duration(next_in)}."
     else:
@@ -216,9 +221,19 @@ def _told(look: Look, most: int, causes: str = "") -> _Told:
     return _Told(line, item, place, kept, new)
 
 
+def _ended(status: Status, numbers: Mapping[str, Any]) -> str:
+    """Return an ended run's accuracy, or else the numbers of its last batch, labelled as such."""
+    found = headline(status)
+    if found is None:
+        last = {key: one for key, one in numbers.items() if key not in _ALONG}
+        along = {key: numbers[key] for key in ("reward", "success") if key in numbers}
+        return numbers_line(last) + (f"; its last batch alone: {numbers_line(along)}" if along else "")
+    return f"{found}; {numbers_line({key: one for key, one in numbers.items() if key not in _ALONG})}"
+
+
 def _open_checks(status: Status) -> dict[str, str]:
     """Return the state of a run's checks while they run or if one failed; empty once all have passed."""
-    checks: dict[str, str] = dict(checks_of(status))
+    checks: dict[str, str] = {_CHECKS.get(name, name): _CHECKS.get(how, how) for name, how in checks_of(status).items()}
     made = status.state in ("validating", "starting") or "failed" in checks.values()
     return checks if made and set(checks.values()) != {"passed"} else {}
 
@@ -266,9 +281,9 @@ def _evaluation(data: Mapping[str, Any]) -> str:
     label = data.get("label", "")
     if summary.get("accuracy") is None:
         return f"{label}: {clip(', '.join(f'{key} {value(one)}' for key, one in summary.items()), 200)}"
-    text = f"{label}: accuracy {percent(summary['accuracy'])}"
+    text = f"{label}: {accuracy_on(str(summary.get('split', '')))} {percent(summary['accuracy'])}"
     if summary.get("tasks"):
-        text += f" on {summary['tasks']} {summary.get('split', '')} tasks".replace("  ", " ")
+        text += f" on {plural(summary['tasks'], 'task')}"
     each = summary.get("environments")
     if isinstance(each, dict):
         told = [f"{named(label, 60)} {percent(one.get('accuracy'))}" for label, one in list(each.items())[:8]]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import anyio
 from anyio import to_thread
 
+from toprope.analysis.reports.headline import share_done
 from toprope_tools.status.snapshot import Look, look_at, numbers_line
 from toprope_tools.status.wait_conditions import Condition
 
@@ -153,6 +154,9 @@ def _progress_of(looks: Sequence[Look]) -> tuple[float, float | None, str]:
         message = f"{look.status.state}: {numbers_line(numbers)}" if numbers else look.status.state
         step = numbers.get("step", 0) if "step" in numbers or look.status.run_kind.trains else numbers.get("done", 0)
         total = numbers.get("total_steps") if "step" in numbers else numbers.get("total")
+        share = share_done(look.status, look.now)
+        if total and share is not None:
+            step = max(float(step), round(share * total, 2))  # time may end the run before its steps
         return float(step), float(total) if total else None, message
     done = sum(look.status.ended for look in looks)
     said = ", ".join(f"{look.run_id} {look.status.state} {numbers_line(look.numbers)}" for look in looks[:3])

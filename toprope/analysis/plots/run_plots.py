@@ -20,6 +20,7 @@ from toprope.analysis.statistics.intervals import Proportion
 from toprope.atomic import replacing
 from toprope.errors import TopropeError
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.kinds import kind_named
 from toprope.records.run.metrics import read_history
 from toprope.records.run.specification import Specification, SweepPlan
 from toprope.records.run.status import Status
@@ -63,8 +64,11 @@ def draw(
             draw_sweep(figure.subplots(), *sweep)
         else:
             left, right = figure.subplots(1, 2, width_ratios=[2.6, 1])
-            _draw_steps(left, rows)
-            _draw_environments(left, results, rows)
+            if kind_named(results.kind).demonstrates:
+                _draw_loss(left, rows)
+            else:
+                _draw_steps(left, rows)
+                _draw_environments(left, results, rows)
             _draw_heldout(right, results)
         try:
             with replacing(path, suffix=".png") as temporary:
@@ -77,6 +81,29 @@ def _title(results: Results) -> str:
     parts = [results.run_id, results.environment, results.model]
     title = "   ·   ".join(part if len(part) <= 40 else "…" + part[-39:] for part in parts if part)
     return title
+
+
+def _draw_loss(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the loss on demonstrations, and the share of their tokens that the policy ranks first."""
+    axes.set_title("Fine-tuning on demonstrations")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss, nats per token", color=_REWARD)
+    beside = axes.twinx()
+    beside.set_ylabel("token accuracy", color=_SUCCESS)
+    beside.set_ylim(*_SHARES)
+    beside.grid(visible=False)
+    drawn = False
+    for key, where, colour in (("loss", axes, _REWARD), ("mean_token_accuracy", beside, _SUCCESS)):
+        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+        if points:
+            drawn = True
+            steps, values = [list(part) for part in zip(*points, strict=True)]
+            where.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
+            mean = smoothed(values, max(1, len(values) // 20))
+            where.plot(steps, mean, color=colour, linewidth=2.4, marker="o" if len(steps) == 1 else None)
+    axes.margins(x=0.01)
+    if not drawn:
+        axes.text(0.5, 0.5, "no steps were trained", transform=axes.transAxes, ha="center", color=GREY)
 
 
 def _draw_steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.analysis.plots.style import GREY, PLOT_STYLE, smoothed
+from toprope.analysis.plots.sweep_plots import draw_sweep
+from toprope.records.run.specification import SweepPlan
+from toprope.records.sweep_journal import Standing
 
 COLOURS = ("#1f6f8b", "#c2571a", "#5f8f3e", "#7a5195", "#8a6d3b", "#3b6fb5")
 _MOST_POINTS = 400
@@ -92,6 +95,13 @@ def bars(title: str, wanted: Sequence[Bar]) -> str | None:
         hollow = any(bar.before is not None for bar in wanted)
         axes.set_xlabel(f"held-out accuracy, %{'; hollow: before training' if hollow else ''}")
         axes.grid(axis="y", visible=False)
+        return _svg(figure)
+
+
+def sweep(standing: Standing, plan: SweepPlan) -> str:
+    """Draw the candidates of a sweep by score, with lineage and the winner."""
+    with _figure(6.4, 4.0) as (figure, axes):
+        draw_sweep(axes, standing, plan)
         return _svg(figure)
 
 

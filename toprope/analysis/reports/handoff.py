@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from toprope.analysis.reports.headline import HELDOUT, accuracy_on, headline
 from toprope.analysis.statistics.plateau import noise_floor, plateau
 from toprope.records.experiments import Experiment
 from toprope.records.run.status import Status
@@ -18,6 +19,7 @@ from toprope.text_format import ago, percent
 from toprope.untrusted import RULE, marked
 
 _MOST_BYTES = 32_000
+_BESTS = 3
 LIVE, _LEARNED, _OPEN, _DRAFTS, _ENVIRONMENTS = 10, 12, 8, 6, 12
 
 
@@ -123,7 +125,7 @@ def _learned(standing: Standing) -> list[str]:
         if measured:
             best = max(measured, key=lambda entry: entry.accuracy or 0.0)
             floor = noise_floor(own)
-            said = f"Best in {name}: {percent(best.accuracy)}, {best.id}"
+            said = f"Best experiment in {name}: {percent(best.accuracy)}, {best.id}"
             if best.runs:
                 said += f" ({best.runs[0]})"
             if floor is not None:
@@ -137,24 +139,51 @@ def _learned(standing: Standing) -> list[str]:
     return lines
 
 
-def _unnoted(standing: Standing) -> list[str]:
-    """List ended training runs that no experiment names."""
+def _ended_unnoted(standing: Standing) -> list[Status]:
+    """Return ended runs that trained, and sweeps, that no experiment names; newest first."""
     noted = {run for entry in standing.experiments for run in entry.runs}
-    runs = [
+    return [
         run
         for run in standing.runs
-        if run.ended and run.run_kind.samples and run.run_id not in noted and not sweep_of(run.run_id)
+        if run.ended and _worth_telling(run) and run.run_id not in noted and not sweep_of(run.run_id)
     ]
+
+
+def _worth_telling(run: Status) -> bool:
+    return run.run_kind.trains or run.run_kind.starts_runs
+
+
+def _best(standing: Standing) -> dict[str, tuple[float, str, str]]:
+    """Return each environment's best run by held-out accuracy, of all runs and experiments: accuracy, id, words."""
+    found: dict[str, tuple[float, str, str]] = {}
+
+    def offer(environment: str, accuracy: float, run_id: str, words: str) -> None:
+        if environment not in found or accuracy > found[environment][0]:
+            found[environment] = (accuracy, run_id, words)
+
+    for run in standing.runs:
+        one = headline(run) if _worth_telling(run) and not sweep_of(run.run_id) else None
+        if one is not None and one.heldout:
+            offer(run.environment, one.accuracy, run.run_id, str(one))
+    for entry in standing.experiments:
+        for run_id, figures in entry.figures.items():
+            if figures.accuracy is not None:
+                offer(
+                    entry.environment, figures.accuracy, run_id, f"{accuracy_on(HELDOUT)} {percent(figures.accuracy)}"
+                )
+    return found
+
+
+def _unnoted(standing: Standing) -> list[str]:
+    """List ended training runs and sweeps that no experiment names."""
+    runs = _ended_unnoted(standing)
     if not runs:
         return []
     lines = ["ENDED, NOT IN AN EXPERIMENT"]
     for run in runs[:_OPEN]:
-        before, after = run.evaluations.get("before", {}), run.evaluations.get("after", {})
-        said = f"- {run.run_id}: {run.state}, {run.environment}"
-        if isinstance(after.get("accuracy"), int | float):
-            start = before.get("accuracy")
-            said += f", accuracy {percent(start) if isinstance(start, int | float) else '?'} -> "
-            said += percent(after["accuracy"])
+        said = f"- {run.run_id}: {run.kind}, {run.state}, {run.environment}"
+        if (found := headline(run)) is not None:
+            said += f", {'winner: ' if run.run_kind.starts_runs else ''}{found}"
         if run.failure is not None:
             said += f", {run.failure.component}: {marked(run.failure.reason, 140)}"
         lines.append(said)
@@ -180,19 +209,10 @@ def _next(standing: Standing) -> list[str]:
     if live:
         named = ", ".join(f'"{run_id}"' for run_id in live[:5])
         calls.append(f"check_status(run_ids=[{named}], wait_s=45) waits for news")
-    noted = {run for entry in standing.experiments for run in entry.runs}
-    fresh = [
-        run
-        for run in standing.runs
-        if run.ended and run.run_kind.samples and run.run_id not in noted and not sweep_of(run.run_id)
-    ]
-    if fresh:
+    if fresh := _ended_unnoted(standing):
         calls.append(f'get_results(run_id="{fresh[0].run_id}"), then note_experiment')
-    measured = [entry for entry in standing.experiments if entry.accuracy is not None and entry.runs]
-    if measured:
-        best = max(measured, key=lambda entry: entry.accuracy or 0.0)
-        known = {run: one.accuracy for run, one in best.figures.items() if one.accuracy is not None}
-        calls.append(f'fork_config(run_id="{max(known, key=known.__getitem__)}") starts from the best so far')
+    for name, (_, run_id, words) in list(_best(standing).items())[:_BESTS]:
+        calls.append(f'fork_config(run_id="{run_id}") starts from the best in {name}: {words}')
     if not calls:
         calls.append("list_environments() or get_config of a draft")
     return ["NEXT", *(f"- {one}" for one in calls)]

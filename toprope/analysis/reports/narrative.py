@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.analysis.reports.charts import Bar, Line, bars, lines
+from toprope.analysis.reports.headline import headline
 from toprope.analysis.reports.page import Block, Figure, Heading, Listed, Paragraph, Table
 from toprope.analysis.reports.report import labels_to_tell
 from toprope.analysis.reports.results import Results
+from toprope.analysis.reports.sweep_section import sweep_blocks
 from toprope.analysis.statistics.plateau import plateau
 from toprope.records.experiments import Experiment
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Event, Finding, Status
-from toprope.text_format import accuracy, clip, duration, moment, percent, value
+from toprope.records.sweep_journal import Standing
+from toprope.text_format import accuracy, clip, duration, moment, percent, plural, value
 
 _CURVES: tuple[tuple[str, tuple[Line, ...], bool], ...] = (
     ("Reward and success", (Line("reward", "reward"), Line("success", "success")), True),
@@ -32,6 +35,12 @@ _CURVES: tuple[tuple[str, tuple[Line, ...], bool], ...] = (
     ("Gradient norm", (Line("grad_norm", "gradient norm"),), False),
     ("Answer length, tokens", (Line("completions/mean_length", "mean"),), False),
     ("KL to the starting policy", (Line("kl", "KL"),), False),
+)
+_FINE_TUNING: tuple[tuple[str, tuple[Line, ...], bool], ...] = (
+    ("Loss on demonstrations, nats per token", (Line("loss", "loss"),), False),
+    ("Tokens of demonstrations ranked first", (Line("mean_token_accuracy", "token accuracy"),), True),
+    ("Entropy", (Line("entropy", "entropy"),), False),
+    ("Gradient norm", (Line("grad_norm", "gradient norm"),), False),
 )
 _EXAMPLES, _FINDINGS, _CHANGES, _RUNS, _DETAILED, _LEDGER = 8, 20, 40, 200, 12, 100
 _ALONG = 12
@@ -48,6 +57,8 @@ class RunRecords:
     rows: Sequence[Mapping[str, Any]]
     events: Sequence[Event]
     manifest: Manifest | None = None
+    sweep: Standing | None = None
+    """The decisions of a sweep."""
     repeated: str = ""
     """The comparison with the run that it repeats; empty if it repeats none."""
 
@@ -60,6 +71,8 @@ def compose_run_report(run: RunRecords, experiments: Sequence[Experiment] = ()) 
         experiments: All experiments; those that name the run are shown.
     """
     blocks: list[Block] = [Heading(run.status.run_id, 1), Paragraph(_summary(run)), *_verdict(run)]
+    if run.sweep is not None and run.specification.sweep is not None:
+        blocks += sweep_blocks(run.sweep, run.specification.sweep, headline(run.status))
     blocks += _evaluations(run)
     blocks += _curves(run)
     blocks += _findings(run.events)
@@ -87,14 +100,14 @@ def compose_overview(
     blocks: list[Block] = [Heading("Training runs and experiments", 1)]
     ended = sum(one.status.ended for one in runs)
     seconds = sum(one.results.seconds.training or 0.0 for one in runs)
-    said = f"{total} runs, {len(experiments)} experiments. "
+    said = f"{plural(total, 'run')}, {plural(len(experiments), 'experiment')}. "
     if runs:
         said += f"Of the {len(runs)} runs below {ended} have ended; they trained for {duration(seconds)} in all."
     blocks.append(Paragraph(said.strip()))
     if goals:
         blocks += [Heading("Goals"), Listed([f"{name}: {clip(goal, 400)}" for name, goal in goals.items()])]
     blocks += _ledger(experiments)
-    train = [one for one in runs if one.specification.run_kind.samples]
+    train = [one for one in runs if one.specification.run_kind.trains]
     measured = [bar for one in train[:24] if (bar := _bar(one)) is not None]
     if picture := bars("Runs, newest first", measured):
         blocks += [Heading("Runs"), Figure(picture, "Held-out accuracy with 95 % intervals, before and after training")]
@@ -119,7 +132,8 @@ def _summary(run: RunRecords) -> str:
         said += f" after {duration(status.ended_at - status.created_at)}"
     said += "."
     if results.steps:
-        said += f" {results.steps} steps, {results.rollouts} rollouts"
+        said += f" {plural(results.steps, 'step')}"
+        said += f", {plural(results.rollouts, 'rollout')}" if results.rollouts else ""
         if results.seconds.training is not None:
             said += f", {duration(results.seconds.training)} of training"
         said += "."
@@ -144,7 +158,7 @@ def _verdict(run: RunRecords) -> list[Block]:
     blocks: list[Block] = []
     if before and after and before.sampled and after.sampled:
         said = (
-            f"Held-out accuracy went from {accuracy(before.sampled)} to {accuracy(after.sampled)} on "
+            f"Held-out accuracy (sampled) went from {accuracy(before.sampled)} to {accuracy(after.sampled)} on "
             f"{after.sampled.tasks} tasks that training never saw."
         )
         if results.rose:
@@ -192,7 +206,7 @@ def _evaluations(run: RunRecords) -> list[Block]:
 
 def _curves(run: RunRecords) -> list[Block]:
     found: list[Block] = []
-    for title, wanted, shares in _CURVES:
+    for title, wanted, shares in _FINE_TUNING if run.specification.run_kind.demonstrates else _CURVES:
         if picture := lines(title, run.rows, wanted, shares=shares):
             found.append(Figure(picture, f"{title}, by optimizer step"))
     return [Heading("Training"), *found] if found else []

@@ -46,6 +46,15 @@ _SHAPE = (
     ("launcher", "threads"),
 )
 """Fields that decide the duration of a step; runs that agree in them are taken as equally fast."""
+_CORE = (
+    ("environment", "name"),
+    ("policy", "model"),
+    ("rollout", "group_size"),
+    ("rollout", "groups_per_step"),
+    ("rollout", "max_new_tokens"),
+    ("launcher", "device"),
+)
+"""The fields of these that matter most. Runs that agree in them alone are measured against if there are no others."""
 _QUANTITIES = ("wall_hours", "cpu_hours", "gpu_hours", "memory_gb", "disk_gb", "cost_usd")
 
 
@@ -103,13 +112,13 @@ def preview(specifications: Sequence[Specification], limits: Limits, demand: Dem
         runs: The folder of runs with the measurements.
     """
     first, count = specifications[0], len(specifications)
-    measured, same_draft = _measured(first, runs)
+    measured, alike = _measured(first, runs)
     frozen = first.limits
     found = _estimates(first, measured, demand, limits, count)
     shown = Preview(
         count=count,
         estimates=found,
-        basis=_basis(first, measured, same_draft, runs),
+        basis=_basis(first, measured, alike, runs),
         steps=first.config.budget.steps,
         # Free disk space changes with every write, so it must not be part of the hash.
         caps={name: cap.value for name, cap in (frozen.caps if frozen else {}).items() if cap.limit != "disk_gb"},
@@ -176,19 +185,18 @@ def _estimates(
 
 def seconds_per_step(config: Config, kind: str, runs: Path) -> float | None:
     """Return the median seconds per step of earlier runs with this environment, policy and batch; None if unknown."""
-    shape = _shape(config.model_dump(mode="json"))
+    shape = config.model_dump(mode="json")
     found: list[float] = []
     for folder, spec in _newest(runs, kind):
-        if _shape(spec.get("config") or {}) == shape and (one := _of(folder, spec)) is not None:
+        if not _differences(shape, spec.get("config") or {}) and (one := _of(folder, spec)) is not None:
             found.append(one.step_s)
         if len(found) >= _MOST_FOR_PACE:
             break
     return statistics.median(found) if found else None
 
 
-def _basis(first: Specification, measured: Sequence[_Measured], same_draft: bool, runs: Path) -> str:
+def _basis(first: Specification, measured: Sequence[_Measured], what: str, runs: Path) -> str:
     if measured:
-        what = "this draft" if same_draft else "the same environment, policy and batch"
         many = f"{len(measured)} earlier runs" if len(measured) > 1 else "one earlier run"
         return f"Measured on this machine in {many} of {what}: {', '.join(one.run_id for one in measured[:3])}."
     text = "Unknown: no run of this environment, policy and batch has trained on this machine yet."
@@ -203,20 +211,33 @@ def _basis(first: Specification, measured: Sequence[_Measured], same_draft: bool
     return text + " A short run with few steps would measure it."
 
 
-def _measured(first: Specification, runs: Path) -> tuple[list[_Measured], bool]:
-    """Return the runs to estimate from, newest first, and whether they are this draft's."""
-    shape = _shape(first.config.model_dump(mode="json"))
+def _measured(first: Specification, runs: Path) -> tuple[list[_Measured], str]:
+    """Return the runs to estimate from, newest first, and what they have in common with this one, in words."""
+    config = first.config.model_dump(mode="json")
     own: list[_Measured] = []
     alike: list[_Measured] = []
+    similar: list[_Measured] = []
+    apart: set[str] = set()
     for folder, spec in _newest(runs, first.kind):
-        if _shape(spec.get("config") or {}) != shape:
+        other = spec.get("config") or {}
+        differs = _differences(config, other)
+        if any(f"{section}.{name}" in differs for section, name in _CORE):
             continue
         one = _of(folder, spec)
-        if one is not None:
+        if one is None:
+            continue
+        if differs:
+            similar.append(one)
+            apart.update(differs)
+        else:
             (own if spec.get("draft_id") == first.draft_id and first.draft_id else alike).append(one)
         if len(own) >= _MOST_USED:
             break
-    return (own, True) if own else (alike[:_MOST_USED], False)
+    if own:
+        return own, "this draft"
+    if alike:
+        return alike[:_MOST_USED], "the same environment, policy and batch"
+    return similar[:_MOST_USED], f"the same environment, policy and batch that differ in {', '.join(sorted(apart))}"
 
 
 def _newest(runs: Path, kind: str) -> Iterable[tuple[RunFolder, dict[str, Any]]]:
@@ -235,9 +256,14 @@ def _newest(runs: Path, kind: str) -> Iterable[tuple[RunFolder, dict[str, Any]]]
             yield folder, spec
 
 
-def _shape(config: dict[str, Any]) -> str:
+def _differences(config: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    """Return the names of the fields of `_SHAPE` in which two configurations differ."""
     # A field that an earlier version lacks was empty.
-    return json.dumps([(config.get(section) or {}).get(name) or None for section, name in _SHAPE], sort_keys=True)
+    return {
+        f"{section}.{name}"
+        for section, name in _SHAPE
+        if ((config.get(section) or {}).get(name) or None) != ((other.get(section) or {}).get(name) or None)
+    }
 
 
 def _of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:

@@ -24,6 +24,7 @@ from toprope.errors import TopropeError
 from toprope.settings.owner import Home
 from toprope.settings.presets import list_presets, load_preset
 from toprope.shipped import CONSTRAINTS
+from toprope.text_format import plural
 
 Level = Literal["ok", "note", "warning", "broken"]
 
@@ -354,7 +355,7 @@ def index(home: Home) -> Iterator[Finding]:
             "Runs are safe in their folders. 'toprope doctor --repair' moves it aside and rebuilds it from them.",
         )
     else:
-        yield Finding("index", "ok", f"intact, {count} drafts")
+        yield Finding("index", "ok", f"intact, {plural(count, 'draft')}")
 
 
 def _pins() -> dict[str, str]:

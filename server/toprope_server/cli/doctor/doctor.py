@@ -21,6 +21,7 @@ from rich.text import Text
 import toprope
 from toprope.errors import TopropeError
 from toprope.settings.owner import Home
+from toprope.text_format import plural
 from toprope_server.cli.doctor.checks import CHECKS, Finding, every
 from toprope_server.cli.install import CLIENTS, NAME, configuration_file, server_command
 
@@ -94,7 +95,7 @@ def runs(home: Home) -> Iterator[Finding]:
                 f"{path.name} was {status.state} when its keeper was lost",
                 f"'toprope status {path.name}' finishes its clean-up and resumes it if allowed.",
             )
-    yield Finding("runs", "ok", f"{count} runs, {live} live")
+    yield Finding("runs", "ok", f"{plural(count, 'run')}, {live} live")
 
 
 def clients(home: Home) -> Iterator[Finding]:

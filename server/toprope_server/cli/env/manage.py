@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from toprope.text_format import plural
 from toprope_server.cli.context import open_workshop
 
 _EVERY_S = 2.0
@@ -101,7 +102,7 @@ def list_environments() -> None:
         for one in added.values():
             made = here.store.made(one.lock) if one.lock else None
             facts = [one.kind, one.given if one.given != one.name else ""]
-            facts.append(f"{len(made.pins)} packages, {made.bytes / 1e6:.0f} MB" if made is not None else "")
+            facts.append(f"{plural(len(made.pins), 'package')}, {made.bytes / 1e6:.0f} MB" if made is not None else "")
             facts.append(one.python or "in Toprope's own interpreter")
             typer.echo(f"{one.name}: {', '.join(fact for fact in facts if fact)}")
 

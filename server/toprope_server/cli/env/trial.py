@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import anyio
 import typer
 
+from toprope.text_format import plural
 from toprope_server.cli.context import open_workshop
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def _find(workshop: Workshop, name: str) -> Entry:
     if len(entries) != 1:
         names = ", ".join(entry.name for entry in entries)
         raise InvalidValue(
-            f"{path} declares {len(entries)} environments{f': {names}' if names else ''}.",
+            f"{path} declares {plural(len(entries), 'environment')}{f': {names}' if names else ''}.",
             hint="Put it into one of your environment folders and name one; see docs/environments.md.",
         )
     return entries[0]

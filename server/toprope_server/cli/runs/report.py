@@ -18,6 +18,7 @@ from toprope.records.run.manifest import Manifest
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import read_events
+from toprope.records.sweep_journal import read_standing
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -92,5 +93,6 @@ def _told(workshop: Workshop, run_id: str) -> RunRecords:
         rows=read_rows(folder.metrics),
         events=list(read_events(folder.events)),
         manifest=Manifest.read(folder),
+        sweep=None if specification.sweep is None else read_standing(folder),
         repeated="" if repeated is None else repeated.says,
     )

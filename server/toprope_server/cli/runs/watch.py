@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from toprope_tools.status.status import numbers_line
 
+from toprope.analysis.reports.headline import accuracy_on, headline, share_done
 from toprope.records.run.status import Event, Status
 from toprope.text_format import clip, duration, number, percent
 
@@ -122,14 +123,14 @@ def _picture(workshop: Workshop, watched: list[_Watched], out: IO[str]) -> None:
 
 
 def _panel(run: _Watched) -> RenderableType:
-    status, progress = run.status, run.status.progress
+    status = run.status
     head = Text.assemble((status.state, f"bold {_COLOURS.get(status.state, 'cyan')}"), f"  {status.environment}")
     if status.attempt > 1:
         head.append(f"  attempt {status.attempt}")
     if status.reason and status.failure is None:
         head.append(f"  {clip(status.reason, 160)}", "dim")
     rows: list[RenderableType] = [head]
-    done, total = _share(progress)
+    done, total = _share(status)
     if total:
         bar = Table.grid(padding=(0, 1))
         bar.add_row(ProgressBar(total=total, completed=min(done, total), width=40), f"{100 * done / total:.0f} %")
@@ -180,9 +181,11 @@ def _numbers(status: Status) -> dict[str, Any]:
     return numbers
 
 
-def _share(progress: dict[str, Any]) -> tuple[float, float]:
-    if progress.get("total_steps"):
-        return float(progress.get("step") or 0), float(progress["total_steps"])
+def _share(status: Status) -> tuple[float, float]:
+    """Return what is done and the total: of training by steps or seconds, whichever is nearer to the end."""
+    progress, share = status.progress, share_done(status)
+    if share is not None:
+        return share, 1.0
     return float(progress.get("done") or 0), float(progress.get("total") or 0)
 
 
@@ -193,7 +196,8 @@ def _event_text(event: Event) -> str:
         return f"{data.get('from')} -> {data.get('to')}{reason}"
     summary: dict[str, Any] = data["summary"] if isinstance(data.get("summary"), dict) else data
     if event.kind == "evaluation" and summary.get("accuracy") is not None:
-        return f"evaluation {data.get('label', '')}: accuracy {percent(summary['accuracy'])}"
+        which = accuracy_on(str(summary.get("split", "")))
+        return f"evaluation {data.get('label', '')}: {which} {percent(summary['accuracy'])}"
     return f"{event.kind}: {clip(', '.join(f'{key} {value}' for key, value in data.items()), 200)}"
 
 
@@ -201,8 +205,8 @@ def _end(status: Status) -> str:
     if status.failure is not None:
         failure = status.failure
         return f"{status.state}: {failure.component}: {clip(f'{failure.reason} {failure.hint}', 400)}"
-    before, after = (status.evaluations.get(label, {}).get("accuracy") for label in ("before", "after"))
-    reached = f", held-out accuracy {percent(before)} -> {percent(after)}" if after is not None else ""
+    found = headline(status)
+    reached = "" if found is None else f", {found}"
     took = f" after {duration((status.ended_at or 0) - status.created_at)}" if status.ended_at else ""
     return f"{status.state}{took}{reached}{f' ({clip(status.reason, 200)})' if status.reason else ''}"
 

@@ -1,0 +1,49 @@
+"""The one number of a run and its words, and the share of training that is done."""
+
+from __future__ import annotations
+
+import pytest
+
+from toprope.analysis.reports.handoff import Standing, handoff
+from toprope.analysis.reports.headline import headline, share_done
+from toprope.records.run.status import Status
+
+
+def status(run_id="run-a", kind="train", state="completed", **fields):
+    return Status(
+        run_id=run_id, kind=kind, environment="words", state=state, created_at=1, since=1, updated_at=9, **fields
+    )
+
+
+def measured(accuracy, tasks=200, split="heldout"):
+    return {"accuracy": accuracy, "tasks": tasks, "split": split}
+
+
+def test_accuracy_of_a_run_is_that_of_its_final_evaluation():
+    run = status(evaluations={"before": measured(0.1), "step-9": measured(0.5, split="validation")})
+    assert headline(run) is None
+    run = status(evaluations={"before": measured(0.1), "after": measured(0.872)}, progress={"success": 0.672})
+    assert str(headline(run)) == "held-out accuracy (sampled) 10.0% -> 87.2% [81.9%, 91.1%] on 200 tasks"
+    test = headline(status(kind="test", evaluations={"test": measured(0.5, 64, "validation")}))
+    assert str(test) == "validation accuracy (sampled) 50.0% [38.1%, 61.9%] on 64 tasks" and not test.heldout
+
+
+@pytest.mark.parametrize(("eta", "share"), [(4.0, 0.96), (None, 0.1), (100_000.0, 0.1)])
+def test_progress_takes_the_nearer_of_steps_and_seconds(eta, share):
+    run = status(state="training", training_at=0.0, progress={"step": 10, "total_steps": 100, "eta_s": eta})
+    assert share_done(run, now=96.0) == pytest.approx(share)
+    assert share_done(status(state="training"), now=96.0) is None
+
+
+def test_handoff_names_the_best_of_all_kinds_of_runs():
+    runs = [
+        status("run-a", evaluations={"after": measured(0.3)}, ended_at=9),
+        status("run-b", kind="sft", evaluations={"after": measured(0.9)}, ended_at=9),
+        status("run-c", kind="test", evaluations={"test": measured(1.0, split="validation")}, ended_at=9),
+        status("run-d", kind="sweep", evaluations={"heldout": measured(0.6)}, ended_at=9),
+    ]
+    text = handoff(Standing(runs, [], {}, []))
+    assert "- run-b: sft, completed, words, held-out accuracy (sampled) 90.0%" in text
+    assert "- run-d: sweep, completed, words, winner: held-out accuracy (sampled) 60.0%" in text
+    assert 'fork_config(run_id="run-b") starts from the best in words: held-out accuracy (sampled) 90.0%' in text
+    assert "run-c" not in text

@@ -1,0 +1,81 @@
+"""The one number of a run: the accuracy of its final evaluation with a 95 % interval, and the words for it.
+
+The accuracy of a run is the share of tasks that it solves with answers sampled as in training: held-out tasks after
+training, validation tasks in a test. Greedy answers are another figure and are always called greedy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.analysis.statistics.intervals import wilson
+from toprope.records.run.status import Status
+from toprope.text_format import accuracy, percent, plural
+
+HELDOUT = "heldout"
+_FINAL = ("after", HELDOUT, "test")
+"""Labels of final evaluations: of training, of the winner of a sweep, of a test."""
+_SPLITS = {HELDOUT: "held-out", "validation": "validation"}
+
+
+@dataclass(frozen=True)
+class Headline:
+    """An accuracy with its 95 % interval; `before` is that of the policy before training."""
+
+    accuracy: float
+    low: float
+    high: float
+    tasks: int
+    """0 if a foreign program did not say; then there is no interval."""
+    split: str
+    before: float | None = None
+
+    @property
+    def heldout(self) -> bool:
+        """True if it rests on tasks that played no part in training or in a choice."""
+        return self.split == HELDOUT
+
+    def __str__(self) -> str:
+        start = "" if self.before is None else f"{percent(self.before)} -> "
+        if not self.tasks:
+            return f"{accuracy_on(self.split)} {start}{percent(self.accuracy)}"
+        return f"{accuracy_on(self.split)} {start}{accuracy(self)} on {plural(self.tasks, 'task')}"
+
+
+def accuracy_on(split: str) -> str:
+    """Name the accuracy on a split: `held-out accuracy (sampled)`."""
+    return f"{_SPLITS.get(split, split)} accuracy (sampled)".strip()
+
+
+def headline(status: Status) -> Headline | None:
+    """Return a run's one number; None if its final evaluation was not made."""
+    for label in _FINAL:
+        summary = status.evaluations.get(label) or {}
+        share, tasks = summary.get("accuracy"), summary.get("tasks")
+        if isinstance(share, int | float):
+            tasks = tasks if isinstance(tasks, int) and tasks > 0 else 0
+            split = str(summary.get("split") or (HELDOUT if label in ("after", HELDOUT) else "validation"))
+            low, high = (found.low, found.high) if tasks and (found := wilson(share * tasks, tasks)) else (share, share)
+            before = (status.evaluations.get("before") or {}).get("accuracy") if label == "after" else None
+            known = before if isinstance(before, int | float) else None
+            return Headline(float(share), low, high, tasks, split, known)
+    return None
+
+
+def share_done(status: Status, now: float | None = None) -> float | None:
+    """Return the share of training that is done, by steps or by seconds, whichever is nearer to the end.
+
+    None before the first step.
+    """
+    numbers: Mapping[str, Any] = status.progress
+    step, total = numbers.get("step"), numbers.get("total_steps")
+    if not isinstance(step, int | float) or not isinstance(total, int | float) or total <= 0:
+        return None
+    shares, left = [step / total], numbers.get("eta_s")
+    if status.state == "training" and isinstance(left, int | float) and status.training_at is not None:
+        spent = max(0.0, (now or time.time()) - status.training_at)
+        shares.append(spent / (spent + left) if spent + left > 0 else 0.0)
+    return min(1.0, max(shares))
