@@ -1,21 +1,19 @@
 """Count the calls and tokens of a conversation, with waits and with polls instead of them.
 
 A token is four bytes. A call counts with what a client puts into the model's context: the tool's name and its arguments
-as compact JSON. An answer counts with its text and its structure as compact JSON, as in a client that shows both. In
-the status that a poll gets, each thing is counted once; a client that leaves something out makes our side cheaper than
-measured. The list of tools, progress and protocol messages are not counted: they are the same for both, or no model
-sees them.
+as compact JSON. An answer counts with its text and, if it came, its structure as compact JSON, as in a client that
+shows both; a poll counts once. The list of tools, progress and protocol messages are not counted: they are the same for
+both, or no model sees them.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EVERY_S", "Exchange", "Poll", "compact", "figures", "polls_needed"]
+__all__ = ["EVERY_S", "Exchange", "Poll", "compact", "figures"]
 
 EVERY_S = 30.0
 """Seconds between the polls of an agent that cannot wait."""
@@ -56,59 +54,44 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Poll:
-    """One full status of a live run, in bytes: the call, each part of the answer, and the text and structure of
-    get_results(detailed) at that moment (0 if it was not called).
-    """
+    """One short status of all runs, in bytes."""
 
-    run_id: str
     request: int
-    parts: Mapping[str, int]
-    detailed: int = 0
+    answer: int
 
-    def all(self, *left_out: str) -> int:
-        return self.request + sum(size for name, size in self.parts.items() if name not in left_out)
-
-
-def polls_needed(seconds: float, every_s: float = EVERY_S) -> int:
-    """Return the number of polls until one sees what happens after `seconds`; the first comes after one interval."""
-    return max(1, math.ceil(seconds / every_s))
+    @property
+    def all(self) -> int:
+        return self.request + self.answer
 
 
-def figures(ours: Sequence[Exchange], unknown_waits: Sequence[Exchange], polls: Sequence[Poll]) -> dict[str, Any]:
+def figures(made: Sequence[Exchange], patient: Sequence[Exchange], polls: Sequence[Poll]) -> dict[str, Any]:
     """Return the ratios: the same script with polls instead of waits, divided by the script.
 
     Args:
-        ours: Every call of the patient client.
-        unknown_waits: The calls that an unknown client needed for the same waits; the rest of the script is the same.
-        polls: The polls that the poller would have made.
+        made: Every call of a client of unknown patience: the main figures.
+        patient: The calls that a patient client needed for the same waits; the rest of the script is the same.
+        polls: The polls instead of them. Every second one is the control: an agent that polls half as often.
     """
-    rest = [one for one in ours if not one.wait]
-    own, same = sum(one.all for one in ours), sum(one.all for one in rest)
-    unknown = same + sum(one.all for one in unknown_waits)
-    baseline = same + sum(poll.all() for poll in polls)
-    request = polls[0].request if polls else 0
-    detailed = [poll.detailed + request for poll in polls if poll.detailed]
-    own_text = sum(one.request + one.text for one in ours)
-    same_text = sum(one.request + one.text for one in rest)
-    parts = {name: sum(poll.parts[name] for poll in polls) // 4 for name in (polls[0].parts if polls else ())}
+    rest = [one for one in made if not one.wait]
+    same = sum(one.all for one in rest)
+    own, other = sum(one.all for one in made), same + sum(one.all for one in patient)
+    baseline = same + sum(poll.all for poll in polls)
     return {
-        "calls_ratio": _ratio(len(rest) + len(polls), len(ours)),
-        "calls_ratio_unknown_client": _ratio(len(rest) + len(polls), len(rest) + len(unknown_waits)),
+        "calls_ratio": _ratio(len(rest) + len(polls), len(made)),
         "tokens_ratio": _ratio(baseline, own),
-        "tokens_ratio_unknown_client": _ratio(baseline, unknown),
-        "tokens_ratio_text_only": _ratio(same_text + baseline - same, own_text),
-        "tokens_ratio_polls_without_logs": _ratio(same + sum(poll.all("logs") for poll in polls), own),
-        "tokens_ratio_polls_detailed_results": _ratio(same + sum(detailed), own) if detailed else None,
-        "calls": len(ours),
-        "waits": len(ours) - len(rest),
-        "waits_unknown_client": len(unknown_waits),
+        "calls_ratio_patient": _ratio(len(rest) + len(polls), len(rest) + len(patient)),
+        "tokens_ratio_patient": _ratio(baseline, other),
+        "calls_ratio_control": _ratio(len(rest) + len(polls[1::2]), len(made)),
+        "calls": len(made),
+        "waits": len(made) - len(rest),
+        "waits_patient": len(patient),
         "polls": len(polls),
         "tokens": own // 4,
-        "tokens_unknown_client": unknown // 4,
+        "tokens_waits": (own - same) // 4,
+        "tokens_patient": other // 4,
         "tokens_polling": baseline // 4,
-        "poll_tokens_mean": sum(poll.all() for poll in polls) // 4 // max(1, len(polls)),
-        "poll_tokens_by_part": parts,
-        "largest_answer_tokens": max((one.answer for one in [*ours, *unknown_waits]), default=0) // 4,
+        "poll_tokens_mean": sum(poll.all for poll in polls) // 4 // max(1, len(polls)),
+        "largest_answer_tokens": max((one.answer for one in [*made, *patient]), default=0) // 4,
     }
 
 

@@ -1,8 +1,8 @@
 """The agent's script: a run that collapses, the diagnosis, the corrected rate, and the proof over three seeds.
 
 It uses only tools over standard input and output, through the official client, and takes from answers what an agent
-would take: ids, cursors, and the next step that a finding names. Every call is counted. A second client, which the
-server does not know, makes the same waits on the same runs, each cut to that client's limit.
+would take: ids, cursors, and the next step that a finding names. Every call is counted. A second client
+makes the same waits on the same runs, each cut to that client's limit.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Agent:
             cursor = found["cursor"]
 
 
-async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[str, Any]) -> dict[str, Any]:
+async def research(agent: Agent, patient: Agent, poller: Poller, changes: dict[str, Any]) -> dict[str, Any]:
     """Run the script and return the result of compare_runs. `proved`: the gain is above the noise floor.
 
     Args:
         agent: The client that does the work.
-        unknown: The client that waits beside it for the same.
+        patient: A client whose calls may wait longer, which waits for the same.
         poller: Polls the same runs.
         changes: The budget, besides the rate.
 
@@ -95,9 +95,9 @@ async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[s
     await agent.call("edit_config", draft_id=draft_id, changes={"optimizer.learning_rate": RATE} | changes)
     _, sick = await agent.call("start_training", draft_id=draft_id, name="fast")
     poller.follow(sick["run_id"])
-    seen = await _both(agent, unknown, [sick["run_id"]], ["finding", "end"], f"{sick['run_id']}:0")
+    seen = await _together(agent, patient, [sick["run_id"]], ["finding", "end"], f"{sick['run_id']}:0")
     finding = _finding(seen)
-    await poller.last_of(sick["run_id"])  # another agent would stop it at its next poll
+    await poller.last()  # another agent would stop it at its next poll
     await agent.call("stop_training", run_id=sick["run_id"])
     rate = _NEXT_RATE.search(finding["next"])
     if rate is None:
@@ -110,10 +110,10 @@ async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[s
     poller.follow(*before["run_ids"], *after["run_ids"])
     groups = [before["group_id"], after["group_id"]]
     beginning = ",".join(f"{run_id}:0" for run_id in [*before["run_ids"], *after["run_ids"]])
-    ended = await _both(agent, unknown, groups, ["all ended", "failed"], beginning)
+    ended = await _together(agent, patient, groups, ["all ended", "failed"], beginning)
     if any(run["state"] != "completed" for run in ended["runs"]):
         raise Failed("a run did not complete")
-    await poller.rest_of([*before["run_ids"], *after["run_ids"]])
+    await poller.last()
 
     _, compared = await agent.call("compare_runs", a=[groups[0]], b=[groups[1]])
     sampled = compared["sampled"]
@@ -141,8 +141,8 @@ async def research(agent: Agent, unknown: Agent, poller: Poller, changes: dict[s
     }
 
 
-async def _both(
-    agent: Agent, unknown: Agent, run_ids: Sequence[str], until: Sequence[str], cursor: str | None = None
+async def _together(
+    agent: Agent, patient: Agent, run_ids: Sequence[str], until: Sequence[str], cursor: str | None = None
 ) -> dict[str, Any]:
     """Let both clients make the same wait; return the answer to the agent."""
     found: dict[str, Any] = {}
@@ -152,7 +152,7 @@ async def _both(
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(own)
-        tasks.start_soon(unknown.wait, run_ids, until, cursor)
+        tasks.start_soon(patient.wait, run_ids, until, cursor)
     return found
 
 

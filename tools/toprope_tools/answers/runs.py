@@ -51,11 +51,13 @@ class Reproducing(Structure):
 
 
 class RunStatus(Structure):
+    """A run without news has `run_id` and `state` alone if there are many."""
+
     run_id: str
-    kind: str
-    environment: str
+    kind: str = ""
+    environment: str = ""
     state: str
-    fresh: bool
+    fresh: bool = False
     numbers: dict[str, Any] = {}
     numbers_age_s: float = 0.0
     next_numbers_in_s: float | None = None

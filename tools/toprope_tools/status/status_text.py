@@ -104,8 +104,9 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     until = [one.name for one in patience.until if not (one.stays_met and one.name in done)]
     goes_on = {"until": until} if until else {}
     following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
+    many = len(told) > _SHORT
     data = answers.StatusAnswer(
-        runs=[one.item for one in told],
+        runs=[one.item if one.new or not many else _unchanged(one.item) for one in told],
         met=[answers.MetCondition(run_id=one.run_id, condition=one.condition) for one in met],
         cursor=places.format_cursor(at),
         longest_wait_s=patience.longest_s if patience.cut else None,
@@ -119,13 +120,20 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
         lines.append(f"No condition of until was met{_after(patience, waited)}{'' if live else ' before the end'}.")
     elif patience.cut:
         lines.append(f"This wait was limited to {duration(patience.longest_s)}: the client drops longer calls.")
-    lines += [one.text for one in told]
+    lines += [one.text for one in told if one.new or not many]
+    if many and (same := [f"{one.item.run_id} {one.item.state}" for one in told if not one.new]):
+        lines.append(f"Unchanged: {', '.join(same)}.")
     if live:
         lines.append(following)
-    ended = [one.item.run_id for one in told if one.item.state not in LIVE]
+    ended = [one.item.run_id for one in told if one.item.state not in LIVE and (one.new or not live)]
     if ended:
         lines.append(f"Ended: {', '.join(call('get_results', run_id=run_id) for run_id in ended[:3])}")
     return Answer("\n".join(lines), data)
+
+
+def _unchanged(item: answers.RunStatus) -> answers.RunStatus:
+    """Return the structure of a run whose caller knows everything but that it still is so."""
+    return answers.RunStatus(run_id=item.run_id, state=item.state)
 
 
 def _after(patience: Patience, waited: Waited) -> str:
