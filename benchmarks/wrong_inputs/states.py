@@ -126,7 +126,7 @@ _INDEXES = [
         ("select_environment",),
     ),
     _index(
-        "a row of edits that is none",
+        "an invalid row of edits",
         _row("changes", '[{"y": 2}]', "edits"),
         ("cannot be read",),
         ("select_environment",),

@@ -50,7 +50,7 @@ def test_author_can_play_without_toprope(alone: Path) -> None:
     )
     done = bare(alone, "-c", program)
     assert done.stdout == "1.0 0.0\n['toprope']\n", done.stderr
-    assert (alone / "toprope" / "sdk" / "py.typed").is_file()  # its annotations count for whoever imports it
+    assert (alone / "toprope" / "sdk" / "py.typed").is_file()  # its annotations count for programs that import it
 
 
 def test_worker_serves_environment_without_toprope(alone: Path) -> None:

@@ -135,7 +135,7 @@ def test_indexing_stops_at_time_limit_and_continues(folder):
 
 def test_unwritable_index_is_kept_in_memory(folder):
     write(folder, [group(1, [0.5]), group(2, [0.5])])
-    (folder.journal / "rollouts.idx").mkdir()  # as on a disk that cannot be written, for whoever runs this
+    (folder.journal / "rollouts.idx").mkdir()  # as on a disk that cannot be written, also by root
     page = find_rollouts(folder, Query())
     assert numbers(page) == [2, 1] and page.complete
 

@@ -173,7 +173,7 @@ def find_rollouts(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SE
 def find_group(folder: RunFolder, seq: int, *, seconds: float = _INDEX_SECONDS) -> tuple[Group | None, int, bool]:
     """Return a group of a run by its number, the number of groups that were searched, and whether these are all.
 
-    The group is None if there is none of that number, or if its body can no longer be read.
+    The group is None if no group has that number, or if its body can no longer be read.
     """
     index, scanned = _Index(folder.journal), 0
     complete = index.extend(time.monotonic() + seconds)

@@ -112,7 +112,7 @@ def make(target: str) -> Composite:
     """The mixture of a target. See the module.
 
     Raises:
-        LoadError: The target is none.
+        LoadError: Not a valid target.
     """
     if target == COMPOSITE:
         return Composite({})
