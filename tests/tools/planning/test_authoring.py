@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from toprope_tools.planning.authoring import save_environment
+from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environments import describe_environment, list_environments, select_environment
 from toprope_tools.resources.documentation import listing, page
 
@@ -88,11 +89,11 @@ def test_wrong_file_is_refused_and_nothing_is_saved(shop, name, code, why):
 
 def test_locks_hold_for_saved_environments(shop):
     do(save_environment, shop, name="twice", code=CODE)
-    (shop.home.configuration / "locks.yaml").write_text(
-        "locks: [{field: environment.name, value: number_guess, reason: only this one}]"
-    )
-    with pytest.raises((LockedField, InvalidValue), match="only this one|lock"):
-        do(select_environment, shop, name="twice")
+    (shop.home.configuration / "locks.yaml").write_text("locks: [{field: budget.steps, max: 5, reason: a test}]")
+    draft = do(select_environment, shop, name="twice").data.draft_id
+    assert shop.drafts.get(draft).config.budget.steps == 5
+    with pytest.raises(LockedField, match="a test"):
+        do(edit_config, shop, draft_id=draft, changes={"budget.steps": 6})
 
 
 def test_saved_files_are_no_strategies(shop):

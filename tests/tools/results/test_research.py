@@ -289,6 +289,12 @@ def test_preview_says_unknown_until_a_run_has_measured(house, draft):
     assert after["estimates"]["cost_usd"]["value"] == pytest.approx(2 * 1.5 * 550 / 3600 * 0.36, rel=1e-3)
     assert after["estimates"]["memory_gb"]["value"] == 1.0
     assert "one earlier run of this draft" in after["basis"] and run_id in after["basis"]
+    text = do(start_training, shop, draft_id=draft, preview=True, seeds=2).text
+    assert "2 runs of at most 1000 steps each" in text and "2 one after the other take 18 min" in text
+    do(edit_config, shop, draft_id=draft, changes={"optimizer.micro_batch_size": 2})
+    alike = do(start_training, shop, draft_id=draft, preview=True).data.preview
+    assert alike["estimates"]["wall_hours"]["value"] == pytest.approx(550 / 3600, rel=1e-3)
+    assert "that differ in optimizer.micro_batch_size" in alike["basis"]
     do(edit_config, shop, draft_id=draft, changes={"rollout.group_size": 16})
     assert "Unknown" in do(start_training, shop, draft_id=draft, preview=True).text
 

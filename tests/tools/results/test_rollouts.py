@@ -1,5 +1,7 @@
 """Rollouts as an agent sees them: cut, cleaned, marked, within the budget."""
 
+import re
+
 import msgspec
 import pytest
 from toprope_tools.planning.environments import select_environment
@@ -125,8 +127,8 @@ def test_long_conversations_of_a_group_come_in_pages_within_the_budget(shop):
         cursor = page.data.next_cursor
         if cursor is None:
             break
-    assert len(seen) == 3 and all(f"answer {place} of 3" in text for place, text in enumerate(seen, 1))
-    assert "messages left out" in seen[0]
+    assert len(seen) > 1 and "messages left out" in seen[0]
+    assert ["answer 1 of 3", "answer 2 of 3", "answer 3 of 3"] == re.findall(r"answer . of 3", "".join(seen))
 
 
 def test_group_of_outside_environment_is_read_from_its_messages(shop):

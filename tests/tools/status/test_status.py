@@ -35,7 +35,7 @@ def test_checks_are_shown_while_validating_and_state_always(run):
     crew = {"policy": {"state": "finished", "since": 0.0}, "inference": ready, "trainer": ready}
     become(folder, "validating", started_at=time.time(), crew={name: CrewMember(**one) for name, one in crew.items()})
     text, told = check(shop, folder)
-    assert told.lifecycle == "validating" and "agent passed, dataset open" in text
+    assert told.lifecycle == "validating" and "policy passed, dataset pending" in text
     assert told.checks == {"config": "passed", "policy": "passed", "dataset": "pending", "reward": "pending"}
     step(folder, 10)
     text, told = check(shop, folder)

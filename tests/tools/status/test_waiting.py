@@ -8,13 +8,13 @@ from mcp.client import Client as McpClient
 from mcp.types import Implementation
 from toprope_server.cli.runs.prune import main as prune
 from toprope_server.mcp.app import TopropeServer
-from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
+from toprope_tools.answers.answer import TOKEN_BUDGET, sent, tokens
 from toprope_tools.clients import Client, longest_wait_s
 from toprope_tools.status import cursor as places
 from toprope_tools.status.status import check_status, list_runs
 from toprope_tools.status.wait_conditions import parse
 
-from tests.support.tools_house import age_stamp, become, make_workshop, start_run, step
+from tests.support.tools_house import age_stamp, become, do, make_workshop, start_run, step
 from toprope.errors import InvalidValue
 from toprope.records.index.stamps import read_stamps
 from toprope.records.run.status import EventLog, Failure, Finding
@@ -424,3 +424,17 @@ def test_stamps_belong_to_existing_runs(house):
     shop.runs.launcher.leave(folder.run_id)
     prune(shop, older_than="0m", keep=None, delete=True)
     assert set(read_stamps(shop.index, [folder.run_id, other.run_id])) == {other.run_id}
+
+
+def test_runs_without_news_are_named_in_one_line(house):
+    shop, start = house
+    folders = [start() for _ in range(5)]
+    ids = [folder.run_id for folder in folders]
+    first = do(check_status, shop, run_ids=ids)
+    step(folders[0], 3)
+    answer = do(check_status, shop, run_ids=ids, cursor=first.data.cursor)
+    assert f"{ids[0]}: training" in answer.text
+    assert f"Unchanged: {', '.join(f'{run_id} queued' for run_id in ids[1:])}." in answer.text
+    runs = sent(answer.data)["runs"]
+    assert runs[0]["numbers"]["step"] == 3
+    assert runs[1:] == [{"run_id": run_id, "state": "queued"} for run_id in ids[1:]]

@@ -18,6 +18,8 @@ from toprope.text_format import accuracy, percent, plural
 HELDOUT = "heldout"
 _FINAL = ("after", HELDOUT, "test")
 """Labels of final evaluations: of training, of the winner of a sweep, of a test."""
+_CLEARLY = 0.1
+"""Time counts if it is so much nearer to the end than the steps; the pace of a few steps varies as much."""
 _SPLITS = {HELDOUT: "held-out", "validation": "validation"}
 
 
@@ -74,8 +76,10 @@ def share_done(status: Status, now: float | None = None) -> float | None:
     step, total = numbers.get("step"), numbers.get("total_steps")
     if not isinstance(step, int | float) or not isinstance(total, int | float) or total <= 0:
         return None
-    shares, left = [step / total], numbers.get("eta_s")
+    by_steps, left = step / total, numbers.get("eta_s")
     if status.state == "training" and isinstance(left, int | float) and status.training_at is not None:
         spent = max(0.0, (now or time.time()) - status.training_at)
-        shares.append(spent / (spent + left) if spent + left > 0 else 0.0)
-    return min(1.0, max(shares))
+        by_time = spent / (spent + left) if spent + left > 0 else 0.0
+        if by_time - by_steps > _CLEARLY:
+            return min(1.0, by_time)
+    return min(1.0, by_steps)

@@ -48,7 +48,7 @@ def containment(home: Home) -> Iterator[Finding]:
         yield Finding(
             "containment",
             "ok",
-            f"bubblewrap: a component and all its descendants end with its guard, also if the guard is killed. {outside}",
+            f"bubblewrap: a component and its descendants end with its guard, even a killed one. {outside}",
         )
     elif sys.platform.startswith("linux") and _child_subreaper():
         yield Finding(
