@@ -15,7 +15,7 @@ from toprope.errors import InvalidValue, NotPossibleNow, shown
 from toprope.sdk.discovery import Found, discover_file, environment_files
 from toprope.workbench.interpreters.naming import module_name
 
-MOST_BYTES = 200_000
+MOST_BYTES = 80_000
 MOST_FILES = 200
 _EARLIER = "earlier"
 """Folder of replaced versions; environments are not listed from it."""

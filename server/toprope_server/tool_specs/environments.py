@@ -82,7 +82,7 @@ async def check_environment(
 async def save_environment(
     ctx: Context,
     name: Annotated[str, Field(max_length=64, description="Of the file, without .py: back-words.")],
-    code: Annotated[str, Field(max_length=200_000, description="The file: a class of toprope.sdk.Environment.")],
+    code: Annotated[str, Field(max_length=20_000, description="The file: a class of toprope.sdk.Environment.")],
 ) -> Annotated[CallToolResult, answers.SavedEnvironment]:
     """Saves an environment that you wrote into the owner's folder for such files; a version before is kept.
 
