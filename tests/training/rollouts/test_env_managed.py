@@ -13,6 +13,8 @@ import torch
 
 from tests.support.openai_stand_in import OpenAiStandIn
 from toprope.sdk.errors import WorkerError
+from toprope.sdk.wall import Wall, network_refusal
+from toprope.sdk.wall.plan import Network
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.launcher import LauncherSection
 from toprope.training.component.http_server import serve
@@ -99,7 +101,9 @@ def run_with_worker(
     server = InferenceServer(engine, load_tokenizer(tiny_policy), model_name="policy", secret=SECRET)
 
     async def opened() -> EnvironmentWorker:
-        link = await EnvironmentWorker.start(timeout=60)
+        # With a network of its own, the worker reaches the policy and nothing else.
+        network: Network = "allow" if network_refusal("own") else "own"
+        link = await EnvironmentWorker.behind(Wall(reads=(str(folder),), network=network), timeout=60)
         await link.call("open", timeout=60, source={"file": str(folder / "talk.py"), "attribute": "Talk"})
         return link
 

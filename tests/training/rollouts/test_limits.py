@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +17,12 @@ from toprope.sdk.wall import Wall, network_refusal
 from toprope.settings.launcher import LauncherSection
 from toprope.training.driver.producer import ErrorCounts, failure_reason
 from toprope.training.rollouts import restarting_worker as workers
+from toprope.training.rollouts import worker_watch
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.restarting_worker import RestartingWorker
 from toprope.training.rollouts.worker_watch import used_by, watch_worker
 
-GREEDY = """import socket, subprocess, sys
+GREEDY = """import socket, subprocess, sys, tempfile, threading, time
 from toprope.sdk import Environment, Task
 kept = []
 class Greedy(Environment):
@@ -30,6 +33,8 @@ class Greedy(Environment):
         if word == "keep": kept.append(bytearray(b"x" * (int(size) << 20)))
         if word == "dial": socket.create_connection(("127.0.0.1", int(size)), 5).close()
         if word == "start": subprocess.run([sys.executable, "-c", f"import socket; socket.create_connection(('127.0.0.1', {size}))"], check=True)
+        if word == "threads": [threading.Thread(target=time.sleep, args=(60,), daemon=True).start() for _ in range(int(size))]
+        if word == "fill": tempfile.NamedTemporaryFile(delete=False).write(b"x" * (int(size) << 20))
         if word == "pair": [end.close() for end in socket.socketpair()]
         return 1.0
 """  # noqa: E501
@@ -86,6 +91,35 @@ def test_memory_growth_ends_worker_with_reason(tmp_path: Path) -> None:
                     await said(link, "keep 8")
         assert ended.value.code is None  # not as by a stranger's kill: what it was at is given up
         await watch
+        await link.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("answer", "why"), [("threads 60", "processes and threads"), ("fill 60", "MB of its folders")])
+def test_watch_ends_worker_that_uses_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, why: str
+) -> None:
+    free, looked = [100 << 20], threading.Event()
+
+    def usage(place: str) -> SimpleNamespace:
+        looked.set()
+        return SimpleNamespace(free=free[-1])
+
+    monkeypatch.setattr(worker_watch, "most_tasks", lambda: 50)
+    monkeypatch.setattr(worker_watch.psutil, "disk_usage", usage)
+
+    async def run() -> None:
+        link = await opened(tmp_path)
+        watch = asyncio.create_task(watch_worker(link, poll_s=0.02))
+        assert await asyncio.to_thread(looked.wait, 20)
+        assert (await said(link, "fine"))["reward"] == 1.0
+        await said(link, answer)
+        free.append(40 << 20)
+        async with asyncio.timeout(30):
+            await watch
+        with pytest.raises(WorkerDied, match=why):
+            await said(link, "fine")
         await link.close()
 
     asyncio.run(run())
