@@ -12,6 +12,7 @@ from toprope_tools.planning.config import edit_config
 from toprope_tools.results.compare import compare_runs
 from toprope_tools.results.results import get_results
 from toprope_tools.results.rollouts import browse_rollouts
+from toprope_tools.runs.sweeps import start_sweep
 from toprope_tools.runs.training import resume_training, start_training, stop_training
 from toprope_tools.status.status import check_status, list_runs
 
@@ -297,6 +298,20 @@ def test_preview_says_unknown_until_a_run_has_measured(house, draft):
     assert "that differ in optimizer.micro_batch_size" in alike["basis"]
     do(edit_config, shop, draft_id=draft, changes={"rollout.group_size": 16})
     assert "Unknown" in do(start_training, shop, draft_id=draft, preview=True).text
+
+
+def test_start_and_sweep_warn_if_time_allows_few_steps(house, draft):
+    shop, launcher = house
+    finish(shop, launcher, do(start_training, shop, draft_id=draft).data.run_id, 50)  # half a second per step
+    do(edit_config, shop, draft_id=draft, changes={"budget.steps": 100, "budget.max_train_seconds": 5})
+    warned = "At 0.5 s a step, budget.max_train_seconds 5 allows about 10 of 100 steps"
+    assert warned in do(start_training, shop, draft_id=draft, preview=True).text
+    assert warned in do(start_training, shop, draft_id=draft).text
+    space = {"optimizer.learning_rate": {"choices": [0.001, 0.002]}}
+    sweep = do(start_sweep, shop, draft_id=draft, space=space, strategy="random", population=2, epochs=1)
+    assert f"Each candidate: Warning (time_for_steps): {warned}" in sweep.text
+    do(edit_config, shop, draft_id=draft, changes={"budget.max_train_seconds": 60})
+    assert "time_for_steps" not in do(start_training, shop, draft_id=draft, preview=True).text
 
 
 def test_confirmation_is_bound_to_the_preview(house, draft):

@@ -184,7 +184,12 @@ def _estimates(
 
 
 def seconds_per_step(config: Config, kind: str, runs: Path) -> float | None:
-    """Return the median seconds per step of earlier runs with this environment, policy and batch; None if unknown."""
+    """Return the median seconds per step of earlier runs with this environment, policy and batch.
+
+    None if unknown, or if the configuration does not limit time, so that nobody asks.
+    """
+    if config.budget.max_train_seconds is None:
+        return None
     shape = config.model_dump(mode="json")
     found: list[float] = []
     for folder, spec in _newest(runs, kind):
