@@ -20,6 +20,7 @@ from toprope.records.run.status import LIVE
 from toprope.settings.owner import Home
 from toprope.settings.presets import load_preset
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
+from toprope.supervisor.runs.freezing import require_thawed
 from toprope.supervisor.runs.manager import RunManager
 from toprope.text_format import call
 from toprope.workbench.drafts import Draft
@@ -108,6 +109,7 @@ class RunStarter:
             specifications: Of runs that differ in their seed alone.
             request: The draft's, if they come from a draft: the start is recorded with it.
         """
+        require_thawed(self._home.path)
         with ExitStack() as stack:
             with ledger_lock(self._home.ensure().runs):
                 specifications, make_preview = self._reserve(specifications, request, stack)
