@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.evaluations import evaluation, rows
 from tests.support.run_harness import RunHarness
-from toprope.analysis.plots.style import smoothed
+from toprope.analysis.plots.style import REWARD, SUCCESS, colour_of, smoothed
+from toprope.analysis.reports.charts import Line, lines
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status
@@ -62,7 +63,29 @@ def test_run_without_measurements_still_gets_a_plot(folder):
 
 def test_plot_of_missing_run_fails_with_reason(tmp_path):
     done = draw(RunFolder(tmp_path / "none"))
-    assert done.returncode == 1 and "does not exist" in done.stderr
+    assert done.returncode == 1 and "has no specification" in done.stderr
+
+
+def test_equal_reward_and_success_are_one_line_and_neither_hides_the_other(folder):
+    equal = [{**row, "reward": row["success"]} for row in rows(50)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in equal))
+    assert draw(folder).returncode == 0
+    reward, success = bytes.fromhex("c2571a"), bytes.fromhex("1f6f8b")
+    assert reward not in pixels(folder)[2] and success in pixels(folder)[2]
+    near = [{**row, "reward": row["success"] + 0.01} for row in rows(50)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in near))
+    assert draw(folder).returncode == 0
+    assert {reward, success} <= pixels(folder)[2]
+
+
+def test_metrics_have_one_colour_in_plots_and_reports():
+    wanted = [Line("success", "success"), Line("reward", "reward")]
+    points = [{"step": step, "reward": 0.1, "success": 0.3} for step in range(9)]
+    chart = lines("both", points, wanted)
+    assert chart is not None and "#c2571a" in chart and "#1f6f8b" in chart
+    alone = lines("one", points, wanted[1:])
+    assert alone is not None and "#c2571a" in alone and "#1f6f8b" not in alone
+    assert [colour_of(name, 3) for name in ("reward", "success")] == [REWARD, SUCCESS]
 
 
 def test_smoothing_keeps_length_and_level():

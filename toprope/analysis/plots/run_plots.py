@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.analysis.plots.style import GREY, PLOT_STYLE, smoothed
+from toprope.analysis.plots.style import GREY, LOSS, PLOT_STYLE, REWARD, SUCCESS, TOKENS, coincide, smoothed
 from toprope.analysis.plots.sweep_plots import draw_sweep
 from toprope.analysis.reports.report import gather
 from toprope.analysis.reports.results import Accuracy, Results
@@ -32,7 +32,6 @@ _ROWS = 4096
 _SHARES = (-0.02, 1.06)
 _EACH = ("#7a4fa3", "#2e8b57", "#b8860b", "#a13d63", "#4169a1", "#6b6b2f", "#8b5a2b", "#3d8f8f")
 """Colours of environments."""
-_REWARD, _SUCCESS = "#c2571a", "#1f6f8b"
 
 
 def draw(
@@ -78,24 +77,27 @@ def draw(
 
 
 def _title(results: Results) -> str:
-    parts = [results.run_id, results.environment, results.model]
-    title = "   ·   ".join(part if len(part) <= 40 else "…" + part[-39:] for part in parts if part)
-    return title
+    kind = kind_named(results.kind).title
+    policy = f" with the policy {_short(results.model)}" if results.model else ""
+    return f"{kind} on {_short(results.environment)}{policy}\nrun {results.run_id}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else "…" + text[-39:]
 
 
 def _draw_loss(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the loss on demonstrations, and the share of their tokens that the policy ranks first."""
     axes.set_title("Fine-tuning on demonstrations")
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss, nats per token", color=_REWARD)
+    axes.set_ylabel("loss, nats per token", color=LOSS)
     beside = axes.twinx()
-    beside.set_ylabel("token accuracy", color=_SUCCESS)
+    beside.set_ylabel("token accuracy", color=TOKENS)
     beside.set_ylim(*_SHARES)
     beside.grid(visible=False)
     drawn = False
-    for key, where, colour in (("loss", axes, _REWARD), ("mean_token_accuracy", beside, _SUCCESS)):
-        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-        if points:
+    for key, where, colour in (("loss", axes, LOSS), ("mean_token_accuracy", beside, TOKENS)):
+        if points := _points(rows, key):
             drawn = True
             steps, values = [list(part) for part in zip(*points, strict=True)]
             where.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
@@ -109,16 +111,18 @@ def _draw_loss(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 def _draw_steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_title("Training: mean over each step's rollouts")
     axes.set_xlabel("optimizer step")
-    bounded = True
-    for key, colour, name in (("reward", _REWARD, "reward"), ("success", _SUCCESS, "success")):
-        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-        if not points:
-            continue
+    curves = {key: _points(rows, key) for key in ("reward", "success")}
+    curves = {key: points for key, points in curves.items() if points}
+    if len(curves) == 2 and coincide(curves["reward"], curves["success"]):
+        curves = {"reward and success, which are equal": curves["success"]}
+    bounded = all(0 <= value <= 1 for points in curves.values() for _, value in points)
+    # The reward lies below in a wider line, so that success does not hide it where they meet.
+    for name, points in curves.items():
+        colour, width = (REWARD, 3.6) if name == "reward" else (SUCCESS, 2.0)
         steps, values = [list(part) for part in zip(*points, strict=True)]
-        bounded = bounded and min(values) >= 0 and max(values) <= 1
-        axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
+        axes.plot(steps, values, color=colour, alpha=0.2, linewidth=1.0)
         mean = smoothed(values, max(1, len(values) // 20))
-        axes.plot(steps, mean, color=colour, linewidth=2.4, marker="o" if len(steps) == 1 else None, label=name)
+        axes.plot(steps, mean, color=colour, linewidth=width, marker="o" if len(steps) == 1 else None, label=name)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
         if bounded:
@@ -128,13 +132,15 @@ def _draw_steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         axes.text(0.5, 0.5, "no steps were trained", transform=axes.transAxes, ha="center", color=GREY)
 
 
+def _points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    return [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+
+
 def _draw_environments(axes: Any, results: Results, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the success of each environment, and mark the steps at which a curriculum raised its level."""
     labels = [label for label in _environments(rows) if label]
     for label, colour in zip(labels, _EACH, strict=False):
-        key = f"environments/{label}/success"
-        points = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
-        if points:
+        if points := _points(rows, f"environments/{label}/success"):
             steps, values = [list(part) for part in zip(*points, strict=True)]
             name = label if len(label) <= 32 else f"…{label[-31:]}"
             mean = smoothed(values, max(1, len(values) // 10))
@@ -175,7 +181,7 @@ def _draw_heldout(axes: Any, results: Results) -> None:
     axes.set_xticks([0, 1], ["before", "after"])
     axes.grid(axis="x", visible=False)
     tasks = 0
-    for key, colour, shift in (("sampled", _SUCCESS, -0.09), ("greedy", GREY, 0.09)):
+    for key, colour, shift in (("sampled", SUCCESS, -0.09), ("greedy", GREY, 0.09)):
         shares: list[tuple[float, Proportion]] = []
         for label in labels:
             accuracy: Accuracy | None = getattr(results.evaluations[label], key)

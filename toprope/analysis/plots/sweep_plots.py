@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from toprope.analysis.plots.style import GREY, SUCCESS
 from toprope.records.run.specification import SweepPlan
 from toprope.records.sweep_journal import Standing
 
-_BEST, _OTHERS, _GREY, _HELDOUT = "#c2571a", "#1f6f8b", "#9aa4ad", "#3b7a3b"
+_LINEAGE = "#9aa4ad"
 _NAMED = 24
 """Number of candidates with labels."""
 
@@ -23,7 +24,7 @@ def draw_sweep(axes: Any, standing: Standing, plan: SweepPlan) -> None:
         standing: The sweep's decisions.
     """
     trains = plan.evaluate == "train"
-    axes.set_title(f"Candidates by score on validation tasks ({plan.strategy})")
+    axes.set_title(f"Candidates of the sweep ({plan.strategy}) by their score on validation tasks")
     axes.set_xlabel("optimizer steps behind the weights" if trains else "epoch")
     axes.set_ylabel("score")
     places: dict[str, tuple[float, float]] = {}
@@ -34,21 +35,23 @@ def draw_sweep(axes: Any, standing: Standing, plan: SweepPlan) -> None:
         one = standing.candidates[name]
         if one.parent in places:
             style = "-" if one.continues else ":"
-            axes.plot([places[one.parent][0], x], [places[one.parent][1], y], style, color=_GREY, linewidth=1.2)
+            axes.plot([places[one.parent][0], x], [places[one.parent][1], y], style, color=_LINEAGE, linewidth=1.2)
     best = standing.best.candidate if standing.best else ""
     for name, (x, y) in places.items():
-        axes.plot([x], [y], "o", color=_BEST if name == best else _OTHERS, markersize=9 if name == best else 6)
+        # The score is a success rate; the best candidate stands out by size and a ring, not by another colour.
+        shown = {"markersize": 11, "markeredgecolor": "black"} if name == best else {"markersize": 6, "alpha": 0.55}
+        axes.plot([x], [y], "o", color=SUCCESS, **shown)
         if len(places) <= _NAMED or name == best:
-            axes.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=9, color=_GREY)
+            axes.annotate(name, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=9, color=GREY)
     failed = sum(one.score is None for one in standing.scores.values())
     if failed:
         text = f"{failed} without a score (failed, or stopped early)"
-        axes.text(0.99, 0.02, text, transform=axes.transAxes, ha="right", color=_GREY)
+        axes.text(0.99, 0.02, text, transform=axes.transAxes, ha="right", color=GREY)
     final = standing.final
     if final is not None and final.measured is not None and final.measured.accuracy is not None:
         label = f"winner on {final.measured.tasks} held-out tasks: {final.measured.accuracy:.3f}"
-        axes.axhline(final.measured.accuracy, color=_HELDOUT, linewidth=1.4, linestyle="--", label=label)
+        axes.axhline(final.measured.accuracy, color=SUCCESS, linewidth=1.4, linestyle="--", label=label)
         axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
     if not places:
-        axes.text(0.5, 0.5, "no candidate has a score", transform=axes.transAxes, ha="center", color=_GREY)
+        axes.text(0.5, 0.5, "no candidate has a score", transform=axes.transAxes, ha="center", color=GREY)
     axes.margins(0.06)

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from toprope.analysis.plots.style import GREY, PLOT_STYLE, smoothed
+from toprope.analysis.plots.style import GREY, PLOT_STYLE, SUCCESS, coincide, colour_of, smoothed
 from toprope.analysis.plots.sweep_plots import draw_sweep
 from toprope.records.run.specification import SweepPlan
 from toprope.records.sweep_journal import Standing
 
-COLOURS = ("#1f6f8b", "#c2571a", "#5f8f3e", "#7a5195", "#8a6d3b", "#3b6fb5")
 _MOST_POINTS = 400
 
 
@@ -39,6 +38,7 @@ class Bar:
     high: float | None = None
     before: float | None = None
     """The share before training, drawn as a hollow mark."""
+    colour: str = SUCCESS
 
 
 def lines(title: str, rows: Sequence[Mapping[str, Any]], wanted: Sequence[Line], *, shares: bool = False) -> str | None:
@@ -54,22 +54,31 @@ def lines(title: str, rows: Sequence[Mapping[str, Any]], wanted: Sequence[Line],
     drawn = [(line, points) for line, points in drawn if points]
     if not drawn:
         return None
+    if len(drawn) == 2 and coincide(drawn[0][1], drawn[1][1]):
+        one, other = drawn[0][0], drawn[1][0]
+        drawn = [(Line(other.key, f"{one.label} and {other.label}, which are equal"), drawn[1][1])]
     with _figure(6.4, 3.0) as (figure, axes):
         axes.set_title(title)
         axes.set_xlabel("optimizer step")
         for number, (line, points) in enumerate(drawn):
-            colour = COLOURS[number % len(COLOURS)]
+            colour = colour_of(line.key, number)
             steps, values = [list(part) for part in zip(*points, strict=True)]
             if len(steps) > 20:
                 axes.plot(steps, values, color=colour, alpha=0.22, linewidth=0.9)
                 values = smoothed(values, max(1, len(values) // 20))
             axes.plot(
-                steps, values, color=colour, linewidth=2.0, label=line.label, marker="o" if len(steps) < 3 else None
+                steps,
+                values,
+                color=colour,
+                # An earlier line is wider, so that a later one does not hide it where they meet.
+                linewidth=2.0 + 1.4 * (len(drawn) - 1 - number),
+                label=line.label,
+                marker="o" if len(steps) < 3 else None,
             )
         flat = [value for _, points in drawn for _, value in points]
         if shares and min(flat) >= 0 and max(flat) <= 1:
             axes.set_ylim(-0.03, 1.05)
-        if len(drawn) > 1:
+        if len(wanted) > 1:
             axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
         axes.margins(x=0.01)
         return _svg(figure)
@@ -85,8 +94,8 @@ def bars(title: str, wanted: Sequence[Bar]) -> str | None:
         for place, bar in zip(places, wanted, strict=True):
             low = bar.value if bar.low is None else bar.low
             high = bar.value if bar.high is None else bar.high
-            axes.plot([100 * low, 100 * high], [place, place], color=COLOURS[0], linewidth=3, alpha=0.45)
-            axes.plot([100 * bar.value], [place], marker="o", markersize=7, color=COLOURS[0])
+            axes.plot([100 * low, 100 * high], [place, place], color=bar.colour, linewidth=3, alpha=0.45)
+            axes.plot([100 * bar.value], [place], marker="o", markersize=7, color=bar.colour)
             if bar.before is not None:
                 axes.plot([100 * bar.before], [place], marker="o", markersize=6, color=GREY, fillstyle="none")
         axes.set_yticks(places, [_short(bar.label) for bar in wanted])

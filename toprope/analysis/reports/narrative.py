@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toprope.analysis.plots.style import GREY, SUCCESS
 from toprope.analysis.reports.charts import Bar, Line, bars, lines
 from toprope.analysis.reports.headline import headline
 from toprope.analysis.reports.page import Block, Figure, Heading, Listed, Paragraph, Table
@@ -194,7 +195,8 @@ def _evaluations(run: RunRecords) -> list[Block]:
                 ]
             )
             if evaluation.split == "heldout":
-                drawn.append(Bar(f"{label}, {how}", measured.accuracy, measured.low, measured.high))
+                colour = SUCCESS if how == "sampled" else GREY
+                drawn.append(Bar(f"{label}, {how}", measured.accuracy, measured.low, measured.high, colour=colour))
     if not rows:
         return []
     head = ["evaluation", "split", "tasks", "accuracy", "95 % interval", "reward", "errors"]
