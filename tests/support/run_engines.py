@@ -59,6 +59,13 @@ def engines() -> list[Engine]:
             ("apt-get",),
         ),
         Engine(
+            "OpenSSH",
+            ("tests/server/cli/test_ssh.py",),
+            shutil.which("sshd", path="/usr/sbin:/usr/local/sbin") is not None and shutil.which("ssh") is not None,
+            (("apt-get", "install", "--yes", "--quiet", "openssh-server", "openssh-client"),),
+            ("apt-get",),
+        ),
+        Engine(
             "MCP Inspector and conformance suite",
             ("tests/server/mcp",),
             node,

@@ -16,7 +16,6 @@ the owner's configuration folder. Nothing is created until it is needed: clients
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
 from toprope.settings.tools import LentTool
-from toprope.settings.yamlfiles import check_keys, read_yaml
+from toprope.settings.yamlfiles import check_keys, edited_yaml, read_yaml
 from toprope.shipped import CONFIGS
 
 MODELS = "models"
@@ -430,7 +429,7 @@ def set_variable(path: Path, component: str, name: str, value: str) -> bool:
     if wanted == before:
         return False
     try:
-        edited = _with_value(text, ("variables", component, name), value)
+        edited = edited_yaml(text, ("variables", component, name), value)
         sound = yaml.safe_load(edited) == wanted
     except Exception:  # whatever the library makes of an unusual file
         sound = False
@@ -448,27 +447,3 @@ def set_variable(path: Path, component: str, name: str, value: str) -> bool:
             f"{path} cannot be written: {error.strerror or error}.", hint="Check the folder and the room on the disk."
         ) from None
     return True
-
-
-def _with_value(text: str, place: tuple[str, str, str], value: str) -> str:
-    """The YAML text with a value at a place of three keys."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.scalarstring import DoubleQuotedScalarString
-    from ruamel.yaml.util import load_yaml_guess_indent
-
-    editor = YAML()
-    editor.preserve_quotes, editor.width = True, 1 << 20
-    data, indent, dash = load_yaml_guess_indent(text, yaml=editor)
-    # If the file has a list, `indent` is that of its items.
-    editor.indent(mapping=dash or indent or 2, sequence=(dash or 0) + 2, offset=dash or 0)
-    root = data if data is not None else {}
-    mapping: Any = root
-    for key in place[:-1]:
-        if mapping.get(key) is None:
-            mapping[key] = {}
-        mapping = mapping[key]
-    mapping[place[-1]] = DoubleQuotedScalarString(value)
-    out = io.StringIO()
-    editor.dump(root, out)
-    # A file without entries holds comments at most, which the library does not keep.
-    return out.getvalue() if data is not None or not text.strip() else f"{text.rstrip()}\n{out.getvalue()}"

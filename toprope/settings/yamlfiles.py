@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
-from collections.abc import Iterable
+import io
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,40 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise InvalidValue(f"{path} must hold a mapping of names to values.", hint="Fix the file.")
     return data
+
+
+def edited_yaml(text: str, place: Sequence[str], value: Any) -> str:
+    """The YAML text with a value at a place, or without it if the value is None. Comments, order and quotes stay.
+
+    Args:
+        place: Keys from the root; mappings on the way are created if they are missing.
+
+    Raises:
+        Exception: Any of the library's, for an unusual file. The caller reads the result back before it is used.
+    """
+    from ruamel.yaml import YAML
+    from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+    from ruamel.yaml.util import load_yaml_guess_indent
+
+    editor = YAML()
+    editor.preserve_quotes, editor.width = True, 1 << 20
+    data, indent, dash = load_yaml_guess_indent(text, yaml=editor)
+    # If the file has a list, `indent` is that of its items.
+    editor.indent(mapping=dash or indent or 2, sequence=(dash or 0) + 2, offset=dash or 0)
+    root = data if data is not None else {}
+    mapping: Any = root
+    for key in place[:-1]:
+        if mapping.get(key) is None:
+            mapping[key] = {}
+        mapping = mapping[key]
+    if value is None:
+        mapping.pop(place[-1], None)
+    else:
+        mapping[place[-1]] = DoubleQuotedScalarString(value) if isinstance(value, str) else value
+    out = io.StringIO()
+    editor.dump(root, out)
+    # A file without entries holds comments at most, which the library does not keep.
+    return out.getvalue() if data is not None or not text.strip() else f"{text.rstrip()}\n{out.getvalue()}"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -14,8 +14,9 @@ import anyio
 import typer
 
 import toprope
-from toprope_server.cli.context import open_workshop, reporting_errors
-from toprope_server.cli.install import client_lines
+from toprope_server.cli.context import open_workshop, reporting_errors, showing_work
+from toprope_server.cli.install import CLIENTS, client_lines
+from toprope_server.cli.runs.naming import complete_component, complete_run, find_run
 from toprope_server.mcp.roles import Role
 
 if TYPE_CHECKING:
@@ -25,7 +26,13 @@ ReadOnly = Annotated[bool, typer.Option("--read-only", help="Offer only tools th
 Tools = Annotated[
     str | None, typer.Option("--tools", metavar="SETS", help="Offer only these sets of tools: plan,run,read.")
 ]
-Run = Annotated[str, typer.Argument(help="The run's id, as 'toprope runs' shows it.")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        help="The run: its id as 'toprope runs' shows it, the beginning of that, or its last part.",
+        autocompletion=complete_run,
+    ),
+]
 COMPONENTS = "keeper, policy, api, inference, trainer, environment or conductor"
 
 
@@ -36,7 +43,6 @@ def build() -> typer.Typer:
         help="Reinforcement learning of language models, planned by an agent, held by its owner. Runs and drafts lie "
         "in TOPROPE_HOME, settings and locks in TOPROPE_CONFIG; 'toprope clients' shows where that is.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
 
@@ -48,7 +54,7 @@ def build() -> typer.Typer:
             typer.echo(f"toprope {toprope.__version__}")
             raise typer.Exit()
 
-    watching = (runs, status, watch, logs, report)
+    watching = (runs, status, watch, logs, results, rollouts, chat, report)
     from toprope_server.cli import data, rope
 
     control = (stop, resume, rope.freeze, rope.thaw, rope.audit)
@@ -118,8 +124,9 @@ def status(run: Run) -> None:
         from toprope_tools.status.status import numbers_line
 
         from toprope.analysis.reports.headline import headline
+        from toprope_server.cli.wording import in_commands
 
-        found = workshop.runs.status(run)
+        found = workshop.runs.status(find_run(workshop, run))
         typer.echo(f"{found.run_id}: {found.state}{f' ({found.reason})' if found.reason else ''}")
         if (accuracy := headline(found)) is not None:
             typer.echo(str(accuracy))
@@ -127,15 +134,22 @@ def status(run: Run) -> None:
         for name, member in found.crew.items():
             typer.echo(f"  {name}: {member.state}{f', pid {member.pid}' if member.pid else ''}")
         for finding in found.findings:
-            typer.echo(f"{finding.level}: {finding.rule}: {finding.what} {finding.next}".rstrip())
+            said = f"{finding.level}: {finding.rule}: {finding.what} {finding.next}".rstrip()
+            typer.echo(in_commands(said, found.run_id))
         if found.failure is not None:
-            typer.echo(f"failed: {found.failure.component}: {found.failure.reason} {found.failure.hint}".rstrip())
+            said = f"failed: {found.failure.component}: {found.failure.reason} {found.failure.hint}".rstrip()
+            typer.echo(in_commands(said, found.run_id))
             for line in found.failure.excerpt:
                 typer.echo(f"  {line}")
 
 
 def watch(
-    run: Annotated[list[str] | None, typer.Argument(help="Ids of runs; all live runs by default.")] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Runs, as 'toprope status' takes them; all live ones by default.", autocompletion=complete_run
+        ),
+    ] = None,
 ) -> None:
     """Follow runs live until they have ended. In a pipe: one line for each change.
 
@@ -144,27 +158,79 @@ def watch(
     with open_workshop() as workshop:
         from toprope_server.cli.runs.watch import watch as watch_runs
 
-        raise typer.Exit(watch_runs(workshop, run or []))
+        raise typer.Exit(watch_runs(workshop, [find_run(workshop, one) for one in run or []]))
 
 
 def logs(
     run: Run,
-    component: Annotated[str | None, typer.Argument(help=f"{COMPONENTS}; with --follow, all by default.")] = None,
+    component: Annotated[
+        str | None,
+        typer.Argument(help=f"{COMPONENTS}; all by default.", autocompletion=complete_component),
+    ] = None,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=200, help="Lines from the end.")] = 50,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")] = False,
 ) -> None:
-    """Show the end of a component's log, or follow it."""
+    """Show the end of a run's logs, or of one component's, or follow them."""
     with open_workshop() as workshop:
-        if follow:
-            from toprope_server.cli.runs.follow import follow_logs
+        from toprope_server.cli.runs.follow import show_logs
 
-            follow_logs(workshop, run, component, lines)
-            return
-        from toprope_tools.runs.logs import read_logs
+        show_logs(workshop, find_run(workshop, run), component, lines, follow=follow)
 
-        if component is None:
-            raise typer.BadParameter(f"Name a component: {COMPONENTS}. With --follow all logs are shown.")
-        _print_answer(lambda: read_logs(workshop, run_id=run, component=component, lines=lines), next_call=True)
+
+def results(
+    run: Run,
+    detailed: Annotated[bool, typer.Option("--detailed", help="Add history, examples and changed fields.")] = False,
+) -> None:
+    """Show the results of a run: accuracies, findings, what it took."""
+    with open_workshop() as workshop:
+        from toprope_tools.results.results import get_results
+
+        found, detail = find_run(workshop, run), "detailed" if detailed else "concise"
+        _print_answer(found, lambda: get_results(workshop, run_id=found, detail=detail))
+
+
+def rollouts(
+    run: Run,
+    order: Annotated[str, typer.Option(help="newest, best, worst or most_changed.")] = "newest",
+    task: Annotated[str | None, typer.Option(help="Only tasks whose id contains this.")] = None,
+    part: Annotated[str | None, typer.Option(help="Order by this part of the reward.")] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only groups with an answer that failed.")] = False,
+    cursor: Annotated[str | None, typer.Option(help="The next page, as the last one named it.")] = None,
+) -> None:
+    """Show rollouts of a run: prompts, answers and rewards. Held-out tasks are sealed."""
+    if order not in ("newest", "best", "worst", "most_changed"):
+        raise typer.BadParameter("--order is newest, best, worst or most_changed.")
+    with open_workshop() as workshop:
+        from toprope_tools.results.rollouts import browse_rollouts
+
+        found = find_run(workshop, run)
+        _print_answer(
+            found,
+            lambda: browse_rollouts(
+                workshop,
+                run_id=found,
+                order=order,  # type: ignore[arg-type] # one of the four
+                task=task,
+                part=part,
+                failed=failed,
+                cursor=cursor,
+            ),
+        )
+
+
+def chat(
+    run: Run,
+    temperature: Annotated[float, typer.Option(min=0, max=5, help="0 takes the likeliest token each time.")] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer. Default: as in the run.")] = None,
+    whole: Annotated[
+        bool, typer.Option("--conversation", help="Keep earlier lines; otherwise each line is asked alone.")
+    ] = False,
+) -> None:
+    """Put questions to the policy that a run trained, one a line. Keeps nothing."""
+    with open_workshop() as workshop:
+        from toprope_server.cli.runs.chat import chat as talk
+
+        talk(workshop, find_run(workshop, run), temperature=temperature, max_tokens=max_tokens, whole=whole)
 
 
 def stop(run: Run) -> None:
@@ -172,27 +238,35 @@ def stop(run: Run) -> None:
     with open_workshop() as workshop:
         from toprope_tools.runs.training import stop_training
 
-        _print_answer(lambda: stop_training(workshop, run_id=run))
+        found = find_run(workshop, run)
+        _print_answer(found, lambda: stop_training(workshop, run_id=found))
 
 
-def resume(run: Run) -> None:
-    """Continue a run that was stopped, failed or was lost, from its last checkpoint."""
+def resume(
+    run: Run,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of a completed run: this many more steps.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Of a completed run: train this much longer.")] = None,
+) -> None:
+    """Continue a run that was stopped, failed or was lost, or go on with a completed one in a new run."""
     with open_workshop() as workshop:
         from toprope_tools.runs.training import resume_training
 
-        _print_answer(lambda: resume_training(workshop, run_id=run))
+        found = find_run(workshop, run)
+        _print_answer(found, lambda: resume_training(workshop, run_id=found, steps=steps, seconds=seconds))
 
 
 def report(
+    run: Annotated[
+        str | None, typer.Argument(help="The run, as 'toprope status' takes it.", autocompletion=complete_run)
+    ] = None,
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "--output",
             "-o",
-            help="The file to write: .html, or .md with a folder of pictures beside it.",
+            help="The file to write: .html, or .md with a folder of pictures beside it. Default: RUN.html here.",
         ),
-    ],
-    run: Annotated[str | None, typer.Argument(help="The run's id, as 'toprope runs' shows it.")] = None,
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Report on all runs and experiments.")] = False,
 ) -> None:
     """Write a report of one run, or of everything, to read, keep or share."""
@@ -201,8 +275,12 @@ def report(
     with open_workshop() as workshop:
         from toprope_server.cli.runs.report import write_report
 
-        for path in write_report(workshop, run, output):
-            typer.echo(f"Wrote {path}")
+        found = None if run is None else find_run(workshop, run)
+        path = output or Path(f"{found or 'toprope-report'}.html")
+        with showing_work("Reading the records ...") as show:
+            written = write_report(workshop, found, path, show)
+        for one in written:
+            typer.echo(f"Wrote {one}")
 
 
 def doctor(
@@ -244,14 +322,27 @@ def prune(
 
 
 def install(
-    client: Annotated[str, typer.Argument(help="claude-desktop, claude-code or inspector.")],
+    client: Annotated[
+        str,
+        typer.Argument(
+            help=f"{', '.join(CLIENTS)}; or other, which prints the usual form.",
+            autocompletion=lambda: [*CLIENTS, "other"],
+        ),
+    ],
     show: Annotated[bool, typer.Option("--print", help="Only print the configuration; write nothing.")] = False,
     http: Annotated[
         bool, typer.Option("--http", help="Configure the client for 'serve --http' instead of a server that it starts.")
     ] = False,
     project: Annotated[
-        Path | None, typer.Option(help="claude-code: write .mcp.json in this folder instead of the user's own file.")
+        Path | None, typer.Option(help="Write the client's file in this folder instead of the user's own.")
     ] = None,
+    ssh: Annotated[
+        str | None, typer.Option(metavar="HOST", help="Use Toprope on another machine, which ssh reaches by a key.")
+    ] = None,
+    remote_program: Annotated[
+        str, typer.Option(metavar="PATH", help="With --ssh: the program there, if its PATH does not have it.")
+    ] = "toprope",
+    remove: Annotated[bool, typer.Option("--remove", help="Remove Toprope from the file again.")] = False,
     read_only: ReadOnly = False,
     tools: Tools = None,
     variable: Annotated[
@@ -265,15 +356,23 @@ def install(
 ) -> None:
     """Add this installation to a client's configuration; the rest stays, and the old file is backed up."""
     with reporting_errors():
-        from toprope_server.cli.install import main
+        from toprope_server.cli.install import Remote, main
 
-        role = Role.of(read_only, tools)
-        for line in main(client, show=show, http=http, project=project, variables=variable or [], role=role):
+        for line in main(
+            client,
+            show=show,
+            http=http,
+            project=project,
+            variables=variable or [],
+            role=Role.of(read_only, tools),
+            remote=None if ssh is None else Remote(ssh, remote_program),
+            remove=remove,
+        ):
             typer.echo(line)
 
 
 def clients() -> None:
-    """Print the configuration for Claude Desktop, Claude Code and MCP Inspector to use this installation."""
+    """Print the configuration with which clients use this installation."""
     from toprope.settings.owner import Home
 
     home = Home.locate()
@@ -288,11 +387,14 @@ def demo() -> None:
     raise typer.Exit(main())
 
 
-def _print_answer(work: Callable[[], Awaitable[Answer]], *, next_call: bool = False) -> None:
-    """Print a tool's answer, by default without its last line, which names an agent's next call."""
+def _print_answer(run_id: str, work: Callable[[], Awaitable[Answer]]) -> None:
+    """Print a tool's answer about a run in the words of commands, without a last line that only an agent can follow."""
+    from toprope_server.cli.wording import in_commands, proposes_command
 
     async def run() -> Answer:
         return await work()
 
     lines = anyio.run(run).text.split("\n")
-    typer.echo("\n".join(lines if next_call or len(lines) == 1 else lines[:-1]))
+    if len(lines) > 1 and lines[-1].startswith("Next:") and not proposes_command(lines[-1]):
+        lines.pop()
+    typer.echo(in_commands("\n".join(lines), run_id))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,17 +17,35 @@ if TYPE_CHECKING:
 
 @contextmanager
 def reporting_errors() -> Iterator[None]:
-    """Print an error of ours and end the command with exit status 1."""
+    """Print an error of ours, its next step as a command, and end the command with exit status 1."""
     try:
         yield
     except TopropeError as error:
-        typer.echo(f"toprope: {error}", err=True)
+        from toprope_server.cli.wording import in_commands
+
+        typer.echo(f"toprope: {in_commands(str(error))}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:  # the reader of the pipe has seen enough
         sys.stderr.close()
         raise typer.Exit(141) from None
+
+
+@contextmanager
+def showing_work(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal's standard error that a command works; a pipe or a log gets nothing.
+
+    Yields:
+        A function that changes the text.
+    """
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as status:
+        yield status.update
 
 
 @contextmanager

@@ -1,16 +1,16 @@
-"""Add this installation to the configuration of an MCP client.
+"""Add this installation to the configuration of an MCP client, or a server on another machine over ssh.
 
-The files belong to the clients and their users: only our entry changes, the old file is backed up, and the new one
-replaces it atomically. A file that is not JSON is left alone. No key is written: clients keep such files readable and
-share them; keys belong in the owner's settings.yaml.
+The files belong to the clients and their users: only our entry changes, comments stay, the old file is backed up, and
+the new one replaces it atomically. A file that cannot be read is left alone. No key is written: clients keep such files
+readable and share them; keys belong in the owner's settings.yaml.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toprope.atomic import write_text
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, NotPossibleNow, visible
+from toprope_server.cli.clients.known import KNOWN, OTHER, Client, Places, Server, find_client
 
 if TYPE_CHECKING:
     from toprope_server.mcp.roles import Role
 
-CLIENTS = ("claude-desktop", "claude-code", "inspector")
+CLIENTS = tuple(KNOWN)
 NAME = "toprope"
 _USERS = {
     "HF_TOKEN": "policy",
@@ -36,6 +37,51 @@ _USERS = {
 """The component that needs a well-known key. Other keys go to every component unless the owner names one."""
 _PASSED_ON = ("TOPROPE_HOME", "TOPROPE_CONFIG")
 """Variables that locate the home and settings.yaml itself; not secrets."""
+_SSH = ["-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=30"]
+"""No terminal; fail instead of asking for a password, which no client shows; notice a dead connection."""
+_SSH_S = 40.0
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A machine that ssh reaches, and the `toprope` there."""
+
+    host: str
+    program: str = "toprope"
+
+    def command(self, *arguments: str) -> list[str]:
+        """The argv that runs Toprope there."""
+        return ["ssh", *_SSH, self.host, shlex.join([self.program, *arguments])]
+
+    def check(self) -> str:
+        """The version of Toprope there.
+
+        Raises:
+            InvalidValue: Not the name of a host.
+            NotPossibleNow: It cannot be reached, or Toprope does not run there.
+        """
+        if not self.host or self.host.startswith("-"):
+            raise InvalidValue(f"{self.host!r} is not a host.", hint="Give what you give to ssh: user@machine.")
+        try:
+            done = subprocess.run(
+                self.command("--version"), capture_output=True, text=True, timeout=_SSH_S, stdin=subprocess.DEVNULL
+            )
+        except FileNotFoundError:
+            raise NotPossibleNow("There is no program ssh here; nothing was written.") from None
+        except subprocess.TimeoutExpired:
+            raise NotPossibleNow(f"{self.host} did not answer within {_SSH_S:.0f} s; nothing was written.") from None
+        said = visible((done.stderr.strip().splitlines() or [""])[-1], 300)
+        if done.returncode == 255:
+            raise NotPossibleNow(
+                f"ssh cannot connect to {self.host}: {said} Nothing was written.",
+                hint=f"'ssh {self.host} true' must work without a question, by a key or an agent.",
+            )
+        if done.returncode or "toprope" not in done.stdout:
+            raise NotPossibleNow(
+                f"{self.program} does not run on {self.host}: {said} Nothing was written.",
+                hint="Give its path there: --remote-program /path/to/.venv/bin/toprope.",
+            )
+        return done.stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -45,9 +91,21 @@ class Plan:
     client: str
     path: Path
     entry: dict[str, Any]
-    """Our entry, below mcpServers."""
     after: str
     """The next step for the person."""
+
+    @property
+    def known(self) -> Client:
+        return KNOWN[self.client]
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The keys of our entry."""
+        return self.known.section, NAME
+
+    def text(self) -> str:
+        """Our entry in the client's format, to paste."""
+        return self.known.format.dumps({self.known.section: {NAME: self.entry}})
 
 
 def server_command() -> list[str]:
@@ -56,13 +114,13 @@ def server_command() -> list[str]:
 
 
 def client_lines() -> list[str]:
-    """The configuration of each client for this installation."""
-    command, *arguments = server_command()
-    configuration = {"mcpServers": {NAME: {"command": command, "args": arguments}}}
-    shell = shlex.join([command, *arguments])
+    """The configuration of clients for this installation, and the names of those that can be written."""
+    shell = shlex.join(server_command())
     return [
-        "Claude Desktop (claude_desktop_config.json):",
-        json.dumps(configuration, indent=2),
+        f"toprope install CLIENT writes it for: {', '.join(CLIENTS)}.",
+        "",
+        "Most clients, Claude Desktop among them (claude_desktop_config.json):",
+        _usual_form(_server(None, None)),
         "",
         "Claude Code:",
         f"claude mcp add toprope -- {shell}",
@@ -70,6 +128,20 @@ def client_lines() -> list[str]:
         "MCP Inspector:",
         f"npx @modelcontextprotocol/inspector {shell}",
     ]
+
+
+def _usual_form(server: Server) -> str:
+    return json.dumps({"mcpServers": {NAME: server.entry()}}, indent=2)
+
+
+def _server(role: Role | None, remote: Remote | None) -> Server:
+    """The server that a client starts."""
+    wanted = role.arguments if role is not None else []
+    if remote is not None:
+        command, *arguments = remote.command("serve", *wanted)
+        return Server(command, arguments, {})
+    command, *arguments = [*server_command(), *wanted]
+    return Server(command, arguments, {name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)})
 
 
 def configuration_file(
@@ -80,78 +152,71 @@ def configuration_file(
     Args:
         platform: As sys.platform; the present one if None.
         environ: Environment variables; this process's if None.
-        project: For Claude Code: use .mcp.json in this folder.
+        project: Use the client's file in this folder.
 
     Raises:
-        InvalidValue: There is no such client.
+        InvalidValue: There is no such client, or it has no files in projects.
     """
-    platform = platform or sys.platform
-    environ = os.environ if environ is None else environ
-    user = Path(environ.get("USERPROFILE" if platform == "win32" else "HOME") or Path.home())
-    if client == "claude-desktop":
-        if platform == "darwin":
-            folder = user / "Library" / "Application Support"
-        elif platform == "win32":
-            folder = Path(environ.get("APPDATA") or user / "AppData" / "Roaming")
-        else:
-            folder = Path(environ.get("XDG_CONFIG_HOME") or user / ".config")
-        return folder / "Claude" / "claude_desktop_config.json"
-    if client == "claude-code":
-        if project is not None:
-            return project / ".mcp.json"
-        return Path(environ.get("CLAUDE_CONFIG_DIR") or user) / ".claude.json"
-    if client == "inspector":
-        named = environ.get("MCP_CATALOG_PATH")
-        return Path(named) if named else user / ".mcp-inspector" / "mcp.json"
-    near = difflib.get_close_matches(client, CLIENTS, n=1, cutoff=0.4)
-    raise InvalidValue(
-        f"There is no client {client!r}.",
-        hint=f"Did you mean {near[0]}?" if near else f"The clients are: {', '.join(CLIENTS)}.",
-    )
+    known = find_client(client)
+    if project is None:
+        return known.file(Places(platform or sys.platform, os.environ if environ is None else environ))
+    if not known.project:
+        able = ", ".join(name for name, one in KNOWN.items() if one.project)
+        raise InvalidValue(f"--project is for {able}: {known.title} has one file for its user.")
+    return project / known.project
 
 
-def plan(client: str, *, http: bool = False, project: Path | None = None, role: Role | None = None) -> Plan:
+def plan(
+    client: str,
+    *,
+    http: bool = False,
+    project: Path | None = None,
+    role: Role | None = None,
+    remote: Remote | None = None,
+) -> Plan:
     """Plan an installation.
 
     Raises:
         InvalidValue: Unknown client; an option that it does not have; invalid settings of the owner.
     """
-    if project is not None and client != "claude-code":
-        raise InvalidValue("--project is for claude-code: other clients have one file for their user.")
-    path = configuration_file(client, project=project)
-    after = {
-        "claude-desktop": "Restart Claude Desktop.",
-        "claude-code": "Restart Claude Code; /mcp shows the server.",
-        "inspector": f"Run: npx @modelcontextprotocol/inspector --catalog {shlex.quote(str(path))} --server {NAME}",
-    }[client]
-    wanted = role.arguments if role is not None else []
+    if http and remote is not None:
+        raise InvalidValue("Give either --http or --ssh.", hint="Over ssh the client starts the server itself.")
+    known, path = find_client(client), configuration_file(client, project=project)
+    after = known.after.format(path=shlex.quote(str(path)))
     if http:
-        serve = " ".join(["toprope serve --http", *wanted])
+        serve = " ".join(["toprope serve --http", *(role.arguments if role is not None else [])])
         return Plan(client, path, _http_entry(client), f"Start '{serve}'. {after}")
-    command, *arguments = [*server_command(), *wanted]
-    entry: dict[str, Any] = {"command": command, "args": arguments}
-    if client == "claude-code":
-        entry = {"type": "stdio", **entry}
-    if places := {name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)}:
-        entry["env"] = places
-    return Plan(client, path, entry, after)
+    return Plan(client, path, known.entry(_server(role, remote)), after)
 
 
 def _http_entry(client: str) -> dict[str, Any]:
     from toprope.settings.owner import Home
     from toprope_server.http.app import PATH, TOKEN_VARIABLE
 
-    if client != "claude-code":
+    if (entry := KNOWN[client].http) is None:
         raise InvalidValue(
             f"{client} would store the token itself in its configuration, so Toprope does not write it there.",
             hint="Install it without --http; or start 'toprope serve --http' and enter URL and token in the client.",
         )
-    url = f"http://127.0.0.1:{Home.locate().settings().http.port}{PATH}"
-    return {"type": "http", "url": url, "headers": {"Authorization": f"Bearer ${{{TOKEN_VARIABLE}}}"}}
+    return entry(f"http://127.0.0.1:{Home.locate().settings().http.port}{PATH}", TOKEN_VARIABLE)
 
 
-def write(plan: Plan) -> tuple[bool, Path | None]:
-    """Merge our entry into the client's file.
+def installed_entry(client: str) -> dict[str, Any] | None:
+    """Our entry in a client's file; None if there is none.
+
+    Raises:
+        OSError, ValueError: The file cannot be read.
+    """
+    known, path = find_client(client), configuration_file(client)
+    if not path.exists():
+        return None
+    servers = known.format.loads(path.read_text(encoding="utf-8")).get(known.section) or {}
+    entry: dict[str, Any] | None = servers.get(NAME)
+    return entry
+
+
+def write(plan: Plan, *, remove: bool = False) -> tuple[bool, Path | None]:
+    """Set our entry in the client's file, or remove it.
 
     Returns:
         True if the file changed, and the backup of the old file.
@@ -159,27 +224,38 @@ def write(plan: Plan) -> tuple[bool, Path | None]:
     Raises:
         InvalidValue: The file is not a client's configuration, or cannot be written; it is unchanged.
     """
-    target = plan.path.resolve()
+    target, form = plan.path.resolve(), plan.known.format
+    section, name = plan.place
     try:
         old = target.read_text(encoding="utf-8") if target.exists() else None
-        data = json.loads(old) if old and old.strip() else {}
+        data = form.loads(old or "")
     except (OSError, ValueError) as error:
         raise InvalidValue(
-            f"{plan.path} cannot be read as JSON ({error}); it was left as it is.",
+            f"{plan.path} cannot be read as {form.name} ({error}); it was left as it is.",
             hint=f"Fix it, or paste what 'toprope install {plan.client} --print' shows.",
         ) from None
-    if not isinstance(data, dict) or not isinstance(data.get("mcpServers", {}), dict):
+    if not isinstance(data, dict) or not isinstance(data.get(section) or {}, dict):
         raise InvalidValue(f"{plan.path} is not a client's configuration; it was left as it is.")
-    servers = data.setdefault("mcpServers", {})
-    if servers.get(NAME) == plan.entry:
+    servers = data.get(section) or {}
+    if (name not in servers) if remove else servers.get(name) == plan.entry:
         return False, None
-    servers[NAME] = plan.entry
-    text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+    others = {key: one for key, one in servers.items() if key != name}
+    wanted = {**data, section: others if remove else {**others, name: plan.entry}}
+    try:
+        text = form.edited(old or "", plan.place, None if remove else plan.entry)
+        sound = form.loads(text) == wanted
+    except (ValueError, KeyError):
+        sound = False
+    if not sound:
+        raise InvalidValue(
+            f"{plan.path} is written in a way that cannot be edited safely; it was left as it is.",
+            hint=f"Edit {section}, {name} yourself; 'toprope install {plan.client} --print' shows the entry.",
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         backup = _back_up(target, old) if old is not None else None
         mode = target.stat().st_mode & 0o777 if old is not None else 0o600
-        write_text(target, text, mode=mode)
+        write_text(target, text if text.endswith("\n") else f"{text}\n", mode=mode)
     except OSError as error:
         raise InvalidValue(f"{plan.path} cannot be written: {error.strerror or error}.") from None
     return True, backup
@@ -208,17 +284,27 @@ def main(
     project: Path | None,
     variables: Sequence[str],
     role: Role | None = None,
+    remote: Remote | None = None,
+    remove: bool = False,
 ) -> list[str]:
-    """`toprope install`: install, and return the lines to print.
+    """`toprope install`: install or remove, and return the lines to print.
 
     Raises:
         InvalidValue: See `plan`, `write`; or a variable is not set or not valid.
+        NotPossibleNow: The machine cannot be reached over ssh, or has no Toprope.
     """
-    planned = plan(client, http=http, project=project, role=role)
+    if client == OTHER:
+        return [
+            "# Below mcpServers of the client's file, or as its documentation says:",
+            _usual_form(_server(role, remote)),
+        ]
+    planned = plan(client, http=http, project=project, role=role, remote=remote)
     kept = [_variable(one) for one in variables]
     if show:
-        return [f"# {planned.path}", json.dumps({"mcpServers": {NAME: planned.entry}}, indent=2)]
+        return [f"# {planned.path}", planned.text()]
     lines = []
+    if remote is not None and not remove:
+        lines.append(f"{remote.host} has {remote.check()}.")
     if kept:
         from toprope.settings.owner import Home, set_variable
 
@@ -227,15 +313,14 @@ def main(
             changed = set_variable(file, component, name, os.environ[name])
             to = "every component" if component == "*" else component
             lines.append(f"{name} {'is now' if changed else 'was already'} in {file}, for {to}.")
-    changed, backup = write(planned)
-    if changed:
-        lines.append(f"Added Toprope to {planned.path}.")
-        if backup is not None:
-            lines.append(f"Backup of the old file: {backup}")
-        lines.append(planned.after)
-    else:
-        lines.append(f"{planned.path} already has this installation; nothing was written.")
-    return lines
+    changed, backup = write(planned, remove=remove)
+    if not changed:
+        what = "does not know Toprope" if remove else "already has this installation"
+        return [*lines, f"{planned.path} {what}; nothing was written."]
+    lines.append(f"{'Removed Toprope from' if remove else 'Added Toprope to'} {planned.path}.")
+    if backup is not None:
+        lines.append(f"Backup of the old file: {backup}")
+    return lines if remove else [*lines, planned.after]
 
 
 def _variable(given: str) -> tuple[str, str]:

@@ -175,7 +175,6 @@ def test_logs_follow_rotation_until_run_ends(live):
     assert "trainer     | one" in seen
     wrong = toprope(home, "logs", "a-run", "trainr", "-f")
     assert (wrong.returncode, "The components are: keeper" in wrong.stderr) == (1, True)
-    assert "Name a component" in toprope(home, "logs", "a-run").stderr
 
 
 def test_tail_keeps_partial_lines_until_complete(tmp_path):

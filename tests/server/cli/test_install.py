@@ -110,8 +110,8 @@ def test_http_token_is_in_no_client_file(tmp_path):
     ("arguments", "parts"),
     [
         (["claude"], ["Did you mean claude-"]),
-        (["vim"], ["The clients are: claude-desktop, claude-code, inspector"]),
-        (["inspector", "--project", "."], ["--project is for claude-code"]),
+        (["vim"], ["The clients are: claude-desktop, claude-code, cursor", "toprope install other"]),
+        (["inspector", "--project", "."], ["--project is for claude-code, cursor"]),
         (["inspector", "--variable", "HF_TOKEN"], ["HF_TOKEN is not set", "export HF_TOKEN"]),
         (["inspector", "--variable", "HF_TOKEN=hf_secret"], ["export the variable"]),
         (["inspector", "--variable", "nobody:HOME"], ["no component 'nobody'", "trainer"]),

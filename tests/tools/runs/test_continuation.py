@@ -6,9 +6,18 @@ import json
 import time
 
 import pytest
+from toprope_tools.data import export_trajectories
+from toprope_tools.experiments.config_history import diff_config, fork_config, reproduce_run
+from toprope_tools.experiments.ledger import note_experiment
 from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environments import select_environment
+from toprope_tools.results.compare import compare_runs
+from toprope_tools.results.results import get_results
+from toprope_tools.results.rollouts import browse_rollouts
+from toprope_tools.runs.ask import ask_checkpoint
+from toprope_tools.runs.logs import read_logs
 from toprope_tools.runs.training import resume_training, stop_training
+from toprope_tools.status.status import check_status
 
 from tests.support.tools_house import become, do, start_run
 from toprope.errors import InvalidValue, LockedField, NotFound, NotPossibleNow
@@ -97,3 +106,30 @@ def test_policy_of_a_draft_may_be_a_run(completed):
     for model in ("gpt2", "org/name", "/a/folder", "embedded-large"):
         do(edit_config, shop, draft_id=draft_id, changes={"policy.model": model})
         assert shop.drafts.get(draft_id).config.policy.model == model
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        (ask_checkpoint, {"run_id": "ID", "prompts": ["a"]}),
+        (browse_rollouts, {"run_id": "ID"}),
+        (check_status, {"run_ids": ["ID"]}),
+        (compare_runs, {"a": ["ID"], "b": ["ID"]}),
+        (diff_config, {"a": "ID"}),
+        (export_trajectories, {"sources": ["ID"]}),
+        (fork_config, {"run_id": "ID"}),
+        (get_results, {"run_id": "ID"}),
+        (note_experiment, {"hypothesis": "a", "run_ids": ["ID"]}),
+        (read_logs, {"run_id": "ID", "component": "trainer"}),
+        (reproduce_run, {"run_id": "ID"}),
+        (resume_training, {"run_id": "ID"}),
+        (stop_training, {"run_id": "ID"}),
+    ],
+)
+def test_every_tool_that_takes_a_run_offers_the_nearest_ids(house, tool, arguments):
+    shop, _ = house
+    run_id = start_run(shop).run_id
+    for wrong in (f"{run_id}x", run_id[:6]):
+        given = {key: wrong if one == "ID" else [wrong] if one == ["ID"] else one for key, one in arguments.items()}
+        with pytest.raises(NotFound, match=f"Did you mean {run_id}"):
+            do(tool, shop, **given)

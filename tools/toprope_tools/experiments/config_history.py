@@ -13,7 +13,7 @@ from toprope.analysis.reports.report import gather
 from toprope.analysis.reproduction import Reproduction, compare_runs_of_one, differing_inputs
 from toprope.analysis.statistics.intervals import Proportion
 from toprope.errors import Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
-from toprope.records.run.folder import RunFolder
+from toprope.records.run.folder import RunFolder, nearest_runs
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
@@ -293,9 +293,12 @@ def _side(workshop: Workshop, name: str, environment: str, defaults: Mapping[str
     try:
         run = _specification(workshop, name)
     except NotFound:
+        near = nearest_runs(workshop.home.runs, name)
         raise NotFound(
             f"There is no draft, run or preset {clip(name, 80)!r}.",
-            hint='Write "draft-7f3k", "draft-7f3k@2", a run\'s id as list_runs gives it, or "preset cpu-embedded".',
+            hint=f"Did you mean {' or '.join(near)}?"
+            if near
+            else 'Write "draft-7f3k", "draft-7f3k@2", a run\'s id as list_runs gives it, or "preset cpu-embedded".',
         ) from None
     return Side(name, run.environment.name, run.preset, run.config)
 

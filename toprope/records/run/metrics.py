@@ -104,6 +104,22 @@ def last_row(path: Path) -> dict[str, Any]:
         return {}
 
 
+def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
+    """The newest rows that count, ascending by step: at most `count`, or as many as the last 128 KiB hold.
+
+    Raises:
+        TooNew: A newer version wrote the file.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = file.seek(max(0, size - _LONGEST_ROW))
+            lines = file.read(size - start).splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return _counting(_rows(path, lines[1:] if start else lines))[-count:]
+
+
 def _rows(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if line.endswith(b"\n") and (row := _row(path, line)) is not None:

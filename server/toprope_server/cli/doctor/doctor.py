@@ -22,8 +22,10 @@ import toprope
 from toprope.errors import TopropeError
 from toprope.settings.owner import Home
 from toprope.text_format import plural
+from toprope_server.cli.clients.known import KNOWN
+from toprope_server.cli.context import showing_work
 from toprope_server.cli.doctor.checks import CHECKS, Finding, every
-from toprope_server.cli.install import CLIENTS, NAME, configuration_file, server_command
+from toprope_server.cli.install import configuration_file, installed_entry, server_command
 
 _MARKS = {
     "ok": ("ok", "green"),
@@ -100,43 +102,47 @@ def runs(home: Home) -> Iterator[Finding]:
 
 def clients(home: Home) -> Iterator[Finding]:
     """The MCP clients on this machine, and if they know this installation."""
-    programs = {"claude-code": "claude", "inspector": "npx"}
-    for client in CLIENTS:
+    for client, known in KNOWN.items():
         path = configuration_file(client)
-        program = programs.get(client)
-        there = path.exists() or (path.parent.is_dir() if program is None else shutil.which(program) is not None)
+        there = path.exists() or (shutil.which(known.program) is not None if known.program else path.parent.is_dir())
         if not there:
             yield Finding(client, "note", "not found")
             continue
         try:
-            servers = json.loads(path.read_text(encoding="utf-8")).get("mcpServers", {}) if path.exists() else {}
-            entry = servers.get(NAME)
+            entry = installed_entry(client)
         except (OSError, ValueError, AttributeError) as error:
             yield Finding(client, "warning", f"{path} cannot be read: {error}", "Fix it; the client needs it too.")
             continue
         if entry is None:
             yield Finding(client, "note", "found; it does not know Toprope", f"toprope install {client}")
-        elif entry.get("url") or [entry.get("command"), *entry.get("args", [])] == server_command():
+            continue
+        command = str(entry.get("command") or entry.get("cmd") or "")
+        arguments = [str(one) for one in entry.get("args") or []]
+        if entry.get("url") or [command, *arguments[: len(server_command()) - 1]] == server_command():
             yield Finding(client, "ok", f"knows this installation ({path})")
+        elif command == "ssh":
+            yield Finding(client, "ok", f"knows Toprope on another machine: {' '.join(arguments[-2:])}")
         else:
-            gone = entry.get("command") and not Path(entry["command"]).exists() and not shutil.which(entry["command"])
+            gone = command and not Path(command).exists() and not shutil.which(command)
             yield Finding(
                 client,
                 "warning",
-                f"knows {'an installation that is gone' if gone else 'another installation'}: {entry.get('command')}",
+                f"knows {'an installation that is gone' if gone else 'another installation'}: {command}",
                 f"toprope install {client}",
             )
 
 
-def examine(home: Home | None = None) -> list[Finding]:
-    """All findings about this installation and this machine."""
-    return list(every(home or Home.locate(), (*CHECKS, runs, containment, clients)))
+_ALL = (*CHECKS, runs, containment, clients)
 
 
 def main(as_json: bool) -> int:
     """Print the findings; return 1 if something is broken."""
     home = Home.locate()
-    findings = examine(home)
+    findings: list[Finding] = []
+    with showing_work("Looking ...") as show:
+        for check in _ALL:
+            show(f"Checking: {check.__name__.replace('_', ' ')} ...")
+            findings += every(home, [check])
     broken = sum(finding.level == "broken" for finding in findings)
     if as_json:
         report = {"version": toprope.__version__, "broken": broken, "findings": [asdict(one) for one in findings]}

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from toprope.text_format import plural
+from toprope.text_format import clip, plural
 from toprope_server.cli.context import open_workshop
 
 _EVERY_S = 2.0
@@ -85,11 +85,18 @@ def add(
         typer.echo(describe_outcome(outcome, count_environments(workshop, outcome)))
 
 
-def list_environments() -> None:
+def list_environments(
+    everything: Annotated[bool, typer.Option("--all", help="Every environment by name, with its state.")] = False,
+) -> None:
     """List the environments by ecosystem, and those that were added, with their interpreters."""
     from toprope.workbench.interpreters.adding import Interpreters
 
     with open_workshop() as workshop:
+        if everything:
+            for entry in workshop.catalog.entries():
+                state = "" if entry.status == "ready" else f" [{entry.status}: {clip(entry.problem, 120)}]"
+                typer.echo(f"{entry.name}{state}  {clip(entry.description, 100)}".rstrip())
+            return
         counts: dict[str, Counter[str]] = {}
         for entry in workshop.catalog.entries():
             counts.setdefault(entry.ecosystem, Counter())[entry.status] += 1

@@ -18,6 +18,8 @@ import typer
 
 from toprope.text_format import plural
 from toprope_server.cli.context import open_workshop
+from toprope_server.cli.runs.naming import complete_environment
+from toprope_server.cli.wording import in_commands
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -33,7 +35,12 @@ _CALL_S = 60.0
 
 
 def try_environment(
-    name: Annotated[str, typer.Argument(help="An environment's name, or the path of its Python file.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="An environment's name, or the path of its Python file.", autocompletion=complete_environment
+        ),
+    ],
     tasks: Annotated[int, typer.Option("--tasks", "-n", min=1, max=100, help="Number of tasks.")] = 3,
     model: Annotated[
         str,
@@ -324,10 +331,11 @@ def check(
         workshop = Workshop.open()
         answer = anyio.run(lambda: check_environment(workshop, name=name, full=full, seconds=seconds))
     except TopropeError as error:
-        typer.echo(f"toprope: {error}", err=True)
+        typer.echo(f"toprope: {in_commands(str(error))}", err=True)
         raise typer.Exit(2) from None
     if as_json:
         typer.echo(answer.data.model_dump_json(indent=1))
     else:
-        typer.echo("\n".join(answer.text.split("\n")[:-1]))  # the last line is an agent's next call
+        # The last line is an agent's next call.
+        typer.echo(in_commands("\n".join(answer.text.split("\n")[:-1])))
     raise typer.Exit(1 if answer.data.model_dump()["verdict"] == "critical" else 0)

@@ -1,4 +1,4 @@
-"""`toprope logs --follow`: print logs as they are written, until the run ends.
+"""`toprope logs`: print the end of logs, and with --follow what is written until the run ends.
 
 Components print untrusted text, so it is cleaned as everywhere. A log is followed through its rotation: the open file
 is read to its end before the new one of the same name.
@@ -6,14 +6,16 @@ is read to its end before the new one of the same name.
 
 from __future__ import annotations
 
+import difflib
 import os
+import sys
 import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from toprope_tools.runs.logs import COMPONENTS
 
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, NotFound
 from toprope.supervisor.keeper.logs import clean_line, read_page
 
 if TYPE_CHECKING:
@@ -82,35 +84,47 @@ class LogTail:
             return False  # being renamed; the next check finds the new file
 
 
-def follow_logs(workshop: Workshop, run_id: str, component: str | None, lines: int) -> None:
-    """Print the end of a run's logs and all new lines, until the run has ended.
+def show_logs(workshop: Workshop, run_id: str, component: str | None, lines: int, *, follow: bool) -> None:
+    """Print the end of a run's logs, and with `follow` all new lines, until the run has ended.
 
     Args:
         component: The component; None for all, with the component's name in each line.
         lines: Existing lines to print, per log.
 
     Raises:
-        NotFound: There is no such run.
+        NotFound: There is no such run, or the component has no log.
         InvalidValue: There is no such component.
     """
     if component is not None and component not in COMPONENTS:
+        near = difflib.get_close_matches(component, COMPONENTS, n=1)
         raise InvalidValue(
-            f"There is no component {component!r}.", hint=f"The components are: {', '.join(COMPONENTS)}."
+            f"There is no component {component!r}.",
+            hint=f"{f'Did you mean {near[0]}? ' if near else ''}The components are: {', '.join(COMPONENTS)}.",
         )
     folder = workshop.runs.folder(run_id)
+    there = [name for name in COMPONENTS if folder.log(name).is_file()]
+    if not follow and component not in (None, *there):
+        raise NotFound(f"{run_id} has no log of {component}.", hint=f"It has logs of: {', '.join(there) or 'nothing'}.")
     tails = {}
     for name in COMPONENTS if component is None else (component,):
-        there = read_page(folder.log(name), lines=lines)
-        for line in there.lines:
+        page = read_page(folder.log(name), lines=lines)
+        for line in page.lines:
             _print(name if component is None else None, line)
-        tails[name] = LogTail(folder.log(name), there.size)
+        tails[name] = LogTail(folder.log(name), page.size)
+    if follow:
+        _follow(workshop, run_id, tails, named=component is None)
+    elif not there:
+        print(f"{run_id} has no logs yet.", file=sys.stderr)
+
+
+def _follow(workshop: Workshop, run_id: str, tails: dict[str, LogTail], *, named: bool) -> None:
     try:
         while True:
             status = workshop.runs.status(run_id)  # read before the logs, so that their last lines are not missed
             over = status.ended and status.ended_at is not None
             for name, tail in tails.items():
                 for line in tail.lines(last=over):
-                    _print(name if component is None else None, line)
+                    _print(name if named else None, line)
             if over:
                 return
             time.sleep(_CHECK_EVERY_S)

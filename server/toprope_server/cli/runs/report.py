@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 _MOST_RUNS = 200
 
 
-def write_report(workshop: Workshop, run_id: str | None, path: Path) -> list[Path]:
+def write_report(
+    workshop: Workshop, run_id: str | None, path: Path, show: Callable[[str], None] = lambda text: None
+) -> list[Path]:
     """Write a report.
 
     Args:
         run_id: The run; None for all runs and experiments.
         path: `.html` for one self-contained file, `.md` for Markdown with its pictures in a folder beside it.
+        show: Called with what is done now.
 
     Returns:
         The files and folders written.
@@ -49,10 +53,16 @@ def write_report(workshop: Workshop, run_id: str | None, path: Path) -> list[Pat
     experiments = [refreshed(workshop, entry) for entry in ledger.entries()]
     if run_id is not None:
         told = _told(workshop, run_id)
+        show("Drawing ...")
         blocks, title = compose_run_report(told, experiments), run_id
     else:
         statuses = workshop.statuses()
-        runs = [one for status in statuses[:_MOST_RUNS] if (one := _readable(workshop, status.run_id)) is not None]
+        runs = []
+        for place, status in enumerate(statuses[:_MOST_RUNS], 1):
+            show(f"Reading run {place} of {min(len(statuses), _MOST_RUNS)} ...")
+            if (one := _readable(workshop, status.run_id)) is not None:
+                runs.append(one)
+        show("Drawing ...")
         blocks, title = (
             compose_overview(runs, experiments, ledger.goals(), len(statuses)),
             "Training runs and experiments",

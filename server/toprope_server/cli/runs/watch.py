@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
@@ -21,8 +21,10 @@ from rich.text import Text
 from toprope_tools.status.status import numbers_line
 
 from toprope.analysis.reports.headline import accuracy_on, headline, share_done
+from toprope.records.run.metrics import last_rows
 from toprope.records.run.status import Event, Status
 from toprope.text_format import clip, duration, number, percent
+from toprope_server.cli.wording import in_commands
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -31,6 +33,8 @@ CHECK_EVERY_S = 0.25
 LINE_EVERY_S = 2.0
 """In a pipe: the least time between two lines of numbers of a run; events and states are printed at once."""
 _EVENTS_SHOWN = 6
+_SMOOTHED = 20
+"""Steps over which numbers are averaged."""
 _COLOURS = {"completed": "green", "stopped": "yellow", "failed": "red", "lost": "red", "paused": "yellow"}
 
 
@@ -45,6 +49,9 @@ class _Watched:
     line_at: float = 0.0
     line: str = ""
     state: str = ""
+    means: dict[str, float] = field(default_factory=dict)
+    """Means of reward and success over the newest steps, because single steps are noise."""
+    _step: Any = None
 
     def update(self, workshop: Workshop) -> list[Event]:
         """Read the run again and return its new events."""
@@ -54,6 +61,9 @@ class _Watched:
         if new:
             self.seq = new[-1].seq
             self.events = (self.events + new)[-_EVENTS_SHOWN:]
+        if self.status.progress.get("step") != self._step:
+            self._step = self.status.progress.get("step")
+            self.means = _means(last_rows(workshop.runs.folder(self.run_id).metrics, _SMOOTHED))
         return new
 
     @property
@@ -96,7 +106,7 @@ def _lines(workshop: Workshop, watched: list[_Watched], out: IO[str]) -> None:
                 continue
             for event in run.update(workshop):
                 print(f"{_clock(event.at)} {run.run_id}: {_event_text(event)}", file=out, flush=True)
-            now, text = time.monotonic(), numbers_line(_numbers(run.status))
+            now, text = time.monotonic(), numbers_line(_numbers(run.status)) + _smoothed(run.means)
             due = run.over or run.status.state != run.state or now - run.line_at >= LINE_EVERY_S
             if due and text != run.line:
                 print(f"{_clock(time.time())} {run.run_id}: {run.status.state}: {text}", file=out, flush=True)
@@ -136,7 +146,7 @@ def _panel(run: _Watched) -> RenderableType:
         bar.add_row(ProgressBar(total=total, completed=min(done, total), width=40), f"{100 * done / total:.0f} %")
         rows.append(bar)
     numbers = Table.grid(padding=(0, 3))
-    numbers.add_row(*(Text(cell) for cell in _cells(status)))
+    numbers.add_row(*(Text(cell) for cell in _cells(status, run.means)))
     rows.append(numbers)
     crew = Text(overflow="fold")
     for name, member in status.crew.items():
@@ -151,7 +161,26 @@ def _panel(run: _Watched) -> RenderableType:
     return Panel(Group(*rows), title=run.run_id, title_align="left")
 
 
-def _cells(status: Status) -> list[str]:
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means of reward and success over rows, with the number of rows as `steps`; empty if that smooths nothing."""
+    found = {}
+    for key in ("reward", "success"):
+        values = [row[key] for row in rows if isinstance(row.get(key), int | float)]
+        if len(values) > 1:
+            found[key] = sum(values) / len(values)
+    return found | {"steps": float(len(rows))} if found else {}
+
+
+def _smoothed(means: Mapping[str, float]) -> str:
+    """The means as the end of a line: `; last 20 steps: reward 0.64, success 62.0%`."""
+    if not means:
+        return ""
+    parts = [f"reward {number(means['reward'])}"] if "reward" in means else []
+    parts += [f"success {percent(means['success'])}"] if "success" in means else []
+    return f"; last {means['steps']:.0f} steps: {', '.join(parts)}"
+
+
+def _cells(status: Status, means: Mapping[str, float]) -> list[str]:
     progress, cells = status.progress, []
     if "step" in progress:
         cells.append(f"step {progress['step']}/{progress.get('total_steps') or '?'}")
@@ -159,10 +188,10 @@ def _cells(status: Status) -> list[str]:
         cells.append(f"{clip(progress['what'], 50)} {progress.get('done', 0)}/{progress.get('total') or '?'}")
     if progress.get("best") is not None:
         cells.append(f"best {number(progress['best'])}")
-    if progress.get("reward") is not None:
+    if means:
+        cells.append(_smoothed(means).removeprefix("; "))
+    elif progress.get("reward") is not None:
         cells.append(f"reward {number(progress['reward'])}")
-    if progress.get("success") is not None:
-        cells.append(f"success {percent(progress['success'])}")
     if progress.get("rollouts_per_second") is not None:
         cells.append(f"{number(progress['rollouts_per_second'])} rollouts/s")
     numbers = _numbers(status)
@@ -204,7 +233,8 @@ def _event_text(event: Event) -> str:
 def _end(status: Status) -> str:
     if status.failure is not None:
         failure = status.failure
-        return f"{status.state}: {failure.component}: {clip(f'{failure.reason} {failure.hint}', 400)}"
+        said = clip(f"{failure.reason} {failure.hint}", 400)
+        return f"{status.state}: {failure.component}: {in_commands(said, status.run_id)}"
     found = headline(status)
     reached = "" if found is None else f", {found}"
     took = f" after {duration((status.ended_at or 0) - status.created_at)}" if status.ended_at else ""

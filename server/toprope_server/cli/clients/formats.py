@@ -1,0 +1,94 @@
+"""The formats of clients' files: read one entry, set it, remove it. Comments, order and everything else stay."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.settings.yamlfiles import edited_yaml
+from toprope_server.cli.clients import jsonc
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a file is read and edited. All functions raise ValueError for a text that they cannot read.
+
+    Attributes:
+        name: For messages.
+        loads: The value of a text.
+        edited: The text with a value at a path of keys, or without it if the value is None.
+        dumps: The text of a mapping, to print.
+    """
+
+    name: str
+    loads: Callable[[str], Any]
+    edited: Callable[[str, Sequence[str], Any], str]
+    dumps: Callable[[Mapping[str, Any]], str]
+
+
+def _edited_json(text: str, path: Sequence[str], value: Any) -> str:
+    return jsonc.remove_member(text, path) if value is None else jsonc.set_member(text, path, value)
+
+
+def _edited_toml(text: str, path: Sequence[str], value: Any) -> str:
+    import tomlkit
+    from tomlkit.exceptions import TOMLKitError
+
+    try:
+        document = tomlkit.parse(text)
+        place: Any = document
+        for key in path[:-1]:
+            if key not in place:
+                place[key] = tomlkit.table(is_super_table=True)
+            place = place[key]
+        if value is None:
+            place.pop(path[-1], None)
+        else:
+            place[path[-1]] = value
+        return tomlkit.dumps(document)
+    except (TOMLKitError, AttributeError, TypeError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _edited_yaml(text: str, path: Sequence[str], value: Any) -> str:
+    try:
+        return edited_yaml(text, path, value)
+    except Exception as error:  # whatever the library makes of an unusual file
+        raise ValueError(str(error)) from None
+
+
+def _load_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error).replace("\n", " ")) from None
+
+
+def _dump_toml(data: Mapping[str, Any]) -> str:
+    return _edited_toml("", *_first(data))
+
+
+def _dump_yaml(data: Mapping[str, Any]) -> str:
+    return _edited_yaml("", *_first(data))
+
+
+def _first(data: Mapping[str, Any]) -> tuple[list[str], Any]:
+    """The path of two keys to the only entry of a mapping, and the entry."""
+    section, entries = next(iter(data.items()))
+    name, entry = next(iter(entries.items()))
+    return [section, name], entry
+
+
+def _dump_json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False)
+
+
+JSON = Format("JSON", lambda text: json.loads(text) if text.strip() else {}, _edited_json, _dump_json)
+JSONC = Format("JSON with comments", jsonc.loads, _edited_json, _dump_json)
+TOML = Format("TOML", tomllib.loads, _edited_toml, _dump_toml)
+YAML_FORMAT = Format("YAML", _load_yaml, _edited_yaml, _dump_yaml)

@@ -1,0 +1,80 @@
+"""`toprope chat`: put questions to the policy of a run, or to a base policy, in the terminal or from a pipe.
+
+This process serves the policy, so no run is started and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import anyio
+from anyio import to_thread
+
+from toprope.errors import ComponentFailed, TopropeError, visible
+from toprope.records.run.specification import Specification
+from toprope.workbench.launch.lineage import RUN, base_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from toprope_tools.workshop import Workshop
+
+    from toprope.settings.schema import Config
+
+_LONGEST = 20_000
+
+
+def chat(workshop: Workshop, run_id: str, *, temperature: float, max_tokens: int | None, whole: bool) -> None:
+    """Answer each line of standard input until it ends.
+
+    Args:
+        temperature: 0 takes the most likely token at each position.
+        max_tokens: Longest answer; as in the run if None.
+        whole: Keep the conversation; otherwise each line begins anew, as tasks of one turn do.
+
+    Raises:
+        NotFound, NotPossibleNow: There is no such run, or it has no weights yet.
+    """
+    config = Specification.read(workshop.runs.folder(run_id)).config.model_copy(deep=True)
+    base = base_of(f"{RUN}{run_id}", workshop.home.runs)
+    assert base is not None  # an id after `run:` names a run
+    # The checkpoint holds the adapters, where there are any.
+    config.policy = config.policy.model_copy(update={"model": base[1], "revision": None, "lora": False})
+    anyio.run(_talk, workshop.home.policies, config, temperature, max_tokens or config.rollout.max_new_tokens, whole)
+
+
+async def _talk(cache: Path, config: Config, temperature: float, max_tokens: int, whole: bool) -> None:
+    from toprope.training.inference.client import PromptTooLong, Sampling
+    from toprope.training.rollouts.preview_policy import serve_policy
+
+    sampling, live = Sampling(temperature, 1.0, max_tokens), sys.stdin.isatty()
+    messages: list[dict[str, str]] = []
+    if live:
+        print(f"Loading {config.policy.model} ...", file=sys.stderr, flush=True)
+    async with serve_policy(config, cache, lambda text: None) as policy:
+        if live:
+            print("Write a line to ask; Ctrl-D ends.", file=sys.stderr, flush=True)
+        while (line := await to_thread.run_sync(_read, live, abandon_on_cancel=True)) is not None:
+            if not line.strip():
+                continue
+            question = {"role": "user", "content": line[:_LONGEST]}
+            messages = [*messages, question] if whole else [question]
+            try:
+                [answer] = await policy.chat(messages, sampling)
+            except PromptTooLong:
+                print("The conversation leaves no room for an answer; the next line begins a new one.", file=sys.stderr)
+                messages = []
+                continue
+            except ComponentFailed as error:
+                raise TopropeError(f"The policy did not answer: {error.message}", hint=error.hint) from None
+            messages = [*messages, {"role": "assistant", "content": answer.text}]
+            print(visible(answer.text), flush=True)
+
+
+def _read(live: bool) -> str | None:
+    """The next line; None at the end."""
+    try:
+        return input("> " if live else "")
+    except EOFError:
+        return None

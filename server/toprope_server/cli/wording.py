@@ -1,0 +1,110 @@
+"""Messages in the words of the command line: the next steps that they propose, as commands.
+
+Messages of the rooms below propose calls of tools (`toprope.next_steps`). A person at a terminal has commands, so each
+step becomes the command that does the same; a step that only an agent can take is said to be one.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from toprope.next_steps import Step, split
+
+
+@dataclass(frozen=True)
+class Command:
+    """The command that does what a tool does.
+
+    Attributes:
+        name: Its words after `toprope`.
+        arguments: The tool's parameters that are its arguments, in order. The first is shown as a placeholder if a
+            message does not give it.
+        options: The tool's other parameters, with the options that set them; of a parameter with few values, the
+            flag for each.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    options: Mapping[str, str | Mapping[str, str]] = field(default_factory=dict)
+
+    def line(self, given: Mapping[str, Any]) -> str:
+        """Return the command line for a step's arguments; those without a counterpart are left out."""
+        words = ["toprope", *self.name.split()]
+        for place, name in enumerate(self.arguments):
+            value = given.get(name)
+            if value is None:
+                if place or name not in _PLACEHOLDERS:
+                    break
+                value = _PLACEHOLDERS[name]
+            words += [shlex.quote(str(one)) for one in (value if isinstance(value, list) else [value])]
+        for name, option in self.options.items():
+            value = given.get(name)
+            if not isinstance(option, str):
+                words += [option[str(value)]] if str(value) in option else []
+            elif value is True:
+                words.append(option)
+            elif value is not None and value is not False:
+                words += [option, shlex.quote(str(value))]
+        return " ".join(words)
+
+
+_PLACEHOLDERS = {"run_id": "RUN", "name": "NAME", "what": "WHAT", "sources": "RUN"}
+
+COMMANDS = {
+    "add_environment": Command("env add", ("what",)),
+    "ask_checkpoint": Command("chat", ("run_id",)),
+    "browse_rollouts": Command(
+        "rollouts",
+        ("run_id",),
+        {"order": "--order", "task": "--task", "part": "--part", "failed": "--failed", "cursor": "--cursor"},
+    ),
+    "build_dataset": Command("data build", ("name",)),
+    "check_environment": Command("env check", ("name",), {"full": "--full"}),
+    "check_status": Command("watch", ("run_ids",)),
+    "export_trajectories": Command("data export", ("sources",)),
+    "get_results": Command("results", ("run_id",), {"detail": {"detailed": "--detailed"}}),
+    "list_environments": Command("env list --all"),
+    "list_runs": Command("runs"),
+    "read_logs": Command("logs", ("run_id", "component"), {"lines": "--lines"}),
+    "resume_training": Command("resume", ("run_id",), {"steps": "--steps", "seconds": "--seconds"}),
+    "stop_training": Command("stop", ("run_id",)),
+}
+"""The commands, by the tools whose work they do."""
+
+AGENTS_ONLY = frozenset(
+    {
+        "compare_runs", "describe_environment", "diff_config", "edit_config", "fork_config", "get_config",
+        "get_handoff", "note_experiment", "reproduce_run", "save_environment", "select_environment", "start_sweep", "start_training",
+        "test_inference", "undo_edit",
+    }
+)  # fmt: skip
+"""Tools that no command replaces: planning is the agent's part."""
+
+_TOOLS = [*COMMANDS, *AGENTS_ONLY]
+
+
+def in_commands(message: str, run_id: str | None = None) -> str:
+    """Return a message with its steps as commands.
+
+    Args:
+        run_id: The run that the message is about, for steps that name none.
+    """
+    return "".join(part if isinstance(part, str) else _worded(part, run_id) for part in split(message, _TOOLS))
+
+
+def proposes_command(message: str) -> bool:
+    """True if one of its steps is a command."""
+    return any(isinstance(part, Step) and part.tool in COMMANDS for part in split(message, _TOOLS))
+
+
+def _worded(step: Step, run_id: str | None) -> str:
+    command = COMMANDS.get(step.tool)
+    if command is None:
+        return f"your agent's {step.written}"
+    given = dict(step.arguments)
+    if run_id is not None and "run_id" in command.arguments:
+        given.setdefault("run_id", run_id)
+    return f"`{command.line(given)}`"
