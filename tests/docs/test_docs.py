@@ -2,6 +2,7 @@
 
 Commands in ```sh blocks are run, or checked as `check` defines for their program. ```python blocks are run. Links,
 named commands, paths and modules exist. tests/server/cli/test_owner_guide.py runs those of owner.md and security.md.
+Those of first-environment.md are run in their order, and its calls are checked.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from pathlib import Path
 import anyio
 import pytest
 from toprope_server.cli.app import build
+from toprope_server.mcp.tool_registry import ALL_TOOLS
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import TARGETS
+from toprope.next_steps import Step, split
+from toprope.sdk import Environment
+from toprope.settings.changes import apply_changes
+from toprope.settings.presets import load_preset
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -41,7 +47,7 @@ def blocks(page: Path, language: str) -> list[str]:
 COMMANDS = [
     pytest.param(line.partition("#")[0].strip(), id=f"{page.name}: {line.partition('#')[0].strip()}")
     for page in PAGES
-    if page.name not in ("owner.md", "security.md")
+    if page.name not in ("owner.md", "security.md", "first-environment.md")
     for block in blocks(page, "sh")
     for line in block.splitlines()
     if line.partition("#")[0].strip()
@@ -67,6 +73,29 @@ def run(words: list[str], variables: dict[str, str], cwd: Path = ROOT) -> str:
 @pytest.mark.parametrize("line", COMMANDS)
 def test_command_works(line: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     check(shlex.split(line), variables, monkeypatch)
+
+
+def test_tutorial_works_from_an_empty_folder(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "first-environment.md"
+    commands = [line for block in blocks(page, "sh") for line in block.splitlines()]
+    assert len(commands) >= 3
+    for line in commands:
+        check(shlex.split(line), variables, monkeypatch)
+    [environment] = Path(variables["TOPROPE_CONFIG"]).glob("environments/back_words.py")
+    found = runpy.run_path(str(environment))["BackWords"]
+    knobs = [{"name": "length", "type": "int", "default": 3, "ge": 2, "le": 12}]
+    assert issubclass(found, Environment) and hasattr(found.Knobs, "length")
+    offered = {spec.name: spec.build().parameters["properties"] for spec in ALL_TOOLS}
+    config = load_preset("cpu-sft", [ROOT / "configs" / "presets"]).config("back-words")
+    algorithms = [config.algorithm.name]
+    for line in (line for block in blocks(page, "text") for line in block.splitlines()):
+        [step] = split(line, offered)
+        assert isinstance(step, Step) and step.arguments and set(step.arguments) <= set(offered[step.tool])
+        if step.tool == "edit_config":
+            config, changed = apply_changes(config, step.arguments["changes"], knobs)
+            assert len(changed) == len(step.arguments["changes"]) and not config.conflicts()
+            algorithms.append(config.algorithm.name)
+    assert algorithms == ["sft", "sft", "grpo"] and config.policy.model.startswith("run:")
 
 
 def check(words: list[str], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,8 @@ COMMANDS = {
 AGENTS_ONLY = frozenset(
     {
         "compare_runs", "describe_environment", "diff_config", "edit_config", "fork_config", "get_config",
-        "get_handoff", "note_experiment", "reproduce_run", "save_environment", "select_environment", "start_sweep", "start_training",
-        "test_inference", "undo_edit",
+        "get_handoff", "note_experiment", "reproduce_run", "save_environment", "select_environment", "start_sweep",
+        "start_training", "test_inference", "undo_edit",
     }
 )  # fmt: skip
 """Tools that no command replaces: planning is the agent's part."""

@@ -102,4 +102,4 @@ def test_plot_of_fine_tuning_draws_its_own_loss(folder):
     done = draw(folder)
     assert done.returncode == 0, done.stderr
     _, _, colours = pixels(folder)
-    assert {bytes.fromhex("c2571a"), bytes.fromhex("1f6f8b")} <= colours
+    assert {bytes.fromhex("a13d63"), bytes.fromhex("5f8f3e")} <= colours
