@@ -193,9 +193,10 @@ def test_error_class_follows_kind_of_problem():
         apply_changes(Config(), {"a.b": 1, "c.d": 2})
 
 
-def test_locked_field_shows_reason_before_type():
-    with pytest.raises(LockedField, match="is kept"):
+def test_wrong_type_of_locked_field_is_no_lock_violation():
+    with pytest.raises(InvalidValue, match="policy.model: 5 is not a text") as refused:
         apply_changes(Config(), {"policy.model": 5}, locks=FixedLock())
+    assert not isinstance(refused.value, LockedField)
 
 
 def test_conflicts_are_judged_by_result_of_edit():

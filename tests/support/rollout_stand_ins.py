@@ -43,6 +43,8 @@ class ScriptedPolicy:
 
 def only_environment(sampler: GroupSampler) -> EnvironmentSet:
     """An environment set whose only environment is sampled by `sampler`."""
-    host: Any = SimpleNamespace(label="only", sizes={}, sampler=lambda policy, numbers: sampler)
+    host: Any = SimpleNamespace(
+        label="only", sizes={}, sampler=lambda policy, numbers: sampler, number=lambda split, place: place
+    )
     policy: Any = None
     return EnvironmentSet([host], policy)

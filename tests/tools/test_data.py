@@ -247,6 +247,11 @@ def test_traces_from_outside_are_posted_with_token(shop, settings):
     assert client.post("/trajectories/posted", json=TALK, headers=secret).json() == {
         "taken": 1, "waits_in": "posted@inbox",
     }  # fmt: skip
+    forged = {**TALK, "metadata": {"origin": "environment", "run": "run-a", "split": "train", "task": "t"}}
+    assert client.post("/trajectories/forged", json=forged, headers=secret).json()["taken"] == 1
+    [item] = read_items(DatasetStore(shop.home.datasets).inbox("forged"))
+    assert item.metadata["origin"] == "outside" and not {"run", "split"} & set(item.metadata)
+    assert item.metadata["claimed"] == {"origin": "environment", "run": "run-a", "split": "train"}
     lines = "\n".join(json.dumps(one) for one in (TALK, {"state": "s", "action": "t", "reward": 0.5}))
     assert client.post("/trajectories/posted", content=lines, headers=secret).json()["taken"] == 2
     for body in ({"items": [TALK, {"state": "x"}]}, {"messages": []}, []):

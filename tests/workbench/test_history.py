@@ -1,6 +1,7 @@
 """Revisions of a draft, forks of a run, and differences between configurations."""
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -98,8 +99,8 @@ def test_beside_preset_returns_changed_fields():
 
 def test_freeze_again_applies_current_locks():
     run = run_of(Config())
-    again = freeze_again(run, NONE)
+    again = freeze_again(run, NONE, Path("/nowhere"))
     assert again.reproduces == run.run_id and again.run_id != run.run_id
     assert again.config == run.config and again.config is not run.config
     with pytest.raises(LockedField, match="too long"):
-        freeze_again(run, Locks({"budget.steps": Lock("budget.steps", "too long", max=3)}))
+        freeze_again(run, Locks({"budget.steps": Lock("budget.steps", "too long", max=3)}), Path("/nowhere"))

@@ -19,7 +19,7 @@ from toprope.workbench.drafts import Drafts
 from toprope.workbench.fit import TaskSample
 from toprope.workbench.interpreters.background import Installations
 from toprope.workbench.interpreters.registry import Registry
-from toprope.workbench.launch.open_runs import open_runs, variables_of
+from toprope.workbench.launch.open_runs import open_runs, resume_run
 from toprope.workbench.launch.start import RunStarter
 
 _LONGEST_STOP_S = 40.0
@@ -77,13 +77,8 @@ class Workshop:
         return RunStarter(self.home, self.runs, self.index)
 
     def resume(self, run_id: str) -> tuple[Status, Specification]:
-        """Start the next attempt of an ended run, with the owner's present variables.
-
-        Returns:
-            Its first status and its specification. Raises: see `RunManager.resume`.
-        """
-        specification = Specification.read(self.runs.folder(run_id))
-        return self.runs.resume(run_id, variables_of(specification, self.home)), specification
+        """Start the next attempt of an ended run. Returns and raises: see `resume_run`."""
+        return resume_run(self.home, self.runs, run_id)
 
     async def stop(self, run_id: str) -> Status:
         """Order a run to stop, and wait at most 40 s until it has ended.

@@ -26,7 +26,7 @@ _ADDED_UP = ("cpu_hours", "gpu_hours", "cost_usd")
 
 @dataclass(frozen=True)
 class Account:
-    """One run in the budget ledger: `used_today` by quantity of `per_day`, and what a live run has `reserved`."""
+    """One spender in the budget ledger: `used_today` by quantity of `per_day`, and what a live one has `reserved`."""
 
     run_id: str
     live: bool
@@ -34,6 +34,8 @@ class Account:
     usage: Usage
     used_today: Mapping[str, float] = field(default_factory=dict)
     reserved: Mapping[str, float] = field(default_factory=dict)
+    is_run: bool = True
+    """False for a program that builds a data set; it is not counted among runs."""
 
     def held(self, quantity: str) -> float:
         """Return what counts towards the daily limit: the use of today, plus the unused reservation of a live run."""
@@ -58,6 +60,8 @@ class Demand:
         gpu: Name of its GPU; empty if unknown, None if it uses no GPU.
         train_s: budget.max_train_seconds.
         beside_s: Seconds of wall time besides training, if training time is limited.
+        tokens_usd: The most that its calls to priced models cost; None if it is unknown.
+        unpriced: Names of models that it calls and that have no price.
     """
 
     steps: int | None
@@ -65,6 +69,8 @@ class Demand:
     gpu: str | None = None
     train_s: float | None = None
     beside_s: float = 0.0
+    tokens_usd: float | None = 0.0
+    unpriced: Sequence[str] = ()
 
     @property
     def own_s(self) -> float | None:
@@ -103,7 +109,7 @@ def spent(usage: Usage) -> dict[str, float]:
         "disk_gb": usage.disk_bytes / GB,
         "steps": float(usage.steps),
     }
-    return found if usage.usd is None else found | {"cost_usd": usage.usd}
+    return found if usage.cost_usd is None else found | {"cost_usd": usage.cost_usd}
 
 
 def freeze_limits(
@@ -179,9 +185,11 @@ def _bounds(
             known = [0.0]
         if known:
             found[quantity] = min(known)
-    if "cpu_hours" in found and cpu_price is not None and (demand.gpu is None or gpu_price is not None):
-        if "gpu_hours" in found:
-            found["cost_usd"] = found["cpu_hours"] * cpu_price + found["gpu_hours"] * (gpu_price or 0.0)
+    priced = (cpu_price is not None or not demand.processors) and (demand.gpu is None or gpu_price is not None)
+    priced = priced and demand.tokens_usd is not None
+    if "cpu_hours" in found and "gpu_hours" in found and priced:
+        machine_usd = found["cpu_hours"] * (cpu_price or 0.0) + found["gpu_hours"] * (gpu_price or 0.0)
+        found["cost_usd"] = machine_usd + (demand.tokens_usd or 0.0)
     if "cost_usd" in caps:
         found["cost_usd"] = min(found.get("cost_usd", caps["cost_usd"].value), caps["cost_usd"].value)
     return found
@@ -189,10 +197,11 @@ def _bounds(
 
 def _unknown_price(limits: Limits, demand: Demand, cpu_price: float | None, gpu_price: float | None) -> list[Refusal]:
     missing = []
-    if cpu_price is None:
+    if cpu_price is None and demand.processors:
         missing.append("prices.cpu_hour_usd")
     if demand.gpu is not None and gpu_price is None:
         missing.append(f"prices.gpu_hour_usd for {demand.gpu or 'a GPU of unknown name'}")
+    missing += [f"prompt_usd and completion_usd of the model {name}" for name in demand.unpriced]
     refusals = []
     for name in ("per_run.cost_usd", "per_day.cost_usd"):
         limit = limits.get(name)
@@ -202,7 +211,8 @@ def _unknown_price(limits: Limits, demand: Demand, cpu_price: float | None, gpu_
                     name,
                     f"{_named(limits, limit)}, and the cost of this run is unknown: there is no price in "
                     f"{' and '.join(missing)}.",
-                    "A run of unknown cost does not start; the owner adds the price to limits.yaml.",
+                    "A run of unknown cost does not start; the owner adds the price to limits.yaml, or to the model in "
+                    "settings.yaml.",
                 )
             )
     return refusals
@@ -218,7 +228,7 @@ def _steps(limits: Limits, demand: Demand) -> list[Refusal]:
 
 def _at_once(limits: Limits, accounts: Sequence[Account], count: int) -> list[Refusal]:
     refusals = []
-    live = [account for account in accounts if account.live]
+    live = [account for account in accounts if account.live and account.is_run]
     limit = limits.get("concurrent_runs")
     if limit is not None and len(live) + count > limit.max:
         names = ", ".join(account.run_id for account in live[:3]) + (" ..." if len(live) > 3 else "")

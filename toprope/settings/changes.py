@@ -15,6 +15,11 @@ NOT_EDITABLE = {"environment.name": "select_environment makes a draft of another
 """Fields that identify a draft, and what to do instead of editing them."""
 
 
+_TYPES: dict[str, tuple[type, ...]] = {
+    "boolean": (bool,), "integer": (int,), "number": (int, float), "text": (str,), "list": (list,), "object": (dict,),
+}  # fmt: skip
+
+
 class LockCheck(Protocol):
     """The part of the owner's locks that `apply` needs."""
 
@@ -94,12 +99,15 @@ def apply_changes(
 def _allowed(field: Field, value: Any, locks: LockCheck | None) -> Any:
     """The value in the field's own type, if the owner allows it.
 
-    For a locked field the owner's reason comes first; the values that its type accepts are of no use there.
+    Of a value that the field does not accept, the owner's reason is told only if its type is right.
     """
     try:
         typed = field.coerce(value)
     except InvalidValue:
-        if locks is not None and (refusal := locks.refusal(field.name, value)):
+        of_its_kind = isinstance(value, _TYPES.get(field.kind, ())) and isinstance(value, bool) == (
+            field.kind == "boolean"
+        )
+        if of_its_kind and locks is not None and (refusal := locks.refusal(field.name, value)):
             raise LockedField(refusal) from None
         raise
     if locks is not None and (refusal := locks.refusal(field.name, typed)):

@@ -27,6 +27,10 @@ from toprope.settings.schema import Config
 from toprope.settings.yamlfiles import check_keys, read_yaml
 
 _KEYS = ("field", "value", "min", "max", "reason")
+_FOLLOWS = {"ppo.value_learning_rate": "optimizer.learning_rate"}
+"""Fields that take the value of another field if they are null."""
+_NO_LIMIT = frozenset({"environment.memory_mb"})
+"""Fields whose value 0 means that there is no limit."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,17 @@ class Lock:
         return " and ".join(parts)
 
     def allows(self, value: Any) -> bool:
-        """Return True if the owner allows this value. Null is outside any bounds."""
+        """Return True if the owner allows this value.
+
+        Null is outside any bounds unless another field decides then, and a value that stands for no limit is above any
+        highest value.
+        """
         if self.fixed:
             return value == self.value and isinstance(value, bool) == isinstance(self.value, bool)
+        if value is None and self.field in _FOLLOWS:
+            return True
+        if self.max is not None and self.field in _NO_LIMIT and value == 0:
+            return False
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
@@ -63,6 +75,8 @@ class Lock:
             return self.value
         if isinstance(value, bool) or not isinstance(value, int | float):
             return self.max if self.max is not None else self.min
+        if self.max is not None and self.field in _NO_LIMIT and value == 0:
+            return self.max
         if self.min is not None and value < self.min:
             return self.min
         return self.max if self.max is not None and value > self.max else value
@@ -92,7 +106,9 @@ class Locks:
         data = check_keys(read_yaml(path), ("locks",), str(path))
         entries = data.get("locks") or []
         if not isinstance(entries, list):
-            raise InvalidValue(f"{path}: locks must be a list of entries with {', '.join(_KEYS)}.")
+            raise InvalidValue(
+                f"{path}: locks must be a list of entries with {', '.join(_KEYS)}.", hint="Fix the file."
+            )
         fields = all_fields()
         locks: dict[str, Lock] = {}
         for number, entry in enumerate(entries, 1):
@@ -117,6 +133,26 @@ class Locks:
         given = "null" if value is None else shown(value)
         return f"{field} is locked by the owner: {lock.says}, not {given}. Reason: {lock.reason}"
 
+    def nearest(self, field: str, value: Any) -> Any:
+        """The allowed value of a field that is closest to this one."""
+        lock = self._locks.get(field)
+        return value if lock is None or lock.allows(value) else lock.nearest(value)
+
+    def require(self, values: Mapping[str, Any], hint: str = "") -> None:
+        """Require values that the owner allows: whatever sets a field, by whatever name, is held here.
+
+        Args:
+            values: By dotted field name.
+            hint: The next step; by default the allowed values.
+
+        Raises:
+            LockedField: A value is not allowed; the message names every violation with its reason.
+        """
+        refusals = {field: text for field, value in values.items() if (text := self.refusal(field, value))}
+        if refusals:
+            allowed = ", ".join(f"{field} {self._locks[field].says}" for field in refusals)
+            raise LockedField("\n".join(refusals.values()), hint=hint or f"Allowed: {allowed}.")
+
     def adjust(self, config: Config, fields: dict[str, Field]) -> tuple[dict[str, Any], list[Change]]:
         """The smallest edit that makes a configuration allowed: values by field, and the changes.
 
@@ -126,9 +162,9 @@ class Locks:
         for lock in self:
             if lock.field not in fields:
                 continue
-            value = get_value(config, fields[lock.field])
+            value = _effective(config, fields, lock.field)
             if not lock.allows(value):
-                changes.append(Change(lock.field, value, lock.nearest(value)))
+                changes.append(Change(lock.field, get_value(config, fields[lock.field]), lock.nearest(value)))
         return {change.field: change.after for change in changes}, changes
 
     def enforce(self, config: Config, fields: dict[str, Field]) -> None:
@@ -137,14 +173,9 @@ class Locks:
         Raises:
             LockedField: It is not allowed; the message names every violation with its reason.
         """
-        refusals = [
-            text
-            for lock in self
-            if lock.field in fields and (text := self.refusal(lock.field, get_value(config, fields[lock.field])))
-        ]
-        if refusals:
-            allowed, _ = self.adjust(config, fields)
-            raise LockedField("\n".join(refusals), hint=f"edit_config with changes {allowed} sets what is allowed.")
+        allowed, _ = self.adjust(config, fields)
+        values = {lock.field: _effective(config, fields, lock.field) for lock in self if lock.field in fields}
+        self.require(values, f"edit_config with changes {allowed} sets what is allowed.")
 
     def record(self) -> dict[str, Any]:
         """All locks as a mapping, for a run's specification."""
@@ -188,7 +219,7 @@ def _parse(entry: Any, where: str, fields: dict[str, Field]) -> Lock:
         raise InvalidValue(f"{where}: reason is missing.", hint="Agents are shown the reason; one sentence is enough.")
     bounded, fixed = "min" in entry or "max" in entry, "value" in entry
     if bounded == fixed:
-        raise InvalidValue(f"{where}: give either value, or min and max or one of them.")
+        raise InvalidValue(f"{where}: give either value, or min and max or one of them.", hint="Fix the file.")
     knob = name.startswith(f"{KNOBS}.") and name.count(".") == 2
     try:
         field = None if knob else find_field(name, fields)
@@ -210,6 +241,13 @@ def _parse(entry: Any, where: str, fields: dict[str, Field]) -> Lock:
             raise InvalidValue(f"min {bounds['min']} is above max {bounds['max']}.")
         return Lock(name, reason.strip(), min=bounds.get("min"), max=bounds.get("max"))
     except (InvalidValue, NotFound) as problem:
-        raise InvalidValue(f"{where}: {problem}") from None
+        near = f" {problem.hint}" if isinstance(problem, NotFound) else ""
+        raise InvalidValue(f"{where}: {problem.message}{near}", hint="Fix the file.") from None
     except ValueError:
-        raise InvalidValue(f"{where}: min and max must be numbers.") from None
+        raise InvalidValue(f"{where}: min and max must be numbers.", hint="Fix the file.") from None
+
+
+def _effective(config: Config, fields: Mapping[str, Field], name: str) -> Any:
+    """The value that counts for a field: that of another field if it is null and follows that."""
+    value = get_value(config, fields[name])
+    return get_value(config, fields[_FOLLOWS[name]]) if value is None and name in _FOLLOWS else value

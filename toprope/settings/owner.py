@@ -164,6 +164,9 @@ class OwnerSettings(BaseModel):
     """More folders whose files the environment `dataset` may read."""
     models: dict[str, Endpoint] = Field(default_factory=dict)
     """Models at OpenAI-compatible endpoints that test_inference may use, by name."""
+    confirm_by: Literal["client", "cli"] = "client"
+    """Where a person confirms starts, if the limits want that. client: asked by clients that can ask, otherwise as
+    cli: the command `toprope approve`."""
     preset: str = "cpu-embedded"
     """The preset of a draft that does not name one."""
     status: StatusLimit = Field(default_factory=StatusLimit)

@@ -17,11 +17,9 @@ from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Candidate, Measured, Standing, final_id, member_id
 from toprope.settings.changes import apply_changes
 from toprope.settings.owner import Home
-from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.workbench.launch import open_runs
 from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.lineage import RUN, base_of
-from toprope.workbench.launch.reserve_budget import may_go_on
 from toprope.workbench.launch.start import RunStarter
 from toprope.workbench.launch.sweep_budget import draft_of_sweep
 
@@ -147,10 +145,7 @@ class SweepMembers:
             NoRoomWithin: The owner's limits leave no room.
             TopropeError: The run cannot be resumed.
         """
-        specification = Specification.read(RunFolder(self.runs.path / run_id))
-        with ledger_lock(self.runs.path):
-            may_go_on(specification, self._home.limits(), self._home.runs)
-            self.runs.resume(run_id, open_runs.variables_of(specification, self._home))
+        open_runs.resume_run(self._home, self.runs, run_id)
 
     def _launch(
         self,
@@ -163,7 +158,9 @@ class SweepMembers:
         sweep = self._sweep
         config, _ = apply_changes(sweep.config, changes, self._plan.knobs)
         plan = test or training_plan(config)
-        [made] = freeze_drafts(self._home, [draft_of_sweep(sweep, config)], plan, base=base)
+        [made] = freeze_drafts(
+            self._home, [draft_of_sweep(sweep, config)], plan, base=base, split_rule=sweep.environment.split_rule
+        )
         self._starter.start_frozen([made.model_copy(update={"run_id": run_id, "member": member})])
 
     def status(self, run_id: str) -> Status:

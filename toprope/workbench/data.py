@@ -7,6 +7,7 @@ that the program needs.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,17 @@ from typing import Any
 
 from filelock import FileLock
 
+from toprope.atomic import write_json
 from toprope.errors import DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
-from toprope.records.run.folder import RunFolder
+from toprope.records.purse import FILE as SPENDING
+from toprope.records.purse import read_spending
+from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.records.walls import ENV_WALLS, Walls
+from toprope.settings.fields import KNOBS
 from toprope.settings.owner import Home, OwnerSettings
+from toprope.supervisor.capacity.budget_ledger import enter_program, ledger_lock
+from toprope.supervisor.runs.freezing import require_thawed
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import WANTED, OwnCode
 from toprope.trajectories.datasets.store import NAME, DatasetStore, check_name
@@ -28,10 +35,14 @@ from toprope.trajectories.datasets.trace_inbox import Inbox
 from toprope.trajectories.datasets.writers import ENDINGS, FORMATS
 from toprope.trajectories.jobs.jobs import Job
 from toprope.trajectories.jobs.orders import Code, Order
-from toprope.trajectories.synthesis.recipe import Recipe, parse_recipe
+from toprope.trajectories.synthesis.recipe import Recipe, StepPlan, parse_recipe
+from toprope.workbench.approvals import Approvals
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.endpoints import keys_for, require_keys, resolve_models
+from toprope.workbench.launch.preview import HASH_LENGTH
+from toprope.workbench.launch.reserve_budget import reserve_calls
 from toprope.workbench.launch.seeds import expand
+from toprope.workbench.launch.start import how_to_approve
 
 INBOX = "inbox"
 """Suffix of `name@inbox`: items posted for a data set."""
@@ -220,7 +231,9 @@ def _fill(
     if plan.strategy is not None:
         order.strategy = code(plan.strategy, "strategy", plan.strategy_arguments)
     keys: dict[str, str] = {}
+    locks = home.locks()
     for number, step in enumerate(plan.steps, 1):
+        locks.require(_locked_values(step), f"Step {number} of the recipe asks for it.")
         written = step.generate or step.filter or (step.score if step.score != "environment" else None)
         if written is not None:
             order.codes[str(number)] = code(written, step.kind, step.arguments)
@@ -236,9 +249,23 @@ def _fill(
             if entry.status != "ready":
                 raise InvalidValue(f"Step {number}: {entry.name} is {entry.status}: {entry.problem}")
             order.environments[step.environment] = entry.environment
-            locks = home.locks()
             order.locks, order.network = locks.record(), not locks.refusal("environment.network", "allow")
+            order.memory_mb = int(locks.nearest("environment.memory_mb", 0))
     return keys
+
+
+def _locked_values(step: StepPlan) -> dict[str, Any]:
+    """Return the values that a step sets in place of fields of a configuration, by field."""
+    if step.teacher is not None:
+        return {
+            "sft.teacher": step.teacher,
+            "sft.temperature": step.temperature,
+            "sft.max_new_tokens": step.max_new_tokens,
+        }
+    if step.environment is not None:
+        knobs = {f"{KNOBS}.{name}": value for name, value in step.knobs.items()}
+        return {"environment.name": step.environment} | knobs
+    return {}
 
 
 def _require_room(sources: Sources, target: Path) -> None:
@@ -283,6 +310,7 @@ def begin(home: Home, asked: DataOrder) -> Job:
     job = job_of(home, asked.order)
     if job.alive() if not job.ended() else not job.told():
         return job
+    require_thawed(home.path)
     most = home.settings().data.at_once
     with FileLock(str(home.path / "data.lock")):  # Other servers count this job as well.
         live = list(live_jobs(home))
@@ -292,8 +320,60 @@ def begin(home: Home, asked: DataOrder) -> Job:
                 hint="Wait until one ends; nothing was started.",
             )
         _forget(home)
+        if asked.order.teachers:
+            _reserve_calls(home, job, asked.order)
         job.begin(asked.order, {**asked.keys, ENV_WALLS: Walls.of_home(home).encode()})
     return job
+
+
+def _reserve_calls(home: Home, job: Job, order: Order) -> None:
+    """Reserve what the calls to teachers may cost, once a person has confirmed it if the owner wants that.
+
+    Raises:
+        NoRoomWithin: A limit on cost leaves nothing, or a teacher has no price.
+        NotPossibleNow: A person must confirm it first.
+    """
+    limits, name, frozen_file = home.limits(), f"data-{job.id}", job.folder / "limits.json"
+    with ledger_lock(home.ensure().runs):
+        frozen = reserve_calls(order.teachers, limits, home.runs, name)
+        cap = frozen.caps.get("cost_usd")
+        free = all(one.prompt_usd == 0 and one.completion_usd == 0 for one in order.teachers.values())
+        if not free:
+            _require_approval(home, order, None if cap is None else cap.value)
+        job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        spent = sum(read_spending(job.folder / SPENDING).values())
+        before = spent
+        if frozen_file.exists() and not (job.folder / "outcome.json").exists():
+            before = float(read_json(frozen_file)["before"])  # it continues, with what is left of its own limit
+        if cap is not None:
+            per_run, total = limits.get("per_run.cost_usd"), spent + cap.value
+            total = total if per_run is None else min(total, before + per_run.max)
+            cap = cap.model_copy(update={"value": total})
+        reserved = {} if cap is None else {"cost_usd": max(0.0, cap.value - spent)}
+        enter_program(home.runs, name, job.folder, reserved)
+        caps = {} if cap is None else {"cost_usd": cap}
+        record = frozen.model_copy(update={"caps": caps, "reserved": reserved})
+        write_json(frozen_file, record.model_dump(mode="json") | {"before": before})
+
+
+def _require_approval(home: Home, order: Order, most_usd: float | None) -> None:
+    limits = home.limits()
+    threshold = limits.above.get("cost_usd")
+    above = threshold is not None and (most_usd is None or most_usd > threshold)
+    if limits.confirm == "never" or (limits.confirm == "above" and not above):
+        return
+    content = [order.model_dump(mode="json"), most_usd is not None]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:HASH_LENGTH]
+    approvals = Approvals(home)
+    if approvals.use(digest):
+        return
+    most = "an unknown amount" if most_usd is None else f"up to {most_usd:.3g} USD"
+    text = f"build of the data set {order.name} with {', '.join(order.teachers)}: {most} for their answers"
+    approvals.ask(digest, text)
+    raise NotPossibleNow(
+        f"Nothing was started: the owner wants this confirmed (confirm, set by {limits.source}): {text}.",
+        hint=how_to_approve(digest),
+    )
 
 
 def _forget(home: Home) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from mcp.server.mcpserver.tools import Tool
 from pydantic import ValidationError
 
+_NOT_TEXT = "{} holds half a surrogate pair (\\ud800 to \\udfff), which is no character. Leave it out."
 _EXPECTED = {
     "string": "a text",
     "integer": "a whole number",
@@ -85,7 +86,8 @@ def check(tool: Tool, arguments: dict[str, Any]) -> list[str]:
     if found := too_large(arguments):
         return found
     properties = tool.parameters["properties"]
-    problems = []
+    if problems := [_NOT_TEXT.format(ascii(name)) for name, given in arguments.items() if not _is_text([name, given])]:
+        return problems
     for name in arguments:
         if name not in properties:
             near = difflib.get_close_matches(name, properties, n=1, cutoff=0.5)
@@ -108,6 +110,15 @@ def check(tool: Tool, arguments: dict[str, Any]) -> list[str]:
                 seen.add(name)
                 problems.append(f"{name}: {_short(arguments.get(name))} is not {expected(properties[name])}.")
     return problems
+
+
+def _is_text(value: Any) -> bool:
+    """False if a text in the value has half a surrogate pair, which no file can hold."""
+    if isinstance(value, str):
+        return not any("\ud800" <= character <= "\udfff" for character in value)
+    if isinstance(value, dict):
+        return all(_is_text(one) for pair in value.items() for one in pair)
+    return all(map(_is_text, value)) if isinstance(value, list | tuple) else True
 
 
 def expected(schema: dict[str, Any]) -> str:

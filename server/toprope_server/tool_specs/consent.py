@@ -1,8 +1,8 @@
 """A person's consent before a start, if the owner requires it: asked through the client, in both eras of MCP.
 
 The question shows what starting would take, with a hash. Everything is checked again between question and start: the
-person agreed to that hash and to nothing else. Clients that cannot ask get a refusal with the same text and the call
-to make once the person agrees.
+person agreed to that hash and to nothing else. Clients that cannot ask get a refusal with the same text, and the
+person approves the hash on the command line (`toprope approve`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Preview:
 
 
 async def preview_to_show(
-    ctx: Context, draft_id: str, name: str | None, key: str | None, seeds: int, preview: bool, confirm: str | None
+    ctx: Context, draft_id: str, name: str | None, key: str | None, seeds: int, preview: bool
 ) -> Preview | None:
     """The preview a person must see before this call starts anything; None if nobody has to be asked, or can be.
 
     Raises:
         TopropeError: The draft cannot start.
     """
-    if preview or confirm is not None or not _can_ask(ctx):
+    if preview or not _can_ask(ctx):
         return None
     from toprope_tools.planning.preview_text import said
 

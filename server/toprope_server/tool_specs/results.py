@@ -152,7 +152,9 @@ async def ask_checkpoint(
     ],
     run_id: Annotated[str | None, Field(description="A run that ended with a checkpoint.")] = None,
     draft_id: Annotated[str | None, Field(description="Instead: a draft with its untrained policy.")] = None,
-    temperature: Annotated[float, Field(ge=0, le=5, description="0: greedy; 1: as in training.")] = 0.0,
+    temperature: Annotated[
+        float | None, Field(ge=0, le=5, description="0 (default): greedy; 1: as in training.")
+    ] = None,
     max_new_tokens: Annotated[
         int | None, Field(ge=1, le=131_072, description="Instead of the configuration's.")
     ] = None,

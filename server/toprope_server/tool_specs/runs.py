@@ -88,7 +88,7 @@ async def start_training(
     seeds: Annotated[int, Field(ge=1, le=16, description="Number of runs that differ in algorithm.seed alone.")] = 1,
     preview: Annotated[bool, Field(description="Start nothing; return what it would take.")] = False,
     confirm: Annotated[
-        str | None, Field(max_length=64, description="The hash that a refusal named, once a person agreed.")
+        str | None, Field(max_length=64, description="The hash that a refusal named; a person approves it.")
     ] = None,
 ) -> Annotated[CallToolResult, answers.Started]:
     """Freezes a draft with the owner's locks and starts training from it; returns the run_id at once.
@@ -108,7 +108,8 @@ async def start_training(
             key=key,
             seeds=seeds,
             preview=preview,
-            confirm=confirm if shown is None else confirmed_hash(shown, consent),
+            confirm=confirm,
+            agreed=None if shown is None else confirmed_hash(shown, consent),
         )
     )
 

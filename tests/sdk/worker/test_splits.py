@@ -11,7 +11,7 @@ import pytest
 from toprope.sdk import Environment, Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import configure
-from toprope.sdk.worker.splits import PATIENCE, SPLITS, TaskSplits, split_of
+from toprope.sdk.worker.splits import PATIENCE, PROMPT_RULE, SOURCE_RULE, SPLITS, TaskSplits, split_of
 
 
 class Numbers(Environment):
@@ -151,3 +151,44 @@ def test_survey_stops_at_limit_or_deadline() -> None:
     late = splits_of(Numbers)
     late.survey(10**9, 0.0)
     assert late.known("train") == 0
+
+
+class Rows(Environment):
+    """Questions whose prompt a template makes of a row, as in the adapter `dataset`."""
+
+    template = "{}"
+
+    def tasks(self):
+        for row in range(600):
+            yield Task(self.template.format(f"question {row}"), reference="x", source=f"row {row}")
+
+    def score(self):
+        return 0.0
+
+
+def rows_of(rule: int, template: str) -> dict[str, set[str]]:
+    environment = Rows()
+    environment.template = template
+    splits = TaskSplits(environment, rule=rule)
+    return {split: {task.source or "" for task in splits.page(split, 0, 600)} for split in SPLITS}
+
+
+def test_a_template_moves_no_row_from_one_split_to_another():
+    """The attack: train under one template, and meet the sealed rows of another."""
+    plain, other = (rows_of(SOURCE_RULE, template) for template in ("{}", "Please answer: {}"))
+    assert plain == other and all(len(rows) > 30 for rows in plain.values())
+    # Runs of earlier versions keep their rule, so that they resume and can be repeated; there the attack succeeds.
+    plain, other = (rows_of(PROMPT_RULE, template) for template in ("{}", "Please answer: {}"))
+    assert plain["heldout"] & other["train"]
+
+
+def test_the_id_of_a_task_is_that_of_its_source():
+    first, second = Rows(), Rows()
+    second.template = "Please answer: {}"
+    ids = []
+    for environment in (first, second):
+        splits = TaskSplits(environment)
+        ids.append([splits.id_of(task) for task in splits.page("train", 0, 20)])
+    assert ids[0] == ids[1]
+    old = TaskSplits(first, rule=PROMPT_RULE)
+    assert [old.id_of(task) for task in old.page("train", 0, 5)] == [task.id for task in old.page("train", 0, 5)]

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from tests.server.cli.test_commands import make_run
 from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
-from toprope.settings.owner import OwnerSettings
+from toprope.settings.owner import Home, OwnerSettings
+from toprope.workbench.approvals import Approvals
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 GUIDE = "\n".join((DOCS / name).read_text() for name in ("owner.md", "security.md"))
@@ -34,6 +35,7 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     home = tmp_path_factory.mktemp("owner")
     folder = make_run(home, "a-run", "completed", ended=5.0)
     folder.log("trainer").write_text("step 1\n")
+    Approvals(Home(home / "home", home / "config")).ask("4f2a9c01", "a run that waits")
     kept = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb"}
     return kept | {"TOPROPE_HOME": str(home / "home"), "TOPROPE_CONFIG": str(home / "config")}
 

@@ -1,4 +1,4 @@
-"""A person's word before a start: asked through the client where it can, in both eras, else by a second call."""
+"""A person's word before a start: asked through the client where it can, in both eras, else on the command line."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from toprope_server.mcp.app import TopropeServer
 from tests.support.tools_house import make_workshop
 from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.presets import load_preset
+from toprope.workbench.approvals import Approvals
 
 ERAS = ["auto", "legacy"]
 
@@ -75,18 +76,40 @@ def test_refusal_starts_nothing(house, mode, answer):
 
 
 @pytest.mark.parametrize("mode", ERAS)
-def test_client_without_elicitation_gets_confirming_call(house, mode):
+def test_an_agent_cannot_confirm_itself(house, mode):
+    """The attack: the refusal names the hash, and the agent types it."""
+
     async def work(client):
         draft_id = drafted(house)
         refused = await client.call_tool("start_training", {"draft_id": draft_id})
         assert refused.is_error
         text = refused.content[0].text
         assert "wants every start confirmed" in text and "Nothing was changed" in text
-        told = text.split('confirm="')[1].split('"')[0]
-        return await client.call_tool("start_training", {"draft_id": draft_id, "confirm": told})
+        told = text.split("toprope approve ")[1].split(".")[0]
+        again = await client.call_tool("start_training", {"draft_id": draft_id, "confirm": told})
+        assert again.is_error and house.statuses() == []
+        [request] = Approvals(house.home).pending()
+        assert request.hash == told and not request.approved
+        Approvals(house.home).approve(told)
+        started = await client.call_tool("start_training", {"draft_id": draft_id, "confirm": told})
+        used = await client.call_tool("start_training", {"draft_id": draft_id, "confirm": told, "again": True})
+        assert used.is_error and "wants every start confirmed" in used.content[0].text
+        return started
 
     result = talk(house, mode, work)
     assert not result.is_error and result.structured_content["state"] == "queued"
+    assert len(house.statuses()) == 1
+
+
+def test_a_client_is_not_asked_if_the_owner_confirms_on_the_command_line(house):
+    house.home.settings_file.write_text("confirm_by: cli\n")
+    asked = []
+
+    async def work(client):
+        return await client.call_tool("start_training", {"draft_id": drafted(house)})
+
+    result = talk(house, "auto", work, **answering("accept", {"start": True}, asked))
+    assert result.is_error and asked == [] and house.statuses() == []
 
 
 def test_consent_is_not_asked_if_owner_does_not_require_it(house):

@@ -22,6 +22,7 @@ from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.usage import Spent, Usage, day_of
 from toprope.settings.presets import load_preset
+from toprope.workbench.approvals import Approvals
 from toprope.workbench.launch.seeds import expand, group_of
 
 CONDITIONS = {"loaded": {"environment": "e1", "toprope": "t1"}, "versions": {}}
@@ -320,17 +321,21 @@ def test_confirmation_is_bound_to_the_preview(house, draft):
     with pytest.raises(NotPossibleNow, match="wants every start confirmed") as refused:
         do(start_training, shop, draft_id=draft)
     told = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
-    assert f'confirm="{told}"' in refused.value.hint
-    with pytest.raises(NotPossibleNow, match="confirms something else"):
+    assert f"toprope approve {told}" in refused.value.hint
+    with pytest.raises(NotPossibleNow, match="names something else"):
         do(start_training, shop, draft_id=draft, confirm="0" * 12)
+    Approvals(shop.home).approve(told)
     do(edit_config, shop, draft_id=draft, changes={"budget.steps": 77})
-    with pytest.raises(NotPossibleNow, match=r"(?s)confirms something else.*77 steps") as changed:
+    with pytest.raises(NotPossibleNow, match=r"(?s)names something else.*77 steps") as changed:
         do(start_training, shop, draft_id=draft, confirm=told)
     assert told not in changed.value.hint and shop.statuses() == []
     again = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
-    with pytest.raises(NotPossibleNow, match="confirms something else"):
+    with pytest.raises(NotPossibleNow, match="names something else"):
         do(start_training, shop, draft_id=draft, confirm=again, seeds=2)
-    assert do(start_training, shop, draft_id=draft, confirm=again).data.state == "queued"
+    with pytest.raises(NotPossibleNow, match="wants every start confirmed"):
+        do(start_training, shop, draft_id=draft, confirm=again)
+    Approvals(shop.home).approve(again)
+    assert do(start_training, shop, draft_id=draft).data.state == "queued"
 
 
 def test_only_starts_above_the_owners_threshold_are_confirmed(house, draft):
@@ -351,6 +356,7 @@ def test_confirmed_values_stay_while_a_run_trains(house, draft):
     shop, launcher = house
     owner(shop, "confirm: always")
     told = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
+    Approvals(shop.home).approve(told)
     live = shop.runs.folder(do(start_training, shop, draft_id=draft, confirm=told).data.run_id)
     for step, seconds in ((10, 10.0), (40, 90.0)):
         now = time.time()

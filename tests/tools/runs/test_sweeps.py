@@ -31,6 +31,7 @@ from toprope.records.sweep_journal import (
 )
 from toprope.settings.presets import load_preset
 from toprope.sweeps.members import SweepMembers
+from toprope.workbench.approvals import Approvals
 from toprope.workbench.launch.freeze import freeze_again
 
 SPACE = {"optimizer.learning_rate": {"min": 1e-5, "max": 1e-2, "log": True}}
@@ -161,6 +162,9 @@ def test_confirmation_is_bound_to_whole_sweep(house):
         started(shop, draft_id=draft)
     with pytest.raises(NotPossibleNow, match="something else"):
         started(shop, draft_id=draft, population=5, options={"confirm": agreed})
+    with pytest.raises(NotPossibleNow, match="confirmed"):
+        started(shop, draft_id=draft, options={"confirm": agreed})
+    Approvals(shop.home).approve(agreed)
     assert started(shop, draft_id=draft, options={"confirm": agreed}).data.run_id
 
 
@@ -183,7 +187,7 @@ def test_members_are_frozen_as_the_journal_says(house, monkeypatch):
     assert made.limits is not None and config.evaluation.heldout_tasks >= 100
     assert "candidate c002 of the sweep" in run_row(shop.runs.status(made.run_id))
     assert "It is candidate c002" in do(get_results, shop, run_id=made.run_id).text
-    again = freeze_again(made, shop.home.locks())
+    again = freeze_again(made, shop.home.locks(), shop.home.runs)
     shop.starter.start_frozen([again])
     assert "It is None" not in do(get_results, shop, run_id=again.run_id).text
 

@@ -77,6 +77,7 @@ def taken(tmp_path: Path, specification: Specification) -> tuple[list, list]:
             host = SimpleNamespace(
                 worker=SimpleNamespace(current=current),
                 sizes={"heldout": 6},
+                number=lambda split, place: place,
                 plan=SimpleNamespace(section=specification.config.environment),
             )
             await write_dataset_demonstrations(

@@ -12,6 +12,7 @@ import pytest
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.messages import Checked, Making
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.kinds import KINDS
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.errors import WorkerError
@@ -60,10 +61,13 @@ class Member:
             locks={},
             config=config,
             run_kind=KINDS["train"],
+            base_run=None,
+            first_task=0,
             test=None,
             member=None,
             run_id="run",
         )
+        self.folder = RunFolder(Path(str(source.file)).parent)
         self.reports: list[Any] = []
 
     def report(self, report: Any) -> None:

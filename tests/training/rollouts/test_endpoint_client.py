@@ -50,7 +50,7 @@ def server():
 
 def chat(server: OpenAiStandIn, model: str, n: int = 1, **options: Any) -> tuple[Any, EndpointClient]:
     async def work() -> tuple[Any, EndpointClient]:
-        client = EndpointClient(Endpoint(base_url=server.url, model=model), KEY, **options)
+        client = EndpointClient(Endpoint(base_url=server.url, model=model), KEY, options.pop("purse", None), **options)
         try:
             return await client.chat([{"role": "user", "content": "1 + 2"}], SAMPLING, n=n), client
         finally:
@@ -111,7 +111,7 @@ def test_redirect_is_not_followed(server: OpenAiStandIn) -> None:
 
 def test_unreachable_endpoint_leaves_question_unanswered() -> None:
     async def work() -> None:
-        client = EndpointClient(Endpoint(base_url="http://127.0.0.1:9/v1", model="x"), None, tries=2)
+        client = EndpointClient(Endpoint(base_url="http://127.0.0.1:9/v1", model="x"), None, None, tries=2)
         try:
             await client.chat([{"role": "user", "content": "?"}], SAMPLING)
         finally:
@@ -148,6 +148,7 @@ def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 
                 policy_name="tiny",
                 connect_policy=policy,
                 keys={},
+                purse=None,
                 environments_with=lambda policy: only_environment(
                     GroupSampler(worker, policy, multi_turn=False, call_timeout_s=10)
                 ),

@@ -228,7 +228,7 @@ def test_endpoint_key_is_hidden_from_worker(tmp_path: Path) -> None:
         async with await RestartingWorker.start(opened, LauncherSection(restart_backoff_s=0)) as worker:
 
             def sampler(model: str) -> tuple[EnvManagedSampler, EndpointClient]:
-                client = EndpointClient(Endpoint(base_url=stand_in.url, model=model), key, tries=2)
+                client = EndpointClient(Endpoint(base_url=stand_in.url, model=model), key, None, tries=2)
                 return EnvManagedSampler(worker, client, multi_turn=True, call_timeout_s=30), client
 
             good, client = sampler("priced")
@@ -259,7 +259,7 @@ def test_proxy_accepts_rollout_keys_only_and_streams() -> None:
     stand_in = OpenAiStandIn(lambda question: "hm")
 
     async def work() -> None:
-        client = EndpointClient(Endpoint(base_url=stand_in.url, model="right"), None)
+        client = EndpointClient(Endpoint(base_url=stand_in.url, model="right"), None, None)
         body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 99, "stream": True}
         async with EndpointProxy(client, 1, SAMPLING) as proxy, aiohttp.ClientSession() as http:
             for bad in ("", "Bearer x", f"Basic {proxy.keys[0]}"):

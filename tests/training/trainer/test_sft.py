@@ -129,7 +129,7 @@ def collected(
         told: list[tuple[str, int, int]] = []
         asked = None
         if asks is not None:
-            asked = EndpointClient(Endpoint(base_url=asks[0].url, model=asks[1], key="API_KEY"), KEY)
+            asked = EndpointClient(Endpoint(base_url=asks[0].url, model=asks[1], key="API_KEY"), KEY, None)
         [(plan, source)] = environment_plans(spec)
         host = await EnvironmentHost.start(spec, plan, source, lambda report: None)
         cache = cache_path(spec, host)

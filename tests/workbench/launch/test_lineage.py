@@ -7,11 +7,14 @@ import time
 
 import pytest
 
-from toprope.errors import NotFound, NotPossibleNow
+from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.checkpoints import seal
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Status
-from toprope.workbench.launch.lineage import base_of
+from toprope.sdk.worker.splits import PROMPT_RULE, SOURCE_RULE
+from toprope.settings.schema import Config
+from toprope.workbench.launch.lineage import base_of, with_split_rule
 
 
 @pytest.fixture
@@ -52,3 +55,38 @@ def test_base_of_says_why_run_has_no_weights(folder):
     Status.read(folder).model_copy(update={"state": "training"}).write(folder)
     with pytest.raises(NotPossibleNow, match="still training"):
         base_of("run:run-a", folder.path.parent)
+
+
+def test_path_of_a_runs_weights_names_the_run(folder):
+    checkpoint(folder, 1)
+    weights = str(folder.checkpoints / "step-000001" / "model")
+    assert base_of(weights, folder.path.parent) == ("run-a", weights)
+    link = folder.path.parent.parent / "innocent"
+    link.symlink_to(weights)
+    assert base_of(str(link), folder.path.parent) == ("run-a", str(link)), "a link hides no lineage"
+
+
+def specification(run_id: str, template: str, **fields: object) -> Specification:
+    config = Config()
+    config.environment.knobs = {"path": "rows.jsonl", "prompt": template}
+    source = EnvironmentSource(name="dataset", adapter="dataset", target="{}")
+    return Specification(
+        run_id=run_id, kind="train", created_at=0.0, toprope_version="0", environment=source, config=config,
+        policy_cache="/nowhere", **fields,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def test_new_runs_split_by_source_and_stored_ones_by_prompt(tmp_path):
+    old = specification("old", "{question}")
+    assert old.environment.split_rule == PROMPT_RULE, "specifications of earlier versions lack the field"
+    assert with_split_rule(old, tmp_path, SOURCE_RULE).environment.split_rule == SOURCE_RULE
+
+
+def test_weights_of_older_splits_are_not_evaluated_under_new_ones(folder):
+    """The attack: begin from a run of an earlier version under a template that moves its rows into other splits."""
+    specification("run-a", "{question}").write(folder)
+    runs = folder.path.parent
+    same = with_split_rule(specification("b", "{question}", base_run="run-a"), runs, SOURCE_RULE)
+    assert same.environment.split_rule == PROMPT_RULE
+    with pytest.raises(InvalidValue, match="would be held out"):
+        with_split_rule(specification("c", "Please: {question}", base_run="run-a"), runs, SOURCE_RULE)

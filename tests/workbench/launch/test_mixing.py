@@ -68,7 +68,7 @@ def test_freeze_records_mixture_sources_and_reward_files(drafts: Drafts, folder:
         != before
         == before | {"environment": measurement_digests(spec.mixture[0])["environment"]}
     )
-    again = freeze_again(spec, NONE)
+    again = freeze_again(spec, NONE, folder)
     assert (again.mixture, again.environment, again.config) == (spec.mixture, spec.environment, spec.config)
 
 

@@ -31,7 +31,7 @@ from toprope_tools.answers import runs as runs_answers
 from toprope_tools.answers.answer import Answer, fitting
 from toprope_tools.planning.config import said_changes
 from toprope_tools.runs.sweeps import best_of_sweep
-from toprope_tools.runs.training import start_unconfirmed
+from toprope_tools.runs.training import start_frozen
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -173,7 +173,7 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
                 f"{run_id} is being repeated already, as {twin}; nothing was started.",
                 hint=call("check_status", run_ids=[twin], wait_s=45),
             )
-        [again] = start_unconfirmed(workshop, [freeze_again(run, workshop.home.locks())], run_id)
+        [again] = start_frozen(workshop, [freeze_again(run, workshop.home.locks(), workshop.home.runs)])
         exact = run.config.algorithm.deterministic
         promise = (
             "It is deterministic: every metric should be equal at every step."
@@ -250,7 +250,8 @@ def _known_knobs(workshop: Workshop, run: Specification) -> list[dict[str, Any]]
     except NotFound:
         return None
     names = {knob.get("name") for knob in draft.knobs}
-    same = draft.environment == run.environment and names == set(run.config.environment.knobs)
+    source = run.environment.model_copy(update={"split_rule": draft.environment.split_rule})
+    same = draft.environment == source and names == set(run.config.environment.knobs)
     return draft.knobs if same else None
 
 

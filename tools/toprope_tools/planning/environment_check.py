@@ -20,7 +20,7 @@ from toprope.untrusted import marked
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
 from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.entries import Entry
-from toprope.workbench.launch.mixture_sources import own_source
+from toprope.workbench.launch.mixture_sources import hold_locks, own_source
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.planning import CheckAnswer, CheckFinding
 
@@ -50,13 +50,17 @@ async def check_environment(
 
     Raises:
         NotFound: There is no such environment, draft or reward function.
+        LockedField: The owner does not allow the draft's environment any more.
         InvalidValue: A knob of the draft has an impossible value.
         EnvironmentFailed: It does not load.
     """
     draft_id, settings, others = None, {}, []
     if _DRAFT.fullmatch(name):
         draft = await to_thread.run_sync(workshop.drafts.get, name)
-        draft_id, section = draft.id, draft.config.environment
+        draft_id, section, locks = draft.id, draft.config.environment, workshop.home.locks()
+        own = {field: one for field, one in draft.fields.items() if field.startswith("environment.")}
+        locks.enforce(draft.config, own)
+        hold_locks(draft.config, locks)
         folders = workshop.home.environment_folders(workshop.settings())
         source = await to_thread.run_sync(own_source, draft, folders)
         entry = replace(await to_thread.run_sync(workshop.catalog.find, section.name), environment=source)

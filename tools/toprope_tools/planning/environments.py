@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
 from toprope.records.walls import Walls, allowed_network
 from toprope.records.worker_messages import Card
-from toprope.settings.fields import Field, knob_fields
+from toprope.settings.fields import KNOBS, Field, knob_fields
 from toprope.settings.presets import Preset, list_presets, load_preset
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import brief_duration, call, clip, cut, duration, number, percent, plural, value
@@ -91,10 +91,12 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
 
     Raises:
         NotFound: There is no environment of that name.
+        LockedField: The owner does not allow a knob.
         InvalidValue: A knob has an impossible value.
         EnvironmentFailed: It does not load, raises or hangs.
     """
     entry = await to_thread.run_sync(workshop.catalog.find, name)
+    workshop.home.locks().require({f"{KNOBS}.{knob}": given for knob, given in (knobs or {}).items()})
     described = await _describe(workshop, entry, knobs or {}, examples=3)
     tested = await to_thread.run_sync(baseline_of, entry.name, workshop.home.runs)
     card = described.card
@@ -161,13 +163,16 @@ async def select_environment(workshop: Workshop, *, name: str, preset: str | Non
 
     Raises:
         NotFound: There is no such environment or preset.
+        LockedField: The owner does not allow this environment.
         EnvironmentFailed: The environment does not load.
         InvalidValue: The preset does not fit the environment, or the owner's files cannot be read; no draft was made.
     """
     entry = await to_thread.run_sync(workshop.catalog.find, name)
     chosen = _chosen(workshop, preset)
     locks = workshop.home.locks()
-    described = await _describe(workshop, entry, chosen.knobs(entry.name), examples=0)
+    locks.require({"environment.name": entry.name})
+    tuned = {knob: locks.nearest(f"{KNOBS}.{knob}", given) for knob, given in chosen.knobs(entry.name).items()}
+    described = await _describe(workshop, entry, tuned, examples=0)
     knobs = [knob.declaration() for knob in described.card.knobs]
     workshop.home.ensure()
     draft, moved = await to_thread.run_sync(workshop.drafts.create, entry.environment, chosen, knobs, locks)

@@ -1,7 +1,7 @@
 """Tool that installs an ecosystem or a package for environments, if the owner lets agents install.
 
-An agent may name ecosystems and plain requirements. Only the owner may name paths, URLs and repositories, because
-installing one runs its author's code.
+An agent may name ecosystems and plain requirements, of which only wheels are installed. Only the owner may name paths,
+URLs and repositories, because installing one runs its author's code, as building a source distribution does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.text_format import call, clip, plural
 from toprope.untrusted import marked
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
+from toprope.workbench.interpreters.installing import Wanted
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.planning import Installed
 from toprope_tools.clients import UNKNOWN, Client, longest_wait_s
@@ -57,7 +58,7 @@ async def add_environment(
             f"{clip(what, 80)!r} is neither an ecosystem nor a plain requirement such as name==1.2.",
             hint="The owner adds paths, URLs and repositories: toprope env add ...",
         )
-    order = Order(what.strip(), plain_only=True)
+    order = Order(what.strip(), plain_only=True, wanted=Wanted((), wheels_only=True))
     installation = workshop.installations.of(order, Interpreters(workshop.home))
     deadline = time.monotonic() + longest_wait_s(client, settings.status.waits)
     told = -1

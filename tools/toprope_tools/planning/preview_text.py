@@ -7,9 +7,9 @@ from typing import Any
 from toprope.errors import Corrupt, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.usage import Usage
-from toprope.text_format import call, duration
+from toprope.text_format import duration
 from toprope.workbench.launch.preview import Estimate, Preview
-from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
+from toprope.workbench.launch.start import ConfirmationNeeded
 
 _SAID = (
     ("wall_hours", "time"),
@@ -71,19 +71,9 @@ def used(folder: RunFolder) -> tuple[list[str], dict[str, Any] | None]:
     return [f"Taken: {', '.join(parts)}."], usage.model_dump(mode="json", exclude={"version", "days"})
 
 
-def ask_to_confirm(request: StartRequest, refused: ConfirmationNeeded) -> NotPossibleNow:
-    """Word the refusal of a training start that a person must confirm."""
-    found = refused.preview
-    arguments: dict[str, Any] = {"draft_id": request.draft.id}
-    if request.name is not None:
-        arguments["name"] = request.name
-    if found.count > 1:
-        arguments["seeds"] = found.count
-    return NotPossibleNow(
-        f"{refused.message}\n{said(found)}",
-        hint="Show this to the person you work for. Once they agree: "
-        f"{call('start_training', **arguments, confirm=found.hash)}. A changed draft has another hash.",
-    )
+def ask_to_confirm(refused: ConfirmationNeeded) -> NotPossibleNow:
+    """Word the refusal of a start that a person must confirm."""
+    return NotPossibleNow(f"{refused.message}\n{said(refused.preview)}", hint=refused.hint)
 
 
 def _shows(shown: Preview, name: str) -> bool:

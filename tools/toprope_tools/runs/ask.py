@@ -41,7 +41,7 @@ async def ask_checkpoint(
     prompts: list[Any],
     run_id: str | None = None,
     draft_id: str | None = None,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     max_new_tokens: int | None = None,
     count: int = 1,
 ) -> Answer:
@@ -51,13 +51,14 @@ async def ask_checkpoint(
         prompts: Texts, or conversations: lists of messages with role and content.
         run_id: An ended run with a checkpoint; its trained policy is asked.
         draft_id: A draft; its untrained policy is asked.
-        temperature: 0 takes the most likely token at each position.
+        temperature: 0 takes the most likely token at each position; None: 0, or the nearest that the owner allows.
         max_new_tokens: Longest answer; rollout.max_new_tokens if None.
         count: Answers to each prompt.
 
     Raises:
         InvalidValue: No prompts, too many, or of the wrong shape; or not exactly one id was given.
         NotPossibleNow: The run has no checkpoint, or is still live.
+        LockedField: The owner does not allow such an answer.
         NotFound: There is no such run or draft.
     """
     if (run_id is None) == (draft_id is None):
@@ -65,23 +66,25 @@ async def ask_checkpoint(
             "Give either run_id for a run's trained policy, or draft_id for a draft's untrained policy.",
             hint="list_runs lists runs.",
         )
-    conversations = _conversations(prompts)
-    if not 1 <= count <= _MOST_ANSWERS or not 0 <= temperature <= 5:
+    conversations, locks = _conversations(prompts), workshop.home.locks()
+    sampled = float(locks.nearest("rollout.temperature", 0.0)) if temperature is None else temperature
+    if not 1 <= count <= _MOST_ANSWERS or not 0 <= sampled <= 5:
         raise InvalidValue(f"count must be from 1 to {_MOST_ANSWERS}, temperature from 0 to 5.")
-    if count > 1 and temperature == 0:
+    if count > 1 and sampled == 0:
         raise InvalidValue(
             f"At temperature 0 all {count} answers would be the same.", hint="Set temperature to 1, or count to 1."
         )
 
     def plan(config: Config, asked: str) -> AskPlan:
-        limit = config.rollout.max_new_tokens if max_new_tokens is None else max_new_tokens
+        usual = locks.nearest("rollout.max_new_tokens", config.rollout.max_new_tokens)
+        limit = usual if max_new_tokens is None else max_new_tokens
         if not 1 <= limit < config.policy.max_context:
             raise InvalidValue(
                 f"max_new_tokens must be from 1 to {config.policy.max_context - 1}, not {limit}: prompt and answer "
                 f"share policy.max_context ({config.policy.max_context} tokens)."
             )
         return AskPlan(
-            conversations=conversations, temperature=temperature, max_new_tokens=limit, answers=count, asked=asked
+            conversations=conversations, temperature=sampled, max_new_tokens=limit, answers=count, asked=asked
         )
 
     if run_id is not None:

@@ -22,7 +22,7 @@ from toprope.untrusted import marked
 from toprope.workbench.drafts import Draft
 from toprope.workbench.fit import warning_lines
 from toprope.workbench.launch.preview import Preview, seconds_per_step
-from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
+from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how_to_approve
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.planning.fit import misfits_of_config
@@ -59,7 +59,7 @@ class Options(BaseModel):
     preview: bool = False
     """Start nothing; say what a start would take."""
     confirm: str | None = Field(None, max_length=64)
-    """The hash of a preview that a person agreed to."""
+    """The hash of the preview that is meant, as in start_training."""
 
 
 def _options(given: Mapping[str, Any]) -> Options:
@@ -131,11 +131,7 @@ async def start_sweep(
         try:
             started = workshop.starter.start(request)
         except ConfirmationNeeded as refused:
-            raise NotPossibleNow(
-                f"{refused.message}\n{_said(refused.preview, plan)}",
-                hint="Show this to the person you work for. Once they agree, repeat the call with "
-                f"confirm {refused.preview.hash!r} in options. A changed draft or sweep has another hash.",
-            ) from None
+            raise NotPossibleNow(f"{refused.message}\n{_said(refused.preview, plan)}", hint=refused.hint) from None
         sweep = started.specifications[0]  # a key may have started a seed group of the draft before
         if started.repeated:
             return _answer_repeated(sweep)
@@ -148,8 +144,8 @@ def _answer_preview(workshop: Workshop, request: StartRequest, plan: SweepPlan) 
     found, why, [sweep] = workshop.starter.preview(request)
     lines = ["Nothing was started.", _said(found, plan), *_warnings(workshop, request.draft, plan)]
     if why:
-        lines.append(f"{why} Show this to the person you work for; then pass confirm in options.")
-    lines.append(f"Next: the same call without preview{f', with confirm {found.hash!r} in options' if why else ''}.")
+        lines.append(f"{why} {how_to_approve(found.hash)}")
+    lines.append("Next: the same call without preview.")
     data = _data(sweep).model_copy(update={"run_id": None, "state": "not started", "preview": structured(found)})
     return Answer("\n".join(lines), data)
 

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
 
-from toprope.errors import NotPossibleNow
 from toprope.records.run.specification import Specification, training_plan
-from toprope.records.run.status import RESUMABLE, Status
+from toprope.records.run.status import Status
 from toprope.records.sweep_journal import members_in
-from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.supervisor.runs.orders import stop_members
 from toprope.text_format import call, duration, plural
 from toprope.workbench.fit import warning_lines
 from toprope.workbench.launch.continuation import freeze_continuation
 from toprope.workbench.launch.preview import seconds_per_step
-from toprope.workbench.launch.reserve_budget import may_go_on
 from toprope.workbench.launch.seeds import expand
-from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest
+from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how_to_approve
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.planning.fit import misfits_of_config
@@ -44,6 +40,7 @@ async def start_training(
     seeds: int = 1,
     preview: bool = False,
     confirm: str | None = None,
+    agreed: str | None = None,
 ) -> Answer:
     """Freeze a draft and start training; answer as soon as every run has its keeper.
 
@@ -53,7 +50,8 @@ async def start_training(
         key: Names this start. A call with a used key is answered with the runs that it started.
         seeds: Number of runs that differ in their seed alone, as a group.
         preview: Start nothing; say what a start would take.
-        confirm: The hash of a preview that a person agreed to.
+        confirm: The hash of the preview that is meant; another start is refused.
+        agreed: The hash of a preview that a person agreed to when the client asked.
 
     Raises:
         NotFound, LockedField, InvalidValue: The draft cannot run, or the key belongs to another draft.
@@ -61,13 +59,13 @@ async def start_training(
         ComponentFailed: A keeper did not come up.
     """
     draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
-    request = StartRequest(draft, training_plan(draft.config), name, seeds, again, key, confirm)
+    request = StartRequest(draft, training_plan(draft.config), name, seeds, again, key, confirm, agreed)
     if preview:
         return await to_thread.run_sync(_answer_preview, workshop, request)
     try:
         started = await to_thread.run_sync(workshop.starter.start, request)
     except ConfirmationNeeded as refused:
-        raise ask_to_confirm(request, refused) from None
+        raise ask_to_confirm(refused) from None
     if started.repeated:
         status = await to_thread.run_sync(workshop.runs.status, started.specifications[0].run_id)
         return _answer_repeated(started.specifications, status)
@@ -125,13 +123,14 @@ async def resume_training(
         NotFound: There is no such run.
         NotPossibleNow: The run is live, still ending, or its limits are used up; it is completed and no budget is
             given, or a budget is given and it is not completed.
-        LockedField, InvalidValue: The owner does not allow the budget, or it is impossible for the run.
+        LockedField: The owner does not allow its configuration any more, or the budget.
+        InvalidValue: The budget is impossible for the run.
         Corrupt: Its checkpoint cannot be read.
         ComponentFailed: Its keeper did not come up; the run has failed again.
     """
     if steps is not None or seconds is not None:
         return await to_thread.run_sync(_continue, workshop, run_id, steps, seconds)
-    status, specification = await to_thread.run_sync(_resume, workshop, run_id)
+    status, specification = await to_thread.run_sync(workshop.resume, run_id)
     budget, kind = specification.config.budget, specification.run_kind
     step = int(status.checkpoint["step"]) if status.checkpoint else None
     text = f"Resumed {run_id}: attempt {status.attempt}"
@@ -156,7 +155,7 @@ def _continue(workshop: Workshop, run_id: str, steps: int | None, seconds: float
     folder = workshop.runs.folder(run_id)
     workshop.runs.status(run_id, revive=False)  # a run without a keeper is settled first
     frozen = freeze_continuation(folder, workshop.home.locks(), steps=steps, seconds=seconds)
-    [started] = start_unconfirmed(workshop, [frozen], run_id)
+    [started] = start_frozen(workshop, [frozen])
     text = (
         f"Started {started.run_id}: it goes on with the weights and the optimizer of {run_id}, which stays as it is, "
         f"for at most {_limit(started)} more. Tasks follow those that {run_id} trained on.\n{_next(started.run_id)}; "
@@ -168,8 +167,8 @@ def _continue(workshop: Workshop, run_id: str, steps: int | None, seconds: float
     return Answer(text, data)
 
 
-def start_unconfirmed(workshop: Workshop, specifications: list[Specification], run_id: str) -> list[Specification]:
-    """Start runs that were frozen from another run, which no draft could be confirmed for.
+def start_frozen(workshop: Workshop, specifications: list[Specification]) -> list[Specification]:
+    """Start runs that were frozen from another run.
 
     Raises:
         NotPossibleNow: The owner wants a person to confirm it, or a limit forbids it.
@@ -178,11 +177,7 @@ def start_unconfirmed(workshop: Workshop, specifications: list[Specification], r
     try:
         return workshop.starter.start_frozen(specifications).specifications
     except ConfirmationNeeded as refused:
-        raise NotPossibleNow(
-            f"{refused.why} Nothing was started.",
-            hint=f"{call('fork_config', run_id=run_id)} makes a draft of it; start_training shows what it takes "
-            "and how to confirm.",
-        ) from None
+        raise ask_to_confirm(refused) from None
 
 
 def _limit(specification: Specification) -> str:
@@ -192,17 +187,6 @@ def _limit(specification: Specification) -> str:
     if budget.max_train_seconds is not None:
         limit += f" or {duration(budget.max_train_seconds)} of training"
     return limit
-
-
-def _resume(workshop: Workshop, run_id: str) -> tuple[Status, Specification]:
-    """Resume a run if its limits are not used up."""
-    runs = workshop.home.runs
-    with ledger_lock(runs) if runs.is_dir() else nullcontext():
-        status = workshop.runs.status(run_id, revive=False)
-        if status.ended and status.state in RESUMABLE:
-            specification = Specification.read(workshop.runs.folder(run_id))
-            may_go_on(specification, workshop.home.limits(), runs)
-        return workshop.resume(run_id)
 
 
 async def _stop_group(workshop: Workshop, group: str, run_ids: list[str]) -> Answer:
@@ -260,8 +244,7 @@ def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
     if request.seeds > 1:
         arguments["seeds"] = request.seeds
     if why:
-        arguments["confirm"] = found.hash
-        why = f"\n{why} Show this to the person you work for first."
+        why = f"\n{why} {how_to_approve(found.hash)}"
     warned = "".join(f"\n{line}" for line in _warnings(workshop, request))
     text = f"Nothing was started.\n{said(found)}{warned}{why}\nNext: {call('start_training', **arguments)}"
     data = _started(specifications[:1]).model_copy(

@@ -14,6 +14,7 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
 from toprope.records.run.kinds import KINDS, KindName, RunKind
+from toprope.sdk.worker.splits import PROMPT_RULE
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import FrozenLimits
 from toprope.settings.schema import Config
@@ -53,6 +54,8 @@ class EnvironmentSource(BaseModel):
     """Path of the Python that runs the worker; Toprope's own if None."""
     rewards: list[RewardSource] = []
     """Reward functions that the configuration adds."""
+    split_rule: int = PROMPT_RULE
+    """What decides the split of a task: see `toprope.sdk.worker.splits`. Specifications of earlier versions lack it."""
 
 
 class ModelUnderTest(BaseModel):

@@ -5,25 +5,25 @@ The totals of a day are the sum of these files; there is no other record. A kill
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
+from toprope.records.purse import FILE as SPENDING
+from toprope.records.purse import Purse, day_of, read_spending
 from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
+from toprope.settings.limits import FrozenLimits
+
+__all__ = ["SPENDING", "Spent", "Usage", "day_of", "purse_of"]
 
 USAGE_VERSION = 1
 
 
-def day_of(at: float) -> str:
-    """The calendar day of this machine at a moment, such as 2026-11-21."""
-    return time.strftime("%Y-%m-%d", time.localtime(at))
-
-
 class Spent(BaseModel):
-    """Resources used within one day. `usd` is None if the price was not known."""
+    """Resources used within one day. `usd`, of processors and GPUs, is None if the price was not known."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -31,6 +31,13 @@ class Spent(BaseModel):
     cpu_s: float = 0.0
     gpu_s: float = 0.0
     usd: float | None = None
+    tokens_usd: float = 0.0
+    """Spent and reserved at priced models, by the run's own account (see `toprope.records.purse`)."""
+
+    @property
+    def cost_usd(self) -> float | None:
+        """All costs; None if none is known."""
+        return None if self.usd is None and not self.tokens_usd else (self.usd or 0.0) + self.tokens_usd
 
 
 class Usage(Spent):
@@ -54,16 +61,39 @@ class Usage(Spent):
         Raises:
             Corrupt: It cannot be read.
         """
+        spending = read_spending(folder.path / SPENDING)
         try:
-            return cls.model_validate(read_json(folder.path / "usage.json", USAGE_VERSION))
+            usage = cls.model_validate(read_json(folder.path / "usage.json", USAGE_VERSION))
         except NotFound:
-            return None
+            if not spending:
+                return None
+            usage = cls()
         except ValidationError as error:
             raise Corrupt(
                 f"{folder.path / 'usage.json'} cannot be read: {describe_misfits(error)}.", hint=REPAIR_HINT
             ) from None
+        usage.count_tokens(spending)
+        return usage
+
+    def count_tokens(self, spending: Mapping[str, float]) -> None:
+        """Set the cost of tokens from USD by day."""
+        self.tokens_usd = sum(spending.values())
+        for day, usd in spending.items():
+            self.days.setdefault(day, Spent()).tokens_usd = usd
 
     def write(self, folder: RunFolder) -> None:
         """Replace the file. Only the keeper may."""
         data: dict[str, Any] = self.model_dump(mode="json")
         write_json(folder.path / "usage.json", data)
+
+
+def purse_of(folder: RunFolder, limits: FrozenLimits | None) -> Purse:
+    """Open a run's account at priced models; what its processors and GPUs cost counts towards the same cap."""
+
+    def machine_usd() -> float:
+        usage = Usage.read(folder)
+        return 0.0 if usage is None else usage.usd or 0.0
+
+    cap = None if limits is None else limits.caps.get("cost_usd")
+    path = folder.path / SPENDING
+    return Purse(path, None) if cap is None else Purse(path, cap.value, cap.limit, machine_usd)

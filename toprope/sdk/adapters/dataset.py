@@ -109,6 +109,7 @@ class Dataset(Environment):
                 messages,
                 reference=self._shown(row, reference, number),
                 data={"reference": reference, "options": options},
+                source=json.dumps(row, sort_keys=True, ensure_ascii=False, default=str),
             )
 
     def score(self) -> dict[str, float]:

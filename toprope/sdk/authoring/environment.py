@@ -82,12 +82,15 @@ class Task:
         data: Anything else that `reset`, `step` and `score` need.
         key: The content of this task, if its prompt does not tell tasks apart. Tasks with equal content count as one,
             and no content is in two splits. Default: the text of the prompt's user messages.
+        source: Where the task comes from, such as a row as text, if settings decide how its prompt is made of that. It
+            decides the task's split and id, whatever the settings are.
     """
 
     prompt: str | Messages
     reference: Any = None
     data: dict[str, Any] = field(default_factory=dict)
     key: str | None = None
+    source: str | None = None
 
     @property
     def messages(self) -> Messages:

@@ -27,7 +27,7 @@ from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.rollouts import Rollout, configure, grouped
 from toprope.sdk.worker.group_scoring import GroupScoring
 from toprope.sdk.worker.scripted_policy import scripted_session
-from toprope.sdk.worker.splits import SPLITS, TaskSplits
+from toprope.sdk.worker.splits import SOURCE_RULE, SPLITS, TaskSplits
 from toprope.sdk.worker.user_objects import UserObjects
 
 __all__ = ["CONCURRENT", "OPERATIONS", "Service", "UnknownOperation", "kind_of"]
@@ -140,6 +140,7 @@ class Service:
         max_turns: int | None = None,
         seed: int = 0,
         rewards: list[dict[str, Any]] | None = None,
+        split_rule: int = SOURCE_RULE,
     ) -> dict[str, Any]:
         """Open an environment in place of the one before.
 
@@ -155,6 +156,7 @@ class Service:
             "max_turns": max_turns,
             "seed": seed,
             "functions": load_rewards(rewards or ()),
+            "split_rule": split_rule,
         }
         return self._opening("", knobs)
 
@@ -178,7 +180,8 @@ class Service:
         )
         functions = functions_of(environment, functions, weights)
         family = [other.splits for name, other in self._variants.items() if name != variant]
-        self._variants[variant] = _Variant(environment, TaskSplits(environment, asked["seed"], family), functions)
+        splits = TaskSplits(environment, asked["seed"], family, asked["split_rule"])
+        self._variants[variant] = _Variant(environment, splits, functions)
         return _card(loaded, environment.knobs, functions)
 
     def _card(self, source: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +198,7 @@ class Service:
         splits = self._variant(variant).splits
         tasks = splits.page(split, start, count)
         return {
-            "tasks": [{"id": t.id, "messages": t.messages, "reference": _plain(t.reference)} for t in tasks],
+            "tasks": [{"id": splits.id_of(t), "messages": t.messages, "reference": _plain(t.reference)} for t in tasks],
             "exhausted": splits.exhausted(split),
             "known": splits.known(split),
         }
@@ -244,7 +247,7 @@ class Service:
         ]
         outcomes = rewarded(ended, lambda found: [_outcome(one) for one in found])
         return {
-            "task_id": task.id,
+            "task_id": opened.splits.id_of(task),
             "messages": task.messages,
             "epoch": epoch,
             "outcomes": await outcomes if isinstance(outcomes, Coroutine) else outcomes,
@@ -269,7 +272,8 @@ class Service:
         handles = [self._keep(rollout) for rollout in rollouts]
         if grouped(environment):
             self._groups.begin(handles)
-        answer: dict[str, Any] = {"task_id": task.id, "messages": first[0], "rollouts": handles, "epoch": epoch}
+        task_id = opened.splits.id_of(task)
+        answer: dict[str, Any] = {"task_id": task_id, "messages": first[0], "rollouts": handles, "epoch": epoch}
         if any(messages != first[0] for messages in first):
             answer["per_rollout"] = first
         if environment.wants_tokens:

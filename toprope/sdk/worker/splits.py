@@ -2,7 +2,8 @@
 
 Seeds do not separate tasks: generators repeat themselves, and neighbouring seeds give shifted copies of one stream. The
 split of a task is therefore decided by its content: a hash of its normalised text, the same in every process and for
-every seed. Of 100 tasks about 80 go to `train`, 10 to `validation` and 10 to `heldout`. Equal content counts once.
+every seed; or by a hash of its `source`, if settings decide how the text is made of that (SOURCE_RULE). Of 100 tasks
+about 80 go to `train`, 10 to `validation` and 10 to `heldout`. Equal content counts once.
 
 An environment that defines `tasks(self, split)` brings its own splits. Held-out content is then removed elsewhere:
 content of `heldout` is dropped from `validation`, content of either is dropped from `train`. Both are read in full for
@@ -24,9 +25,12 @@ from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 
-__all__ = ["OWN_SPLIT_LIMIT", "PATIENCE", "SPLITS", "TaskSplits", "split_of"]
+__all__ = ["OWN_SPLIT_LIMIT", "PATIENCE", "PROMPT_RULE", "SOURCE_RULE", "SPLITS", "TaskSplits", "split_of"]
 
 SPLITS = ("train", "validation", "heldout")
+PROMPT_RULE, SOURCE_RULE = 1, 2
+"""What decides the split of a task that names its source: its prompt, as in runs of earlier versions, or the source. A
+template cannot move a task from one split to another if its source decides."""
 PATIENCE = 500
 """After this many repeated tasks in a row, the stream counts as exhausted."""
 OWN_SPLIT_LIMIT = 10_000
@@ -90,10 +94,13 @@ class TaskSplits:
         seed: Seed of the order of training tasks after the first pass over them.
         family: The same environment with other knobs. If it brings its own splits, a task held out by one of them is
             trained on by none.
+        rule: PROMPT_RULE or SOURCE_RULE.
     """
 
-    def __init__(self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = ()) -> None:
-        self._seed = seed
+    def __init__(
+        self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = (), rule: int = SOURCE_RULE
+    ) -> None:
+        self._seed, self._rule = seed, rule
         self._family = list(family)
         for other in family:
             other._family.append(self)
@@ -144,6 +151,15 @@ class TaskSplits:
         self._scan(split, start + count)
         return self._found[split][start : start + count]
 
+    def id_of(self, task: Task) -> str:
+        """The id of a task: a hash of what decides its split, 16 hexadecimal digits."""
+        return hashlib.sha256(self._deciding(task, _content(task))).hexdigest()[:16]
+
+    def _deciding(self, task: Task, content: bytes) -> bytes:
+        if task.source is None or self._rule != SOURCE_RULE or self._own:
+            return content
+        return task.source.encode("utf-8", "surrogatepass")
+
     def known(self, split: str) -> int:
         """Distinct tasks found so far."""
         return len(self._found[split])
@@ -181,7 +197,7 @@ class TaskSplits:
                 return
             content = _content(task)
             if self._is_new(content):
-                h = _bucket(content)
+                h = _bucket(self._deciding(task, content))
                 self._found["train" if h < 80 else "validation" if h < 90 else "heldout"].append(task)
 
     def _scan_own(self, split: str, wanted: int) -> None:

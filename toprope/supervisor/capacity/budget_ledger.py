@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,9 +19,10 @@ from pydantic import ValidationError
 from toprope.analysis.budget import Account
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
+from toprope.records.purse import read_spending
 from toprope.records.run.folder import RUN_ID, RunFolder, create_runs_folder, read_json
 from toprope.records.run.specification import Specification
-from toprope.records.run.usage import Usage, day_of
+from toprope.records.run.usage import SPENDING, Usage, day_of
 from toprope.settings.limits import FrozenLimits
 from toprope.supervisor.lock import RunLock, is_held
 
@@ -30,6 +31,10 @@ _RESERVED = ".pencilled"
 """Suffix of a reservation file. Older versions write and read the same."""
 _RESERVED_FOR_S = 120.0
 """A run appears within this time; an older reservation belongs to a front end that was killed."""
+_PROGRAM = ".program"
+"""Suffix of the entry of a program that is no run."""
+_STARTS_WITHIN_S = 40.0
+"""A program takes its lock within this time."""
 LOCK_WITHIN_S = 20.0
 """Seconds to wait for the ledger lock."""
 
@@ -91,6 +96,7 @@ def read_accounts(runs: Path, now: float | None = None, *, leave_out: Sequence[s
             found.append(_read_account(RunFolder(Path(entry.path)), today))
         except FileNotFoundError:
             continue  # it is being removed
+    found += [account for account in _program_accounts(runs, today) if account.run_id not in leave_out]
     known = {account.run_id for account in found if account.live} | set(leave_out)
     return found + [account for account in _reserved_accounts(runs) if account.run_id not in known]
 
@@ -111,6 +117,46 @@ def _reserved_accounts(runs: Path) -> list[Account]:
     return found
 
 
+def enter_program(runs: Path, name: str, folder: Path, reserved: Mapping[str, float]) -> float:
+    """Enter a program that spends money and is no run. The caller holds the lock of the ledger.
+
+    Args:
+        name: Its name in the ledger.
+        folder: Holds its lock (`job.lock`) and its account at priced models.
+        reserved: The most that it may use from now on, by quantity.
+
+    Returns:
+        USD that it has spent before.
+    """
+    before = sum(read_spending(folder / SPENDING).values())
+    write_json(
+        runs / _FOLDER / f"{name}{_PROGRAM}", {"folder": str(folder), "reserved": dict(reserved), "before": before}
+    )
+    return before
+
+
+def _program_accounts(runs: Path, today: str) -> list[Account]:
+    """Return the accounts of programs that are no runs; forget those whose folder is gone."""
+    found = []
+    for path in (runs / _FOLDER).glob(f"*{_PROGRAM}"):
+        try:
+            entry = read_json(path)
+            folder, before = Path(entry["folder"]), float(entry["before"])
+            amounts = {str(name): float(value) for name, value in entry["reserved"].items()}
+            age = time.time() - path.stat().st_mtime
+        except (NotFound, Corrupt, OSError, AttributeError, KeyError, TypeError, ValueError):
+            continue
+        if not folder.is_dir():
+            path.unlink(missing_ok=True)
+            continue
+        live = is_held(folder / "job.lock") or -1.0 <= age < _STARTS_WITHIN_S
+        spending = read_spending(folder / SPENDING)
+        usage = Usage(tokens_usd=max(0.0, sum(spending.values()) - before))
+        used = {"cost_usd": spending.get(today, 0.0)}
+        found.append(Account(path.name.removesuffix(_PROGRAM), live, False, usage, used, amounts, is_run=False))
+    return found
+
+
 def _read_account(folder: RunFolder, today: str) -> Account:
     live = is_held(folder.lock)
     try:
@@ -119,10 +165,11 @@ def _read_account(folder: RunFolder, today: str) -> Account:
         usage = None
     if usage is None:
         usage = Usage(disk_bytes=0 if live else folder_bytes(folder.path))
+        usage.count_tokens(read_spending(folder.path / SPENDING))
     spent = usage.days.get(today)
     used = {} if spent is None else {"cpu_hours": spent.cpu_s / 3600, "gpu_hours": spent.gpu_s / 3600}
-    if spent is not None and spent.usd is not None:
-        used["cost_usd"] = spent.usd
+    if spent is not None and spent.cost_usd is not None:
+        used["cost_usd"] = spent.cost_usd
     try:
         # The specification is written once, when the run is started.
         started = day_of(folder.spec.stat().st_mtime)

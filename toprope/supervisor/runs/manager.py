@@ -17,7 +17,7 @@ from pathlib import Path
 
 import anyio
 
-from toprope.errors import Corrupt, NotFound, NotPossibleNow, TopropeError
+from toprope.errors import Corrupt, LockedField, NotFound, NotPossibleNow, TopropeError
 from toprope.records.run.folder import RUN_ID, RunFolder, not_a_runs_folder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Event, Failure, Status
@@ -292,6 +292,8 @@ class RunManager:
         try:
             specification = Specification.read(folder)
             variables = self._variables(specification)
+        except LockedField as error:
+            return self._cancel_resume(folder, f"It did not resume by itself: {error}")
         except TopropeError:
             return lost  # the owner's settings cannot be read now; the next look may succeed
         try:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import resource
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from toprope.analysis.budget import spent
 from toprope.errors import Corrupt, NotFound
 from toprope.records.messages import Report, Stepped
+from toprope.records.purse import read_spending
 from toprope.records.run.folder import read_json
 from toprope.records.run.status import Finding
-from toprope.records.run.usage import Spent, Usage, day_of
+from toprope.records.run.usage import SPENDING, Spent, Usage, day_of
 from toprope.settings.limits import UNITS, Cap
 from toprope.supervisor.capacity.budget_ledger import folder_bytes
 from toprope.supervisor.runs.orders import StopOrder
@@ -61,6 +63,7 @@ class BudgetWatcher(Watcher):
             self._measured_at = now
             self._gpus = self._count_gpus()
             self._count_cpu()
+            self._count_tokens()
         if now - self._weighed_at >= _DISK_EVERY_S:
             self._weighed_at = now
             self._usage.disk_bytes = folder_bytes(self._control.folder.path)
@@ -73,6 +76,7 @@ class BudgetWatcher(Watcher):
     def on_end(self) -> None:
         self._count_time()
         self._count_cpu()
+        self._count_tokens()
         self._usage.disk_bytes = folder_bytes(self._control.folder.path)
         self._write()
 
@@ -90,6 +94,10 @@ class BudgetWatcher(Watcher):
         self._add(cpu_s=max(0.0, cpu_s - self._cpu_s))
         self._cpu_s = max(self._cpu_s, cpu_s)
         self._usage.peak_memory_bytes = max(self._usage.peak_memory_bytes, memory)
+
+    def _count_tokens(self) -> None:
+        with suppress(OSError):
+            self._usage.count_tokens(read_spending(self._control.folder.path / SPENDING))
 
     def _add(self, **seconds: float) -> None:
         usage, day = self._usage, day_of(time.time())

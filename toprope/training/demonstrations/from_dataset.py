@@ -17,6 +17,7 @@ import msgspec
 from toprope.errors import ComponentFailed, Corrupt, InvalidValue
 from toprope.records.journal.demonstrations import Trace, append_traces
 from toprope.records.run.specification import DatasetSource, Specification
+from toprope.records.trained_tasks import content_id
 from toprope.training.rollouts.environment_host import EnvironmentHost
 
 _FLUSH_EVERY = 1000
@@ -31,13 +32,6 @@ class _Item(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Item).decode
-
-
-def content_id(messages: Sequence[dict[str, Any]]) -> str:
-    """Id of a task whose content is its prompt alone; see `toprope.sdk.authoring.environment.Task`."""
-    questions = [str(one.get("content", "")) for one in messages if one.get("role") == "user"]
-    text = " ".join(questions or [str(one.get("content", "")) for one in messages])
-    return hashlib.sha256(" ".join(text.casefold().split()).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 async def write_dataset_demonstrations(
@@ -144,7 +138,8 @@ async def _heldout_ids(hosts: Sequence[EnvironmentHost], specification: Specific
     found: set[str] = set()
     for host in hosts:
         worker = await host.worker.current()
-        wanted = min(specification.config.evaluation.heldout_tasks, host.sizes.get("heldout", 0))
+        evaluated = min(specification.config.evaluation.heldout_tasks, host.sizes.get("heldout", 0))
+        wanted = host.number("heldout", evaluated - 1) + 1 if evaluated else 0
         for start in range(0, wanted, _HELDOUT_PIECE):
             count = min(_HELDOUT_PIECE, wanted - start)
             page = await worker.tasks("heldout", start, count, timeout=host.plan.section.load_timeout_s)

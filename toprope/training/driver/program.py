@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
+from toprope.records.journal.demonstrations import read_traces
 from toprope.records.messages import (
     Checked,
     Evaluate,
@@ -30,10 +31,13 @@ from toprope.records.messages import (
     Stop,
     Without,
 )
+from toprope.records.purse import Purse
 from toprope.records.run.folder import read_json
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.specification import EnvironmentSource, TestPlan
 from toprope.records.run.tested_models import ENDPOINT_KEY, write_models
+from toprope.records.run.usage import purse_of
+from toprope.records.trained_tasks import TrainedTasks
 from toprope.sdk.errors import WorkerDied, WorkerFailure
 from toprope.settings.environment import MemberPlan
 from toprope.training.api.clients.async_client import ApiClient
@@ -67,6 +71,8 @@ class Driver:
     def __init__(self, member: CrewMember) -> None:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
         self._contamination = ContaminationTracker()
+        folder, base = member.folder.path, self._spec.base_run
+        self._trained = TrainedTasks(folder, folder.parent / base if base else None)
         self._hosts: list[EnvironmentHost] = []
         """The environments whose workers were started, the selected one first."""
         # Taken out of this process's variables before a worker inherits them.
@@ -119,7 +125,9 @@ class Driver:
 
         async def start(plan: MemberPlan, source: EnvironmentSource) -> None:
             is_only = len(plans) == 1
-            host = await EnvironmentHost.start(self._spec, plan, source, self._member.report, is_only=is_only)
+            host = await EnvironmentHost.start(
+                self._spec, plan, source, self._member.report, is_only=is_only, trained=self._trained.inherited
+            )
             self._hosts.append(host)
 
         try:
@@ -191,16 +199,23 @@ class Driver:
                 self._spec,
                 path,
                 self._report_progress,
-                lambda environment, task, messages: self._contamination.add("train", f"{environment}/{task}", messages),
+                self._track_item,
             )
         teacher = None
         if model is not None and model.endpoint is not None:
-            teacher = EndpointClient(model.endpoint, self._keys.get(model.endpoint.key or ""))
+            teacher = EndpointClient(model.endpoint, self._keys.get(model.endpoint.key or ""), self._purse())
         try:
-            return await write_teacher_demonstrations(self._hosts, self._spec, path, teacher, self._report_progress)
+            written = await write_teacher_demonstrations(self._hosts, self._spec, path, teacher, self._report_progress)
+            for trace in read_traces(written):
+                first = next(n for n, said in enumerate(trace.messages) if said["role"] == "assistant")
+                self._trained.add(trace.task_id, trace.messages[:first])
+            return written
         finally:
             if teacher is not None:
                 await teacher.close()
+
+    def _purse(self) -> Purse:
+        return purse_of(self._member.folder, self._spec.limits)
 
     async def _fine_tune(self, environments: EnvironmentSet, evaluator: Evaluator) -> None:
         """Evaluates before, during and after the trainer's fine-tuning."""
@@ -274,6 +289,7 @@ class Driver:
             policy_name=self._config.policy.model,
             connect_policy=self._await_policy,
             keys=self._keys,
+            purse=self._purse(),
             environments_with=lambda policy: EnvironmentSet(self._hosts, policy),
             progress=self._report_progress,
         )
@@ -361,7 +377,13 @@ class Driver:
             if isinstance(order, Stop):
                 return
 
+    def _track_item(self, environment: str, task: str, messages: list[dict[str, Any]]) -> None:
+        self._trained.add(task, messages)
+        self._contamination.add("train", f"{environment}/{task}", messages)
+
     def _track_contamination(self, split: str, group: SampledGroup) -> None:
+        if split == "train":
+            self._trained.add(group.task_id, group.messages)
         self._contamination.add(split, f"{group.environment}/{group.task_id}", group.messages)
 
     def _write_contamination(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from toprope.errors import TopropeError
+from toprope.records.purse import Purse
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.records.run.tested_models import TestedModel
 from toprope.sdk.errors import WorkerError
@@ -40,6 +41,7 @@ async def compare_models(
     policy_name: str,
     connect_policy: Callable[[], Awaitable[PolicyClient]],
     keys: dict[str, str],
+    purse: Purse | None,
     environments_with: EnvironmentsWith,
     progress: Callable[[str, int, int], None],
 ) -> list[TestedModel]:
@@ -52,6 +54,7 @@ async def compare_models(
         policy_name: Name of the run's own policy.
         connect_policy: Connects to the run's own policy once it serves; raises TopropeError if it will not.
         keys: API keys by the names that endpoints have for them.
+        purse: Pays the calls to endpoints.
         environments_with: Returns the environments with a policy.
         progress: Called with what is done, and how many of how many groups over all models are.
 
@@ -71,7 +74,7 @@ async def compare_models(
         async def connect() -> Policy:
             if model.endpoint is None:
                 return await connect_policy()
-            return EndpointClient(model.endpoint, keys.get(model.endpoint.key or ""))
+            return EndpointClient(model.endpoint, keys.get(model.endpoint.key or ""), purse)
 
         return await _ModelTest(model, plan, tasks, sampling, policy_name, on_group).run(connect, environments_with)
 

@@ -30,6 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from toprope.bounded_http import admit
+from toprope.training.component.time_limit import render_limit
 from toprope.training.inference.dialect import (
     BadRequest,
     ChatRequest,
@@ -157,9 +158,10 @@ class InferenceServer:
         known = self.sessions.get(session) if session else None
         messages = self._renderer.prepare(body.messages, tools, known.turns if known else ())
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=False
-            )
+            with render_limit():
+                text = self._tokenizer.apply_chat_template(
+                    messages, tools=tools, add_generation_prompt=True, tokenize=False
+                )
         except Exception as error:  # a template is a program from the model and may raise anything
             raise BadRequest(f"the policy's chat template rejects these messages: {error}") from None
         prompt_ids = self._prompt_ids(text, session)

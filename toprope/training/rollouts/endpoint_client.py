@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from toprope.errors import ComponentFailed
+from toprope.records.purse import LimitReached, Purse
 from toprope.settings.endpoints import Endpoint
 from toprope.training.inference.client import Answer, Sampling
 from toprope.training.inference.sessions import Turn
@@ -87,12 +88,15 @@ class Usage:
 
     def cost(self, endpoint: Endpoint) -> float | None:
         """US dollars as the endpoint reported or by the owner's prices; None if neither is known."""
-        if self.cost_usd is not None:
-            return self.cost_usd
-        if self.prompt_tokens is None or endpoint.prompt_usd is None or endpoint.completion_usd is None:
-            return None
-        spent = self.prompt_tokens * endpoint.prompt_usd + (self.completion_tokens or 0) * endpoint.completion_usd
-        return spent / 1e6
+        return _cost(endpoint, self.prompt_tokens, self.completion_tokens, self.cost_usd)
+
+
+def _cost(endpoint: Endpoint, prompt: int | None, completion: int | None, reported: float | None) -> float | None:
+    if reported is not None:
+        return reported
+    if prompt is None or endpoint.prompt_usd is None or endpoint.completion_usd is None:
+        return None
+    return (prompt * endpoint.prompt_usd + (completion or 0) * endpoint.completion_usd) / 1e6
 
 
 class EndpointClient:
@@ -101,6 +105,7 @@ class EndpointClient:
     Args:
         endpoint: Address and model.
         key: The API key, if the endpoint needs one.
+        purse: Pays each request before it is sent; None: nobody limits or counts the cost.
         concurrency: Requests in flight at most.
         timeout_s: Seconds after which a request is tried again.
         tries: Requests per question, after which it counts as unanswered.
@@ -110,13 +115,23 @@ class EndpointClient:
         self,
         endpoint: Endpoint,
         key: str | None,
+        purse: Purse | None,
         *,
         concurrency: int = 16,
         timeout_s: float = 180.0,
         tries: int = 6,
     ) -> None:
+        import httpx
         import openai  # takes about a second to load
 
+        from toprope.training.rollouts.paid_transport import PaidTransport
+
+        self._purse = purse
+        transport: httpx.AsyncBaseTransport = httpx.AsyncHTTPTransport(
+            verify=ssl.create_default_context(), trust_env=False
+        )
+        if purse is not None:
+            transport = PaidTransport(transport, endpoint, purse)
         self._endpoint, self._key = endpoint, key
         self._tries, self._timeout_s = tries, timeout_s
         self._limit = asyncio.Semaphore(concurrency)
@@ -127,7 +142,7 @@ class EndpointClient:
             max_retries=tries - 1,
             timeout=timeout_s,
             http_client=openai.DefaultAsyncHttpxClient(
-                verify=ssl.create_default_context(),
+                transport=transport,
                 trust_env=False,  # neither a proxy nor .netrc of the environment gets to see the key
                 follow_redirects=False,  # a redirect could carry the key elsewhere
                 event_hooks={"request": [self._count_retry], "response": [self._read_bounded]},
@@ -192,27 +207,44 @@ class EndpointClient:
             problem = ""
             for invalid in range(_INVALID_ANSWERS):
                 self.usage.retries += bool(invalid)
-                content = await self._post(body)
+                response = await self._post(body)
+                content = response.content
                 try:
                     completion = _decode(content)
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     problem = content[:200].decode(errors="replace")
                     continue
+                self._settle(response, completion.usage)
                 if completion.choices:
                     self.usage.add(completion.usage)
                     return content, completion
                 problem = str((completion.error or {}).get("message", "it has no choices"))
         raise Unanswered(f"{_INVALID_ANSWERS} times the answer was no chat completion: {self._redact(problem)}")
 
-    async def _post(self, body: dict[str, Any]) -> bytes:
+    def _settle(self, response: httpx.Response, usage: _TokenUsage | None) -> None:
+        from toprope.training.rollouts.paid_transport import settle
+
+        if usage is not None:
+            settle(
+                self._purse,
+                response,
+                _cost(self._endpoint, usage.prompt_tokens, usage.completion_tokens, usage.cost),
+            )
+
+    async def _post(self, body: dict[str, Any]) -> httpx.Response:
         import httpx
         import openai
 
+        from toprope.training.rollouts.paid_transport import most_usd
+
         try:
-            response = await self._client.post(
+            if self._purse is not None and self._purse.cap is not None:  # a refused request must not be retried
+                self._purse.require(most_usd(self._endpoint, msgspec.json.encode(body)))
+            return await self._client.post(
                 "/chat/completions", body=body, cast_to=httpx.Response, options=self._options
             )
-            return response.content
+        except LimitReached as error:
+            raise ModelFailed(error.message, hint=error.hint) from None
         except openai.APITimeoutError:
             problem = f"no answer within {self._timeout_s:g} s"
         except openai.APIStatusError as error:
@@ -224,6 +256,8 @@ class EndpointClient:
             if status in _REFUSED:
                 raise Unanswered(f"The question was refused: {problem}") from None
         except openai.APIConnectionError as error:
+            if isinstance(error.__cause__, LimitReached):
+                raise ModelFailed(error.__cause__.message, hint=error.__cause__.hint) from None
             problem = f"{self._endpoint.base_url} cannot be reached: {self._redact(error.__cause__ or error)}"
         raise Unanswered(f"Not answered in {self._tries} tries; the last: {problem}")
 

@@ -19,6 +19,7 @@ from toprope.records.journal.groups import Outcome
 from toprope.records.messages import ENV_FOLDER, Progress, Renewed, Report, Warned
 from toprope.records.run.digests import join_digests, measurement_digests
 from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.trained_tasks import content_id
 from toprope.records.worker_messages import Card, TaskView
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.worker.client import worker_environment
@@ -60,6 +61,7 @@ class EnvironmentHost:
         source: Source that a worker loads.
         report: Sends reports to the keeper.
         is_only: Whether the run has no other environment, so that messages need no name.
+        trained: Ids of tasks that the run's first weights were trained on. They are left out of evaluations.
     """
 
     def __init__(
@@ -70,7 +72,11 @@ class EnvironmentHost:
         report: Callable[[Report], None],
         *,
         is_only: bool = True,
+        trained: frozenset[str] = frozenset(),
     ) -> None:
+        self._trained = trained
+        self._numbers: dict[str, list[int]] = {}
+        """Numbers of the tasks of a split that may be evaluated, if some may not."""
         self._config, self._locks = specification.config, specification.locks
         self.plan, self.source, self.is_only = plan, source, is_only
         self._is_selected = plan.label == specification.environment.name
@@ -123,6 +129,7 @@ class EnvironmentHost:
         report: Callable[[Report], None],
         *,
         is_only: bool = True,
+        trained: frozenset[str] = frozenset(),
     ) -> EnvironmentHost:
         """Starts the worker and opens the environment in it.
 
@@ -130,7 +137,7 @@ class EnvironmentHost:
             WorkerFailure: The worker does not start, or the environment does not load.
             InvalidValue, LockedField: The configuration does not fit the environment, or the owner's locks forbid it.
         """
-        host = cls(specification, plan, source, report, is_only=is_only)
+        host = cls(specification, plan, source, report, is_only=is_only, trained=trained)
         host._worker = await RestartingWorker.start(
             host._open_worker, specification.config.launcher, host._report, host.name_error
         )
@@ -206,6 +213,7 @@ class EnvironmentHost:
             max_turns=section.max_turns,
             seed=self._config.algorithm.seed,
             rewards=[one.model_dump() for one in self.source.rewards],
+            split_rule=self.source.split_rule,
         )
         if section.network == "deny" and card.own_loop:
             raise InvalidValue(
@@ -244,11 +252,12 @@ class EnvironmentHost:
             for split, count in needed.items():
                 if not count:
                     continue
-                found = await self._find_tasks(worker, split, count)
+                found = await self._find_untrained(worker, split, count)
                 self.sizes[split] = len(found)
                 if not found:
+                    trained = " on which the starting weights were not trained" if split in self._numbers else ""
                     raise ComponentFailed(
-                        f"{self.subject} has no tasks in its {split} split.",
+                        f"{self.subject} has no tasks in its {split} split{trained}.",
                         hint="Splits are made by content: an environment needs a few dozen distinct tasks at least.",
                     )
                 example = example or (split, found[0])
@@ -256,9 +265,34 @@ class EnvironmentHost:
             if example is not None:
                 split, task = example
                 timeout = self.plan.section.call_timeout_s
-                self.outcome = await worker.score(split, 0, str(task.reference), timeout=timeout)
+                number = self.number(split, 0)
+                self.outcome = await worker.score(split, number, str(task.reference), timeout=timeout)
         except WorkerFailure as error:
             raise self.name_error(error) from (error.__cause__ if self.is_only else error)
+
+    def number(self, split: str, place: int) -> int:
+        """The worker's number of the task at this place among those of a split that may be evaluated."""
+        return self._numbers[split][place] if split in self._numbers else place
+
+    async def _find_untrained(self, worker: EnvironmentWorker, split: str, count: int) -> list[TaskView]:
+        """As `_find_tasks`, without the tasks that the run's first weights were trained on."""
+        if not self._trained or split == "train":
+            return await self._find_tasks(worker, split, count)
+        wanted = count
+        while True:
+            found = await self._find_tasks(worker, split, wanted)
+            kept = [
+                number
+                for number, task in enumerate(found)
+                if self._trained.isdisjoint((task.id, content_id(task.messages)))
+            ]
+            if len(kept) >= count or len(found) < wanted:
+                break
+            wanted += count - len(kept)
+        self._numbers[split] = kept[:count]
+        if left_out := len(found) - len(kept):
+            print(f"{left_out} {split} tasks are left out: the starting weights were trained on them", flush=True)
+        return [found[number] for number in kept[:count]]
 
     async def _check_levels(self, worker: EnvironmentWorker) -> None:
         if (curriculum := self.plan.curriculum) is None:

@@ -38,7 +38,8 @@ class EnvironmentSet:
 
     async def sample(self, split: str, index: int, size: int, sampling: Sampling) -> SampledGroup:
         """Samples task number `index` of all environments together. Raises: see `GroupSampler.sample`."""
-        label, own = self._place(split, index)
+        label, place = self._place(split, index)
+        own = self.hosts[label].number(split, place)
         return await self.samplers[label].sample(TaskRef(split, own), size, sampling)
 
     @asynccontextmanager

@@ -17,6 +17,7 @@ from toprope.records.worker_messages import Advanced, Begun, Card, SampledGroup,
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import WorkerClient
+from toprope.sdk.worker.splits import SOURCE_RULE
 
 _T = TypeVar("_T")
 
@@ -44,6 +45,7 @@ class EnvironmentWorker(WorkerClient):
         max_turns: int | None = None,
         seed: int = 0,
         rewards: Sequence[Mapping[str, Any]] = (),
+        split_rule: int = SOURCE_RULE,
     ) -> Card:
         """Open an environment in place of the one before.
 
@@ -55,6 +57,7 @@ class EnvironmentWorker(WorkerClient):
             max_turns: A lower limit than the environment's own.
             seed: Of the environment and of the order of its tasks.
             rewards: Reward functions to add.
+            split_rule: See `toprope.sdk.worker.splits`.
         """
         arguments = {
             "source": dict(source),
@@ -62,6 +65,7 @@ class EnvironmentWorker(WorkerClient):
             "reward_weights": dict(reward_weights or {}),
             "max_turns": max_turns,
             "seed": seed,
+            "split_rule": split_rule,
             **({"rewards": [dict(one) for one in rewards]} if rewards else {}),
         }
         return await self._ask(Card, "open", timeout, arguments)

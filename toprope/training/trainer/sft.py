@@ -25,6 +25,7 @@ from toprope.records.journal.demonstrations import Trace, read_traces
 from toprope.records.messages import Finished, Ready
 from toprope.settings.schema import Config
 from toprope.training.component.member import CrewMember
+from toprope.training.component.time_limit import render_limit
 from toprope.training.policy.loading import describe_device
 from toprope.training.trainer.base import Learner, TrainingRun
 from toprope.training.trainer.checkpoint_io import CheckpointState
@@ -75,7 +76,8 @@ def _sequences(tokenizer: Any, trace: Trace) -> list[tuple[list[int], list[int]]
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    with render_limit():
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not prompt:
         # Templates put a newline behind the last message; the policy never samples past its end token.

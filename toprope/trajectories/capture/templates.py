@@ -15,10 +15,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from toprope.training.component.time_limit import render_limit
+
 _FIRST = (("user",), ("system", "user"), ("user", "assistant", "user"), ("system", "user", "assistant", "user"))
 """Role sequences tried for the messages before the first answer."""
 _BETWEEN = (("user",), ("tool",), ("tool", "tool"), ("user", "user"), ("system",), ("tool", "user"))
 _MARK = "zq{}qz"
+_RENDER_S = 2.0
 
 _Patterns = list[tuple[tuple[str, ...], re.Pattern[str]]]
 """Roles of the messages, and the pattern whose groups are their contents."""
@@ -87,7 +90,10 @@ class ChatTemplate:
 
     def _rendered(self, messages: list[dict[str, str]]) -> str | None:
         try:
-            return self._template.render(messages=messages, add_generation_prompt=True, tools=None, **self._variables)
+            with render_limit(_RENDER_S):
+                return self._template.render(
+                    messages=messages, add_generation_prompt=True, tools=None, **self._variables
+                )
         except Exception:  # A template may raise anything for messages that it does not support.
             return None
 

@@ -22,6 +22,8 @@ from toprope.trajectories.items import TrajectoryItem, item_from
 
 MOST_BYTES = 64 << 20
 """Largest post in bytes."""
+_OURS = ("origin", "run", "split")
+"""Metadata that says where an item comes from; only Toprope and the owner may set it."""
 _MOST_INBOX = 4 << 30
 _FLOOR = 64 << 20
 
@@ -54,13 +56,20 @@ class Inbox:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 items.append(item_from(_decoded(line, f"{where}, line {number}"), f"{where}, line {number}"))
-        return self.keep(items)
+        return self.keep(items, trusted=True)
 
-    def keep(self, items: Iterable[TrajectoryItem]) -> int:
-        """Add items and return their number."""
+    def keep(self, items: Iterable[TrajectoryItem], *, trusted: bool = False) -> int:
+        """Add items and return their number.
+
+        Args:
+            trusted: The owner gives them. What others say about an item's origin, run and split is kept as a claim.
+        """
         packed = []
         for number, item in enumerate(items, 1):
-            item.metadata = {"text": "messages", **item.metadata, "origin": item.metadata.get("origin", "outside")}
+            given = dict(item.metadata)
+            if not trusted and (claims := {name: given.pop(name) for name in _OURS if name in given}):
+                given["claimed"] = claims
+            item.metadata = {"text": "messages", **given, "origin": given.get("origin", "outside")}
             try:
                 packed.append(_encode(item) + b"\n")
             except (ValueError, RecursionError) as error:  # lone surrogates, or nesting that is too deep

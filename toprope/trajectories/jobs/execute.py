@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import os
 import time
 from collections import Counter
@@ -11,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import EnvironmentFailed, InvalidValue
-from toprope.records.run.folder import RunFolder
+from toprope.records.purse import FILE as SPENDING
+from toprope.records.purse import Purse
+from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.sdk.errors import WorkerFailure
 from toprope.sdk.worker.client import worker_environment
+from toprope.settings.limits import FrozenLimits
 from toprope.settings.locks import require_allowed_knobs
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.walls import environment_wall, passed_on
+from toprope.training.rollouts.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query, best_of_tasks, place_of
 from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, batched, worker
@@ -310,9 +316,8 @@ class Work:
             from toprope.trajectories.synthesis.teacher import EndpointTeacher
 
             endpoint = self._order.teachers[plan.teacher or ""]
-            teacher = EndpointTeacher(
-                endpoint, os.environ.get(f"{ENDPOINT_KEY}{endpoint.key}"), plan.temperature, plan.max_new_tokens
-            )
+            key = os.environ.get(f"{ENDPOINT_KEY}{endpoint.key}")
+            teacher = EndpointTeacher(endpoint, key, plan.temperature, plan.max_new_tokens, self._purse)
             stack.push_async_callback(teacher.close)
             if plan.write == "questions":
                 return TeacherQuestions(teacher, **({"prompt": plan.prompt} if plan.prompt else {}))
@@ -338,9 +343,16 @@ class Work:
     async def _opened(self, stack: AsyncExitStack, name: str, knobs: dict[str, Any]) -> EnvironmentWorker:
         source = self._order.environments[name]
         try:
-            wall = environment_wall(passed_on(), source, network="allow" if self._order.network else "deny")
+            memory_mb = self._order.memory_mb
+            wall = environment_wall(
+                passed_on(),
+                source,
+                network="allow" if self._order.network else "deny",
+                memory_mb=round(ADDRESS_SPACE_FACTOR * memory_mb),
+            )
             link = await EnvironmentWorker.behind(wall, source.interpreter, env=worker_environment(), timeout=_OPEN_S)
             stack.push_async_callback(link.close)
+            stack.callback(asyncio.create_task(watch_worker(link, memory_mb)).cancel)
             card = await link.open(
                 source.model_dump(include={"file", "attribute", "adapter", "target"}, exclude_none=True),
                 timeout=_OPEN_S,
@@ -356,6 +368,14 @@ class Work:
         self._digests |= {f"{name} {key}": value for key, value in card.versions.items()}
         self._links[name] = link
         return link
+
+    @functools.cached_property
+    def _purse(self) -> Purse:
+        """The job's account. Without the limit that was frozen at its start, nothing may be spent."""
+        frozen = FrozenLimits.model_validate(read_json(self._folder / "limits.json"))
+        cap = frozen.caps.get("cost_usd")
+        path = self._folder / SPENDING
+        return Purse(path, None) if cap is None else Purse(path, cap.value, cap.limit)
 
     def _lineage(self, recipe: Recipe) -> dict[str, Any]:
         runs = {}

@@ -48,6 +48,8 @@ class Order(_Data):
     environments: dict[str, EnvironmentSource] = {}
     locks: dict[str, Any] = {}
     """The owner's locks, which also hold for environments."""
+    memory_mb: int = 0
+    """Memory of each environment in MB; 0: no limit."""
     network: bool = True
     """True if environments may use the network."""
     most_items: int = 5_000_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from toprope.records.purse import Purse
 from toprope.settings.endpoints import Endpoint
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, Unanswered
@@ -18,10 +19,13 @@ class EndpointTeacher:
         key: The key if the endpoint needs one.
         temperature: Sampling temperature.
         max_new_tokens: Longest answer in tokens.
+        purse: Pays the calls.
     """
 
-    def __init__(self, endpoint: Endpoint, key: str | None, temperature: float, max_new_tokens: int) -> None:
-        self._client = EndpointClient(endpoint, key, tries=4)
+    def __init__(
+        self, endpoint: Endpoint, key: str | None, temperature: float, max_new_tokens: int, purse: Purse
+    ) -> None:
+        self._client = EndpointClient(endpoint, key, purse, tries=4)
         self._sampling = Sampling(temperature, 1.0, max_new_tokens)
 
     async def ask(self, messages: list[dict[str, Any]]) -> str:

@@ -39,6 +39,8 @@ class Wanted:
     extra_indexes: tuple[str, ...] = ()
     offline: bool = False
     """Use no index: only `find_links` and the installer's cache."""
+    wheels_only: bool = False
+    """Install no source distributions: building one runs its author's code."""
     torch: str = "own"
     """`own` (the version that Toprope runs), `any`, or a version."""
     base: str | None = None
@@ -158,6 +160,8 @@ class Installer:
         # With an equals sign, a value may begin with a dash.
         options = [f"--find-links={place}" for place in wanted.find_links]
         options += [f"--extra-index-url={url}" for url in wanted.extra_indexes]
+        if wanted.wheels_only:
+            options += ["--only-binary=:all:"]
         if wanted.offline:
             options += ["--offline"] if self._uv and not wanted.find_links else ["--no-index"]
         elif self._uv and wanted.extra_indexes:

@@ -1,6 +1,6 @@
 """Freezing: from a draft, or from an earlier run, to a specification that never changes again.
 
-The owner's locks are enforced here and nowhere else. A value may come from an edit, a preset or a database that
+The owner's locks are enforced here and in `hold`. A value may come from an edit, a preset or a database that
 somebody changed, and a lock may be newer than the draft; a value that the locks do not allow does not run.
 """
 
@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import toprope
 from toprope.errors import InvalidValue
@@ -23,6 +24,7 @@ from toprope.records.run.specification import (
     TestPlan,
     TrainerSource,
 )
+from toprope.sdk.worker.splits import SOURCE_RULE
 from toprope.settings.changes import apply_changes
 from toprope.settings.environment import curriculum_of
 from toprope.settings.fields import KNOBS, all_fields, knob_problems
@@ -33,7 +35,8 @@ from toprope.workbench.drafts import Draft
 from toprope.workbench.endpoints import resolve_teacher
 from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.custom_trainers import trainer_of
-from toprope.workbench.launch.lineage import base_of, with_dataset
+from toprope.workbench.launch.hold import hold_run, plan_values
+from toprope.workbench.launch.lineage import base_of, with_dataset, with_split_rule
 from toprope.workbench.launch.mixture_sources import Ingredients, blend, hold_locks
 from toprope.workbench.launch.requirements import require_interpreters, require_wandb
 
@@ -60,6 +63,7 @@ def freeze_drafts(
     name: str | None = None,
     locks: Locks | None = None,
     base: tuple[str, str] | None = None,
+    split_rule: int = SOURCE_RULE,
 ) -> list[Specification]:
     """Freeze drafts that start together, one specification for each, under the owner's present locks.
 
@@ -69,6 +73,7 @@ def freeze_drafts(
         name: Begins the runs' ids.
         locks: The owner's; read from the home if None.
         base: The run that the policy begins as, and the folder of its weights; `policy.model` decides if None.
+        split_rule: What decides the splits of tasks; see `toprope.sdk.worker.splits`.
 
     Raises:
         NotFound, LockedField, InvalidValue: A draft cannot run.
@@ -97,7 +102,7 @@ def freeze_drafts(
         if kind.demonstrates:
             specification = with_dataset(specification, home.datasets)
         require_interpreters(specification)
-        found.append(specification)
+        found.append(with_split_rule(specification, home.runs, split_rule))
     if kind.trains or kind.starts_runs:
         require_wandb(found[0].config, settings, home.settings_file)
     return found
@@ -152,6 +157,7 @@ def freeze(
     now = time.time() if now is None else now
     locks.enforce(draft.config, draft.fields)
     hold_locks(draft.config, locks)
+    locks.require(plan_values(plan))
     section = draft.config.environment
     if ingredients is None:
         if section.mixture or section.rewards:
@@ -215,12 +221,16 @@ def freeze_question(
         locks: The owner's present locks.
         plan: The questions.
         now: Seconds since the epoch; the clock's if None.
+
+    Raises:
+        LockedField: The owner does not allow a value of the plan.
     """
     now = time.time() if now is None else now
     config = run.config.model_copy(deep=True)
     fields = {name: field for name, field in all_fields().items() if name.startswith(("launcher.", "rollout."))}
     allowed, _ = locks.adjust(config, fields)
     config, _ = apply_changes(config, allowed, (), locks)
+    locks.require(plan_values(plan))
     # The checkpoint holds the adapters, where there are any.
     config.policy = config.policy.model_copy(update={"model": model, "revision": None, "lora": False})
     return Specification(
@@ -239,12 +249,13 @@ def freeze_question(
     )
 
 
-def freeze_again(run: Specification, locks: Locks, now: float | None = None) -> Specification:
+def freeze_again(run: Specification, locks: Locks, runs: Path, now: float | None = None) -> Specification:
     """Freeze a run that repeats another: equal but for its id, its time and the version of Toprope.
 
     Args:
         run: The run to repeat.
         locks: The owner's present locks.
+        runs: The folder of runs.
         now: Seconds since the epoch; the clock's if None.
 
     Raises:
@@ -256,9 +267,7 @@ def freeze_again(run: Specification, locks: Locks, now: float | None = None) -> 
             f"{run.run_id} is a run of kind {run.kind}, which cannot be repeated.", hint=run.run_kind.repeat_hint
         )
     now = time.time() if now is None else now
-    own = [{"name": name, "default": value} for name, value in run.config.environment.knobs.items()]
-    locks.enforce(run.config, all_fields(own))
-    hold_locks(run.config, locks)
+    hold_run(run, locks, runs)
     return run.model_copy(
         update={
             "run_id": new_run_id(f"again-{run.environment.name.rsplit('/', 1)[-1]}", now),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from toprope.errors import NotFound, NotPossibleNow
+from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.checkpoints import newest_sound
 from toprope.records.run.folder import RUN_ID, RunFolder, nearest_runs
 from toprope.records.run.specification import DatasetSource, Specification
@@ -19,6 +19,8 @@ RUN = "run:"
 _LIKE_A_RUN = re.compile(r"^[a-z0-9_-]+-\d{6}-\d{4}-[a-z0-9]{1,4}(-s\d+)?$")
 """The form of ids that Toprope gives runs; hardly a model is named so."""
 
+_BY_SOURCE = "dataset"
+"""The adapter whose tasks name the rows that they come from."""
 _HASH_BYTES = 256 << 20
 """Bytes of a checkpoint or data set that are compared here; its loader compares all of it."""
 
@@ -50,7 +52,8 @@ def policy_named(model: str, runs: Path) -> str:
 
 
 def base_of(model: str, runs: Path) -> tuple[str, str] | None:
-    """Return the run that `policy.model` names and the folder of its newest weights; None if it names no run.
+    """Return the run that `policy.model` names, or in whose folder its path lies, and the folder of the weights; None
+    if it names no run.
 
     Args:
         model: Value of `policy.model`.
@@ -61,7 +64,7 @@ def base_of(model: str, runs: Path) -> tuple[str, str] | None:
         NotPossibleNow: The run still trains, or has no sound checkpoint.
     """
     if not model.startswith(RUN):
-        return None
+        return _run_of(model, runs)
     folder = RunFolder.open(runs, model.removeprefix(RUN).strip())
     status = Status.read(folder)
     if not status.ended:
@@ -77,6 +80,43 @@ def base_of(model: str, runs: Path) -> tuple[str, str] | None:
             hint="list_runs lists other runs.",
         )
     return folder.run_id, str(found.path / "model")
+
+
+def _run_of(model: str, runs: Path) -> tuple[str, str] | None:
+    """Return the run in whose folder a path lies, and the path."""
+    try:
+        inside = Path(model).expanduser().resolve().relative_to(runs.resolve())
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return (inside.parts[0], model) if len(inside.parts) > 1 and (runs / inside.parts[0]).is_dir() else None
+
+
+def with_split_rule(specification: Specification, runs: Path, rule: int) -> Specification:
+    """Set the rule that decides the splits of tasks.
+
+    A run that begins from weights that were trained under the older rule keeps that rule: under another one, rows that
+    the weights have seen would be held out.
+
+    Raises:
+        InvalidValue: It keeps the older rule, and its knobs would move such rows.
+    """
+    if specification.base_run is not None:
+        try:
+            base = Specification.read(RunFolder(runs / specification.base_run))
+        except (NotFound, Corrupt):
+            base = None
+        if base is not None and base.environment.split_rule < rule and base.environment.adapter == _BY_SOURCE:
+            same = base.config.environment.knobs == specification.config.environment.knobs
+            if specification.environment.adapter == _BY_SOURCE and not same:
+                raise InvalidValue(
+                    f"{base.run_id} was trained before splits depended on rows; with other knobs, rows that its "
+                    "weights have seen would be held out.",
+                    hint="Use the knobs of that run (fork_config), or start from other weights.",
+                )
+            rule = base.environment.split_rule
+    sources = [specification.environment, *specification.mixture]
+    first, *mixture = [source.model_copy(update={"split_rule": rule}) for source in sources]
+    return specification.model_copy(update={"environment": first, "mixture": mixture})
 
 
 def with_dataset(specification: Specification, datasets: Path) -> Specification:

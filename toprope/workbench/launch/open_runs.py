@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from toprope.records.run.specification import Specification
+from toprope.records.run.status import RESUMABLE, Status
 from toprope.records.walls import Walls
 from toprope.settings.owner import Home, OwnerSettings
+from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.endpoints import variables_for
+from toprope.workbench.launch.hold import hold_run
 from toprope.workbench.launch.reserve_budget import may_go_on
 
 CONDUCTOR = "conductor"
@@ -50,11 +54,32 @@ def variables_of(specification: Specification, home: Home) -> dict[str, dict[str
 
 
 def variables_to_resume(home: Home, specification: Specification) -> Mapping[str, Mapping[str, str]]:
-    """Return the owner's variables for a lost run that is about to go on by itself.
+    """Return the owner's variables for a run that is about to go on.
 
     Raises:
+        LockedField: The owner does not allow the run's configuration any more.
         TopropeError: The owner's limits leave it nothing, or a file of the owner cannot be read; the caller asks again
             the next time somebody looks at the run.
     """
+    hold_run(specification, home.locks(), home.runs)
     may_go_on(specification, home.limits(), home.runs)
     return variables_of(specification, home)
+
+
+def resume_run(home: Home, runs: RunManager, run_id: str) -> tuple[Status, Specification]:
+    """Start the next attempt of an ended run, if the owner's present locks and limits allow it.
+
+    Returns:
+        Its first status and its specification.
+
+    Raises:
+        LockedField: The owner does not allow the run's configuration any more.
+        TopropeError: See `RunManager.resume` and `may_go_on`.
+    """
+    with ledger_lock(home.runs) if home.runs.is_dir() else nullcontext():
+        status = runs.status(run_id, revive=False)
+        specification = Specification.read(runs.folder(run_id))
+        variables: Mapping[str, Mapping[str, str]] = {}
+        if status.ended and status.state in RESUMABLE:  # otherwise the manager says what is wrong
+            variables = variables_to_resume(home, specification)
+        return runs.resume(run_id, variables), specification

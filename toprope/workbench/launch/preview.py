@@ -26,6 +26,8 @@ from toprope.settings.limits import FrozenLimits, Limits
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.budget_ledger import folder_bytes
 
+HASH_LENGTH = 24
+"""Digits of a hash: two previews with the same hash cannot be found by trying."""
 _MOST_READ = 300
 _MOST_USED = 20
 _FEWEST_STEPS = 5
@@ -126,6 +128,26 @@ def preview(specifications: Sequence[Specification], limits: Limits, demand: Dem
     return Preview(**{**vars(shown), "hash": _hash(specifications, shown, frozen)})
 
 
+def summarize(specifications: Sequence[Specification], shown: Preview) -> str:
+    """Say in one line what would start and what it may take, for the person who approves it."""
+    first = specifications[0]
+    what = f"{shown.count} runs of kind {first.kind}" if shown.count > 1 else f"a run of kind {first.kind}"
+    whose = f"repeats {first.reproduces}" if first.reproduces else f"{first.draft_id} revision {first.draft_revision}"
+    models = [one.name for one in first.test.models] if first.test else []
+    models += [first.teacher.name] if first.teacher else []
+    parts = [
+        f"{name} up to {one.high:.3g}" if one is not None else f"{name} unknown"
+        for name, one in shown.estimates.items()
+    ]
+    caps = ", ".join(f"{value:.3g} {name}" for name, value in shown.caps.items())
+    return (
+        f"{what}, environment {first.environment.name}, {whose}, at most {shown.steps} steps"
+        + (f", models {', '.join(models)}" if models else "")
+        + f"; {'; '.join(parts)}"
+        + (f"; stopped at {caps}" if caps else "")
+    )
+
+
 def needs_confirmation(limits: Limits, shown: Preview) -> str:
     """Return why the owner wants a start confirmed; empty if not. An unknown quantity counts as its cap."""
     if limits.confirm == "never":
@@ -151,6 +173,9 @@ def _estimates(
     unknown: dict[str, Estimate | None] = dict.fromkeys(_QUANTITIES)
     if demand.gpu is None:
         unknown["gpu_hours"] = Estimate(0.0, 0.0, 0.0)
+    tokens = demand.tokens_usd
+    if tokens is not None and limits.prices.cpu_hour_usd is None and demand.gpu is None and tokens:
+        unknown["cost_usd"] = Estimate(tokens, 0.0, tokens).times(count)
     if not measured:
         return unknown
     budget = first.config.budget
@@ -174,11 +199,11 @@ def _estimates(
     cpu_price = limits.prices.cpu_hour_usd
     gpu_price = limits.prices.of_gpu(demand.gpu) if demand.gpu is not None else 0.0
     cpu, gpu = found["cpu_hours"], found["gpu_hours"]
-    if cpu is not None and gpu is not None and cpu_price is not None and gpu_price is not None:
+    if cpu is not None and gpu is not None and cpu_price is not None and gpu_price is not None and tokens is not None:
         found["cost_usd"] = Estimate(
-            cpu.value * cpu_price + gpu.value * gpu_price,
+            cpu.value * cpu_price + gpu.value * gpu_price + tokens * count,
             cpu.low * cpu_price + gpu.low * gpu_price,
-            cpu.high * cpu_price + gpu.high * gpu_price,
+            cpu.high * cpu_price + gpu.high * gpu_price + tokens * count,
         )
     return found
 
@@ -327,6 +352,11 @@ def _hash(specifications: Sequence[Specification], shown: Preview, frozen: Froze
     first = specifications[0]
     content = {
         "draft": [first.draft_id, first.draft_revision, first.kind],
+        "plan": [
+            None if one is None else one.model_dump(mode="json")
+            for one in (first.test, first.ask, first.sweep, first.teacher, first.trainer, first.dataset)
+        ],
+        "from": [first.base_run, first.reproduces],
         "environment": first.environment.model_dump(mode="json"),
         "mixture": [source.model_dump(mode="json") for source in first.mixture],
         "config": [one.config.model_dump(mode="json") for one in specifications],
@@ -338,4 +368,4 @@ def _hash(specifications: Sequence[Specification], shown: Preview, frozen: Froze
         "prices": [] if frozen is None else [frozen.cpu_hour_usd, frozen.gpu_hour_usd],
     }
     text = json.dumps(content, sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_LENGTH]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toprope.analysis.budget import Demand, Refusal, demand_of, freeze_limits, spent
@@ -10,10 +11,12 @@ from toprope.errors import NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
-from toprope.settings.limits import UNITS, Limits
+from toprope.settings.endpoints import Endpoint
+from toprope.settings.limits import UNITS, FrozenLimits, Limits
 from toprope.supervisor.capacity.budget_ledger import gpu_names, processor_count, read_accounts
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.programs import members_of
+from toprope.workbench.launch.token_costs import token_costs, unpriced
 
 
 def gpu_of(specification: Specification, machine: Machine) -> str | None:
@@ -31,8 +34,9 @@ def gpu_of(specification: Specification, machine: Machine) -> str | None:
 
 def demand(specification: Specification, machine: Machine) -> Demand:
     """Return the demand of a run."""
-    gpu = gpu_of(specification, machine)
-    return demand_of(specification.config, specification.run_kind, processors=processor_count(), gpu=gpu)
+    gpu, costs = gpu_of(specification, machine), token_costs(specification)
+    asked = demand_of(specification.config, specification.run_kind, processors=processor_count(), gpu=gpu)
+    return dataclasses.replace(asked, tokens_usd=costs.most_usd, unpriced=costs.unpriced)
 
 
 def reserve(
@@ -57,6 +61,28 @@ def reserve(
     return [one.model_copy(update={"limits": frozen}) for one in specifications]
 
 
+def reserve_calls(endpoints: Mapping[str, Endpoint], limits: Limits, runs: Path, spender: str) -> FrozenLimits:
+    """Return the limits on the cost of a program that calls models and is no run. The caller holds the ledger's lock.
+
+    The program may spend as much as a run, or what is left of the day: nobody knows how often it asks.
+
+    Args:
+        endpoints: The models by name.
+        spender: The program's name in the ledger, whose own account is left out.
+
+    Raises:
+        NoRoomWithin: A limit on cost leaves nothing, or a model has no price.
+    """
+    kept = {one.name: one for one in limits if one.name.endswith(".cost_usd")}
+    costs = Limits(kept, limits.prices, source=limits.source)
+    missing = unpriced(endpoints)
+    demand = Demand(None, 0, tokens_usd=None, unpriced=missing)
+    frozen = freeze_limits(costs, demand, read_accounts(runs, leave_out=[spender]))
+    if isinstance(frozen, list):
+        raise _refused(frozen)
+    return frozen
+
+
 def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
     """Pass an ended run that may be resumed: its own caps are not used up, and other runs leave room.
 
@@ -79,7 +105,7 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
                 )
             )
     others = read_accounts(runs, leave_out=[specification.run_id])
-    live = sum(account.live for account in others)
+    live = sum(account.live and account.is_run for account in others)
     limit = limits.get("concurrent_runs")
     if limit is not None and live + 1 > limit.max:
         text = f"concurrent_runs is {limit.max:g}, set by {limits.source}; {live} are live."

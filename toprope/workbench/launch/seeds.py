@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, LockedField
 from toprope.records.run.folder import RUN_ID
 from toprope.records.run.specification import SeedGroup, Specification
 from toprope.settings.locks import Locks
@@ -37,7 +37,8 @@ def seeded(draft: Draft, count: int, locks: Locks) -> list[Draft]:
     """Return the draft under `count` seeds, from its own algorithm.seed upwards.
 
     Raises:
-        InvalidValue: The seeds run out of range, or the owner fixed the seed.
+        InvalidValue: The seeds run out of range.
+        LockedField: The owner does not allow them.
     """
     first = draft.config.algorithm.seed
     if first + count - 1 > _LARGEST_SEED:
@@ -45,9 +46,7 @@ def seeded(draft: Draft, count: int, locks: Locks) -> list[Draft]:
     drafts = []
     for seed in range(first, first + count):
         if (refusal := locks.refusal("algorithm.seed", seed)) is not None:
-            raise InvalidValue(
-                f"{count} seeds are impossible: {refusal}", hint="Leave seeds out to start a single run."
-            )
+            raise LockedField(f"{count} seeds are impossible: {refusal}", hint="Leave seeds out to start a single run.")
         config = draft.config.model_copy(deep=True)
         config.algorithm.seed = seed
         drafts.append(dataclasses.replace(draft, config=config))

@@ -23,14 +23,16 @@ from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
 from toprope.supervisor.runs.freezing import require_thawed
 from toprope.supervisor.runs.manager import RunManager
 from toprope.text_format import call
+from toprope.workbench.approvals import Approvals
 from toprope.workbench.drafts import Draft
 from toprope.workbench.history import beside_preset
 from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.open_runs import variables_of
-from toprope.workbench.launch.preview import Preview, needs_confirmation, preview
+from toprope.workbench.launch.preview import Preview, needs_confirmation, preview, summarize
 from toprope.workbench.launch.reserve_budget import demand, reserve
 from toprope.workbench.launch.seeds import as_group, check_seeds, members, seeded
 from toprope.workbench.launch.sweep_budget import require_room_for_members
+from toprope.workbench.launch.token_costs import token_costs
 
 _APPEARS_WITHIN_S = 10.0
 """A run that was recorded so recently may not have its folder yet; it counts as live."""
@@ -52,7 +54,9 @@ class StartRequest:
     key: str | None = None
     """Idempotency key: a repeated request is answered with the runs that the first one started."""
     confirm: str | None = None
-    """Hash of the preview that a person agreed to."""
+    """Hash of the preview that the caller means. It refuses a start that would be another, and confirms nothing."""
+    agreed: str | None = None
+    """Hash of the preview that a person agreed to, as the client told after asking."""
     longest_member_steps: int | None = None
     """Of a sweep: optimizer steps of its longest single run, for which there must be room."""
 
@@ -73,9 +77,17 @@ class ConfirmationNeeded(NotPossibleNow):
         if given is None:
             message = f"Nothing was started: {why} (confirm, set by {source})"
         else:
-            message = f"Nothing was started: {given!r} confirms something else than what would start now, which is this"
-        super().__init__(message)
+            message = f"Nothing was started: {given!r} names something else than what would start now, which is this"
+        super().__init__(message, hint=how_to_approve(preview.hash))
         self.preview, self.why = preview, why
+
+
+def how_to_approve(hash: str) -> str:
+    """Return what a person and then the agent do to start what has this hash."""
+    return (
+        f"Show this to the person you work for. They approve it with: toprope approve {hash}. Then repeat the call; "
+        "what you type confirms nothing, and a change needs another approval."
+    )
 
 
 class RunStarter:
@@ -88,6 +100,7 @@ class RunStarter:
 
     def __init__(self, home: Home, runs: RunManager, index: Index | None = None) -> None:
         self._home, self._runs, self._index = home, runs, index
+        self._approvals = Approvals(home)
 
     def start(self, request: StartRequest) -> Started:
         """Freeze a draft and start its runs, all or none.
@@ -113,7 +126,7 @@ class RunStarter:
         with ExitStack() as stack:
             with ledger_lock(self._home.ensure().runs):
                 specifications, make_preview = self._reserve(specifications, request, stack)
-                self._require_confirmation(specifications[0], make_preview, request.confirm if request else None)
+                self._require_confirmation(specifications, make_preview, request)
             if request is not None and (taken := self._record(specifications, request)) is not None:
                 stack.close()
                 return self._await_runs(taken)
@@ -143,16 +156,19 @@ class RunStarter:
         with ExitStack() as stack, ledger_lock(self._home.ensure().runs):
             specifications, make_preview = self._reserve(specifications, request, stack)
             found = make_preview()
-        return found, needs_confirmation(self._home.limits(), found), specifications
+            why = needs_confirmation(self._home.limits(), found)
+            if why:
+                self._approvals.ask(found.hash, summarize(specifications, found))
+        return found, why, specifications
 
     def consent_wanted(self, request: StartRequest) -> Preview | None:
-        """Return what a person must be shown before this start; None if nobody must be asked."""
-        if self._home.limits().confirm == "never":
+        """Return what the client must show a person before this start; None if it must ask nobody."""
+        if self._home.limits().confirm == "never" or self._home.settings().confirm_by != "client":
             return None
         if request.key is not None and self._index and idempotency_keys.taken(self._index, request.key) is not None:
             return None
         found, why, _ = self.preview(request)
-        return found if why else None
+        return found if why and not self._approvals.has(found.hash) else None
 
     def _frozen(self, request: StartRequest) -> list[Specification]:
         locks, draft = self._home.locks(), request.draft
@@ -176,20 +192,29 @@ class RunStarter:
         return found, lambda: preview(found, limits, demand(found[0], machine), runs)
 
     def _require_confirmation(
-        self, first: Specification, make_preview: Callable[[], Preview], confirm: str | None
+        self,
+        specifications: Sequence[Specification],
+        make_preview: Callable[[], Preview],
+        request: StartRequest | None,
     ) -> None:
         """Pass a start that needs no confirmation, or that a person confirmed as it would be now."""
-        limits, kind = self._home.limits(), first.run_kind
+        first, limits = specifications[0], self._home.limits()
+        confirm, agreed = (request.confirm, request.agreed) if request else (None, None)
         if limits.confirm == "never" and confirm is None:
             return
         # A repeated member of a sweep is a start of its own: nobody agreed to it with the sweep.
+        kind, costs = first.run_kind, token_costs(first)
         is_asked_for = first.reproduces or (first.member is None and (kind.trains or kind.starts_runs))
-        if not is_asked_for:
+        if not is_asked_for and costs.free:
             return
         found = make_preview()
-        why = needs_confirmation(limits, found)
-        if confirm != found.hash and (why or confirm is not None):
-            raise ConfirmationNeeded(found, why, confirm, limits.source)
+        if confirm not in (None, found.hash):
+            raise ConfirmationNeeded(found, "", confirm, limits.source)
+        if not (why := needs_confirmation(limits, found)) or agreed == found.hash:
+            return
+        if not self._approvals.use(found.hash):
+            self._approvals.ask(found.hash, summarize(specifications, found))
+            raise ConfirmationNeeded(found, why, None, limits.source)
 
     def _record(self, specifications: Sequence[Specification], request: StartRequest) -> StartKey | None:
         """Take the request's key and record the starts; record nothing and return the key if another run holds it."""

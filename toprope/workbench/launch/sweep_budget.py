@@ -24,7 +24,7 @@ from toprope.supervisor.capacity.budget_ledger import read_accounts
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.workbench.drafts import Draft
 from toprope.workbench.launch.freeze import freeze_drafts
-from toprope.workbench.launch.preview import Preview, preview
+from toprope.workbench.launch.preview import HASH_LENGTH, Preview, preview
 from toprope.workbench.launch.reserve_budget import NoRoomWithin, demand, reserve
 
 
@@ -108,5 +108,5 @@ def _of_all(found: Preview, plan: SweepPlan, sweep: Specification) -> Preview:
         sweep.draft_id,
         sweep.draft_revision,
     ]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:HASH_LENGTH]
     return dataclasses.replace(found, estimates=estimates, steps=max(plan.total_steps, 1), hash=digest)

@@ -110,7 +110,11 @@ async def _worker(
     variables = worker_environment({**worker_variables(workshop.settings().variables), MARK: mark})
     try:
         async with await EnvironmentWorker.behind(
-            environment_wall(Walls.of_home(workshop.home), entry.environment),
+            environment_wall(
+                Walls.of_home(workshop.home),
+                entry.environment,
+                network=workshop.home.locks().nearest("environment.network", "allow"),
+            ),
             entry.environment.interpreter,
             env=variables,
             cwd=folder,
@@ -175,7 +179,7 @@ async def _sampler(
         require_keys(chosen, settings, workshop.home.settings_file)
         endpoint = chosen[0].endpoint
         assert endpoint is not None  # a known model has one
-        client = EndpointClient(endpoint, keys_for(chosen, settings).get(endpoint.key or ""))
+        client = EndpointClient(endpoint, keys_for(chosen, settings).get(endpoint.key or ""), None)
         try:
             async with sampled_by(client) as make:
                 yield make

@@ -1,0 +1,250 @@
+"""The owner's locks and limits hold on every way in that a tool offers."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import yaml
+from toprope_server.mcp.tool_registry import ALL_TOOLS
+from toprope_tools.data import build_dataset
+from toprope_tools.experiments.config_history import reproduce_run, undo_edit
+from toprope_tools.parameter_fields import SETS, SETS_NOTHING
+from toprope_tools.planning.config import edit_config
+from toprope_tools.planning.environment_check import check_environment
+from toprope_tools.runs.inference import test_inference as start_test
+from toprope_tools.runs.training import resume_training
+
+from tests.support.tools_house import become, do, start_run
+from tests.support.ways_past_locks import WAYS, recipe
+from toprope.errors import InvalidValue, LockedField, NotPossibleNow
+from toprope.records.purse import FILE, Purse
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.settings.presets import load_preset
+from toprope.settings.schema import Config
+from toprope.supervisor.capacity.budget_ledger import read_accounts
+from toprope.workbench.approvals import Approvals
+from toprope.workbench.data import begin, build_order
+from toprope.workbench.launch.open_runs import variables_to_resume
+
+MODEL = {"base_url": "http://127.0.0.1:9/v1", "model": "vendor/x"}
+KNOBS = [{"name": "length", "type": "int", "default": 4, "ge": 1, "le": 9}]
+
+
+def lock(shop, field, **bound):
+    entry = {"field": field, "reason": "The owner says so.", **bound}
+    (shop.home.configuration / "locks.yaml").write_text(yaml.safe_dump({"locks": [entry]}))
+
+
+def limit(shop, text):
+    (shop.home.configuration / "limits.yaml").write_text(text)
+
+
+def settle(shop, **settings):
+    shop.home.settings_file.write_text(yaml.safe_dump(settings))
+
+
+def drafted(shop):
+    """A draft of an environment that no worker has to load."""
+    shop.home.ensure()
+    preset = load_preset("cpu-embedded", shop.home.preset_folders)
+    source = EnvironmentSource(name="dice", file="/nowhere/dice.py", attribute="Dice")
+    return shop.drafts.create(source, preset, KNOBS, shop.home.locks())[0].id
+
+
+def ended(shop, launcher, **config):
+    """A training run that was stopped, with the given sections."""
+    folder = start_run(shop, config=Config.model_validate(config))
+    become(folder, "stopped", ended_at=time.time())
+    launcher.leave(folder.run_id)
+    return folder.run_id
+
+
+def test_every_parameter_of_every_tool_is_known():
+    for spec in ALL_TOOLS:
+        sets, nothing = set(SETS.get(spec.name, {})), SETS_NOTHING.get(spec.name, frozenset())
+        parameters = set(spec.build().parameters["properties"])
+        assert parameters == sets | nothing, f"{spec.name}: say in parameter_fields what each parameter sets"
+        assert not sets & nothing
+    assert {*SETS, *SETS_NOTHING} <= {spec.name for spec in ALL_TOOLS}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_a_parameter_does_not_pass_a_lock(house, way):
+    shop, launcher = house
+    settle(shop, models={"mine": {**MODEL, "prompt_usd": 0, "completion_usd": 0}})
+    draft = drafted(shop)
+    lock(shop, way.field, **way.bound)
+    with pytest.raises(LockedField, match="The owner says so"):
+        way.attack(shop, draft)
+    assert not launcher.held and not shop.statuses() and not list(shop.home.path.glob("datasets/.jobs/*"))
+
+
+def test_every_parameter_that_sets_named_fields_is_attacked():
+    named = {
+        (tool, parameter)
+        for tool, ways in SETS.items()
+        for parameter, fields in ways.items()
+        if not any("*" in field for field in fields)
+    }
+    elsewhere = {("resume_training", "steps"), ("resume_training", "seconds")}  # test_continuation.py
+    assert named - elsewhere <= {(way.tool.__name__, way.parameter) for way in WAYS}
+
+
+def test_a_newer_lock_holds_for_what_was_made_before(house):
+    shop, launcher = house
+    draft = drafted(shop)
+    do(edit_config, shop, draft_id=draft, changes={"optimizer.learning_rate": 0.009})
+    do(edit_config, shop, draft_id=draft, changes={"optimizer.learning_rate": 0.0005})
+    run = ended(shop, launcher, optimizer={"learning_rate": 0.009})
+    lock(shop, "optimizer.learning_rate", max=0.001)
+    before = len(shop.statuses())
+    for attack in (
+        lambda: do(resume_training, shop, run_id=run),
+        lambda: do(reproduce_run, shop, run_id=run),
+        lambda: variables_to_resume(shop.home, Specification.read(shop.runs.folder(run))),
+    ):
+        with pytest.raises(LockedField, match="The owner says so"):
+            attack()
+    assert len(shop.statuses()) == before and not launcher.held
+    undone = do(undo_edit, shop, draft_id=draft, revision=2)
+    assert shop.drafts.get(draft).config.optimizer.learning_rate <= 0.001, undone.text
+    (shop.home.configuration / "locks.yaml").unlink()
+    assert do(resume_training, shop, run_id=run).data.attempt == 2
+
+
+def test_a_lost_run_does_not_resume_by_itself_against_a_newer_lock(house):
+    shop, launcher = house
+    folder = start_run(shop, config=Config.model_validate({"optimizer": {"learning_rate": 0.009}}))
+    become(folder, "lost", ended_at=time.time(), resume_at=time.time() - 1)
+    launcher.leave(folder.run_id)
+    lock(shop, "optimizer.learning_rate", max=0.001)
+    shop.runs._variables = lambda specification: variables_to_resume(shop.home, specification)
+    status = shop.runs.status(folder.run_id)
+    assert status.state == "lost" and status.resume_at is None and "The owner says so" in status.reason
+    assert not launcher.held
+
+
+def test_a_check_of_a_draft_is_held_to_newer_locks(house):
+    shop, _ = house
+    draft = drafted(shop)
+    lock(shop, "environment.knobs.length", max=2)
+    shop.catalog.find = lambda name: pytest.fail("nothing is loaded")
+    with pytest.raises(LockedField, match="The owner says so"):
+        do(check_environment, shop, name=draft)
+
+
+def test_wrong_types_are_told_as_such(house):
+    shop, _ = house
+    draft = drafted(shop)
+    lock(shop, "rollout.group_size", max=4)
+    with pytest.raises(InvalidValue) as refused:
+        do(edit_config, shop, draft_id=draft, changes={"rollout.group_size": "many"})
+    assert not isinstance(refused.value, LockedField) and "whole number" in str(refused.value)
+    (shop.home.configuration / "locks.yaml").write_text("locks: [{field: rollout.group_sise, max: 4, reason: x}]")
+    with pytest.raises(InvalidValue, match="rollout.group_size") as wrong:
+        shop.home.locks()
+    assert "Fix the file" in wrong.value.hint and "get_config" not in wrong.value.hint
+
+
+def test_the_shipped_locks_bound_every_learning_rate(house):
+    shop, _ = house
+    draft = drafted(shop)
+    for field in ("optimizer.learning_rate", "sft.learning_rate", "ppo.value_learning_rate"):
+        with pytest.raises(LockedField, match=field):
+            do(edit_config, shop, draft_id=draft, changes={field: 0.5})
+    assert shop.drafts.get(draft).config.ppo.value_learning_rate is None, "null follows optimizer.learning_rate"
+
+
+def priced(shop, **price):
+    settle(shop, models={"mine": MODEL | ({"prompt_usd": 10.0, "completion_usd": 50.0} | price)})
+
+
+def test_a_model_without_a_price_is_refused_under_a_limit_on_cost(house):
+    shop, launcher = house
+    settle(shop, models={"mine": MODEL})
+    draft = drafted(shop)
+    limit(shop, "per_day: {cost_usd: 5}\nprices: {cpu_hour_usd: 0}\n")
+    with pytest.raises(NotPossibleNow, match="prompt_usd and completion_usd of the model mine"):
+        do(start_test, shop, draft_id=draft, models=["mine"])
+    with pytest.raises(NotPossibleNow, match="prompt_usd and completion_usd of the model mine"):
+        do(build_dataset, shop, name="x", recipe=recipe({"teacher": "mine"}))
+    assert not launcher.held and not list(shop.home.datasets.glob(".jobs/*/order.json"))
+
+
+def test_a_test_of_a_priced_model_reserves_what_is_left_and_no_other_spends_it(house):
+    shop, launcher = house
+    priced(shop)
+    draft = drafted(shop)
+    limit(shop, "per_day: {cost_usd: 0.01}\nprices: {cpu_hour_usd: 0}\n")
+    run = do(start_test, shop, draft_id=draft, models=["mine"], tasks=4, group_size=2).data.run_id
+    cap = Specification.read(shop.runs.folder(run)).limits.caps["cost_usd"]
+    assert (cap.value, cap.limit) == (0.01, "per_day.cost_usd")
+    for attack in (
+        lambda: do(start_test, shop, draft_id=draft, models=["mine"]),
+        lambda: do(build_dataset, shop, name="x", recipe=recipe({"teacher": "mine"})),
+    ):
+        with pytest.raises(NotPossibleNow, match=r"per_day\.cost_usd"):
+            attack()
+    # A crash: what the run spent stays spent, what it had reserved is free again.
+    Purse(shop.runs.folder(run).path / FILE, cap.value, cap.limit).reserve(0.004)
+    launcher.leave(run)
+    [account] = read_accounts(shop.home.runs)
+    assert account.held("cost_usd") == pytest.approx(0.004)
+    second = do(start_test, shop, draft_id=draft, models=["mine"]).data.run_id
+    assert Specification.read(shop.runs.folder(second)).limits.caps["cost_usd"].value == pytest.approx(0.006)
+
+
+def test_a_program_that_builds_a_data_set_is_in_the_same_account(house, monkeypatch):
+    shop, _ = house
+    priced(shop)
+    limit(shop, "per_day: {cost_usd: 1}\nper_run: {cost_usd: 0.4}\nprices: {cpu_hour_usd: 0}\n")
+    monkeypatch.setattr("toprope.trajectories.jobs.jobs.Job.begin", lambda job, order, keys: None)
+    job = begin(shop.home, build_order(shop.home, shop.catalog, "x", [], None, recipe({"teacher": "mine"})))
+    frozen = json.loads((job.folder / "limits.json").read_text())
+    assert frozen["caps"]["cost_usd"]["value"] == 0.4
+    [account] = read_accounts(shop.home.runs)
+    assert account.live and not account.is_run and account.held("cost_usd") == pytest.approx(0.4)
+    Purse(job.folder / FILE, None).reserve(0.3)
+    assert read_accounts(shop.home.runs)[0].held("cost_usd") == pytest.approx(0.4)
+    # It is started again after a crash: what it spent counts against its own limit, too.
+    begin(shop.home, build_order(shop.home, shop.catalog, "x", [], None, recipe({"teacher": "mine"})))
+    assert json.loads((job.folder / "limits.json").read_text())["caps"]["cost_usd"]["value"] == pytest.approx(0.4)
+
+
+def test_calls_to_priced_models_are_confirmed_like_training(house):
+    shop, launcher = house
+    priced(shop)
+    draft = drafted(shop)
+    limit(shop, "confirm: always\n")
+    for attack in (
+        lambda: do(start_test, shop, draft_id=draft, models=["mine"]),
+        lambda: do(build_dataset, shop, name="x", recipe=recipe({"teacher": "mine"})),
+    ):
+        with pytest.raises(NotPossibleNow, match="confirmed"):
+            attack()
+    assert not launcher.held and len(Approvals(shop.home).pending()) == 2
+    do(start_test, shop, draft_id=draft)  # the draft's own policy costs no money
+    first = next(one for one in Approvals(shop.home).pending() if "kind test" in one.text)
+    Approvals(shop.home).approve(first.hash)
+    with pytest.raises(NotPossibleNow, match="confirmed"):
+        do(start_test, shop, draft_id=draft, models=["mine"], tasks=9)
+    assert do(start_test, shop, draft_id=draft, models=["mine"]).data.run_id
+    with pytest.raises(NotPossibleNow, match="confirmed"):
+        do(start_test, shop, draft_id=draft, models=["mine"])
+
+
+def test_approvals_expire_and_are_used_once(house, monkeypatch):
+    shop, _ = house
+    approvals = Approvals(shop.home)
+    shop.home.ensure()
+    approvals.ask("0123456789abcdef", "a run")
+    assert not approvals.use("0123456789abcdef"), "a request is no approval"
+    approvals.approve("0123456789abcdef")
+    approvals.ask("0123456789abcdef", "a run")
+    assert approvals.use("0123456789abcdef") and not approvals.use("0123456789abcdef")
+    approvals.ask("0123456789abcdef", "a run")
+    approvals.approve("0123456789abcdef")
+    monkeypatch.setattr("toprope.workbench.approvals.EXPIRES_S", -1.0)
+    assert not approvals.use("0123456789abcdef") and approvals.pending() == []

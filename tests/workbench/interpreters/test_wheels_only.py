@@ -1,0 +1,45 @@
+"""Agents install wheels only: building a source distribution runs its author's code."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from toprope.errors import TopropeError
+from toprope.settings.owner import Home
+from toprope.workbench.interpreters.adding import Interpreters, Order
+from toprope.workbench.interpreters.installing import Wanted
+
+BACKEND = """
+from pathlib import Path
+
+Path({trace!r}).touch()
+"""
+
+
+def make_source(folder: Path, name: str, trace: Path) -> None:
+    """Write a source distribution whose build leaves a trace."""
+    files = {
+        "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
+        "backend.py": BACKEND.format(trace=str(trace)),
+    }
+    folder.mkdir()
+    with tarfile.open(folder / f"{name}-1.0.tar.gz", "w:gz") as archive:
+        for path, text in files.items():
+            entry = tarfile.TarInfo(f"{name}-1.0/{path}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+
+
+@pytest.mark.parametrize("wheels_only", [True, False])
+def test_a_source_distribution_is_not_built_for_an_agent(tmp_path: Path, wheels_only: bool) -> None:
+    trace = tmp_path / "trace"
+    make_source(tmp_path / "index", "tinyhostile", trace)
+    wanted = Wanted((), find_links=(str(tmp_path / "index"),), offline=True, wheels_only=wheels_only)
+    with pytest.raises(TopropeError):
+        Interpreters(Home(tmp_path / "home", tmp_path / "config"), lambda: []).add(Order("tinyhostile", wanted=wanted))
+    assert trace.exists() is not wheels_only, "without the wall the build runs"

@@ -1,0 +1,153 @@
+"""The account of one spender at priced models: a run, or the program that builds a data set.
+
+Each call is paid before it is made: the most that it can cost is written to the file, and replaced by the actual cost
+once the answer is known. What a crash leaves open counts in full. Only one process at a time writes to an account.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from toprope.atomic import append, write_text
+from toprope.errors import NotPossibleNow
+
+FILE = "spending.jsonl"
+"""Its name in the folder of a run or of a data job."""
+_COMPACT_AFTER = 256
+"""Lines after which closed entries are replaced by one sum per day."""
+
+
+def day_of(at: float) -> str:
+    """The calendar day of this machine at a moment, such as 2026-11-21."""
+    return time.strftime("%Y-%m-%d", time.localtime(at))
+
+
+class LimitReached(NotPossibleNow):
+    """The call may cost more than the owner's limit leaves; it was not made."""
+
+
+class Purse:
+    """Pays calls to priced models.
+
+    Args:
+        path: The account's file.
+        cap: USD that the spender may spend in all, by this account and `beside`; None: unlimited.
+        limit: Name of the limit that sets the cap, for messages.
+        beside: Returns what the spender spends otherwise, in USD.
+    """
+
+    def __init__(
+        self, path: Path, cap: float | None, limit: str = "", beside: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._path, self.cap, self._limit, self._beside = path, cap, limit, beside
+        self._closed, self._open = _read(path)
+        self._lines = 0
+        self._number = max(self._open, default=0)
+        self._compact()
+
+    @property
+    def total(self) -> float:
+        """USD spent and reserved so far."""
+        return sum(self._closed.values()) + sum(usd for _, usd in self._open.values())
+
+    def require(self, usd: float | None) -> None:
+        """Pass a call that fits.
+
+        Args:
+            usd: The most that it can cost; None: unknown.
+
+        Raises:
+            LimitReached: It does not fit; or its price is unknown, and there is a cap.
+        """
+        if self.cap is None:
+            return
+        if usd is None:
+            raise LimitReached(
+                f"{self._limit} limits the cost, and the price of this call is unknown: it was not made.",
+                hint="The owner adds prompt_usd and completion_usd to the model, in USD per million tokens.",
+            )
+        left = self.cap - self._beside() - self.total
+        if usd > left:
+            raise LimitReached(
+                f"{self._limit} allows {self.cap:.4g} USD here, {max(left, 0.0):.4g} USD are left, and this call may "
+                f"cost {usd:.4g} USD: it was not made.",
+                hint="Fewer or shorter answers cost less; the owner sets the limit in limits.yaml.",
+            )
+
+    def reserve(self, usd: float | None) -> int:
+        """Pay a call in advance; return the number of the entry. On return it is on disk.
+
+        Raises:
+            LimitReached: See `require`.
+        """
+        self.require(usd)
+        self._number += 1
+        self._write(self._number, usd or 0.0, done=False)
+        return self._number
+
+    def settle(self, number: int, usd: float) -> None:
+        """Replace a reservation by the actual cost."""
+        self._write(number, usd, done=True)
+
+    def _write(self, number: int, usd: float, *, done: bool) -> None:
+        day = self._open[number][0] if number in self._open else day_of(time.time())
+        line = json.dumps({"n": number, "day": day, "usd": usd, "done": done})
+        append(self._path, line.encode() + b"\n")
+        if done:
+            self._open.pop(number, None)
+            self._closed[day] = self._closed.get(day, 0.0) + usd
+        else:
+            self._open[number] = day, usd
+        self._lines += 1
+        if self._lines >= _COMPACT_AFTER:
+            self._compact()
+
+    def _compact(self) -> None:
+        self._lines = 0
+        if not self._closed and not self._open:
+            return
+        lines = [{"day": day, "usd": usd} for day, usd in self._closed.items()]
+        lines += [{"n": n, "day": day, "usd": usd, "done": False} for n, (day, usd) in self._open.items()]
+        write_text(self._path, "".join(json.dumps(line) + "\n" for line in lines), durable=True)
+
+
+def read_spending(path: Path) -> dict[str, float]:
+    """Return USD by day of an account; open entries count in full."""
+    closed, still_open = _read(path)
+    for day, usd in still_open.values():
+        closed[day] = closed.get(day, 0.0) + usd
+    return closed
+
+
+def _read(path: Path) -> tuple[dict[str, float], dict[int, tuple[str, float]]]:
+    """Return USD by day of the closed entries, and day and USD of the open ones by number."""
+    closed: dict[str, float] = {}
+    found: dict[int, tuple[str, float]] = {}
+    for line in _lines(path):
+        day, usd = str(line["day"]), float(line["usd"])
+        number = line.get("n")
+        if isinstance(number, int) and not line.get("done"):
+            found[number] = day, usd
+            continue
+        if isinstance(number, int):
+            found.pop(number, None)
+        closed[day] = closed.get(day, 0.0) + usd
+    return closed, found
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in content.splitlines():
+        try:
+            entry = json.loads(line)
+            float(entry["usd"]), entry["day"]
+        except (ValueError, KeyError, TypeError):
+            continue  # a crash cut it; the call that it was to pay was not made
+        yield entry

@@ -1,0 +1,68 @@
+"""The tasks that a run's weights were trained on, by its own training and by that of the runs that it descends from.
+
+trained-tasks.txt in the run's folder has an id on each line: that of the task in its environment, and the hash of its
+prompt, so that other environments with the same questions are known, too. A run that begins from another's weights
+evaluates on none of that run's tasks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toprope.atomic import append
+from toprope.records.run.full_disk import NO_ROOM
+
+FILE = "trained-tasks.txt"
+
+
+def content_id(messages: Sequence[dict[str, Any]]) -> str:
+    """Id of a task whose content is its prompt alone; see `toprope.sdk.authoring.environment.Task`."""
+    questions = [str(one.get("content", "")) for one in messages if one.get("role") == "user"]
+    text = " ".join(questions or [str(one.get("content", "")) for one in messages])
+    return hashlib.sha256(" ".join(text.casefold().split()).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+class TrainedTasks:
+    """The record of one run.
+
+    Args:
+        folder: The run's folder.
+        base: Folder of the run whose weights it begins with, if any.
+    """
+
+    def __init__(self, folder: Path, base: Path | None) -> None:
+        self._path = folder / FILE
+        self.inherited = read_trained(base) if base is not None else frozenset[str]()
+        """Ids of the tasks that the first weights were trained on."""
+        self._known = set(read_trained(folder))
+        self._unwritten: set[str] = set()
+        """Ids that a full disk has not taken yet."""
+        self._append(self.inherited - self._known)
+
+    def add(self, task_id: str, messages: Sequence[dict[str, Any]]) -> None:
+        """Record a task before it is trained on."""
+        self._append({task_id.rpartition("/")[2], content_id(messages)} - self._known)
+
+    def _append(self, new: set[str] | frozenset[str]) -> None:
+        self._known |= new
+        self._unwritten |= new
+        if not self._unwritten:
+            return
+        try:
+            append(self._path, "".join(f"{one}\n" for one in sorted(self._unwritten)).encode())
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            return
+        self._unwritten.clear()
+
+
+def read_trained(folder: Path) -> frozenset[str]:
+    """Return the ids that a run recorded; empty for runs of earlier versions."""
+    try:
+        return frozenset((folder / FILE).read_text(encoding="utf-8").split())
+    except FileNotFoundError:
+        return frozenset()

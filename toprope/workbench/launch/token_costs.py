@@ -1,0 +1,73 @@
+"""The most that a run's calls to models at endpoints cost, by the owner's prices per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from toprope.records.run.specification import Specification
+from toprope.settings.endpoints import Endpoint
+
+_SINGLE_TURN = frozenset({"dataset", "score", "trl", "reasoning_gym"})
+"""Adapters whose environments ask once."""
+
+
+@dataclass(frozen=True)
+class TokenCosts:
+    """Costs of calls to endpoints."""
+
+    most_usd: float | None
+    """None if unknown: a price is missing, or nobody knows how often the environment asks."""
+    unpriced: tuple[str, ...] = ()
+    """Names of the models without a price."""
+
+    @property
+    def free(self) -> bool:
+        """True if the calls surely cost nothing."""
+        return self.most_usd == 0
+
+
+def is_priced(endpoint: Endpoint) -> bool:
+    """Return True if both prices of a model are known."""
+    return endpoint.prompt_usd is not None and endpoint.completion_usd is not None
+
+
+def unpriced(endpoints: Mapping[str, Endpoint]) -> tuple[str, ...]:
+    """Return the names of the models without a price."""
+    return tuple(name for name, endpoint in endpoints.items() if not is_priced(endpoint))
+
+
+def token_costs(specification: Specification) -> TokenCosts:
+    """Compute the costs of a run's calls.
+
+    The bound assumes prompts of `policy.max_context` tokens (`sft.max_length` for a teacher) and the longest answers.
+    The run's account holds each call against it, so a run with longer prompts stops asking; it never spends more.
+    """
+    config, test = specification.config, specification.test
+    endpoints = {one.name: one.endpoint for one in (test.models if test else []) if one.endpoint is not None}
+    answers, prompt, longest = 0, config.policy.max_context, config.rollout.max_new_tokens
+    if test is not None:
+        answers, longest = test.tasks * test.group_size, test.max_new_tokens or longest
+    teacher = specification.teacher
+    if teacher is not None and teacher.endpoint is not None:
+        sft = config.sft
+        endpoints[teacher.name] = teacher.endpoint
+        answers, prompt, longest = sft.tasks * sft.traces_per_task * sft.attempts, sft.max_length, sft.max_new_tokens
+    if missing := unpriced(endpoints):
+        return TokenCosts(None, missing)
+    per_call = sum(
+        prompt * (one.prompt_usd or 0.0) + longest * (one.completion_usd or 0.0) for one in endpoints.values()
+    )
+    turns = _turns(specification)
+    if per_call and turns is None:
+        return TokenCosts(None)
+    return TokenCosts(answers * (turns or 1) * per_call / 1e6)
+
+
+def _turns(specification: Specification) -> int | None:
+    """Calls in one rollout; None if unknown."""
+    if specification.mixture:
+        return None
+    if specification.config.environment.max_turns is not None:
+        return specification.config.environment.max_turns
+    return 1 if specification.environment.adapter in _SINGLE_TURN else None
