@@ -104,7 +104,7 @@ def write_an_environment(
 
 _PROMPTS: tuple[tuple[Callable[..., str], str, str], ...] = (
     (train_an_environment, "Train on an environment", "start_training"),
-    (write_an_environment, "Write an environment", "check_environment"),
+    (write_an_environment, "Write an environment", "select_environment"),
     (diagnose_run, "Diagnose a run", "check_status"),
     (improve_a_run, "Improve on a run", "start_training"),
 )
