@@ -204,7 +204,7 @@ def test_results_show_candidates_lineage_and_held_out_figure(house, tmp_path):
     answer = do(get_results, shop, run_id=folder.run_id)
     assert "Best: c004" in answer.text and "c004 < c002^, epoch 2: score 0.8 after 80 steps" in answer.text
     assert "Held out, measured once" in answer.text and "75.0% on 500" in answer.text
-    assert "no score (it collapsed)" in answer.text and "fork_config" in answer.text
+    assert "no score («it collapsed»)" in answer.text and "fork_config" in answer.text
     found = answer.data.results["sweep"]
     assert found["best"]["id"] == "c004" and found["best"]["line_steps"] == 80 and found["epochs_completed"] == 2
     assert [one["id"] for one in found["candidates"]] == ["c004", "c002", "c001", "c003"]
