@@ -11,7 +11,7 @@ the owner's configuration folder. Nothing is created until it is needed: clients
       exports/    rollouts as files       strategies/    Python files that judge, generate or score data
       index.db    drafts, stamps          environments/  one Python file each
       ledger.jsonl  experiments           settings.yaml  variables, more folders, default preset
-      interpreters/  of environments      http-token     of `toprope serve --http`
+      interpreters/, homes/  of environments   http-token     of `toprope serve --http`
 """
 
 from __future__ import annotations
