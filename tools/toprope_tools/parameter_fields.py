@@ -51,6 +51,8 @@ SETS_NOTHING: Mapping[str, frozenset[str]] = {
     "describe_environment": frozenset({"name"}),
     "check_environment": frozenset({"full"}),
     "add_environment": frozenset({"what"}),
+    # It becomes a file that a later call names; the locks hold then.
+    "save_environment": frozenset({"name", "code"}),
     "get_config": frozenset({"draft_id", "section"}),
     "edit_config": frozenset({"draft_id"}),
     "undo_edit": frozenset({"draft_id"}),
@@ -65,7 +67,7 @@ SETS_NOTHING: Mapping[str, frozenset[str]] = {
     "check_status": frozenset({"run_ids", "wait_s", "until", "cursor"}),
     "get_results": frozenset({"run_id", "detail", "plot"}),
     "compare_runs": frozenset({"a", "b"}),
-    "browse_rollouts": frozenset({"run_id", "order", "task", "part", "failed", "cursor"}),
+    "browse_rollouts": frozenset({"run_id", "order", "task", "part", "failed", "group", "cursor"}),
     "export_trajectories": frozenset({"sources", "format", "where"}),
     "build_dataset": frozenset({"name", "sources", "where"}),
     "ask_checkpoint": frozenset({"prompts"}),
