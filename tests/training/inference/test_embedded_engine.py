@@ -160,3 +160,64 @@ def test_stuck_engine_does_not_progress_and_idle_one_does(model: Any, tokenizer:
     finally:
         go_on.set()
         engine.stop()
+
+
+def test_equal_prompts_are_read_once_and_rows_leave_when_they_end(model: Any, tokenizer: Any) -> None:
+    shapes = []
+
+    class Watched:
+        """The model, which notes the rows and tokens of each pass."""
+
+        device, generation_config = model.device, model.generation_config
+
+        def __call__(self, **arguments: Any) -> Any:
+            shapes.append(tuple(arguments["input_ids"].shape))
+            return model(**arguments)
+
+    engine = EmbeddedEngine(Watched(), tokenizer, max_context=64, gather_s=0.5)
+    engine.end_ids = frozenset()
+    prompt = [5, 6, 7, 8]
+    requests = [SamplingRequest(prompt, n=2, max_new_tokens=length) for length in (2, 4, 3)]
+    answered: queue.Queue[Any] = queue.Queue()
+    for request in requests:  # before it starts, so that they are one batch
+        engine.submit(request, answered.put)
+    engine.start()
+    try:
+        for _ in requests:
+            assert len(answered.get(timeout=60)) == 2
+    finally:
+        engine.stop()
+    assert shapes == [(1, 4), (6, 1), (4, 1), (2, 1)]
+    assert (engine.batches, engine.rows, engine.tokens) == (1, 6, 18)
+
+
+def test_short_answer_is_delivered_while_others_go_on(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toprope.training.inference.embedded_engine._DELIVER_S", 0.0)
+    go_on, order = threading.Event(), []
+
+    class Slow:
+        """The model, whose sixth pass waits until the short answer was delivered."""
+
+        device, generation_config = model.device, model.generation_config
+        passes = 0
+
+        def __call__(self, **arguments: Any) -> Any:
+            self.passes += 1
+            if self.passes == 6:
+                assert go_on.wait(60)
+            return model(**arguments)
+
+    engine = EmbeddedEngine(Slow(), tokenizer, max_context=64, gather_s=0.5)
+    engine.end_ids = frozenset()
+    done = threading.Event()
+    engine.submit(SamplingRequest([5, 6], max_new_tokens=2), lambda _: (order.append("short"), go_on.set()))
+    engine.submit(SamplingRequest([7], max_new_tokens=20), lambda _: (order.append("long"), done.set()))
+    engine.start()
+    try:
+        assert done.wait(60)
+    finally:
+        go_on.set()
+        engine.stop()
+    assert order == ["short", "long"]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -72,6 +72,8 @@ class InferenceServer:
         self.samples = SampleIndex(end_ids=engine.end_ids)
         self._tokenized: OrderedDict[str, list[int]] = OrderedDict()
         self._tokenized_size = 0
+        self._delivered: deque[tuple[asyncio.Future[list[Sample]], list[Sample] | Exception]] = deque()
+        self._waking = False
         end_texts = (tokenizer.decode([token]) for token in engine.end_ids)
         self._renderer = MessageRenderer(tokenizer.chat_template, end_texts)
         self.app = Starlette(
@@ -255,16 +257,26 @@ class InferenceServer:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Sample]] = loop.create_future()
 
-        def settle(result: list[Sample] | Exception) -> None:
+        def done(result: list[Sample] | Exception) -> None:
+            # In the engine's thread. One wake-up of the loop serves all answers that are delivered together.
+            self._delivered.append((future, result))
+            if not self._waking:
+                self._waking = True
+                loop.call_soon_threadsafe(self._settle)
+
+        self._engine.submit(request, done)
+        return await future
+
+    def _settle(self) -> None:
+        self._waking = False  # first: an answer that is added from here on wakes the loop again
+        while self._delivered:
+            future, result = self._delivered.popleft()
             if future.done():  # the client has left
-                return
+                continue
             if isinstance(result, Exception):
                 future.set_exception(result)
             else:
                 future.set_result(result)
-
-        self._engine.submit(request, lambda result: loop.call_soon_threadsafe(settle, result))
-        return await future
 
     def _record(self, session: str, prompt_text: str, prompt_ids: list[int], samples: list[Sample]) -> None:
         if not session or session == UNRECORDED:

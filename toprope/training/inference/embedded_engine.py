@@ -1,8 +1,8 @@
 """The embedded engine: one thread that samples from a transformers model for many requests at once.
 
-Requests that arrive within a short time form a decode batch, whatever their settings. Each prompt is read once, then
-its key-value cache is repeated for the n answers. Once half of the rows have ended, ended rows leave the batch. New
-weights are adopted between decode batches.
+Requests that arrive close together form a decode batch, whatever their settings. Equal prompts are read once, and
+their keys and values are repeated for all answers to them. A row leaves the batch when it ends, and a request is
+answered when its last row has ended. New weights are adopted between decode batches.
 
 Any causal language model of transformers works. The engine is meant for a CPU or a small GPU.
 """
@@ -12,15 +12,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toprope.training.inference.engine import Done, FinishReason, Sample, SamplingRequest
+from toprope.training.inference.decode_batch import DecodeBatch
+from toprope.training.inference.engine import Done, Sample, SamplingRequest
+from toprope.training.inference.growing_cache import RowMoves, grow_by_blocks, keep_rows
+from toprope.training.inference.sampling import TokenSampler
 
 if TYPE_CHECKING:
     from toprope.training.policy.weight_sync import WeightReader
+
+_Item = tuple[SamplingRequest, Done]
+_GATHER_ROUNDS = 4
+"""Longest wait for a batch, in multiples of `gather_s`."""
+_DELIVER_S = 0.02
+"""Seconds for which answers are collected before they are delivered together; each delivery wakes the server."""
 
 
 class EmbeddedEngine:
@@ -29,7 +37,7 @@ class EmbeddedEngine:
     Args:
         model: A causal LM in evaluation mode; only the engine's thread calls it.
         weights: Source of newer weights; None for a policy that is not trained.
-        gather_s: Seconds for which the first request of a batch waits for others.
+        gather_s: Seconds without a new request after which a batch begins; it waits at most four times as long.
         max_rows: Largest number of answers in one decode batch.
         max_context: Longest sequence of prompt and answer, in tokens.
         seed: Seed for requests without one.
@@ -84,33 +92,20 @@ class EmbeddedEngine:
             if first is None:
                 break
             self._working, self._pulse = True, self._pulse + 1
-            batch, rows = [first], first[0].n
-            deadline = time.monotonic() + self._gather_s
-            while rows < self._max_rows:
-                try:
-                    item = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
-                except queue.Empty:
-                    break
-                if item is None:
-                    self._queue.put(None)
-                    break
-                if rows + item[0].n > self._max_rows:
-                    held = item
-                    break
-                batch.append(item)
-                rows += item[0].n
+            batch, held = self._gather(first)
             began = time.monotonic()
-            answers: Sequence[list[Sample] | Exception]
+            waiting = dict(enumerate(done for _, done in batch))
+            answers: dict[int, list[Sample] | Exception]
             try:
                 if self._weights is not None:
                     self.version = self._weights.refresh()
-                answers = self._generate([request for request, _ in batch])
+                answers = dict(self._generate([request for request, _ in batch], waiting))
             except Exception as error:  # the error is the answer to this batch; the next one may succeed
-                answers = [error] * len(batch)
+                answers = dict.fromkeys(waiting, error)
             self.busy_s += time.monotonic() - began
-            self.batches, self.rows = self.batches + 1, self.rows + rows
-            for (_, done), answer in zip(batch, answers, strict=True):
-                done(answer)
+            self.batches, self.rows = self.batches + 1, self.rows + sum(request.n for request, _ in batch)
+            for request, answer in answers.items():
+                waiting[request](answer)
             self._working = False
         if held is not None:
             held[1](RuntimeError("the engine has stopped"))
@@ -118,161 +113,112 @@ class EmbeddedEngine:
             if (item := self._queue.get()) is not None:
                 item[1](RuntimeError("the engine has stopped"))
 
-    def _generate(self, requests: list[SamplingRequest]) -> list[list[Sample]]:
+    def _gather(self, first: _Item) -> tuple[list[_Item], _Item | None]:
+        """The requests of a batch, and the one that no longer fitted, if any."""
+        batch, rows = [first], first[0].n
+        latest = time.monotonic() + _GATHER_ROUNDS * self._gather_s
+        while rows < self._max_rows:
+            try:
+                item = self._queue.get(timeout=max(0.0, min(self._gather_s, latest - time.monotonic())))
+            except queue.Empty:
+                break
+            if item is None:
+                self._queue.put(None)
+                break
+            if rows + item[0].n > self._max_rows:
+                return batch, item
+            batch.append(item)
+            rows += item[0].n
+        return batch, None
+
+    def _generate(self, requests: list[SamplingRequest], waiting: dict[int, Done]) -> dict[int, list[Sample]]:
+        """Sample the answers to all requests. Those that end early are delivered and leave `waiting`.
+
+        Returns:
+            The other answers, by the place of their request.
+        """
+        device = self._model.device
+        batch = DecodeBatch(requests, self._tokenizer, self.end_ids, self.max_context)
+        sampler = TokenSampler([(requests[row.request], row.number) for row in batch.live], device, self._generator)
         with torch.inference_mode():
-            rows = _Rows(requests, self._model.device, self._generator)
-            ids, mask = rows.padded_prompts(self._pad_id())
-            positions = (mask.cumsum(1) - 1).clamp(min=0)
-            output = self._model(
-                input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
-            )
-            cache = output.past_key_values
-            repeats = torch.tensor([request.n for request in requests], device=ids.device)
-            source = torch.arange(len(requests), device=ids.device).repeat_interleave(repeats)
-            if len(source) != len(requests):
-                cache.batch_select_indices(source)
-            logits, mask = output.logits[source, -1], mask[source]
-            lengths = mask.sum(1, keepdim=True)
-            alive = list(range(len(source)))
+            logits, cache, mask, lengths = self._read_prompts(requests)
+            complete: list[int] = []
+            width = max(len(request.prompt_ids) for request in requests)
+            delivered = time.monotonic()
             while True:
                 self._pulse += 1
-                token, logprob = rows.sample(logits, alive)
-                ended = self._append(rows, alive, token.tolist(), logprob.tolist())
-                if all(ended):
-                    break
-                if sum(ended) * 2 >= len(alive):
-                    kept = torch.tensor([i for i, end in enumerate(ended) if not end], device=ids.device)
-                    cache.batch_select_indices(kept)
-                    token, mask, lengths = token[kept], mask[kept], lengths[kept]
-                    alive = [row for row, end in zip(alive, ended, strict=True) if not end]
-                mask = torch.cat([mask, mask.new_ones(len(alive), 1)], 1)
+                token, logprob = sampler.sample(logits)
+                ended = batch.append(token.tolist(), logprob.tolist())
+                if ended:
+                    requests_ended = {batch.live[place].request for place in ended}
+                    complete += [request for request in sorted(requests_ended) if batch.is_complete(request)]
+                    if len(ended) == len(batch.live):
+                        break
+                    moves = RowMoves(len(batch.live), ended, device)
+                    batch.keep(moves.order)
+                    sampler.keep(moves.index, moves.order)
+                    keep_rows(cache, moves)
+                    token, lengths = token[moves.index], lengths[moves.index]
+                    mask = None if mask is None else mask[moves.index]
+                    if complete and time.monotonic() - delivered > _DELIVER_S:
+                        for request in complete:
+                            waiting.pop(request)(batch.samples(request, self.version))
+                        complete, delivered = [], time.monotonic()
+                width += 1
                 output = self._model(
                     input_ids=token.unsqueeze(1),
-                    attention_mask=mask,
+                    attention_mask=None if mask is None else mask[:, :width],
                     position_ids=lengths,
                     past_key_values=cache,
                     use_cache=True,
                 )
                 logits, lengths = output.logits[:, -1], lengths + 1
-            self.tokens += sum(len(tokens) for tokens in rows.token_ids)
-            return self._samples(requests, rows)
+        self.tokens += batch.tokens
+        return {request: batch.samples(request, self.version) for request in complete}
+
+    def _read_prompts(
+        self, requests: list[SamplingRequest]
+    ) -> tuple[torch.Tensor, Any, torch.Tensor | None, torch.Tensor]:
+        """Run the model over the prompts, each different one once.
+
+        Returns:
+            Logits of the first tokens (rows, vocabulary), the filled cache, the mask (rows, longest prompt and answer)
+            or None if all prompts are equally long, and the lengths of the prompts (rows, 1).
+        """
+        device, places = self._model.device, dict[tuple[int, ...], int]()
+        source = [
+            place
+            for request in requests
+            for place in [places.setdefault(tuple(request.prompt_ids), len(places))] * request.n
+        ]
+        longest, pad = max(map(len, places)), self._pad_id()
+        padding = [longest - len(prompt) for prompt in places]
+        ids = torch.tensor([[pad] * count + list(prompt) for count, prompt in zip(padding, places, strict=True)])
+        mask = None
+        if any(padding):
+            width = longest + min(self.max_context, max(request.max_new_tokens for request in requests))
+            mask = (torch.arange(width) >= torch.tensor(padding).unsqueeze(1)).to(device)
+        positions = (torch.arange(longest) - torch.tensor(padding).unsqueeze(1)).clamp(min=0)
+        output = self._model(
+            input_ids=ids.to(device),
+            attention_mask=None if mask is None else mask[:, :longest],
+            position_ids=positions.to(device),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        index = torch.tensor(source, device=device)
+        grow_by_blocks(output.past_key_values, None if source == list(range(len(places))) else index)
+        lengths = positions[:, -1:].to(device) + 1
+        return (
+            output.logits[:, -1][index],
+            output.past_key_values,
+            None if mask is None else mask[index],
+            lengths[index],
+        )
 
     def _pad_id(self) -> int:
         pad: int | None = self._tokenizer.pad_token_id
         return pad if pad is not None else next(iter(self.end_ids), 0)
-
-    def _append(self, rows: _Rows, alive: list[int], tokens: list[int], logprobs: list[float]) -> list[bool]:
-        """Append a token to every row that has not ended; returns which rows have ended."""
-        ended = []
-        for row, token, logprob in zip(alive, tokens, logprobs, strict=True):
-            if rows.finish[row] is None:
-                rows.token_ids[row].append(token)
-                rows.logprobs[row].append(logprob)
-                rows.finish[row] = self._finish_reason(rows.request_of[row], rows.token_ids[row])
-            ended.append(rows.finish[row] is not None)
-        return ended
-
-    def _finish_reason(self, request: SamplingRequest, token_ids: list[int]) -> FinishReason | None:
-        if token_ids[-1] in self.end_ids:
-            return "stop"
-        if request.stop:
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-            if any(word in text for word in request.stop):
-                return "stop"
-        length = len(token_ids)
-        if length >= request.max_new_tokens or len(request.prompt_ids) + length >= self.max_context:
-            return "length"
-        return None
-
-    def _samples(self, requests: list[SamplingRequest], rows: _Rows) -> list[list[Sample]]:
-        texts = self._tokenizer.batch_decode(rows.token_ids, skip_special_tokens=True)
-        answers, row = [], 0
-        for request in requests:
-            answer = []
-            for _ in range(request.n):
-                text, reason = texts[row], rows.finish[row]
-                assert reason is not None, "sampling ends when every row has ended"
-                cut = min((at for word in request.stop if (at := text.find(word)) >= 0), default=len(text))
-                answer.append(Sample(rows.token_ids[row], rows.logprobs[row], self.version, text[:cut], reason))
-                row += 1
-            answers.append(answer)
-        return answers
-
-
-class _Rows:
-    """The growing answers of a decode batch."""
-
-    def __init__(self, requests: list[SamplingRequest], device: torch.device, generator: torch.Generator) -> None:
-        self._device, self._generator = device, generator
-        self._requests = requests
-        self.request_of = [request for request in requests for _ in range(request.n)]
-        count = len(self.request_of)
-        self.token_ids: list[list[int]] = [[] for _ in range(count)]
-        self.logprobs: list[list[float]] = [[] for _ in range(count)]
-        self.finish: list[FinishReason | None] = [None] * count
-        temperatures = [request.temperature for request in self.request_of]
-        self._greedy = torch.tensor([value == 0 for value in temperatures], device=device)
-        self._temperature = torch.tensor([value or 1.0 for value in temperatures], device=device).unsqueeze(1)
-        self._unscaled = all(value == 1.0 for value in temperatures)
-        self._any_greedy = any(value == 0 for value in temperatures)
-        self._top_p: torch.Tensor | None = None
-        if any(request.top_p < 1 for request in requests):
-            self._top_p = torch.tensor([request.top_p for request in self.request_of], device=device).unsqueeze(1)
-        self._seeded: dict[int, torch.Generator] = {}
-        row = 0
-        for request in requests:
-            for index in range(request.n):
-                if request.seed is not None:
-                    seed = (request.seed * 1_000_003 + index) % 2**63
-                    self._seeded[row] = torch.Generator(device=device).manual_seed(seed)
-                row += 1
-
-    def padded_prompts(self, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and attention mask of the prompts, both (requests, longest prompt), padded on the left."""
-        longest = max(len(request.prompt_ids) for request in self._requests)
-        ids = [[pad] * (longest - len(r.prompt_ids)) + r.prompt_ids for r in self._requests]
-        mask = [[0] * (longest - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in self._requests]
-        return torch.tensor(ids, device=self._device), torch.tensor(mask, device=self._device)
-
-    def sample(self, logits: torch.Tensor, alive: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample the next token of each row.
-
-        Args:
-            logits: (rows, vocabulary).
-            alive: Indices of these rows in the batch.
-
-        Returns:
-            Tokens and their log-probabilities, both (rows,).
-        """
-        index = None if len(alive) == len(self.request_of) else torch.tensor(alive, device=self._device)
-        logits = logits.float()
-        if not self._unscaled:
-            logits = logits / _select(self._temperature, index)
-        logprobs = torch.log_softmax(logits, -1)
-        weights = logprobs.exp()
-        if self._top_p is not None:
-            weights = _nucleus(weights, _select(self._top_p, index))
-        token = torch.multinomial(weights, 1, generator=self._generator).squeeze(1)
-        for place, row in enumerate(alive):
-            if (own := self._seeded.get(row)) is not None:
-                token[place] = torch.multinomial(weights[place], 1, generator=own)[0]
-        if self._any_greedy:
-            token = torch.where(_select(self._greedy, index), logits.argmax(-1), token)
-        return token, logprobs.gather(1, token.unsqueeze(1)).squeeze(1)
-
-
-def _select(values: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    return values if index is None else values[index]
-
-
-def _nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Zero all but the smallest set of tokens whose probability reaches top_p (Holtzman et al. 2020).
-
-    `weights` is (rows, vocabulary), `top_p` (rows, 1).
-    """
-    ordered, order = weights.sort(-1, descending=True)
-    outside = ordered.cumsum(-1) - ordered >= top_p
-    return weights.masked_fill(outside.scatter(-1, order, outside), 0.0)
 
 
 def _find_end_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -1,0 +1,155 @@
+"""Key-value caches whose buffers grow by blocks.
+
+The layers of transformers' `DynamicCache` copy all keys and values for every new token, so an answer of n tokens costs
+n^2 copies. The layers here write a token into a buffer with room to spare and hand views of it to the model's own
+attention; a full buffer is copied into one that is a quarter longer, so n tokens cost about 5 n copies. A row leaves
+the batch when the last row is written over it, which copies one row instead of all.
+
+`grow_by_blocks` replaces the layers of a filled cache. Other layers (recurrent states, quantized ones) stay as they
+are and take part through their own methods, so every architecture with a cache of transformers works.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+_BLOCK = 64
+"""Least number of tokens by which a buffer grows."""
+
+
+class RowMoves:
+    """A new, shorter order of the rows of a batch: the last rows take the places of those that leave.
+
+    Args:
+        rows: Number of rows.
+        leaving: Places of the rows that leave, in ascending order.
+    """
+
+    def __init__(self, rows: int, leaving: list[int], device: torch.device) -> None:
+        gone = set(leaving)
+        self.count = rows - len(gone)
+        holes = [place for place in leaving if place < self.count]
+        movers = [place for place in range(self.count, rows) if place not in gone]
+        self.order = list(range(self.count))
+        for hole, mover in zip(holes, movers, strict=True):
+            self.order[hole] = mover
+        self.index: Any = torch.tensor(self.order, device=device)
+        """(count,): the former place of each remaining row."""
+        self.holes = torch.tensor(holes, device=device, dtype=torch.long)
+        self.movers = torch.tensor(movers, device=device, dtype=torch.long)
+
+    def apply(self, buffer: torch.Tensor, start: int, end: int) -> None:
+        """Move rows within a buffer (rows, ..., positions, width), for the positions from start to end."""
+        if len(self.holes):
+            buffer[self.holes, :, start:end] = buffer[self.movers, :, start:end]
+
+
+class GrowingLayer(DynamicLayer):
+    """A layer of full attention. `keys` and `values` are views of buffers (rows, heads, room, width)."""
+
+    _buffers: tuple[torch.Tensor, ...] = ()
+    _end = 0
+    """Position after the last token in the buffers."""
+    _view: torch.Tensor | None = None
+    """`keys` as this class left it; another tensor there means that a method of the library replaced it."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values (rows, heads, tokens, width); return all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self._append(key_states, value_states)
+        self._hold(keys, values)
+        return keys, values
+
+    def keep_rows(self, moves: RowMoves) -> None:
+        """Drop the rows that leave."""
+        if self.keys is not self._view or not self._buffers:
+            self.reorder_cache(moves.index)
+            return
+        start = self._end - self._held()
+        for buffer in self._buffers:
+            moves.apply(buffer, start, self._end)
+        keys, values = (buffer[: moves.count, :, start : self._end] for buffer in self._buffers)
+        self._hold(keys, values)
+
+    def _held(self) -> int:
+        keys = self.keys  # an empty layer holds a tensor of one dimension
+        return keys.shape[-2] if keys is not None and keys.dim() == 4 else 0
+
+    def _hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+        self._view = keys
+
+    def _append(self, *added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, tokens, held = added[0].shape[0], added[0].shape[-2], self._held()
+        if self.keys is not self._view or not self._buffers or self._end + tokens > self._buffers[0].shape[-2]:
+            room = held + tokens + max(_BLOCK, (held + tokens) // 4)
+            former: tuple[Any, Any] = self.keys, self.values
+            self._buffers = tuple(new.new_empty(rows, new.shape[1], room, new.shape[-1]) for new in added)
+            if held:
+                for buffer, old in zip(self._buffers, former, strict=True):
+                    buffer[:, :, :held] = old
+            self._end = held
+        end = self._end + tokens
+        for buffer, new in zip(self._buffers, added, strict=True):
+            buffer[:rows, :, self._end : end] = new
+        start, self._end = self._end - held, end
+        keys, values = (buffer[:rows, :, start:end] for buffer in self._buffers)
+        return keys, values
+
+
+class GrowingSlidingLayer(GrowingLayer, DynamicSlidingWindowLayer):
+    """A layer whose attention reaches back `sliding_window` tokens; older ones are left out when a buffer is full."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values (rows, heads, tokens, width); return those that the new tokens may look at."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        keys, values = self._append(key_states, value_states)
+        kept = slice(max(0, keys.shape[-2] - self.sliding_window + 1), None)
+        self._hold(keys[:, :, kept], values[:, :, kept])
+        return keys, values
+
+
+_GROWING: dict[type, type[GrowingLayer]] = {
+    DynamicLayer: GrowingLayer,
+    DynamicSlidingWindowLayer: GrowingSlidingLayer,
+}
+
+
+def grow_by_blocks(cache: Any, source: torch.Tensor | None = None) -> None:
+    """Let the buffers of a cache that a model filled grow by blocks from now on.
+
+    Args:
+        cache: A cache of transformers, changed in place.
+        source: (rows,): the present row of each new row, to repeat or reorder rows; None keeps them.
+    """
+    if source is not None:
+        cache.reorder_cache(source)
+    layers = getattr(cache, "layers", ())
+    for place, layer in enumerate(layers):
+        if (kind := _GROWING.get(type(layer))) is not None and layer.is_initialized:
+            growing = kind.__new__(kind)
+            growing.__dict__.update(layer.__dict__)
+            layers[place] = growing
+
+
+def keep_rows(cache: Any, moves: RowMoves) -> None:
+    """Drop the rows of a cache that leave its batch."""
+    layers = getattr(cache, "layers", None)
+    if layers is None:
+        cache.reorder_cache(moves.index)
+        return
+    for layer in layers:
+        if isinstance(layer, GrowingLayer):
+            layer.keep_rows(moves)
+        else:
+            layer.reorder_cache(moves.index)
