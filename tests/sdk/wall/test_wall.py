@@ -269,6 +269,19 @@ def test_product_starts_no_worker_without_a_wall() -> None:
     ]
 
 
+@pytest.mark.skipif(not has_groups(), reason="no control groups can be made here")
+def test_groups_of_killed_makers_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makers in different pid namespaces have the same pid, so neither names nor checks rest on it."""
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    first, second = ProcessGroup.make(8), ProcessGroup.make(8)
+    assert first is not None and second is not None and first.path != second.path
+    os.utime(first.path, (1, 1))
+    third = ProcessGroup.make(8)
+    assert third is not None and not os.path.exists(first.path) and os.path.exists(second.path)
+    for group in (second, third):
+        group.remove()
+
+
 def test_paths_of_sources_and_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "env.py").write_text("")

@@ -7,8 +7,8 @@ A group can be made by root, and in a part of the tree that was delegated to thi
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import secrets
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 __all__ = ["ProcessGroup"]
 
 _NAME = "toprope-worker-"
-_NUMBERS = itertools.count(1)
+_STALE_S = 300.0
 _END_S = 2.0
 
 
@@ -39,7 +39,7 @@ class ProcessGroup:
             memory_mb: Most memory of all together in MB, if the machine counts it; 0: no limit.
         """
         for parent in _parents():
-            path = os.path.join(parent, f"{_NAME}{os.getpid()}-{next(_NUMBERS)}")
+            path = os.path.join(parent, f"{_NAME}{secrets.token_hex(8)}")
             try:
                 _remove_stale(parent)
                 os.mkdir(path)
@@ -127,12 +127,12 @@ def _counts(place: str) -> bool:
 
 
 def _remove_stale(parent: str) -> None:
-    """Remove groups whose maker is gone. Only empty ones can be removed."""
+    """Remove groups whose maker was killed. Groups with processes cannot be removed, and new ones stay."""
     for name in os.listdir(parent):
-        maker = name.removeprefix(_NAME).partition("-")[0]
-        if name.startswith(_NAME) and maker.isdigit() and not os.path.exists(f"/proc/{maker}"):
-            with contextlib.suppress(OSError):
-                os.rmdir(os.path.join(parent, name))
+        path = os.path.join(parent, name)
+        with contextlib.suppress(OSError):
+            if name.startswith(_NAME) and time.time() - os.stat(path).st_mtime > _STALE_S:
+                os.rmdir(path)
 
 
 def _write(path: str, name: str, text: str) -> None:
