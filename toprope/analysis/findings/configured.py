@@ -11,7 +11,7 @@ from typing import Any
 
 from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.rewards import nothing_scored
-from toprope.analysis.findings.rules import MEASURED, Rule, Symptom, mended, share
+from toprope.analysis.findings.rules import CHOSEN, MEASURED, Rule, Symptom, mended, share
 
 _ZERO = "frac_reward_zero_std"
 _USUAL_GROUP, _USUAL_GROUPS = 8, 8
@@ -236,7 +236,7 @@ CONFIGURED: tuple[Rule, ...] = (
         "below 4 answers, with 1.5 times the signal at 8 or fewer than 32 answers a step",
         MEASURED,
     ),
-    Rule("batch_too_small", batch_too_small, "at most 2 groups and fewer than 16 answers a step", MEASURED),
+    Rule("batch_too_small", batch_too_small, "at most 2 groups and fewer than 16 answers a step", CHOSEN),
     Rule(
         "kl_weight",
         kl_weight,
@@ -244,7 +244,7 @@ CONFIGURED: tuple[Rule, ...] = (
         "KL-regularised optimum: log-ratio = advantage / weight (Korbak et al., arXiv:2205.11275); measured",
     ),
     Rule("budget_short", budget_short, "all planned steps change a token by less than 1 nat", MEASURED),
-    Rule("warmup_long", warmup_long, "half of the steps that the run makes", MEASURED),
-    Rule("sampling_extreme", sampling_extreme, "temperature outside 0.4 to 1.5, top_p below 0.5", MEASURED),
-    Rule("weight_decay", weight_decay, "a fifth of the weights, and no gain in reward", MEASURED),
+    Rule("warmup_long", warmup_long, "half of the steps that the run makes", CHOSEN),
+    Rule("sampling_extreme", sampling_extreme, "temperature outside 0.4 to 1.5, top_p below 0.5", CHOSEN),
+    Rule("weight_decay", weight_decay, "a fifth of the weights, and no gain in reward", CHOSEN),
 )

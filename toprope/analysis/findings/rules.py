@@ -15,6 +15,7 @@ from toprope.text_format import value
 
 Grade = Literal["note", "warning", "critical"]
 
+CHOSEN = "chosen by us, not measured"
 MEASURED = "measured on recorded CPU runs of Toprope (make bench-findings)"
 """Source of thresholds that no publication gives."""
 
