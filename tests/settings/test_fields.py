@@ -72,7 +72,7 @@ def test_value_is_read_by_type_of_field(name, given, expected):
     ("name", "given", "says"),
     [
         ("rollout.group_size", 8.5, "a whole number"),
-        ("rollout.group_size", "8.5", ">= 2, <= 1024"),
+        ("rollout.group_size", "8.5", ">= 2 and <= 1024"),
         ("rollout.group_size", True, "a whole number"),
         ("rollout.group_size", 1, ">= 2"),
         ("rollout.group_size", 1025, "<= 1024"),
