@@ -277,15 +277,40 @@ def test_parts_and_plain_rows_equal_the_whole(tiny_policy: Path, monkeypatch: py
     config = small_config()
     model = load_model(tiny_policy, config)
     rows = build_rows([rollout_group([0.0, 1.0, 0.5]), rollout_group([1.0, 0.0], task="u")], config)
-    found = []
+    torch.manual_seed(2)
+    reference = load_model(tiny_policy, config)
+    for value in reference.parameters():
+        value.data += 0.1 * torch.randn_like(value)
+    found, of_reference = [], []
     for most, window in ((1 << 26, None), (4000, None), (1 << 26, 4)):
         monkeypatch.setattr(forward, "CHUNK_VALUES", most)
         scored = PolicyForward(model, 0, temperature=0.7)
         scored._window, scored._per_pair = window, 0
         assert len(scored._sequences(rows)) == (5 if window else 1)
         scores = scored(rows, 3)
+        of_reference.append(scored(rows, 3, model=reference).logps.detach())
         model.zero_grad()
         (scores.logps * torch.arange(15.0).view(5, 3)).sum().backward()
         found.append((scores.logps, scores.entropies, *[value.grad.clone() for value in model.parameters()]))
+    assert not torch.allclose(of_reference[0], found[0][0], atol=1e-2)
+    assert all(torch.allclose(of_reference[0], other, atol=1e-4) for other in of_reference[1:])
     for others in found[1:]:
         assert all(torch.allclose(first, second, atol=1e-4) for first, second in zip(found[0], others, strict=True))
+
+
+def test_mixture_of_experts_adds_its_load_balancing_loss() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, router_aux_loss_coef=0.02))
+    scored = PolicyForward(model, 0)
+    assert scored.aux_weight == 0.02 and not scored.shares_prompts, "sharing would count the tokens of a prompt once"
+    rows = build_rows([rollout_group([0.0, 1.0])], small_config())
+    scores = scored(rows, 3)
+    padded = torch.tensor([[*row.prompt, *row.completion[:-1]] for row in rows])
+    expected = model(padded, attention_mask=torch.ones_like(padded), output_router_logits=True).aux_loss
+    assert scores.aux_loss.item() == pytest.approx(expected.item(), rel=1e-5) and expected > 0
+    (scores.logps.sum() + scored.aux_weight * scores.aux_loss).backward()
+    assert all(value.grad is not None for name, value in model.named_parameters() if "gate" in name)

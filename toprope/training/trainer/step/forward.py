@@ -110,9 +110,10 @@ class PolicyForward:
         if not sequences:
             return None
         layout = lay_out(rows, sequences, columns, self._pad, self.device)
-        states, logits, aux_loss = self._run(self._model if model is None else model, layout)
+        model = self._model if model is None else model
+        states, logits, aux_loss = self._run(model, layout)
         if logits is None:
-            logps, entropies = self._score_in_parts(states, layout, entropy_gradient)
+            logps, entropies = self._score_in_parts(model.get_output_embeddings(), states, layout, entropy_gradient)
         else:
             logps, entropies = self._score(logits, layout.choice, layout.targets, entropy_gradient)
 
@@ -186,9 +187,8 @@ class PolicyForward:
         return spread[choice, targets], entropies[choice]
 
     def _score_in_parts(
-        self, states: torch.Tensor, layout: Layout, entropy_gradient: bool
+        self, head: Any, states: torch.Tensor, layout: Layout, entropy_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        head = self._model.get_output_embeddings()
         size = max(CHUNK_VALUES // head.weight.size(0), 1)
 
         def score(part: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
