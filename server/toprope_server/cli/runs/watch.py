@@ -190,8 +190,9 @@ def _cells(status: Status, means: Mapping[str, float]) -> list[str]:
         cells.append(f"best {number(progress['best'])}")
     if means:
         cells.append(_smoothed(means).removeprefix("; "))
-    elif progress.get("reward") is not None:
-        cells.append(f"reward {number(progress['reward'])}")
+    else:
+        cells += [f"reward {number(progress['reward'])}"] if progress.get("reward") is not None else []
+        cells += [f"success {percent(progress['success'])}"] if progress.get("success") is not None else []
     if progress.get("rollouts_per_second") is not None:
         cells.append(f"{number(progress['rollouts_per_second'])} rollouts/s")
     numbers = _numbers(status)
