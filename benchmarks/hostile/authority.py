@@ -54,7 +54,7 @@ _QUICK, _TEMPLATES, _ROWS = 40, 12, 400
 _PRICE = {"prompt_usd": 100.0, "completion_usd": 1000.0}
 _ANSWER_USD = (10 * 100 + 4 * 1000) / 1e6
 """Cost of an answer of the stand-in, which reports 10 tokens of prompt and 4 of completion."""
-_DAY_USD, _SPENDERS, _CALLS = 1.0, 5, 120
+_DAY_USD, _SPENDERS, _CALLS = 1.0, 5, 400
 
 
 def measure(seed: int, quick: bool) -> dict[str, Any]:
