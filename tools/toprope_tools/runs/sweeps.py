@@ -214,8 +214,8 @@ def member_of(run_id: str) -> str | None:
 
 def best_line(sweep: Status) -> str:
     """Summarize the outcome of a sweep in a few words, from its status."""
-    if (found := headline(sweep)) is not None:
-        return f"winner: {found}"
+    if (winner := headline(sweep)) is not None:
+        return f"winner: {winner}"
     found = [one for label, one in sweep.evaluations.items() if label.startswith("epoch-")]
     return f"best {number(found[-1].get('score'))} after {len(found)} epochs" if found else ""
 
