@@ -42,7 +42,7 @@ DRAFT = {
     "evaluation.validation_tasks": 200,
     "evaluation.heldout_tasks": 300,
     "evaluation.examples": 2,
-    "logging.keep_rollouts": False,
+    "logging.keep_rollouts": "none",
 }
 SPACE = {
     "optimizer.learning_rate": {"min": BAD_START, "max": 1e-2, "log": True},

@@ -214,3 +214,13 @@ def test_old_conflict_does_not_block_other_edit():
     result, changed = apply_changes(config, {"rollout.temperature": 0.5})
     assert result.rollout.temperature == 0.5
     assert len(changed) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(True, "all"), (False, "none"), ("false", "none"), ("sample", "sample"), ("none", "none")]
+)
+def test_kept_rollouts_of_earlier_versions_are_read(given, kept):
+    assert find_field("logging.keep_rollouts", all_fields()).coerce(given) == kept
+    assert Config.model_validate({"logging": {"keep_rollouts": given}}).logging.keep_rollouts == kept
+    with pytest.raises(InvalidValue, match="all, sample, none"):
+        apply_changes(Config(), {"logging.keep_rollouts": "half"})

@@ -8,13 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pyarrow.parquet
 import pytest
 
 from tests.support.trajectory_runs import asked, group, hold_out, journal, make_run, place_tokenizer, row, words_run
 from toprope.errors import InvalidValue
 from toprope.records.journal.demonstrations import Trace, append_traces
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import MASKED, Outcome
+from toprope.records.journal.marks import GroupNote, Snapshot
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import TrajectoryStrategy
@@ -280,3 +283,31 @@ print([m for m in heavy if m in sys.modules])
 """
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("keep", ["all", "sample", "none"])
+def test_reader_reads_compressed_segments_and_what_was_kept(home: Path, tmp_path: Path, keep):
+    folder = make_run(tmp_path / "runs", f"kept-{keep}", policies=home / "policies")
+    written = FileJournal(folder.journal, segment_bytes=3000)
+    for number in range(1, 41):
+        one = group(number, [asked(f"question {number}", f"answer {number}")], [1.0])
+        written.append(msgspec.json.encode(one), GroupNote(rows=1))
+    whole = [item.messages for item in RunReader(folder)]
+    assert len(whole) == 40
+    left = written.compressible()
+    assert len(left) > 2
+    assert written.compress(left[0])
+    written.leave(41, Snapshot(), keep=keep)
+    written.close()
+    for ordinal in written.compressible():
+        assert written.compress(ordinal)
+    reader = RunReader(folder)
+    read = {item.metadata["group"]: item.messages for item in reader}
+    assert all(messages == whole[seq - 1] for seq, messages in read.items())
+    assert reader.captured.removed == (keep != "all")
+    assert not reader.captured.unreadable
+    if keep == "all":
+        assert len(read) == 40
+    else:
+        assert 0 < len(read) < 40 and 40 in read
+        assert ({1, 17} <= read.keys()) == (keep == "sample")

@@ -7,9 +7,9 @@ GPU, a description that agents read, and bounds that exclude nonsense; the owner
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from toprope.settings.algorithms import contradictions
 from toprope.settings.environment import EnvironmentSection, Section, mixture_conflicts
@@ -212,6 +212,11 @@ class EvaluationSection(Section):
     examples: int = Field(6, ge=0, le=100, description="Validation tasks whose answers are kept, before and after.")
 
 
+def _kept_rollouts(value: Any) -> Any:
+    """The value of earlier versions' true and false."""
+    return {"true": "all", "false": "none"}.get(str(value).strip().lower(), value)
+
+
 class LoggingSection(Section):
     """Logs, checkpoints and stored rollouts of a run."""
 
@@ -227,8 +232,9 @@ class LoggingSection(Section):
         description="The moment when a rollout counts as stored. group: on disk, many at once; always: on disk, one by "
         "one; os: with the operating system, which survives every crash except the machine's own.",
     )
-    keep_rollouts: bool = Field(
-        True, description="Keep all rollouts with the run; false: remove rollouts from before a checkpoint."
+    keep_rollouts: Annotated[Literal["all", "sample", "none"], BeforeValidator(_kept_rollouts)] = Field(
+        "all",
+        description="Rollouts from before a checkpoint that the run keeps: all; sample: every sixteenth group; none.",
     )
     save_total_limit: int = Field(2, ge=1, le=1000, description="Checkpoints to keep.")
 

@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from toprope.atomic import write_json
 from toprope.errors import DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
+from toprope.records.journal.segments import ordinals, plain_bytes, segment_path
 from toprope.records.purse import FILE as SPENDING
 from toprope.records.purse import read_spending
 from toprope.records.run.folder import RunFolder, read_json
@@ -269,9 +270,10 @@ def _locked_values(step: StepPlan) -> dict[str, Any]:
 
 
 def _require_room(sources: Sources, target: Path) -> None:
-    size = sum(segment.stat().st_size for run in sources.runs for segment in (run / "journal").glob("*.journal")) + sum(
-        path.stat().st_size for version in sources.versions for path in version.iterdir()
-    )
+    journals = [run / "journal" for run in sources.runs]
+    size = sum(
+        plain_bytes(segment_path(journal, ordinal)) for journal in journals for ordinal in ordinals(journal)
+    ) + sum(path.stat().st_size for version in sources.versions for path in version.iterdir())
     place = next(one for one in (target, *target.parents) if one.exists())
     free, need = shutil.disk_usage(place).free, _FLOOR + round(size * _SHARE)
     if free < need:

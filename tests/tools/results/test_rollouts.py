@@ -14,7 +14,7 @@ from tests.support.tools_house import do
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Group, Outcome
-from toprope.records.journal.marks import GroupNote
+from toprope.records.journal.marks import GroupNote, Snapshot
 
 
 @pytest.fixture
@@ -147,3 +147,33 @@ def test_run_without_rollouts_says_so(shop):
         do(browse_rollouts, shop, run_id=started(shop, [], try_inference))
     with pytest.raises(InvalidValue, match="not a cursor"):
         do(browse_rollouts, shop, run_id=started(shop, [group(1, [1.0])]), cursor="x")
+
+
+@pytest.mark.parametrize("keep", ["sample", "none"])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_groups_that_were_not_kept_are_told_in_words(shop, keep, indexed):
+    """Facts of removed groups stay in the index, if they were browsed before; sampled ones can still be read."""
+    run = started(shop, [])
+    folder = shop.runs.folder(run).journal
+    journal = FileJournal(folder, segment_bytes=2000)
+    for number in range(1, 41):
+        one = group(number, [0.0, 1.0], f"task-{number}", answers=["no", f"yes {number}"])
+        journal.append(msgspec.json.encode(one), GroupNote(rows=2))
+    if indexed:
+        assert do(browse_rollouts, shop, run_id=run).data.scanned == 40
+    for ordinal in journal.compressible()[:3]:
+        journal.compress(ordinal)
+    journal.leave(40, Snapshot(), keep=keep)
+    journal.close()
+    for ordinal in journal.compressible():
+        journal.compress(ordinal)
+    page = do(browse_rollouts, shop, run_id=run, order="newest", cursor="newest:18.0/18" if indexed else None)
+    if indexed:
+        assert page.data.scanned == 40
+        assert ("not kept" in page.text) and ("yes 17" in page.text) == (keep == "sample")
+    else:
+        left = page.data.scanned
+        assert 0 < left < 40 and "not kept" not in page.text
+        assert "yes 40" in page.text, "compressed segments are read"
+        found = do(browse_rollouts, shop, run_id=run, task="task-17")
+        assert ("yes 17" in found.text) == (keep == "sample")

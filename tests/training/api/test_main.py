@@ -204,7 +204,7 @@ def test_api_returns_at_its_former_port(folder: RunFolder) -> None:
 def test_configured_staleness_and_sync_are_used(folder: RunFolder, tmp_path: Path) -> None:
     spec = Specification.read(folder)
     config = spec.config.model_copy(deep=True)
-    config.logging.journal_sync, config.logging.keep_rollouts, config.rollout.max_staleness = "always", False, 1
+    config.logging.journal_sync, config.logging.keep_rollouts, config.rollout.max_staleness = "always", "none", 1
     other = RunFolder.create(tmp_path / "runs", "run-2")
     spec.model_copy(update={"config": config, "run_id": "run-2"}).write(other)
     with program(other) as api:

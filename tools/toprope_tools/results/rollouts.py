@@ -232,6 +232,8 @@ def _lines(one: answers.BrowsedGroup, order: str) -> list[str]:
     if one.change is not None:
         head += f", {'up' if one.change >= 0 else 'down'} {number(abs(one.change))} since its first rollout"
     lines = [head]
+    if one.prompt is None and not one.rollouts:
+        lines.append("  its texts were not kept (logging.keep_rollouts), or can no longer be read")
     if one.prompt is not None:
         lines.append(f"  asked {marked(one.prompt, _LONGEST)}")
     labels = ("then", "now") if order == "most_changed" and len(one.rollouts) == 2 else ("answer", "answer")

@@ -3,8 +3,8 @@
 From it the counts of groups are rebuilt after a crash. A queue of thousands of groups only holds their positions in
 memory: their bytes are read back from here for delivery.
 
-A journal is a folder of segment files (`00000001.journal`, ...) that are only appended to. A segment is a sequence of
-frames, integers little-endian:
+A journal is a folder of segments (see `segments`) that are only appended to; closed ones are compressed. A segment is a
+sequence of frames, integers little-endian:
 
     magic 4 | kind 1 | zeros 3 | sequence 8 | note length 4 | body length 4 | CRC-32 of body 4 | CRC-32 of the rest 4
     note | body
@@ -19,6 +19,7 @@ removed or no longer needed: a later `Snapshot` holds their sum.
 from __future__ import annotations
 
 import os
+import threading
 import zlib
 from array import array
 from collections import OrderedDict
@@ -28,17 +29,31 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from toprope.atomic import fsync, write_text
+from toprope.atomic import fsync, replacing, write_text
 from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow
 from toprope.records.journal.frames import FRAME, GROUP, MARK, Frame, pack, scan
-from toprope.records.journal.journal import Record
+from toprope.records.journal.journal import Keep, Record
 from toprope.records.journal.marks import GroupNote, Mark, Snapshot
+from toprope.records.journal.segments import (
+    CompressedSegment,
+    compress_segment,
+    open_segment,
+    ordinals,
+    plain_path,
+    remove_segment,
+    sample_path,
+    segment_path,
+    write_compressed,
+)
 from toprope.records.run.full_disk import NO_ROOM
 
 _OPEN_SEGMENTS = 32
 _START = "start"
 """File that names the first segment that is still needed; written after the snapshot that replaces the earlier ones is
 on disk. If it is missing or cannot be read, all segments are needed."""
+
+_SAMPLED = 16
+"""With `keep_rollouts: sample`, every sixteenth group is kept."""
 
 Sync = Literal["always", "group", "os"]
 
@@ -81,7 +96,7 @@ class FileJournal:
     """
 
     def __init__(
-        self, folder: Path, *, sync: Sync = "os", segment_bytes: int = 64 * 1024 * 1024, recent: bool = False
+        self, folder: Path, *, sync: Sync = "os", segment_bytes: int = 16 * 1024 * 1024, recent: bool = False
     ) -> None:
         self._folder = folder
         self._sync = sync
@@ -93,7 +108,8 @@ class FileJournal:
         self._length = array("I")
         self._crc = array("I")
         self._base = 0
-        self._readers: OrderedDict[int, int] = OrderedDict()
+        self._readers: OrderedDict[int, _Reader] = OrderedDict()
+        self._removing = threading.Lock()
         self._writer: int | None = None
         self._written = 0
         self._retired: list[int] = []
@@ -137,9 +153,11 @@ class FileJournal:
         at, length = self._offset[index], self._length[index]
         if not at:
             raise Corrupt(f"Group {seq} of the journal in {self._folder} is damaged.")
-        body = os.pread(self._reader(self._segment[index]), length, at)
-        # Only bodies that an earlier process wrote are checked.
-        if len(body) != length or (seq <= self._recovered and zlib.crc32(body) != self._crc[index]):
+        reader = self._reader(self._segment[index])
+        body = reader.read(at, length)
+        # Bodies that this process wrote are checked only if they were compressed.
+        checked = seq <= self._recovered or reader.compressed
+        if len(body) != length or (checked and zlib.crc32(body) != self._crc[index]):
             raise Corrupt(f"Group {seq} of the journal in {self._folder} is damaged.")
         return body
 
@@ -160,7 +178,7 @@ class FileJournal:
     def removable(self, before: int) -> bool:
         return bool(self._passed(before))
 
-    def leave(self, before: int, snapshot: Snapshot, *, keep: bool) -> None:
+    def leave(self, before: int, snapshot: Snapshot, *, keep: Keep) -> None:
         passed = self._passed(before)
         if not passed:
             return
@@ -175,7 +193,7 @@ class FileJournal:
             raise self.fail(error) from error
         self.synced(pending)
         self.has_snapshot = True
-        if keep:
+        if keep == "all":
             try:
                 first_needed = next(ordinal for ordinal in self._last_of if ordinal > passed[-1])
                 write_text(self._folder / _START, str(first_needed), durable=True)
@@ -183,10 +201,10 @@ class FileJournal:
                 return  # reading all segments again only costs time
         gone = self._last_of[passed[-1]] - self._base
         for ordinal in passed:  # oldest first, so a crash in between leaves no gap
-            if (descriptor := self._readers.pop(ordinal, None)) is not None:
-                os.close(descriptor)
-            if not keep:
-                self._path(ordinal).unlink(missing_ok=True)
+            if (reader := self._readers.pop(ordinal, None)) is not None:
+                reader.close()
+            if keep != "all":
+                self._remove(ordinal, sample=keep == "sample")
             del self._last_of[ordinal]
         for numbers in (self._segment, self._offset, self._length, self._crc):
             del numbers[:gone]
@@ -216,18 +234,54 @@ class FileJournal:
     def close(self) -> None:
         """Close the files. The journal cannot be used afterwards."""
         writers = [] if self._writer is None else [self._writer]
-        for descriptor in [*self._readers.values(), *self._retired, *writers]:
+        for reader in self._readers.values():
+            reader.close()
+        for descriptor in [*self._retired, *writers]:
             os.close(descriptor)
         self._readers.clear()
         self._retired.clear()
         self._writer = None
+
+    def compressible(self) -> list[int]:
+        """The closed segments that are not compressed yet, those that are no longer needed included."""
+        written = self._newest if self._writer is not None or self._retired else 0
+        return [
+            ordinal
+            for ordinal in ordinals(self._folder)
+            # Segments that wait for the disk are as new as the one that is written.
+            if not (written and ordinal >= written - len(self._retired)) and plain_path(self._folder, ordinal).exists()
+        ]
+
+    def compress(self, ordinal: int) -> bool:
+        """Compress a segment that `compressible` names; the only method that may run in another thread.
+
+        Raises:
+            OSError: The disk is full, for example; the segment is unchanged.
+        """
+        return compress_segment(self._folder, ordinal, self._removing)
 
     @property
     def _newest(self) -> int:
         return next(reversed(self._last_of), 0)
 
     def _path(self, ordinal: int) -> Path:
-        return self._folder / f"{ordinal:08d}.journal"
+        return segment_path(self._folder, ordinal)
+
+    def _remove(self, ordinal: int, *, sample: bool) -> None:
+        """Remove a segment, after writing a sample of its groups if asked; without room for that it stays."""
+        path, target = self._path(ordinal), sample_path(self._folder, ordinal)
+        try:
+            if sample:
+                with replacing(target, durable=True) as part, open_segment(path) as view:
+                    groups = (frame for frame in scan(path) if frame.kind == GROUP and frame.seq % _SAMPLED == 1)
+                    write_compressed(part, (view[frame.start : frame.end] for frame in groups))
+            with self._removing:
+                remove_segment(self._folder, ordinal)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            if not sample:
+                raise
 
     def _passed(self, before: int) -> list[int]:
         passed = []
@@ -247,8 +301,8 @@ class FileJournal:
         for numbers in (self._segment, self._offset, self._length, self._crc, self.damage):
             del numbers[:]
         self._base = 0
-        ordinals = sorted(int(path.stem) for path in self._folder.glob("*.journal") if path.stem.isdecimal())
-        for ordinal in ordinals[ordinals.index(start) if start in ordinals else 0 :]:
+        found = ordinals(self._folder)
+        for ordinal in found[found.index(start) if start in found else 0 :]:
             self._open_segment(ordinal)
             if (
                 self._sync != "os"
@@ -329,15 +383,18 @@ class FileJournal:
             fsync(self._folder)
         return self._writer
 
-    def _reader(self, ordinal: int) -> int:
-        descriptor = self._readers.get(ordinal)
-        if descriptor is None:
+    def _reader(self, ordinal: int) -> _Reader:
+        reader = self._readers.get(ordinal)
+        if reader is not None and not reader.compressed and ordinal != self._newest:
+            if not plain_path(self._folder, ordinal).exists():  # compressed meanwhile: an open file keeps its space
+                reader.close()
+                reader = None
+        if reader is None:
             if len(self._readers) >= _OPEN_SEGMENTS:
-                os.close(self._readers.popitem(last=False)[1])
-            descriptor = self._readers[ordinal] = os.open(self._path(ordinal), os.O_RDONLY)
-        else:
-            self._readers.move_to_end(ordinal)
-        return descriptor
+                self._readers.popitem(last=False)[1].close()
+            reader = self._readers[ordinal] = _Reader(self._path(ordinal))
+        self._readers.move_to_end(ordinal)
+        return reader
 
     def _unwritable(self, error: OSError | None = None) -> NotPossibleNow:
         if error is None:
@@ -350,6 +407,24 @@ class FileJournal:
             f"The journal in {self._folder} cannot be written: {error.strerror or error}.",
             hint="Free space on that disk; no acknowledged group is lost.",
         )
+
+
+class _Reader:
+    """Reads ranges of one segment; offsets count bytes of the plain segment."""
+
+    def __init__(self, path: Path) -> None:
+        self.compressed = path.suffix == ".zst"
+        self._descriptor = -1 if self.compressed else os.open(path, os.O_RDONLY)
+        self._view = CompressedSegment(path) if self.compressed else None
+
+    def read(self, at: int, length: int) -> bytes:
+        return os.pread(self._descriptor, length, at) if self._view is None else self._view[at : at + length]
+
+    def close(self) -> None:
+        if self._view is None:
+            os.close(self._descriptor)
+        else:
+            self._view.close()
 
 
 def _first_needed(folder: Path) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from toprope.records.journal.marks import GroupNote, Mark, Snapshot
+
+Keep = Literal["all", "sample", "none"]
+"""What stays of groups that a checkpoint has passed; a sample is every sixteenth."""
 
 
 class Record(NamedTuple):
@@ -57,8 +60,8 @@ class Journal(Protocol):
         """Return True if some segments only hold groups numbered below `before`."""
         ...
 
-    def leave(self, before: int, snapshot: Snapshot, *, keep: bool) -> None:
-        """Skip the `removable` segments from now on (`keep`) or remove them, after the snapshot is on disk.
+    def leave(self, before: int, snapshot: Snapshot, *, keep: Keep) -> None:
+        """Skip the `removable` segments from now on, after the snapshot is on disk; remove what is not to be kept.
 
         Raises: as `append`.
         """

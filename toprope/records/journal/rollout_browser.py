@@ -23,6 +23,7 @@ import msgspec
 from toprope.errors import InvalidValue
 from toprope.records.journal.frames import GROUP, scan
 from toprope.records.journal.groups import Group, Outcome
+from toprope.records.journal.segments import open_segment, ordinals, sample_path, sampled_ordinals, segment_path
 from toprope.records.run.folder import RunFolder
 
 Order = Literal["best", "worst", "most_changed", "newest"]
@@ -287,29 +288,44 @@ class _Index:
             os.close(descriptor)
 
     def read(self, entry: Entry) -> Group | None:
-        """A group's body; None if its segment was removed or is damaged."""
+        """A group's body; None if it was removed or is damaged."""
         try:
-            with self._segment(entry.segment).open("rb") as file:
-                file.seek(entry.at)
-                return _groups.decode(file.read(entry.length))
+            with open_segment(segment_path(self._journal, entry.segment)) as view:
+                return _groups.decode(view[entry.at : entry.at + entry.length])
+        except FileNotFoundError:
+            return self._read_sampled(entry)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
 
+    def _read_sampled(self, entry: Entry) -> Group | None:
+        """A group's body from the sample that replaced its segment."""
+        try:
+            with open_segment(path := sample_path(self._journal, entry.segment)) as view:
+                for frame in scan(path):
+                    if frame.seq == entry.seq:
+                        return _groups.decode(view[frame.body_at : frame.body_at + frame.body_length])
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            pass
+        return None
+
     def _walk(self, deadline: float, keep: Callable[[list[Entry], _Mark], None]) -> bool:
-        segments = sorted(int(path.stem) for path in self._journal.glob("*.journal") if path.stem.isdecimal())
-        for segment in segments:
-            path, done = self._segment(segment), self._ends.get(segment, 0)
+        present = ordinals(self._journal)
+        sampled = [ordinal for ordinal in sampled_ordinals(self._journal) if ordinal not in present]
+        newest = max(self._ends, default=0)
+        for segment in sorted(present + sampled):
+            done = self._ends.get(segment, 0)
+            if done and (segment < newest or segment in sampled):
+                continue  # a closed segment was indexed to its end before the next one was begun
+            path = (sample_path if segment in sampled else segment_path)(self._journal, segment)
             try:
-                if path.stat().st_size <= done:
-                    continue
                 entries: list[Entry] = []
                 end = done
-                with path.open("rb") as file:
-                    for frame in scan(path, start=done):
+                with open_segment(path) as view:
+                    for frame in scan(path, start=done) if len(view) > done else ():
                         end = frame.end
                         if frame.kind == GROUP:
-                            file.seek(frame.body_at)
-                            entries.append(_entry(segment, frame.seq, frame.body_at, file.read(frame.body_length)))
+                            body = view[frame.body_at : frame.body_at + frame.body_length]
+                            entries.append(_entry(segment, frame.seq, frame.body_at, body))
                         if len(entries) >= 500 or time.monotonic() > deadline:
                             keep(entries, _Mark(segment, end))
                             entries = []
@@ -320,9 +336,6 @@ class _Index:
             except FileNotFoundError:  # removed after a checkpoint
                 continue
         return True
-
-    def _segment(self, number: int) -> Path:
-        return self._journal / f"{number:08d}.journal"
 
     def _lines(self) -> Iterator[bytes]:
         """Lines up to the last mark; lines after it are incomplete and are indexed again."""

@@ -37,6 +37,8 @@ from toprope.training.component.http_server import serve
 from toprope.training.component.member import send_heartbeats
 
 _COUNTS_EVERY_S = 1.0
+_COMPRESS_EVERY_S, _COMPRESS_AGAIN_S = 2.0, 60.0
+"""Seconds between looks for closed segments, and after a failure."""
 
 
 class ApiMember(Protocol):
@@ -121,6 +123,7 @@ async def run(member: ApiMember) -> None:
             asyncio.create_task(send_heartbeats(member.report)),
             asyncio.create_task(_release_waiters(ending, store)),
         ]
+        compressing = asyncio.create_task(_compress_segments(journal, ending))
         try:
             await serve(
                 create_app(store, member.secret, commit=commit, matcher=matcher),
@@ -136,6 +139,8 @@ async def run(member: ApiMember) -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            ending.set()
+            await compressing
             matcher.close()
             commit.close()
             if not broken:
@@ -144,8 +149,35 @@ async def run(member: ApiMember) -> None:
             member.report(_counts_report(store))
         if broken:
             raise broken[0]
+        journal.close()
+        for ordinal in journal.compressible():
+            _compress(journal, ordinal)
     finally:
         journal.close()
+
+
+async def _compress_segments(journal: FileJournal, ending: asyncio.Event) -> None:
+    """Compress closed segments of the journal in a thread, one after another."""
+    while not ending.is_set():
+        wait_s = _COMPRESS_EVERY_S
+        for ordinal in journal.compressible():
+            if ending.is_set():
+                return
+            if not await asyncio.to_thread(_compress, journal, ordinal):
+                wait_s = _COMPRESS_AGAIN_S
+                break
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ending.wait(), wait_s)
+
+
+def _compress(journal: FileJournal, ordinal: int) -> bool:
+    """Compress a segment; False if the disk has no room for it, for example. Then it stays as it is."""
+    try:
+        journal.compress(ordinal)
+        return True
+    except OSError as error:
+        print(f"segment {ordinal} of the journal stays uncompressed: {error}", file=sys.stderr, flush=True)
+        return False
 
 
 def _inherited_socket() -> socket.socket | None:

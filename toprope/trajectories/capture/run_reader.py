@@ -17,6 +17,7 @@ from toprope.errors import Corrupt, NotFound
 from toprope.records.journal.demonstrations import read_traces
 from toprope.records.journal.frames import GROUP, scan
 from toprope.records.journal.groups import MASKED, Group, Outcome
+from toprope.records.journal.segments import open_segment, ordinals, sample_path, sampled_ordinals, segment_path
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification
 from toprope.trajectories.capture.texts import Reader, Words, kept_words, reader_of
@@ -54,7 +55,7 @@ class Captured:
     sealed: int = 0
     """Items of held-out tasks, which are sealed."""
     removed: bool = False
-    """True if older groups were removed (logging.keep_rollouts false)."""
+    """True if older groups were removed (logging.keep_rollouts: none, or all but a sample of them)."""
     texts: dict[str, int] = field(default_factory=dict)
 
 
@@ -77,19 +78,20 @@ class RunReader:
         yield from self._of_teacher()
 
     def _of_journal(self) -> Iterator[TrajectoryItem]:
-        segments = sorted(
-            (path for path in self.folder.journal.glob("*.journal") if path.stem.isdecimal()),
-            key=lambda path: int(path.stem),
-        )
-        self.captured.removed = bool(segments) and int(segments[0].stem) > 1
-        for path in segments:
+        journal = self.folder.journal
+        present = ordinals(journal)
+        sampled = set(sampled_ordinals(journal)) - set(present)
+        self.captured.removed = bool(sampled) or (bool(present) and present[0] > 1)
+        for ordinal in sorted(sampled.union(present)):
             damage: list[str] = []
             try:
-                with path.open("rb") as file:
+                path = (sample_path if ordinal in sampled else segment_path)(journal, ordinal)
+                with open_segment(path) as view:
                     for frame in scan(path, damage):
                         if frame.kind == GROUP:
-                            file.seek(frame.body_at)
-                            yield from self._of_group(frame.seq, file.read(frame.body_length))
+                            yield from self._of_group(
+                                frame.seq, view[frame.body_at : frame.body_at + frame.body_length]
+                            )
             except FileNotFoundError:  # A checkpoint has passed these groups meanwhile, and they are not kept.
                 self.captured.removed = True
             self.captured.unreadable += len(damage)

@@ -101,7 +101,8 @@ class Work:
                 outcome.warnings.append(f"{reader.folder.run_id}, a run of kind {kind}, has no rollouts to read.")
             if captured.removed:
                 outcome.warnings.append(
-                    f"{reader.folder.run_id} did not keep its older rollouts (logging.keep_rollouts)."
+                    f"{reader.folder.run_id} did not keep all of its older rollouts "
+                    f"(logging.keep_rollouts: {reader.specification.config.logging.keep_rollouts})."
                 )
         outcome.left_out = {why: count for why, count in self._left_out.items() if count}
         outcome.seconds = round(time.monotonic() - began, 2)

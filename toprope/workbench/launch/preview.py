@@ -120,7 +120,7 @@ def preview(specifications: Sequence[Specification], limits: Limits, demand: Dem
     shown = Preview(
         count=count,
         estimates=found,
-        basis=_basis(first, measured, alike, runs),
+        basis=_basis(first, measured, alike, runs) + _KEPT[first.config.logging.keep_rollouts],
         steps=first.config.budget.steps,
         # Free disk space changes with every write, so it must not be part of the hash.
         caps={name: cap.value for name, cap in (frozen.caps if frozen else {}).items() if cap.limit != "disk_gb"},
@@ -223,6 +223,13 @@ def seconds_per_step(config: Config, kind: str, runs: Path) -> float | None:
         if len(found) >= _MOST_FOR_PACE:
             break
     return statistics.median(found) if found else None
+
+
+_KEPT = {
+    "all": "",
+    "sample": " Of rollouts from before a checkpoint every sixteenth group is kept (logging.keep_rollouts: sample).",
+    "none": " Rollouts from before a checkpoint are not kept (logging.keep_rollouts: none).",
+}
 
 
 def _basis(first: Specification, measured: Sequence[_Measured], what: str, runs: Path) -> str:

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Counts
+from toprope.records.journal.journal import Keep
 from toprope.records.journal.marks import GroupNote
 from toprope.training.api.http.errors import Refused
 from toprope.training.api.queue.group_queue import GroupQueue
@@ -151,12 +152,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.dropped: set[int] = set()
         self.committed: set[int] = set()
         self.duplicates = 0
-        self.keep, self.recent = True, False
+        self.keep, self.recent = "all", False
         self.store = self.opened()
 
-    @initialize(keep=st.booleans(), recent=st.booleans())
-    def choose(self, keep: bool, recent: bool) -> None:
-        """`keep`: committed segments are kept; `recent`: a restart does not read them."""
+    @initialize(keep=st.sampled_from(["all", "sample", "none"]), recent=st.booleans())
+    def choose(self, keep: Keep, recent: bool) -> None:
+        """`keep`: what stays of committed segments; `recent`: a restart does not read them."""
         self.keep, self.recent = keep, recent
         self.journal.close()
         self.store = self.opened()

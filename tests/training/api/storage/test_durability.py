@@ -16,6 +16,7 @@ from tests.support.training_api_server import ENVIRONMENT, REGISTRATION, group, 
 from toprope.errors import NotFound, NotPossibleNow
 from toprope.records.journal.file_journal import FileJournal, Unsynced
 from toprope.records.journal.frames import scan
+from toprope.records.journal.journal import Keep
 from toprope.records.journal.marks import GroupNote
 from toprope.training.api.http.errors import Refused
 from toprope.training.api.storage.group_commit import GroupCommit
@@ -133,8 +134,8 @@ def segments(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.journal"))
 
 
-@pytest.mark.parametrize(("keep", "recent"), [(True, False), (True, True), (False, False)])
-def test_committed_segments_are_kept_or_removed(tmp_path: Path, keep: bool, recent: bool) -> None:
+@pytest.mark.parametrize(("keep", "recent"), [("all", False), ("all", True), ("none", False), ("sample", False)])
+def test_committed_segments_are_kept_or_removed(tmp_path: Path, keep: Keep, recent: bool) -> None:
     journal, store = small_store(tmp_path, keep=keep)
     store.next_batch(0, 16)
     for mark in range(40):
@@ -149,15 +150,15 @@ def test_committed_segments_are_kept_or_removed(tmp_path: Path, keep: bool, rece
     store.commit(24)
     store.queue.rewind(26)
     before = store.queue.counts(), store.queue.step, store.queue.delivered, store.registry.current_step
-    assert ("00000001" in segments(tmp_path)) == keep
+    assert ("00000001" in segments(tmp_path)) == (keep == "all")
     journal.close()
     journal, again = small_store(tmp_path, recent, keep=keep)
     again.queue.rewind(26)
     assert (again.queue.counts(), again.queue.step, again.queue.delivered, again.registry.current_step) == before
     assert again.post(body(3, group_id="k3")) == 4, "its key is remembered even if its body is gone"
-    if keep:
+    if keep == "all":
         assert FileJournal(tmp_path).read(1), "a reader sees all segments"
-    if keep and not recent:
+    if keep == "all" and not recent:
         assert journal.read(1)
     else:
         assert journal.first > 1
@@ -207,7 +208,7 @@ def test_restart_after_every_commit_recovers_all(tmp_path: Path) -> None:
     """Each start begins a new segment, so that snapshots lie in segments that a later one replaces."""
     cursor = 0
     for mark in range(24):
-        for keep in (True, False):
+        for keep in ("all", "none"):
             journal, store = small_store(tmp_path / str(keep), recent=True, keep=keep)
             assert store.queue.counts().accepted == mark * 3 and store.queue.delivered == cursor
             for number in range(3):
@@ -241,7 +242,7 @@ def test_damaged_start_file_loses_nothing(tmp_path: Path, harm: str) -> None:
 
 
 def test_participants_survive_removed_segments(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"keep": False, "segment_bytes": 3000}
+    options: dict[str, Any] = {"keep": "none", "segment_bytes": 3000}
     with served(tmp_path / "journal", **options) as api:
         api.post("/register", REGISTRATION | {"starting_step": 7})
         api.get("/batch?cursor=0")
@@ -264,7 +265,7 @@ def test_participants_survive_removed_segments(tmp_path: Path) -> None:
 
 
 def test_journal_recovers_from_crash_during_segment_removal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal, store = small_store(tmp_path, keep=False)
+    journal, store = small_store(tmp_path, keep="none")
     for mark in range(20):
         store.post(body(mark))
     cursor = 0
@@ -286,7 +287,7 @@ def test_journal_recovers_from_crash_during_segment_removal(tmp_path: Path, monk
     assert len(removed) == 2 and len(segments(tmp_path)) > 3
     counts = store.queue.counts()
     journal.close()
-    journal, store = small_store(tmp_path, keep=False)
+    journal, store = small_store(tmp_path, keep="none")
     assert store.queue.counts() == counts
     assert [found.seq for found in store.next_batch(cursor, 16).plan.groups] == [17, 18]
     journal.close()

@@ -15,7 +15,7 @@ import msgspec
 
 from toprope.errors import Corrupt, NotFound
 from toprope.records.journal import marks
-from toprope.records.journal.journal import Journal
+from toprope.records.journal.journal import Journal, Keep
 from toprope.training.api.http.errors import Refused
 from toprope.training.api.intake.deduplication import DuplicateDetector, digest
 from toprope.training.api.intake.validation import GroupValidator, Limits, PostedGroup
@@ -49,7 +49,7 @@ class TrajectoryStore:
         alive_s: Seconds after which an inactive environment loses its minimum allocation.
         max_staleness: Largest age of a group's oldest token, in policy versions; None for no limit.
         train_unmatched: Deliver groups whose tokens the inference server did not recognise.
-        keep: Keep segments of the journal that a checkpoint fully covers.
+        keep: What to keep of segments of the journal that a checkpoint fully covers.
         now: Clock, in seconds since the epoch.
 
     Raises:
@@ -66,7 +66,7 @@ class TrajectoryStore:
         alive_s: float = 60.0,
         max_staleness: int | None = None,
         train_unmatched: bool = False,
-        keep: bool = True,
+        keep: Keep = "all",
         now: Callable[[], float] = time.time,
     ) -> None:
         self.limits = limits or Limits()
