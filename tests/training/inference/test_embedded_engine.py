@@ -221,3 +221,38 @@ def test_short_answer_is_delivered_while_others_go_on(
         go_on.set()
         engine.stop()
     assert order == ["short", "long"]
+
+
+def test_stop_text_at_the_end_of_a_long_answer_is_found_without_decoding_it_all(
+    engine: EmbeddedEngine, tokenizer: Any
+) -> None:
+    """Stop texts of several characters that more than one token wrote; the same ends as a search in the whole text."""
+    decoded = []
+
+    class Watched:
+        """The tokenizer, which notes how many tokens it decodes."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def decode(self, ids: list[int], **options: Any) -> str:
+            decoded.append(len(ids))
+            return tokenizer.decode(ids, **options)
+
+    engine._tokenizer = Watched()
+    engine.end_ids = frozenset()
+    [[free]] = sample(engine, SamplingRequest([5, 6, 7], max_new_tokens=50, seed=11))
+    text = free.text
+    stop = next(
+        pair
+        for at in range(24, len(text) - 2)
+        if "\ufffd" not in (pair := text[at : at + 2]) and text.index(pair) == at
+    )
+    decoded.clear()
+    [[stopped]] = sample(engine, SamplingRequest([5, 6, 7], max_new_tokens=50, seed=11, stop=[stop, "nev"]))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == text[: text.index(stop)]
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert stop not in tokenizer.decode(stopped.token_ids[:-1], skip_special_tokens=True)
+    assert len(decoded) > 20
+    assert sum(length > 21 for length in decoded) <= 1
