@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from toprope.errors import TooNew
-from toprope.records.journal.segments import open_segment
+from toprope.records.journal.segments import CompressedSegment, open_segment
 
 _MAGIC = b"\xffTJ1"
 """The last byte is the version of the frame."""
@@ -49,7 +49,7 @@ def scan(path: Path, damage: list[str] | None = None, start: int = 0) -> Iterato
     """
     with open_segment(path) as view:
         at, size = start, len(view)
-        if not size and damage is not None and path.stat().st_size:
+        if damage is not None and isinstance(view, CompressedSegment) and view.is_damaged:
             damage.append(f"{path.name}: all of it")
         while at < size:
             frame = _frame_at(view, at, size)

@@ -98,8 +98,10 @@ class CompressedSegment:
         try:
             self._file = SeekableZstdFile(path, "r")
             self._size = self._file.seek_table_info[2]
-        except self._errors:  # the table of frames is damaged
+        except self._errors:
             pass
+        self.is_damaged = self._file is None
+        """True if the table of frames cannot be read, and so nothing of the file."""
 
     def __len__(self) -> int:
         return self._size
