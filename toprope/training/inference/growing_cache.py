@@ -134,7 +134,7 @@ def grow_by_blocks(cache: Any, source: torch.Tensor | None = None) -> None:
     """
     if source is not None:
         cache.reorder_cache(source)
-    layers = getattr(cache, "layers", ())
+    layers: list[Any] = getattr(cache, "layers", [])
     for place, layer in enumerate(layers):
         if (kind := _GROWING.get(type(layer))) is not None and layer.is_initialized:
             growing = kind.__new__(kind)

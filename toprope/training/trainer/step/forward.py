@@ -75,8 +75,8 @@ class PolicyForward:
         self._window = min((window for window in windows if window), default=None)
         embedded = sum(value.numel() for value in model.get_input_embeddings().parameters())
         # Multiplications per token, and per token and token seen.
-        self._per_token = max(sum(value.numel() for value in model.parameters()) - embedded, 1)
-        self._per_pair = 2 * text.num_hidden_layers * text.hidden_size
+        self._per_token: int = max(sum(value.numel() for value in model.parameters()) - embedded, 1)
+        self._per_pair: int = 2 * text.num_hidden_layers * text.hidden_size
         self.shares_prompts = False
         self._plain_head = False
         self._probe(share_prompts)
