@@ -44,7 +44,7 @@ def test_experiment_from_fork_to_handoff(shop):
         journal.close()
 
         text, page, _ = await call("browse_rollouts", run_id=run, order="best", part="exact")
-        assert page["groups"][0]["rollouts"][0]["answer"] == "yes" and page["untrusted"] is True
+        assert page["groups"][0]["rollouts"][0]["reward"] == 1.0 and "«yes»" in text and "«no»" not in text
         text, forked, _ = await call("fork_config", run_id=run)
         text, _, _ = await call("get_config", draft_id=forked["draft_id"])
         assert f"It began with the configuration of {run}." in text
