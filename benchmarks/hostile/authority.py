@@ -58,12 +58,7 @@ _DAY_USD, _SPENDERS, _CALLS = 1.0, 5, 400
 
 
 def measure(seed: int, quick: bool) -> dict[str, Any]:
-    """Make the attacks and return the figures.
-
-    Args:
-        seed: Of the cases, values and templates.
-        quick: A sample.
-    """
+    """Make the attacks, a sample if `quick`, and return the figures."""
     chance = random.Random(seed)
     cases, leaks, found = _locks(chance, quick)
     over, control_over = _money(limited=True), _money(limited=False)

@@ -100,6 +100,12 @@ def _place(root: Path) -> Iterator[Place]:
     (config / "locks.yaml").write_text("locks: [all]\n")
     (user / ".bashrc").write_text("")
     shutil.copy(attacks.__file__, place.file)
+    package = place.file.parent / "benchmarks" / "hostile"
+    package.mkdir(parents=True)
+    for file in (package / "__init__.py", package.parent / "__init__.py"):
+        file.write_text("")
+    for source in attacks.FILES:
+        shutil.copy(source, package)
     (root / "packages" / "sitecustomize.py").write_text(_AT_START)
     variables = {**os.environ, "API_KEY": place.canary}
     command = [sys.executable, "-I", "-S", "-c", _KEEPER, str(config / "settings.yaml"), place.canary]

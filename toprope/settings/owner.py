@@ -165,8 +165,7 @@ class OwnerSettings(BaseModel):
     models: dict[str, Endpoint] = Field(default_factory=dict)
     """Models at OpenAI-compatible endpoints that test_inference may use, by name."""
     confirm_by: Literal["client", "cli"] = "client"
-    """Where a person confirms starts, if the limits want that. client: asked by clients that can ask, otherwise as
-    cli: the command `toprope approve`."""
+    """Where a person confirms starts, if limits want that. client: in clients that can ask, else as cli: by command."""
     preset: str = "cpu-embedded"
     """The preset of a draft that does not name one."""
     status: StatusLimit = Field(default_factory=StatusLimit)
@@ -190,8 +189,7 @@ class OwnerSettings(BaseModel):
         """The settings in a file; the defaults if the file is missing.
 
         Raises:
-            InvalidValue: The file cannot be read or is wrong; the message names the key and repeats no value, which may
-                be a secret.
+            InvalidValue: The file cannot be read or is wrong; the message names the key and no value, a secret perhaps.
         """
         if not _is_there(path):
             return cls()

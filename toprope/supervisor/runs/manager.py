@@ -89,8 +89,7 @@ class RunManager:
             variables: The owner's environment variables by component, ALL_COMPONENTS for all.
 
         Raises:
-            NotPossibleNow: The owner froze the home, another run has that id, or the folder of runs cannot be written.
-                A second call with the same specification returns the folder.
+            NotPossibleNow: The home is frozen, the folder cannot be written, or another specification has that id.
             ComponentFailed: The keeper did not start; the run exists and failed.
         """
         require_thawed(self.path.parent)
