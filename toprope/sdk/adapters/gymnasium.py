@@ -116,7 +116,8 @@ class Gymnasium(Environment):
             yield Task(messages, data={"seed": seed}, key=f"{_key(messages)} {seed}" if alike else None)
 
     def reset(self, task: Task) -> Messages:
-        self._return, self._told, self._last = 0.0, None, 0.0
+        self._return, self._last = 0.0, 0.0
+        self._told: bool | None = None
         if self._rows:
             row = task.data["row"]
             self._luck = OwnRandom(f"{self.seed}:{task.id}")
