@@ -18,10 +18,10 @@ FILES = [str(one.__file__) for one in (attack_registry, file_attacks, process_at
 
 
 class Hostile:
-    """What a worker makes of this file."""
+    """The object that a worker makes of this file."""
 
     def attempt(self, name: str, victim: Victim) -> list[Any]:
-        """Whether an attack succeeded, and everything that it got hold of."""
+        """Return True if an attack succeeded, and the text that it got."""
         try:
             found = ATTACKS[name](victim)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""What is known of clients: how long a call may take, and what of an answer their model sees.
+"""Known traits of clients: the longest call, and the part of an answer that their model sees.
 
 A client gives its name in every request or at its handshake. An unknown client gets the shortest limit, and both the
 text and the structure of an answer.

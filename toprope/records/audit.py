@@ -34,7 +34,7 @@ _START = "0" * 64
 
 @dataclass(frozen=True)
 class Trail:
-    """What `verify` found."""
+    """The findings of `verify`."""
 
     lines: int
     first: int

@@ -53,7 +53,7 @@ def request(path: Path, name: str, *arguments: str, **options: Any) -> SpawnRequ
 
 
 async def told(component: Component) -> dict[str, Any]:
-    """What the program reported about itself."""
+    """The report of the program about itself."""
     async for report in component:
         if isinstance(report, Progress):
             found: dict[str, Any] = json.loads(report.what)

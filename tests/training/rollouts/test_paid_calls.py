@@ -1,4 +1,4 @@
-"""Calls to priced models under a limit on cost: paid before they are made, whoever asks and whatever crashes."""
+"""Calls to priced models under a limit on cost: paid before they are made, for every caller and through crashes."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 from toprope.records.journal.marks import GroupNote, Mark, Snapshot
 
 Keep = Literal["all", "sample", "none"]
-"""What stays of groups that a checkpoint has passed; a sample is every sixteenth."""
+"""Groups to keep once a checkpoint has passed them; a sample is every sixteenth."""
 
 
 class Record(NamedTuple):

@@ -55,7 +55,7 @@ class EnvironmentSource(BaseModel):
     rewards: list[RewardSource] = []
     """Reward functions that the configuration adds."""
     split_rule: int = PROMPT_RULE
-    """What decides the split of a task: see `toprope.sdk.worker.splits`. Specifications of earlier versions lack it."""
+    """The rule for splits of tasks, in `toprope.sdk.worker.splits`. Specifications of earlier versions lack it."""
 
 
 class ModelUnderTest(BaseModel):

@@ -41,7 +41,7 @@ class Enclosure:
     level: str
     """`landlock`, `bubblewrap`, `none`, or `trusted`."""
     lacks: str
-    """What this machine's wall lacks; empty if nothing."""
+    """Parts of the wall that this machine lacks; empty if none."""
     group: ProcessGroup | None = None
     relay: Relay | None = None
 

@@ -14,7 +14,7 @@ from toprope_server.cli.clients import jsonc
 
 @dataclass(frozen=True)
 class Format:
-    """How a file is read and edited. All functions raise ValueError for a text that they cannot read.
+    """Functions that read and edit a file. All raise ValueError for a text that they cannot read.
 
     Attributes:
         name: For messages.
