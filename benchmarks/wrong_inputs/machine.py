@@ -174,7 +174,7 @@ async def _no_json(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]
         answer = await raw.answer(
             b'{"jsonrpc":"2.0","id":2,"method":"tools/call","params":{"name":"get_config","arguments":{}}}', 2
         )
-    yield answer, Expected(("draft_id",), ("is missing",), ("select_environment",))
+    yield answer, Expected(("draft_id",), ("is missing",), ("select_environment", "Drafts: "))
 
 
 async def _thousands_of_calls(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:

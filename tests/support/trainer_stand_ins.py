@@ -61,7 +61,9 @@ class StandInMember:
 
     def __init__(self, folder: RunFolder, policy: Path, config: Config, stop_after: int = 0) -> None:
         self.folder, self.secret, self.ending = folder, "secret", threading.Event()
-        self.spec = SimpleNamespace(config=config, member=None, run_kind=KINDS["train"], trainer=None)
+        self.spec = SimpleNamespace(
+            config=config, member=None, run_kind=KINDS["train"], trainer=None, continued_run=None
+        )
         self.reports: list[Any] = []
         self._policy, self._stop_after, self.attempt, self.life = policy, stop_after, 1, 0
 

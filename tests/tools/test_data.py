@@ -284,10 +284,10 @@ def test_commands_export_and_build_data_sets(shop, settings, tmp_path, monkeypat
 
     assert say("import", "mine", str(file))[0] == 0
     code, said = say("build", "mine", "mine@inbox")
-    assert code == 0 and "mine@v1: 1 items" in said
+    assert code == 0 and "mine@v1: 1 item in" in said
     code, said = say("export", "run-a", "-o", str(out), "-w", "success=true", "-w", "limit=2")
     assert code == 0 and out.is_file() and said.startswith("2 items")
-    assert "mine@v1  1 items" in say("list")[1] and "# mine v1" in say("show", "mine")[1]
+    assert "mine@v1  1 item" in say("list")[1] and "# mine v1" in say("show", "mine")[1]
     code, said = say("export", "run-a", "-w", "succes=true")
     assert code == 1 and "Did you mean success" in said
     assert say("stop", "nobody")[0] == 1

@@ -28,7 +28,7 @@ def tasks(*prompts: str, references: tuple[str, ...] = ("abc",), turns: int = 1)
     return TaskSample(tuple(({"role": "user", "content": prompt},) for prompt in prompts), references, turns)
 
 
-def tested(**fields: Any) -> Baseline:
+def earlier_test(**fields: Any) -> Baseline:
     given = {"pass_rate": 0.05, "all_wrong_share": 0.7, "all_right_share": 0.0, "max_new_tokens": 7} | fields
     return Baseline("test-1", given.pop("policy", "embedded"), 64, 8, **given)
 
@@ -38,7 +38,7 @@ def rules(*arguments: Any) -> dict[str, dict[str, Any]]:
 
 
 def test_the_task_of_the_preset_fits() -> None:
-    assert rules(preset(), tasks(f"{PHRASE}table", references=("elbat",)), tested(), 0.05) == {}
+    assert rules(preset(), tasks(f"{PHRASE}table", references=("elbat",)), earlier_test(), 0.05) == {}
 
 
 def test_tokens_of_embedded_policies_are_counted_like_its_tokenizer() -> None:
@@ -64,7 +64,7 @@ def test_unknown_task_advises_fine_tuning_first() -> None:
     sums = tasks("What is 3 + 4?", references=("7",))
     [found] = [one for one in misfits(preset(), sums) if one.rule == "unknown_task"]
     assert found.changes["algorithm.name"] == "sft" and SFT_PRESET in found.text
-    assert "unknown_task" not in rules(preset(), sums, tested(all_wrong_share=0.4))
+    assert "unknown_task" not in rules(preset(), sums, earlier_test(all_wrong_share=0.4))
     assert "unknown_task" not in rules(preset(policy__model="run:sft-1"), sums)
     assert rules(preset(SFT_PRESET), sums) == {}
     assert (CONFIGS / "presets" / f"{SFT_PRESET}.yaml").exists()
@@ -79,12 +79,12 @@ def test_unknown_task_advises_fine_tuning_first() -> None:
 )
 def test_test_of_same_policy_warns(fields: dict[str, Any], rule: str) -> None:
     known = tasks(f"{PHRASE}table")
-    assert rule in rules(preset(), known, tested(**fields))
-    assert rule not in rules(preset(), known, tested(**fields, policy="other"))
+    assert rule in rules(preset(), known, earlier_test(**fields))
+    assert rule not in rules(preset(), known, earlier_test(**fields, policy="other"))
 
 
 def test_signal_grows_with_group() -> None:
-    found = tested(signal=0.3, pass_rate=0.05)
+    found = earlier_test(signal=0.3, pass_rate=0.05)
     assert likely_signal(found, 2) < likely_signal(found, 8) < likely_signal(found, 16) < 1
 
 

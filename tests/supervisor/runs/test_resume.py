@@ -146,7 +146,7 @@ def test_resume_refuses_live_and_completed_runs(harness):
     runs, folder = harness.start()
     before = ended(runs, folder)
     eventually(lambda: not is_held(folder.lock))
-    with pytest.raises(NotPossibleNow, match="is completed.*start_training"):
+    with pytest.raises(NotPossibleNow, match="is completed.*resume_training"):
         runs.resume(folder.run_id)
     assert Status.read(folder) == before
     with pytest.raises(NotFound):
