@@ -14,7 +14,6 @@ import anyio
 import typer
 
 import toprope
-from toprope_server.cli.approve import approve
 from toprope_server.cli.context import open_workshop, reporting_errors, showing_work
 from toprope_server.cli.install import CLIENTS, client_lines
 from toprope_server.cli.runs.naming import complete_component, complete_run, find_run
@@ -58,7 +57,7 @@ def build() -> typer.Typer:
     watching = (runs, status, watch, logs, results, rollouts, chat, report)
     from toprope_server.cli import data, rope
 
-    control = (stop, resume, approve, rope.freeze, rope.thaw, rope.audit)
+    control = (stop, resume, rope.approve, rope.freeze, rope.thaw, rope.audit)
     for command in (serve, *watching, *control, doctor, prune, install, clients, demo):
         app.command()(command)
     app.add_typer(rope.tokens())

@@ -9,6 +9,8 @@ import pytest
 from mcp.client import Client
 from mcp.types import Implementation
 from toprope_server.mcp.app import TopropeServer
+from toprope_server.mcp.arguments import check
+from toprope_server.mcp.tool_registry import ALL_TOOLS
 
 from tests.support.tools_house import become, make_workshop, step
 from toprope.errors import InvalidValue
@@ -227,3 +229,22 @@ def test_unusable_home_is_answered():
     result = anyio.run(work)
     assert result.is_error
     assert "settings.yaml is wrong.\nMend it." in said(result)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"hypothesis": "half \ud800"},
+        {"run_ids": ["\udfff"]},
+        {"hypothesis": "fine", "\udc00": "x"},
+    ],
+)
+def test_half_a_surrogate_pair_is_refused_in_words(arguments):
+    [note] = [spec.build() for spec in ALL_TOOLS if spec.name == "note_experiment"]
+    [problem] = check(note, arguments)
+    assert "surrogate" in problem and problem.isascii()
+
+
+def test_characters_beyond_the_first_plane_are_text():
+    [note] = [spec.build() for spec in ALL_TOOLS if spec.name == "note_experiment"]
+    assert check(note, {"hypothesis": "\U0001f600 and ä"}) == []

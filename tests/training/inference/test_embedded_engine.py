@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.inference import reference_logprobs, sample
 from tests.support.training_api_server import until
+from tests.training.inference.requests import reference_logprobs, sample
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.policy.weight_sync import WeightFile, WeightReader

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.support.inference import SECRET
+from tests.training.inference.requests import SECRET
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.engine import Done, Sample, SamplingRequest
 from toprope.training.inference.sessions import Turn

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.support.inference import SECRET
 from tests.support.training_api_server import until
+from tests.training.inference.requests import SECRET
 from toprope.records.journal.groups import MASKED
 from toprope.training.component.http_server import serve
 from toprope.training.inference.app import InferenceServer

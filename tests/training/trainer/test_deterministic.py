@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.inference import sample
 from tests.support.training_api_server import group, served
+from tests.training.inference.requests import sample
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Evaluated
 from toprope.settings.environment import members_of

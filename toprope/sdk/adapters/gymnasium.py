@@ -36,8 +36,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._shared.failures import why_not
-from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._shared.listing import Listed, why_not
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import rows_of
 from toprope.sdk.adapters._shared.user_files import ROWS, Bounds, UserFile, data_beside, parsed

@@ -28,8 +28,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from toprope.sdk.adapters._shared.failures import why_not
-from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._shared.listing import Listed, why_not
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, nearest

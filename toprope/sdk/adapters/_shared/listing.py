@@ -13,9 +13,11 @@ Both functions are optional. They run in the server, read files only, and import
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import dataclass
 
-__all__ = ["Listed"]
+__all__ = ["Listed", "why_not"]
 
 
 @dataclass(frozen=True)
@@ -38,3 +40,13 @@ class Listed:
     """Known problem with its remedy; empty if none is known."""
     needs: str = ""
     """`install`, `network` or `key` if the problem is one of these."""
+
+
+def why_not(error: BaseException) -> str:
+    """Say in one line why a game does not start; for missing data of NLTK, with the command that fetches it."""
+    text = str(error)
+    if "nltk.download" in text or "NLTK" in text:
+        found = re.findall(r"nltk\.download\('([\w]+)'\)", text)
+        names = " ".join(dict.fromkeys(found)) or "words averaged_perceptron_tagger_eng"
+        return f"it needs data of NLTK: {sys.executable} -m nltk.downloader {names}, once, with a network"
+    return " ".join(text.split())[:300] or type(error).__name__
