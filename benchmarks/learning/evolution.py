@@ -62,7 +62,7 @@ class Kills:
         self.done: list[str] = []
 
     def look(self, standing: Standing) -> None:
-        """Kill the next process once the sweep has started so many runs."""
+        """Kill the next process once the sweep has started that number of runs."""
         if len(self.done) == len(self._plan):
             return
         runs, whom = self._plan[len(self.done)]

@@ -271,7 +271,11 @@ def main() -> int:
     for name, value in figures.items():
         table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
-    print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}))
+    print(
+        json.dumps(
+            {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()}
+        )
+    )
     if figures["control_growth_1024_over_256"] <= GROWTH_GOAL:
         print("The control, a cache that is concatenated, met the goal: the figure proves nothing.", file=sys.stderr)
         return 2

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exported(place: Path, groups: int, form: str) -> dict[str, Any]:
-    """Return the figures of one export of a journal with so many groups."""
+    """Return the figures of one export of a journal with that number of groups."""
     folder, began = make_run(place), time.monotonic()
     journal = FileJournal(folder.journal)
     for number, group in enumerate(made(groups), 1):

@@ -28,7 +28,7 @@ class Request:
 
     hash: str
     text: str
-    """What would start and what it would take."""
+    """The start in words, with its cost."""
     at: float
     """Seconds since the epoch."""
     approved: bool = False

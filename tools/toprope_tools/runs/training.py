@@ -116,8 +116,8 @@ async def resume_training(
     """Resume a run that was stopped, failed or lost; answer as soon as it has its keeper.
 
     Args:
-        steps: Go on with a completed run for so many more steps, in a run of its own.
-        seconds: Go on with a completed run for so many more seconds of training, in a run of its own.
+        steps: Go on with a completed run for this number of steps, in a run of its own.
+        seconds: Go on with a completed run for this many seconds of training, in a run of its own.
 
     Raises:
         NotFound: There is no such run.

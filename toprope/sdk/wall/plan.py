@@ -52,7 +52,7 @@ _TRIAL_S = 30.0
 
 @dataclass(frozen=True)
 class Wall:
-    """What a worker may do. The defaults: its interpreter, the system, a scratch folder, the network."""
+    """Rights of a worker. The defaults: its interpreter, the system, a scratch folder, the network."""
 
     reads: tuple[str, ...] = ()
     """Files and folders that it reads: its sources and data."""

@@ -29,8 +29,8 @@ __all__ = ["OWN_SPLIT_LIMIT", "PATIENCE", "PROMPT_RULE", "SOURCE_RULE", "SPLITS"
 
 SPLITS = ("train", "validation", "heldout")
 PROMPT_RULE, SOURCE_RULE = 1, 2
-"""What decides the split of a task that names its source: its prompt, as in runs of earlier versions, or the source. A
-template cannot move a task from one split to another if its source decides."""
+"""Rules for the split of a task that names its source: by its prompt, as in runs of earlier versions, or by the source,
+so that a template cannot move a task to another split."""
 PATIENCE = 500
 """After this many repeated tasks in a row, the stream counts as exhausted."""
 OWN_SPLIT_LIMIT = 10_000

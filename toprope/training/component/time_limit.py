@@ -19,7 +19,7 @@ class TemplateTooSlow(InvalidValue):
 
 @contextmanager
 def render_limit(seconds: float = RENDER_S) -> Iterator[None]:
-    """Interrupt the block after so many seconds, if this is the main thread, where programs render templates.
+    """Interrupt the block after `seconds`, if this is the main thread, where programs render templates.
 
     Jinja's sandbox bounds a single `range`, but not loops within loops.
 
