@@ -47,6 +47,35 @@ def test_listing_matches_registered_tasks_without_import() -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, env={"PYTHONPATH": root})
 
 
+def test_a_task_is_imported_without_the_others_and_stays_the_same_when_they_follow() -> None:
+    code = (
+        "import sys; from toprope.sdk.adapters.reasoning_gym import make, Listing;"
+        "from toprope.sdk.adapters._reasoning_gym.loading import task_classes, task_names;"
+        "make('spell_backward'); make('composite');"
+        "assert not {'sympy', 'matplotlib'} & set(sys.modules), 'a whole package was imported for one task';"
+        "assert Listing().folder().name == 'reasoning_gym';"
+        "alone = {name: task_classes(name) for name in ('spell_backward', 'gcd', 'mini_sudoku', 'course_schedule')};"
+        "names = task_names(); assert len(names) >= 100 and 'composite' not in names;"
+        "import reasoning_gym; assert reasoning_gym.create_dataset('gcd', size=1, seed=1)[0];"
+        "assert all(task_classes(name) == classes for name, classes in alone.items());"
+        "assert all(task_classes(name) for name in names) and task_classes('composite') is None"
+    )
+    root = str(Path(toprope.__file__).parent.parent)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, env={"PYTHONPATH": root})
+
+
+def test_every_task_can_be_imported_alone() -> None:
+    code = (
+        "import sys; from toprope.sdk.adapters.reasoning_gym import Listing;"
+        "from toprope.sdk.adapters._reasoning_gym import loading;"
+        "names = [task.name for task in Listing().tasks() if task.name != 'composite'];"
+        "found = [loading.task_classes(name) for name in names];"
+        "assert all(found) and len(set(found)) == len(names); assert not loading._whole()"
+    )
+    root = str(Path(toprope.__file__).parent.parent)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, env={"PYTHONPATH": root})
+
+
 def test_listing_follows_changed_files(tmp_path: Path) -> None:
     (tmp_path / "games" / "deep").mkdir(parents=True)
     file = tmp_path / "games" / "deep" / "new.py"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import itertools
 import sys
 import traceback
@@ -24,6 +23,7 @@ from typing import Any
 
 from toprope.sdk.adapters._reasoning_gym import composite
 from toprope.sdk.adapters._reasoning_gym.levels import levels_of
+from toprope.sdk.adapters._reasoning_gym.loading import PACKAGE, folder_of, task_classes, task_names
 from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, parts_of, settings_of
 from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.authoring.knobs import nearest
@@ -33,7 +33,6 @@ from toprope.sdk.errors import InvalidRequest, LoadError
 __all__ = ["KEYS", "PACKAGE", "REQUIREMENTS", "ListedTask", "Listing", "ReasoningGym", "make"]
 
 REQUIREMENTS = ("reasoning-gym==0.1.*",)
-PACKAGE = "reasoning_gym"
 _SEED = 0
 
 
@@ -90,18 +89,18 @@ def make(target: str) -> Environment:
     Raises:
         LoadError: reasoning-gym is not installed, or the task is unknown.
     """
-    try:
-        from reasoning_gym.factory import DATASETS
-    except ModuleNotFoundError as error:
-        raise LoadError(
-            f"reasoning-gym is not installed ({error}). Install it: {sys.executable} -m pip install reasoning-gym"
-        ) from error
+    install = f"Install it: {sys.executable} -m pip install reasoning-gym"
+    if folder_of(PACKAGE) is None:
+        raise LoadError(f"reasoning-gym is not installed. {install}")
     if target == COMPOSITE or target.startswith("{"):
         return composite.make(target)
-    names = [name for name in DATASETS if name != COMPOSITE]
-    if target not in names:
-        raise LoadError(f"reasoning-gym has no task {target!r}. {nearest(target, names, 'Tasks')}")
-    return ReasoningGym(target, *DATASETS[target])
+    try:
+        classes = task_classes(target)
+    except ModuleNotFoundError as error:
+        raise LoadError(f"reasoning-gym is not installed completely ({error}). {install}") from error
+    if classes is None:
+        raise LoadError(f"reasoning-gym has no task {target!r}. {nearest(target, task_names(), 'Tasks')}")
+    return ReasoningGym(target, *classes)
 
 
 def _description(name: str, dataset: type, config: type) -> str:
@@ -134,12 +133,7 @@ class Listing:
 
     def folder(self) -> Path | None:
         """Return the package's folder; None if this interpreter lacks it."""
-        try:
-            spec = importlib.util.find_spec(PACKAGE)
-        except (ImportError, ValueError):
-            return None
-        places = list(spec.submodule_search_locations or []) if spec else []
-        return Path(places[0]) if places else None
+        return folder_of(PACKAGE)
 
     def tasks(self, folder: Path | None = None) -> list[ListedTask]:
         """Return all tasks by name; empty if the package is not installed.

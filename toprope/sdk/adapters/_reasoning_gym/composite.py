@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from toprope.sdk.adapters._reasoning_gym.levels import levels_of
+from toprope.sdk.adapters._reasoning_gym.loading import task_classes, task_names
 from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, parts_of, settings_of
 from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.authoring.knobs import knob, make_knobs, nearest
@@ -54,14 +55,15 @@ class Composite(Environment):
         self._dataset: Any = None
 
     def setup(self) -> None:
-        from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
-
         self.parts = parts_of(self.knobs.scoring)
         if not self.knobs.tasks:
             raise InvalidRequest(f"{self.name} needs a task at least in its knob `tasks`: [{{'name': 'gcd'}}].")
-        members = [DatasetSpec(*self._member(given)) for given in self.knobs.tasks]
+        members = [self._member(given) for given in self.knobs.tasks]
+        # The members' own modules are imported by now, so that this does not import all tasks.
+        from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
+
         try:
-            config = CompositeConfig(seed=_SEED, datasets=members)
+            config = CompositeConfig(seed=_SEED, datasets=[DatasetSpec(*member) for member in members])
             config.validate()
             self._dataset = CompositeDataset(config)
         except (AssertionError, ValueError, TypeError) as error:
@@ -81,20 +83,18 @@ class Composite(Environment):
 
     def _member(self, given: Mapping[str, Any]) -> tuple[str, float, dict[str, Any]]:
         """One task as reasoning-gym's composite is told of it: name, weight, fields of its configuration."""
-        from reasoning_gym.factory import DATASETS
-
         for key in given:
             if key not in _MEMBER:
                 raise InvalidRequest(f"A task of {self.name} has no {key!r}. {nearest(str(key), _MEMBER, 'Keys')}")
         name, weight, knobs = given.get("name"), given.get("weight", 1.0), given.get("knobs") or {}
-        names = [one for one in DATASETS if one != COMPOSITE]
-        if name not in names:
-            raise InvalidRequest(f"reasoning-gym has no task {name!r}. {nearest(str(name), names, 'Tasks')}")
+        classes = task_classes(str(name))
+        if classes is None:
+            raise InvalidRequest(f"reasoning-gym has no task {name!r}. {nearest(str(name), task_names(), 'Tasks')}")
         if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < float("inf"):
             raise InvalidRequest(f"The weight of {name} must be a number above 0, not {weight!r}.")
         if not isinstance(knobs, Mapping):
             raise InvalidRequest(f"The knobs of {name} must be an object of settings, not {knobs!r}.")
-        config = DATASETS[name][1]
+        config = classes[1]
         levels = levels_of(str(name), config)
         try:
             made = make_knobs(settings_of(config, levels), knobs)
