@@ -67,13 +67,14 @@ def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
     write_text(path, text if indent is None else f"{text}\n")
 
 
-def append(path: Path, lines: bytes, *, header: bytes = b"") -> None:
+def append(path: Path, lines: bytes, *, header: bytes = b"", wait: bool = True) -> None:
     """Append whole lines and wait until they are on disk; several processes may do so at once.
 
     Args:
         path: The file; it and its folders are created if missing.
         lines: The lines with their newlines.
         header: Written first if the file is empty.
+        wait: Wait for the disk. Without, a crash of the process loses nothing, a crash of the machine may.
 
     Raises:
         OSError: Nothing was appended.
@@ -90,7 +91,8 @@ def append(path: Path, lines: bytes, *, header: bytes = b"") -> None:
         try:
             while lines:
                 lines = lines[os.write(descriptor, lines) :]
-            os.fsync(descriptor)
+            if wait:
+                os.fsync(descriptor)
         except OSError:
             os.ftruncate(descriptor, size)
             raise

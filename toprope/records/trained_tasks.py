@@ -3,16 +3,20 @@
 trained-tasks.txt in the run's folder has an id on each line: that of the task in its environment, and the hash of its
 prompt, so that other environments with the same questions are known, too. A run that begins from another's weights
 evaluates on none of that run's tasks.
+
+Weights outlive a run in checkpoints only, so the record is synced before each checkpoint and not for each group, which
+would stop the driver for milliseconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.atomic import append
+from toprope.atomic import append, fsync
 from toprope.records.run.full_disk import NO_ROOM
 
 FILE = "trained-tasks.txt"
@@ -52,12 +56,22 @@ class TrainedTasks:
         if not self._unwritten:
             return
         try:
-            append(self._path, "".join(f"{one}\n" for one in sorted(self._unwritten)).encode())
+            append(self._path, "".join(f"{one}\n" for one in sorted(self._unwritten)).encode(), wait=False)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             return
         self._unwritten.clear()
+
+
+def sync_trained(folder: Path) -> None:
+    """Wait until the record of a run is on disk.
+
+    Raises:
+        OSError: The disk is full, or failed.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        fsync(folder / FILE)
 
 
 def read_trained(folder: Path) -> frozenset[str]:

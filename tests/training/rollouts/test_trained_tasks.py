@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ from toprope.records.trained_tasks import TrainedTasks, content_id, read_trained
 from toprope.records.worker_messages import TaskPage, TaskView
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.environment_set import EnvironmentSet
+from toprope.training.trainer.checkpoint_io import commit_checkpoint
 
 
 def said(text: str) -> list[dict[str, Any]]:
@@ -82,3 +85,20 @@ def test_a_record_passes_through_the_generations(tmp_path):
     again = TrainedTasks(tmp_path / "b", tmp_path / "a")
     assert again.inherited == read_trained(tmp_path / "a"), "a resumed run leaves out the same tasks as before"
     assert read_trained(tmp_path / "missing") == frozenset()
+
+
+def test_record_is_synced_before_a_checkpoint_appears_and_not_for_each_group(tmp_path, monkeypatch):
+    order = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def note_fsync(descriptor):
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        real_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", lambda *names: (order.append("checkpoint"), real_rename(*names)))
+    record = TrainedTasks(tmp_path, None)
+    record.add("env/0123456789abcdef", said("one"))
+    assert order == [] and len(read_trained(tmp_path)) == 2, "written, and the driver did not wait for the disk"
+    commit_checkpoint(tmp_path / "checkpoints", 1, lambda aside: aside.mkdir(parents=True), keep=1)
+    assert order.index("trained-tasks.txt") < order.index("checkpoint")

@@ -34,6 +34,7 @@ from toprope.errors import Corrupt
 from toprope.records.run.checkpoints import STATE_VERSION, problem_of, seal, set_aside
 from toprope.records.run.folder import checkpoints_in
 from toprope.records.run.full_disk import NO_ROOM
+from toprope.records.trained_tasks import sync_trained
 
 _HASH_BYTES = 1 << 26
 
@@ -89,7 +90,7 @@ def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ke
     """Writes a checkpoint aside, seals it, renames it into place, and removes all but the newest `keep`.
 
     Args:
-        folder: Folder of the checkpoints.
+        folder: Folder of the checkpoints, in the run's folder.
         step: Number of the checkpoint.
         write: Creates the folder that it is given and writes all files into it.
         keep: Number of checkpoints to keep.
@@ -111,6 +112,7 @@ def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ke
     try:
         write(aside)
         seal(aside)
+        sync_trained(folder.parent)
         os.rename(aside, final)
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
