@@ -81,16 +81,24 @@ def test_key_reaches_only_the_component_that_uses_it(made, owners):
     surroundings = SURROUNDINGS if not owners else {}
     keys = {
         name: {key for key in ("HF_TOKEN", "WANDB_API_KEY") if key in made(name, owners, surroundings)}
-        for name in ("policy", "api", "inference", "trainer", "environment")
+        for name in ("policy", "api", "inference", "trainer", "environment", "tracker")
     }
     assert keys == {
         "policy": {"HF_TOKEN"},
-        "trainer": {"WANDB_API_KEY"},
+        "tracker": {"WANDB_API_KEY"},
+        "trainer": set(),
         "api": set(),
         "inference": set(),
         "environment": set(),
     }
-    assert "WANDB_API_KEY" not in made("trainer", owners, surroundings, wandb="offline")
+    assert "WANDB_API_KEY" not in made("tracker", owners, surroundings, wandb="offline")
+
+
+def test_tracker_gets_what_settings_of_earlier_versions_name_for_trainer(made):
+    owners = {"trainer": {"WANDB_BASE_URL": "http://w", "TINKER_API_KEY": "t"}, "tracker": {"WANDB_API_KEY": "own"}}
+    variables = made("tracker", owners)
+    assert (variables["WANDB_BASE_URL"], variables["WANDB_API_KEY"]) == ("http://w", "own")
+    assert "TINKER_API_KEY" not in variables
 
 
 def test_owner_variables_for_all_and_for_one_component(made):

@@ -248,7 +248,8 @@ def test_dataset_file_trains_without_code(report: DemoReport, home: Path) -> Non
     along = [one for label, one in results["evaluations"].items() if label.startswith("step-")]
     assert along and all(one["split"] == "validation" and one["sampled"]["tasks"] == 20 for one in along)
     assert results["wandb"]["mode"] == "offline" and "url" not in results["wandb"]
-    assert list(Path(results["wandb"]["folder"]).glob("*.wandb"))
+    [offline] = results["trackers"]["wandb"]["folders"]
+    assert list(Path(offline).glob("*.wandb"))
     assert (Path(results["weights"]) / "adapter_model.safetensors").is_file()
     assert asked["state"] == "completed"
     assert sorted(asked["answers"][0]["answers"][0]) == sorted(words[3])

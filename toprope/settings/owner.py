@@ -37,7 +37,7 @@ from toprope.shipped import CONFIGS
 MODELS = "models"
 """In the owner's variables: keys of models at endpoints. Only a test of such a model gets them."""
 
-RECIPIENTS = ("*", "policy", "api", "inference", "trainer", "environment", MODELS)
+RECIPIENTS = ("*", "policy", "api", "inference", "trainer", "environment", "tracker", MODELS)
 """Recipients of variables: `*` for every component, or one."""
 
 

@@ -36,7 +36,7 @@ _NAMES = frozenset(
 )  # fmt: skip
 _PREFIXES = ("LC_", "XDG_")
 
-_USERS = {"HF_TOKEN": "policy", "HUGGING_FACE_HUB_TOKEN": "policy", "WANDB_API_KEY": "trainer"}
+_USERS = {"HF_TOKEN": "policy", "HUGGING_FACE_HUB_TOKEN": "policy", "WANDB_API_KEY": "tracker"}
 """Keys that the surroundings or the owner's variables for all components may hold, and the component that uses each."""
 
 _START_WORKERS = ("environment", "conductor")
@@ -160,6 +160,8 @@ def component_variables(
         variables[ENV_WALLS] = surroundings[ENV_WALLS]
     if checkpoint is not None:
         variables[messages.ENV_CHECKPOINT] = str(checkpoint)
+    if component == "tracker":  # earlier versions logged in the trainer, and settings name its key there
+        variables |= {name: value for name, value in owners.get("trainer", {}).items() if name.startswith("WANDB_")}
     variables |= owners.get(component, {})
     return variables | {
         messages.ENV_FOLDER: str(folder),

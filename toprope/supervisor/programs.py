@@ -13,6 +13,9 @@ from toprope.records.run.specification import Specification
 PLOT = "plot"
 """Not a member of the crew: the program that draws the plot at the end."""
 
+TRACKER = "tracker"
+"""The member that copies a run's figures to experiment trackers. It ends last, and no run depends on it."""
+
 PROGRAMS: Mapping[str, str] = {
     "policy": "toprope.training.policy",
     "api": "toprope.training.api",
@@ -20,6 +23,7 @@ PROGRAMS: Mapping[str, str] = {
     "trainer": "toprope.training.trainer",
     "environment": "toprope.training.driver",
     "conductor": "toprope.sweeps.conductor",
+    TRACKER: "toprope.trackers",
     PLOT: "toprope.analysis.plots",
 }
 
@@ -45,14 +49,20 @@ def command_of(component: str, programs: Programs | None = None) -> list[str]:
 def members_of(specification: Specification) -> tuple[str, ...]:
     """Return the members of a run's crew in start order. A test of endpoints alone needs no policy here."""
     models = specification.test.models if specification.test else []
+    members = specification.run_kind.members
     if models and all(model.endpoint is not None for model in models):
-        return ("environment",)
-    return specification.run_kind.members
+        members = ("environment",)
+    return (*members, TRACKER) if is_tracked(specification) else members
+
+
+def is_tracked(specification: Specification) -> bool:
+    """True if the run is copied to an experiment tracker: all kinds but questions, if the configuration names one."""
+    return specification.run_kind.name != "ask" and specification.config.logging.wandb != "disabled"
 
 
 def optional_members_of(specification: Specification) -> frozenset[str]:
-    """Return the members that may fail without ending the run: those of the policy, if endpoints are tested as well."""
+    """Return the members that may fail without ending the run: the tracker, and those of the policy if endpoints are
+    tested as well."""
     models = specification.test.models if specification.test else []
-    if any(model.endpoint is not None for model in models):
-        return frozenset({"policy", "inference"})
-    return frozenset()
+    with_endpoints = any(model.endpoint is not None for model in models)
+    return frozenset({TRACKER, "policy", "inference"} if with_endpoints else {TRACKER})

@@ -33,7 +33,7 @@ Run = Annotated[
         autocompletion=complete_run,
     ),
 ]
-COMPONENTS = "keeper, policy, api, inference, trainer, environment or conductor"
+COMPONENTS = "keeper, policy, api, inference, trainer, environment, conductor or tracker"
 
 
 def build() -> typer.Typer:

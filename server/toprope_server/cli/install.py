@@ -30,7 +30,7 @@ NAME = "toprope"
 _USERS = {
     "HF_TOKEN": "policy",
     "HUGGING_FACE_HUB_TOKEN": "policy",
-    "WANDB_API_KEY": "trainer",
+    "WANDB_API_KEY": "tracker",
     "TINKER_API_KEY": "trainer",
     "OPENROUTER_API_KEY": "models",
 }

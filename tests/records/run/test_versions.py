@@ -59,6 +59,7 @@ FILES = [
     File("evaluations/before.json", report),
     File("results.json", _report),
     File("wandb.json", report),
+    File("trackers.json", report),
     File("models.json", read_models),
     File("answers.json", read_answers),
     File("usage.json", Usage.read),
@@ -85,6 +86,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     sampled = {"split": "heldout", "tasks": 10, "successes": 5, "accuracy": 0.5}
     write_json(folder.evaluation("before"), {"version": 1, "label": "before", "sampled": sampled, "greedy": None})
     write_json(folder.path / "wandb.json", {"version": 1, "mode": "offline", "folder": "/w"})
+    write_json(folder.path / "trackers.json", {"version": 1, "trackers": {"wandb": {"mode": "offline"}}})
     write_models(folder, [TestedModel(name="a", model="a", seconds=1.0)])
     write_answers(
         folder, [AnsweredConversation(messages=[{"role": "user", "content": "x"}], answers=["y"], truncated=[False])]

@@ -95,7 +95,7 @@ def test_doctor_reports_missing_folders_in_settings(home):
 
 
 def test_doctor_names_keys_without_values(home, monkeypatch):
-    home.settings_file.write_text("variables: {trainer: {WANDB_API_KEY: w-secret}, api: {HF_TOKEN: h-secret}}\n")
+    home.settings_file.write_text("variables: {tracker: {WANDB_API_KEY: w-secret}, api: {HF_TOKEN: h-secret}}\n")
     monkeypatch.setenv("OPENROUTER_API_KEY", "o-secret")
     findings = {finding.subject: finding for finding in found(home, checks.keys)}
     assert findings["WANDB_API_KEY"].level == "ok"

@@ -147,7 +147,7 @@ def test_variables_go_to_the_component_that_needs_them(tmp_path):
     assert done.returncode == 0, done.stderr
     file = tmp_path / "config" / "settings.yaml"
     assert OwnerSettings.read(file).variables == {
-        "trainer": {"WANDB_API_KEY": "w-123"},
+        "tracker": {"WANDB_API_KEY": "w-123"},
         "policy": {"HF_TOKEN": "h-123"},
         "models": {"OPENROUTER_API_KEY": "o-123"},
         "inference": {"PROXY": "p"},

@@ -349,7 +349,7 @@ def test_custom_trainer_gets_no_inherited_keys(tmp_path):
     def variables(one: Specification, owners: dict[str, dict[str, str]]) -> dict[str, str]:
         return component_variables("trainer", specification=one, owners=owners, **given)
 
-    assert "WANDB_API_KEY" in variables(spec.model_copy(update={"trainer": None}), {})
+    assert "WANDB_API_KEY" not in variables(spec.model_copy(update={"trainer": None}), {})
     assert "WANDB_API_KEY" not in variables(spec, {"*": {"WANDB_API_KEY": "k2"}})
     assert variables(spec, {"trainer": {"MINE": "x"}})["MINE"] == "x"
     assert os.environ.get("WANDB_API_KEY") is None or "k1" not in os.environ["WANDB_API_KEY"]

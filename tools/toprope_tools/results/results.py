@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -323,7 +324,7 @@ def _where(folder: RunFolder, report: Results) -> list[str]:
     if report.weights is not None:
         lines.append(f"Weights, for from_pretrained: {report.weights}")
     if report.wandb is not None:
-        lines.append(_wandb(report.wandb))
+        lines.append(_wandb(report.wandb, report.trackers.get("wandb", {}).get("folders") or []))
     if report.plot is not None:
         lines.append(f"Plot: {report.plot}")
     if folder.metrics.exists():
@@ -331,12 +332,12 @@ def _where(folder: RunFolder, report: Results) -> list[str]:
     return lines
 
 
-def _wandb(noted: dict[str, str]) -> str:
+def _wandb(noted: dict[str, str], folders: list[str]) -> str:
     if "url" in noted:
         return f"Weights & Biases: {clip(noted['url'], 300)}"
-    folder = noted.get("folder")
-    if noted["mode"] == "offline" and folder is not None:
-        return f"Weights & Biases, offline: {folder} ('wandb sync' with that folder uploads it)."
+    folders = folders or [folder for folder in [noted.get("folder")] if folder]
+    if noted["mode"] == "offline" and folders:
+        return f"Weights & Biases, offline; this uploads it: {shlex.join(['wandb', 'sync', *folders])}"
     return f"Weights & Biases ({noted['mode']}): nothing was written."
 
 

@@ -22,7 +22,7 @@ from toprope_tools.answers.answer import TOKEN_BUDGET, Answer
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-COMPONENTS = ("keeper", "policy", "api", "inference", "trainer", "environment", "conductor")
+COMPONENTS = ("keeper", "policy", "api", "inference", "trainer", "environment", "conductor", "tracker")
 _MOST_LINES = 200
 _MOST_BYTES = TOKEN_BUDGET * 4 // 2 - 2000
 """Every line appears twice, in the text and in the structure."""

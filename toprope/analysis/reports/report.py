@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from toprope.records.run.curriculum import Curricula
 from toprope.records.run.folder import (
     EVALUATION_VERSION,
     REPAIR_HINT,
+    TRACKERS_VERSION,
     WANDB_VERSION,
     RunFolder,
     describe_misfits,
@@ -59,7 +61,7 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
     """
     evaluations = {path.stem: read_json(path, EVALUATION_VERSION) for path in sorted(folder.evaluations.glob("*.json"))}
     checkpoint = (status.checkpoint or {}).get("path")
-    rows = read_history(folder.metrics).rows
+    rows, trackers = read_history(folder.metrics).rows, trackers_of(folder)
     try:
         report = build(
             specification,
@@ -79,7 +81,8 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
     return report.model_copy(
         update={
             "weights": _existing(Path(report.checkpoint) / "model") if report.checkpoint else None,
-            "wandb": _wandb(folder, specification.config.logging.wandb),
+            "wandb": _wandb(trackers, specification.config.logging.wandb),
+            "trackers": trackers,
             "tested": _tested(read_models(folder)),
             "curricula": curricula_of(folder),
             "answers": [answer.model_dump(mode="json") for answer in read_answers(folder)],
@@ -112,7 +115,7 @@ def build(
     Raises:
         Corrupt: An evaluation does not have the expected form.
     """
-    measured = {label: _evaluation(label, content) for label, content in evaluations.items()}
+    measured = {label: evaluation_of(label, content) for label, content in evaluations.items()}
     before, after = (_sampled(measured.get(label)) for label in (_BEFORE, _AFTER))
     last = dict(rows[-1]) if rows else {}
     return Results(
@@ -165,17 +168,28 @@ def _existing(path: Path) -> str | None:
     return str(path) if path.exists() else None
 
 
-def _wandb(folder: RunFolder, mode: str) -> dict[str, str] | None:
-    """Return the trainer's note about Weights & Biases, or the mode alone if it wrote none; None if disabled."""
+def _wandb(trackers: Mapping[str, Mapping[str, Any]], mode: str) -> dict[str, str] | None:
     if mode == "disabled":
         return None
-    try:
-        noted = read_json(folder.path / "wandb.json", WANDB_VERSION)
-    except NotFound:
-        return {"mode": mode}
-    if not isinstance(noted, dict):
-        return {"mode": mode}
-    return {key: str(value) for key, value in noted.items() if key != "version"}
+    noted = trackers.get("wandb", {})
+    return {"mode": mode} | {key: value for key, value in noted.items() if isinstance(value, str)}
+
+
+def trackers_of(folder: RunFolder) -> dict[str, dict[str, Any]]:
+    """Return what each tracker of a run told about itself: `folder`, `url`, and `folders` of all attempts.
+
+    Earlier versions noted Weights & Biases alone, in a file of its own.
+
+    Raises:
+        Corrupt: The file cannot be read; TooNew if a newer version wrote it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    with suppress(NotFound):
+        found["wandb"] = dict(read_json(folder.path / "wandb.json", WANDB_VERSION))
+        found["wandb"].pop("version", None)
+    with suppress(NotFound):
+        found |= read_json(folder.path / "trackers.json", TRACKERS_VERSION).get("trackers", {})
+    return found
 
 
 def _tested(models: Sequence[TestedModel]) -> Models | None:
@@ -205,7 +219,12 @@ def _sampled(evaluation: Evaluation | None) -> Accuracy | None:
     return evaluation.sampled if evaluation else None
 
 
-def _evaluation(label: str, content: Mapping[str, Any]) -> Evaluation:
+def evaluation_of(label: str, content: Mapping[str, Any]) -> Evaluation:
+    """Build the report of one evaluation from the content of its file.
+
+    Raises:
+        Corrupt: It does not have the form that the driver writes.
+    """
     try:
         return Evaluation(
             split=content["sampled"].get("split", ""),

@@ -151,6 +151,8 @@ class Results(_Part):
     """Folder that `from_pretrained` loads."""
     wandb: dict[str, str] | None = None
     """Weights & Biases: `mode`, `folder`, and `url` if online; None if disabled."""
+    trackers: dict[str, dict[str, Any]] = {}
+    """By name of the tracker: `folder` and `url` if there are any, and the `folders` of all attempts."""
     tested: Models | None = None
     answers: list[dict[str, Any]] = []
     plot: str | None = None

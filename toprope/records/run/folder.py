@@ -13,6 +13,7 @@
       checkpoints/       step-N/                             (trainer only, renamed into place; damaged-step-N: kept)
       logs/              <component>.log, rotated            (guards; keeper.log by the keeper)
       results.json       the report                          (keeper, at the end)
+      trackers.json      what trackers got, and where       (tracker only, replaced atomically)
       usage.json         what it took: time, processors, disk (keeper only, replaced atomically)
       contents.json      overlap of the splits, in counts    (environment's driver)
       plot.png           reward and accuracy over steps      (keeper's plot program, at the end)
@@ -54,7 +55,7 @@ def describe_misfits(error: ValidationError) -> str:
     return ", ".join(places)
 
 
-EVALUATION_VERSION = WANDB_VERSION = 1
+EVALUATION_VERSION = TRACKERS_VERSION = WANDB_VERSION = 1
 """Newest known versions of files that several packages read or write."""
 
 

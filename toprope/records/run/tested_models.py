@@ -29,6 +29,8 @@ class TestedModel(BaseModel):
     """The reason why it could not be measured; None if it was."""
     sampled: dict[str, Any] | None = None
     """Counts, means and shares over all answers, as in an evaluation."""
+    scores: list[list[float]] = []
+    """The rewards of all answers to each task, in the order of the tasks."""
     examples: list[dict[str, Any]] = []
     seconds: float
     answered: int = 0

@@ -32,6 +32,7 @@ from toprope.supervisor.programs import (
     PLOT,
     PROGRAMS,
     STARTS_RUNS,
+    TRACKER,
     Programs,
     command_of,
     members_of,
@@ -43,6 +44,8 @@ _SECOND_GRACE_S = 0.5
 _NOTHING_TO_SAVE_S = 2.0
 """The most that a member with nothing to save gets to end."""
 _BACKLOG = 1024
+TRACKING_S = 60.0
+"""The most that the tracker of a completed run gets to send what is left; others get the grace."""
 _CLOSED_FIRST = ("environment", "trainer", "policy", "conductor")
 
 
@@ -206,15 +209,18 @@ class Crew:
         self._deadline = min(self._deadline, asyncio.get_running_loop().time() + max(grace_s, 0.0))
         self._deadline_moved.set()
 
-    async def close(self, grace_s: float, *, patient_with: Set[str] = frozenset()) -> None:
-        """End all processes: first environment and trainer, then inference and api. Takes at most `grace_s` and half a
-        second, as long as SIGKILL ends the processes that get it.
+    async def close(
+        self, grace_s: float, *, patient_with: Set[str] = frozenset(), tracking_s: float | None = None
+    ) -> None:
+        """End all processes: first environment and trainer, then inference and api, at last the tracker. Takes at most
+        `grace_s` and half a second for each of the last two, as long as SIGKILL ends the processes that get it.
 
         Args:
             grace_s: Seconds to end in order. Members with nothing to save get at most two of them, all together; the
                 members closed last get at least half a second.
             patient_with: Members that end by themselves, because they finished or have something to save. They get no
                 signal within the grace.
+            tracking_s: Seconds that the tracker gets; what is left of the grace if None.
         """
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + max(grace_s, 0.0)
@@ -228,16 +234,25 @@ class Crew:
             if component.name not in patient_with:
                 component.stop(min(grace_s, _NOTHING_TO_SAVE_S))
         await self._wait_gone(first)
-        rest = [component for component in running if component not in first]
+        last = [component for component in running if component.name == TRACKER]
+        rest = [component for component in running if component not in [*first, *last]]
         self._deadline = max(self._deadline, loop.time() + min(grace_s, _SECOND_GRACE_S))
         for component in rest:
             component.stop(max(soon - loop.time(), min(grace_s, _SECOND_GRACE_S)))
         await self._wait_gone(rest)
+        await self._close_tracker(last, min(grace_s, _SECOND_GRACE_S) if tracking_s is None else tracking_s)
         await self._reap_unguarded()
         self._spawner.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+    async def _close_tracker(self, trackers: Sequence[Component], least_s: float) -> None:
+        """Let the tracker read the last records, then end."""
+        self._deadline = max(self._deadline, asyncio.get_running_loop().time() + least_s)
+        for tracker in trackers:
+            tracker.send(Stop(least_s))
+        await self._wait_gone(trackers)
 
     async def reap_after(self, component: Component) -> None:
         """Kill the processes that a component left behind if its guard was killed, or held nothing."""

@@ -28,14 +28,14 @@ from toprope.records.run.status import Failure, State, Status
 from toprope.supervisor import guard
 from toprope.supervisor.capacity.reservations import Granted, Reservations, Waiting
 from toprope.supervisor.keeper.component import Component, Exit
-from toprope.supervisor.keeper.crew import Crew
+from toprope.supervisor.keeper.crew import TRACKING_S, Crew
 from toprope.supervisor.keeper.hang_detector import HangDetector
 from toprope.supervisor.keeper.pause import PauseControl
 from toprope.supervisor.keeper.report_handler import ReportHandler
 from toprope.supervisor.keeper.restart_policy import RestartPolicy
 from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.lock import RunLock
-from toprope.supervisor.programs import PLOT, STARTS_RUNS, Programs, members_of
+from toprope.supervisor.programs import PLOT, STARTS_RUNS, TRACKER, Programs, members_of
 from toprope.supervisor.runs.orders import StopOrder, take_orders
 from toprope.supervisor.watchers.group import WatcherGroup, create_watchers
 from toprope.supervisor.watchers.watcher import RunControl
@@ -146,7 +146,9 @@ class RunLifecycle:
             self._start_members()
             ending = await self._decision
             self._enter_ending_state(ending)
-            await self._crew.close(self._grace_s, patient_with=self._members_that_end_themselves())
+            tracking_s = TRACKING_S if isinstance(ending, _Completed) else None
+            patient = self._members_that_end_themselves()
+            await self._crew.close(self._grace_s, patient_with=patient, tracking_s=tracking_s)
             await self._write_end(ending)
         except Exception as error:
             traceback.print_exc()
@@ -327,6 +329,7 @@ class RunLifecycle:
             or (name == "trainer" and name in reports.finished)
             or (name == "environment" and "after" in reports.evaluated)
             or (name == "conductor" and name in reports.finished)
+            or (name == TRACKER and self._closing)
         )
         # A member that reported the end of its work has finished, even if it was ended on its way out.
         done = name in reports.finished or (name == "policy" and name in reports.ready)

@@ -122,7 +122,8 @@ class Evaluator:
         def summary(own: list[SampledGroup]) -> dict[str, Any]:
             return {"split": "validation"} | summarize_test(own, group_size)
 
-        sampled = summary(groups) | {"by_task": results_by_task(groups)} | _by_environment(groups, summary)
+        by_task = results_by_task(groups) | {"scores": scores_by_task(groups)}
+        sampled = summary(groups) | {"by_task": by_task} | _by_environment(groups, summary)
         result = self._result("test", began, groups, sampled, groups[:_MAX_TEST_EXAMPLES])
         return await self._write("test", result, began)
 
@@ -230,6 +231,11 @@ def results_by_task(groups: list[SampledGroup]) -> dict[str, Any]:
         "tasks": [f"{group.environment}/{group.task_id}" if group.environment else group.task_id for group in groups],
         "wins": [sum(outcome.success for outcome in group.outcomes) for group in groups],
     }
+
+
+def scores_by_task(groups: list[SampledGroup]) -> list[list[float]]:
+    """The rewards of all answers to each task, with six significant digits."""
+    return [[float(f"{outcome.reward:.6g}") for outcome in group.outcomes] for group in groups]
 
 
 def _summarize_split(split: str, groups: list[SampledGroup]) -> dict[str, Any]:

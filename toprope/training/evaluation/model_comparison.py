@@ -16,7 +16,12 @@ from toprope.records.purse import Purse
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.records.run.tested_models import TestedModel
 from toprope.sdk.errors import WorkerError
-from toprope.training.evaluation.evaluator import example_record, failed_group, summarize_test
+from toprope.training.evaluation.evaluator import (
+    example_record,
+    failed_group,
+    scores_by_task,
+    summarize_test,
+)
 from toprope.training.inference.client import PolicyClient, PromptTooLong, Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 from toprope.training.rollouts.environment_set import EnvironmentSet
@@ -172,6 +177,7 @@ class _ModelTest:
             model=endpoint.model if endpoint else self._policy_name,
             error=error,
             sampled=None if error else {"split": "validation"} | summarize_test(groups, self._plan.group_size),
+            scores=[] if error else scores_by_task(groups),
             examples=[] if error else [example_record(group) for group in groups[:_EXAMPLES]],
             seconds=round(seconds, 3),
             answered=len(groups),

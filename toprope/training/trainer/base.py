@@ -22,11 +22,9 @@ from typing import Any, Protocol
 import torch
 import transformers
 
-from toprope.atomic import write_json
 from toprope.errors import DiskFull, TopropeError
 from toprope.records.messages import Checkpointed, Finished, NoRoom, Ready, Stepped, Warned
 from toprope.records.run.checkpoints import newest_sound, no_sound_checkpoint, set_aside
-from toprope.records.run.folder import WANDB_VERSION, RunFolder
 from toprope.records.run.full_disk import NO_ROOM, PatientLines
 from toprope.records.run.metrics import header
 from toprope.training.api.clients import sync_client
@@ -126,8 +124,7 @@ class TrainingRun(ABC):
         self._optimizer = self._make_optimizer(trained)
         self._scheduler = self._make_scheduler()
         self._connect_api()
-        report_to = [] if config.logging.wandb == "disabled" else ["wandb"]
-        learner = self._make_learner(folder, describe_device(config), report_to)
+        learner = self._make_learner(folder, describe_device(config))
         if checkpoint is None:
             state = CheckpointState(0, 0, 0, 0.0)
             self._load_parent_moments(folder)
@@ -141,17 +138,15 @@ class TrainingRun(ABC):
             with suppress(EndOfTraining):
                 learner.train()
         self._save_final()
-        self._finish_wandb()
         member.report(Finished({"step": self._step, "train_seconds": round(self._elapsed(), 3)}))
 
     @abstractmethod
-    def _make_learner(self, policy: Path, device: str, report_to: list[str]) -> Learner:
+    def _make_learner(self, policy: Path, device: str) -> Learner:
         """The learner of the loaded model with its optimizer and schedule.
 
         Args:
             policy: Folder of the starting policy.
             device: `cpu` or `cuda`.
-            report_to: `["wandb"]`, or empty.
         """
 
     def _make_optimizer(self, trained: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -248,16 +243,6 @@ class TrainingRun(ABC):
     def _restore_cursor(self, cursor: int) -> int:
         """Commits the checkpoint's cursor, which a killed trainer may have left uncommitted; returns the API's."""
         return self._api.take_up(cursor)
-
-    def record_wandb(self) -> None:
-        """Records where Weights & Biases keeps this run, if it does."""
-        write_wandb_record(self._member.folder, self._config.logging.wandb)
-
-    def _finish_wandb(self) -> None:
-        if self._config.logging.wandb != "disabled":
-            import wandb
-
-            wandb.finish()
 
     def beat(self) -> None:
         """Gives a sign of life."""
@@ -418,24 +403,6 @@ class TrainingRun(ABC):
             keep=self._config.logging.save_total_limit,
             extra_modules=self._extra_modules(),
         )
-
-
-def write_wandb_record(folder: RunFolder, mode: str) -> None:
-    """Writes wandb.json of a run: version, mode, folder, and url if online. Does nothing unless wandb has begun.
-
-    wandb knows its run only within the process that it logs from, and other processes report on it.
-
-    Args:
-        mode: Value of logging.wandb.
-    """
-    wandb: Any = sys.modules.get("wandb")
-    run = getattr(wandb, "run", None)
-    if run is None:
-        return
-    record: dict[str, Any] = {"version": WANDB_VERSION, "mode": mode, "folder": str(run.dir).removesuffix("/files")}
-    if run.url:
-        record["url"] = str(run.url)
-    write_json(folder.path / "wandb.json", record)
 
 
 def _short(value: float | None) -> float | None:

@@ -151,7 +151,7 @@ class CustomRun(TrainingRun):
         """Writes a checkpoint of the last finished step."""
         self._save()
 
-    def _make_learner(self, policy: Path, device: str, report_to: list[str]) -> Learner:
+    def _make_learner(self, policy: Path, device: str) -> Learner:
         raise NotImplementedError("the owner's class takes its own steps")
 
     def _save(self) -> bool:

@@ -14,7 +14,7 @@ from toprope.training.trainer.step.learner import StepBatch, StepLearner, Steppe
 class GrpoRun(SteppedRun):
     """One attempt of training with a loss of the GRPO family."""
 
-    def _make_learner(self, policy: Path, device: str, report_to: list[str]) -> Learner:
+    def _make_learner(self, policy: Path, device: str) -> Learner:
         config = self._config
         return GrpoLearner(
             config,
@@ -22,7 +22,7 @@ class GrpoRun(SteppedRun):
             load_reference(policy, config, self._model, config.algorithm.beta),
             pad=int(self._tokenizer.pad_token_id),
             device=device,
-            hooks=self._hooks(report_to),
+            hooks=self._hooks(),
             optimizers=(self._optimizer, self._scheduler),
         )
 

@@ -53,14 +53,14 @@ class PpoRun(SteppedRun):
 
     _head: ValueHead
 
-    def _make_learner(self, policy: Path, device: str, report_to: list[str]) -> Learner:
+    def _make_learner(self, policy: Path, device: str) -> Learner:
         return PpoLearner(
             self._config,
             self._model,
             load_reference(policy, self._config, self._model, self._config.ppo.kl_coef),
             pad=int(self._tokenizer.pad_token_id),
             device=device,
-            hooks=self._hooks(report_to),
+            hooks=self._hooks(),
             optimizers=(self._optimizer, self._scheduler),
             modules=(self._head,),
         )

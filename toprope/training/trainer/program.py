@@ -33,15 +33,6 @@ def create_training(member: CrewMember) -> _Training:
 def main() -> int:
     """Runs the component; returns its exit status."""
     member = CrewMember.join()
-    logging = member.spec.config.logging
-    os.environ["WANDB_MODE"] = logging.wandb
-    os.environ["WANDB_DIR"] = str(member.folder.path)
-    os.environ["WANDB_PROJECT"] = logging.wandb_project
-    os.environ["WANDB_NAME"] = member.spec.run_id
-    os.environ["WANDB_SILENT"] = "true"
-    # All attempts share one record there.
-    os.environ["WANDB_RUN_ID"] = member.spec.run_id
-    os.environ["WANDB_RESUME"] = "allow"
     checkpoint = os.environ.get(ENV_CHECKPOINT)
     try:
         create_training(member).run(None if checkpoint is None else Path(checkpoint))

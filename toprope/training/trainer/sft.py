@@ -161,7 +161,6 @@ class SftRun(TrainingRun):
         if state.step < steps and not self._out_of_time():
             self._train(rows, order[state.step * section.batch_size :])
         self._save_final()
-        self._finish_wandb()
         seconds = round(self._elapsed(), 3)
         member.report(Finished({"step": self._step, "train_seconds": seconds, "left_out": too_long}))
 
@@ -170,7 +169,7 @@ class SftRun(TrainingRun):
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         self._finish_step(self._first_step + step, numbers)
 
-    def _make_learner(self, policy: Path, device: str, report_to: list[str]) -> Learner:
+    def _make_learner(self, policy: Path, device: str) -> Learner:
         raise NotImplementedError("demonstrations are not delivered in batches")
 
     def _train(self, rows: list[TokenizedRow], order: list[int]) -> None:
@@ -185,7 +184,7 @@ class SftRun(TrainingRun):
             bf16=device != "cpu" and is_torch_bf16_gpu_available(),
             logging_steps=1,
             save_strategy="no",
-            report_to=[] if config.logging.wandb == "disabled" else ["wandb"],
+            report_to=[],
             disable_tqdm=True,
             seed=config.algorithm.seed,
             data_seed=config.algorithm.seed,
@@ -221,9 +220,6 @@ class _StepCallback(TrainerCallback):
 
     def __init__(self, run: SftRun) -> None:
         self._run = run
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._run.record_wandb()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.beat()

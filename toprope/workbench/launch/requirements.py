@@ -44,13 +44,13 @@ def require_wandb(
     variables = os.environ if variables is None else variables
     if config.logging.wandb != "online":
         return
-    given = (settings.variables.get(recipient, {}).get(_KEY) for recipient in ("*", "trainer"))
+    given = (settings.variables.get(recipient, {}).get(_KEY) for recipient in ("*", "tracker", "trainer"))
     if any(given) or variables.get(_KEY) or _logged_in(Path(variables.get("HOME", "/"))):
         return
     raise InvalidValue(
         f"logging.wandb is online, and there is no {_KEY}. Nothing was started.",
         hint=f"edit_config sets logging.wandb to offline, which writes the same files without a key (unless it is "
-        f"locked). Or the owner puts the key into {settings_file}: variables: {{trainer: {{{_KEY}: <the key>}}}}.",
+        f"locked). Or the owner puts the key into {settings_file}: variables: {{tracker: {{{_KEY}: <the key>}}}}.",
     )
 
 

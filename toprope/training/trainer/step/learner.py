@@ -221,23 +221,5 @@ class SteppedRun(TrainingRun):
         source = BatchSource(client, self._config, ending.is_set, state.cursor, state.rollouts, state.dropped)
         return PrefetchingSource(source, self._is_ending, lambda: self._step + 1 < steps)
 
-    def _hooks(self, report_to: list[str]) -> StepHooks:
-        on_step: OnStep = self._finish_step
-        if report_to:
-            on_step = _with_wandb(on_step, self.record_wandb)
-        return StepHooks(self._next_batch, on_step, self.beat, self.should_stop)
-
-
-def _with_wandb(on_step: OnStep, record: Callable[[], None]) -> OnStep:
-    """`on_step` that logs to Weights & Biases first."""
-    import wandb
-
-    wandb.init()  # project, name and mode are in the environment
-    record()
-
-    def log(step: int, metrics: Mapping[str, float | None]) -> None:
-        known = {f"train/{name}": value for name, value in metrics.items() if value is not None}
-        wandb.log(known | {"train/global_step": step})
-        on_step(step, metrics)
-
-    return log
+    def _hooks(self) -> StepHooks:
+        return StepHooks(self._next_batch, self._finish_step, self.beat, self.should_stop)

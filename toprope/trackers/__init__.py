@@ -1,0 +1,1 @@
+"""Copies a run's figures to experiment trackers from the run's own files."""

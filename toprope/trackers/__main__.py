@@ -1,0 +1,5 @@
+import sys
+
+from toprope.trackers.program import main
+
+sys.exit(main())
