@@ -134,4 +134,6 @@ def call(tool: str, **arguments: Any) -> str:
 def _literal(argument: Any) -> str:
     if isinstance(argument, list):
         return "[" + ", ".join(_literal(one) for one in argument) + "]"
+    if isinstance(argument, dict):
+        return json.dumps(argument, ensure_ascii=False, default=str)
     return f'"{argument}"' if isinstance(argument, str) else value(argument)

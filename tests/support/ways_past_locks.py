@@ -8,6 +8,7 @@ from typing import Any
 
 from toprope_tools.data import build_dataset
 from toprope_tools.planning.config import edit_config
+from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.planning.environments import describe_environment, select_environment
 from toprope_tools.runs.ask import ask_checkpoint
 from toprope_tools.runs.inference import test_inference
@@ -71,7 +72,11 @@ _GUESS = {"environment": "number_guess"}
 _TAUGHT = ({"templates": ["{a}"], "variables": {"a": ["1"]}}, {"teacher": MODEL, "temperature": 4.0})
 _RATE = "optimizer.learning_rate"
 
+_WIDER = {"name": "number_guess", "knobs": {"spare": 5}}
+
 WAYS = (
+    Way(select_environment, "knobs", "environment.knobs.spare", {"max": 3}, _WIDER),
+    Way(check_environment, "knobs", "environment.knobs.spare", {"max": 3}, _WIDER),
     _test("group_size", "rollout.group_size", 4, 64),
     _test("tasks", "evaluation.validation_tasks", 64, 9999),
     _test("max_new_tokens", "rollout.max_new_tokens", 64, 9999, models=[MODEL]),
@@ -83,7 +88,7 @@ WAYS = (
         "knobs",
         "environment.knobs.spare",
         {"max": 3},
-        {"name": "number_guess", "knobs": {"spare": 5}},
+        _WIDER,
     ),
     Way(select_environment, "name", "environment.name", {"value": "sort_letters"}, {"name": "number_guess"}),
     _build("sft.teacher", {"value": "solver"}, *_TAUGHT),

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "select_environment": {"name": ("environment.name",), "preset": ("*",)},
+    "select_environment": {"name": ("environment.name",), "preset": ("*",), "knobs": ("environment.knobs.*",)},
     "describe_environment": {"knobs": ("environment.knobs.*",)},
-    "check_environment": {"name": ("environment.*",)},
+    "check_environment": {"name": ("environment.*",), "knobs": ("environment.knobs.*",)},
     "edit_config": {"changes": ("*",)},
     "undo_edit": {"revision": ("*",)},
     "fork_config": {"run_id": ("*",)},

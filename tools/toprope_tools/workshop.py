@@ -21,6 +21,7 @@ from toprope.workbench.interpreters.background import Installations
 from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.open_runs import open_runs, resume_run
 from toprope.workbench.launch.start import RunStarter
+from toprope_tools.planning.opening import Openings
 
 _LONGEST_STOP_S = 40.0
 _SWEEP_S = 8.0
@@ -38,6 +39,8 @@ class Workshop:
     index: Index
     installations: Installations = field(default_factory=Installations, repr=False)
     """Running installations for environments."""
+    openings: Openings = field(default_factory=Openings, repr=False)
+    """Environments that are being loaded for a call."""
     samples: dict[str, TaskSample] = field(default_factory=dict, repr=False)
     """A few tasks of described environments, by environment and knobs, for the fit check."""
     _lengths: dict[str, float | None] = field(default_factory=dict, repr=False)

@@ -3,6 +3,7 @@
 SdkError
 ├── LoadError             the environment's file, class, adapter or package cannot be loaded
 ├── InvalidRequest        a knob, weight, split or index that does not exist or has a wrong value
+│   └── MissingKnobs      knobs without a usable default that the environment needs
 ├── EnvironmentMistake    the environment's code returned something of the wrong shape
 └── WorkerFailure         raised in the caller's process, by toprope.sdk.worker.client
     ├── WorkerTimeout     no answer in time; the worker was killed
@@ -21,6 +22,7 @@ __all__ = [
     "Failure",
     "InvalidRequest",
     "LoadError",
+    "MissingKnobs",
     "SdkError",
     "WorkerDied",
     "WorkerError",
@@ -53,6 +55,19 @@ class LoadError(SdkError):
 
 class InvalidRequest(SdkError):
     """A request names something that does not exist, or has a wrong value; the message names the valid values."""
+
+
+class MissingKnobs(InvalidRequest):
+    """An environment needs knobs that nobody has set.
+
+    Args:
+        why: What they are for and which values fit; may be empty.
+        names: The knobs. Their types and descriptions are added when the error leaves the environment's setup.
+    """
+
+    def __init__(self, why: str, *names: str) -> None:
+        super().__init__(why)
+        self.why, self.names = why, names
 
 
 class EnvironmentMistake(SdkError):

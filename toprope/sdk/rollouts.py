@@ -13,9 +13,9 @@ from itertools import islice
 from typing import Any
 
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, as_messages, copy_for
-from toprope.sdk.authoring.knobs import make_knobs
+from toprope.sdk.authoring.knobs import described_missing, make_knobs
 from toprope.sdk.authoring.rewards import RewardFunctions, seen_of
-from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest
+from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, MissingKnobs
 
 __all__ = ["Rollout", "Turn", "configure", "grouped", "play", "score_together"]
 
@@ -49,13 +49,16 @@ def configure(
         seed: Seed of the rollouts.
 
     Raises:
-        InvalidRequest: A knob, a weight or `max_turns` is wrong.
+        InvalidRequest: A knob, a weight or `max_turns` is wrong; MissingKnobs if it needs a knob that is not set.
         EnvironmentMistake: The environment's own `parts` or `max_turns` are wrong.
     """
     environment.knobs = make_knobs(environment.Knobs, knobs or {})
     environment.seed = seed
     environment.random = random.Random("tasks")
-    environment.setup()
+    try:
+        environment.setup()
+    except MissingKnobs as missing:
+        raise described_missing(environment.Knobs, missing) from None
     own = environment.max_turns
     if not isinstance(own, int) or isinstance(own, bool) or own < 1:
         raise EnvironmentMistake(f"max_turns must be a whole number of at least 1, not {own!r}.")

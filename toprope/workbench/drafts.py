@@ -60,7 +60,12 @@ class Drafts:
         self._index = index
 
     def create(
-        self, environment: EnvironmentSource, preset: Preset, knobs: Iterable[Mapping[str, Any]], locks: Locks
+        self,
+        environment: EnvironmentSource,
+        preset: Preset,
+        knobs: Iterable[Mapping[str, Any]],
+        locks: Locks,
+        given: Mapping[str, Any] | None = None,
     ) -> tuple[Draft, list[Change]]:
         """Create a draft of an environment from a preset.
 
@@ -69,6 +74,7 @@ class Drafts:
             preset: Preset with values and knobs for this environment.
             knobs: Knobs on the environment's card, as mappings.
             locks: Fixed values replace those of the preset; values out of bounds become the nearest allowed ones.
+            given: Values of knobs by name, in place of the preset's.
 
         Returns:
             The draft, and the preset's values that the locks changed.
@@ -88,6 +94,7 @@ class Drafts:
             config, _ = apply_changes(config, own, card)
         except (InvalidValue, NotFound) as problem:
             raise InvalidValue(f"The preset {preset.name} does not fit {environment.name}: {problem}") from None
+        config, _ = apply_changes(config, {f"{KNOBS}.{name}": value for name, value in (given or {}).items()}, card)
         allowed, moved = locks.adjust(config, fields)
         config, _ = apply_changes(config, allowed, card, locks)
         row = self._index.create_draft(

@@ -19,6 +19,7 @@ from toprope_server.mcp.arguments import strict
 
 if TYPE_CHECKING:
     from toprope_tools.answers.answer import Answer
+    from toprope_tools.planning.opening import Caller
     from toprope_tools.workshop import Workshop
 
 # Hints at MCP's defaults are left out, because every client pays for the list; read-only tools have the first and the
@@ -39,6 +40,9 @@ Cursor = Annotated[str | None, Field(description="next_cursor of the previous pa
 Names = Annotated[list[str], BeforeValidator(as_list)]
 NamesOrNone = Annotated[list[str] | None, BeforeValidator(as_list)]
 Prompts = Annotated[list[str | list[dict[str, str]]], BeforeValidator(as_list)]
+KnobsOrNone = Annotated[
+    dict[str, Any] | None, Field(description='The environment\'s own settings: {"path": "my.jsonl"}.')
+]
 Filters = Annotated[
     dict[str, Any] | None,
     Field(description="Any of success, min_reward, max_reward, task, environment, min_version, per_task (best n)."),
@@ -124,6 +128,13 @@ def client_of(ctx: Context) -> Client:
     """The calling client, by the name in its handshake or (2026-07-28) in this request, which may omit it."""
     params = ctx.session.client_params
     return Client(params.client_info.name if params is not None else "", ctx.headers is not None)
+
+
+def caller_of(ctx: Context) -> Caller:
+    """The calling client, with its way to hear of progress."""
+    from toprope_tools.planning.opening import Caller
+
+    return Caller(client_of(ctx), ctx.report_progress)
 
 
 def result_of(answer: Answer) -> CallToolResult:

@@ -9,7 +9,17 @@ from mcp.types import CallToolResult
 from pydantic import Field
 from toprope_tools.answers import planning as answers
 
-from toprope_server.tool_specs.base import ADDS, READS, DraftId, RunId, ToolGroup, result_of, workshop_of
+from toprope_server.tool_specs.base import (
+    ADDS,
+    READS,
+    DraftId,
+    KnobsOrNone,
+    RunId,
+    ToolGroup,
+    caller_of,
+    result_of,
+    workshop_of,
+)
 
 draft_tools = ToolGroup()
 
@@ -21,6 +31,7 @@ async def select_environment(
     preset: Annotated[
         str | None, Field(description="Starting values: cpu-embedded, single-gpu, or another that fits.")
     ] = None,
+    knobs: KnobsOrNone = None,
 ) -> Annotated[CallToolResult, answers.DraftAnswer]:
     """Makes a new draft (an experiment to edit) for an environment, from a preset under the owner's locks; returns its
     draft_id.
@@ -29,7 +40,11 @@ async def select_environment(
     """
     from toprope_tools.planning import environments
 
-    return result_of(await environments.select_environment(workshop_of(ctx), name=name, preset=preset))
+    return result_of(
+        await environments.select_environment(
+            workshop_of(ctx), name=name, preset=preset, knobs=knobs, caller=caller_of(ctx)
+        )
+    )
 
 
 @draft_tools.tool("Read a draft", READS, toolset="plan", on_failure="select_environment makes a draft.")
@@ -127,4 +142,4 @@ async def fork_config(ctx: Context, run_id: RunId) -> Annotated[CallToolResult, 
     names what they changed. Next: edit_config."""
     from toprope_tools.experiments import config_history
 
-    return result_of(await config_history.fork_config(workshop_of(ctx), run_id=run_id))
+    return result_of(await config_history.fork_config(workshop_of(ctx), run_id=run_id, caller=caller_of(ctx)))

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from mcp.server.mcpserver import Context
 from mcp.types import CallToolResult
 from pydantic import Field
 from toprope_tools.answers import planning as answers
 
-from toprope_server.tool_specs.base import ADDS, READS, STARTS, Cursor, ToolGroup, client_of, result_of, workshop_of
+from toprope_server.tool_specs.base import (
+    ADDS,
+    READS,
+    STARTS,
+    Cursor,
+    KnobsOrNone,
+    ToolGroup,
+    caller_of,
+    client_of,
+    result_of,
+    workshop_of,
+)
 
 environment_tools = ToolGroup()
 
@@ -42,24 +53,25 @@ async def list_environments(
 async def describe_environment(
     ctx: Context,
     name: Annotated[str, Field(description="Its name as list_environments gives it.")],
-    knobs: Annotated[
-        dict[str, Any] | None, Field(description='Its own settings to load it with: {"path": "my.jsonl"}.')
-    ] = None,
+    knobs: KnobsOrNone = None,
 ) -> Annotated[CallToolResult, answers.Description]:
     """Loads one environment in a process of its own and describes it: knobs with their bounds, example tasks, parts of
     the reward, sizes of the splits, presets.
 
-    Use it before select_environment. Takes up to 45 s; if it cannot load, the error says why.
+    Use it before select_environment. If it cannot load, the error says why; if it still loads, repeat the call.
     """
     from toprope_tools.planning import environments
 
-    return result_of(await environments.describe_environment(workshop_of(ctx), name=name, knobs=knobs))
+    return result_of(
+        await environments.describe_environment(workshop_of(ctx), name=name, knobs=knobs, caller=caller_of(ctx))
+    )
 
 
 @environment_tools.tool("Check an environment", READS, toolset="plan", on_failure=_LISTED)
 async def check_environment(
     ctx: Context,
     name: Annotated[str, Field(description="An environment's name, or a draft_id to check with its settings.")],
+    knobs: KnobsOrNone = None,
     full: Annotated[bool, Field(description="Check more tasks, and memory; 45 s.")] = False,
 ) -> Annotated[CallToolResult, answers.CheckAnswer]:
     """Checks that an environment can teach: scores right, empty, junk and nearly right answers, compares splits and
@@ -70,7 +82,11 @@ async def check_environment(
     """
     from toprope_tools.planning import environment_check
 
-    return result_of(await environment_check.check_environment(workshop_of(ctx), name=name, full=full))
+    return result_of(
+        await environment_check.check_environment(
+            workshop_of(ctx), name=name, knobs=knobs, full=full, caller=caller_of(ctx)
+        )
+    )
 
 
 @environment_tools.tool(

@@ -50,7 +50,11 @@ def test_target_files_are_listed_and_wrong_ones_are_explained(folder: Path) -> N
     assert gym.tools and gym.turns is None
     assert entries["maze"].ecosystem == "gymnasium" and "Sokoban" in (entries["maze"].environment.target or "")
     assert entries["wrong"].status == "broken" and "reward_funcs" in entries["wrong"].problem
-    assert entries["unknown"].status == "broken" and "adapter must be dataset" in entries["unknown"].problem
+    assert (
+        entries["unknown"].status == "broken"
+        and "unknown adapter" in entries["unknown"].problem
+        and "openenv" in entries["unknown"].problem
+    )
 
 
 def test_target_file_is_described_by_worker(folder: Path) -> None:
@@ -62,3 +66,53 @@ def test_target_file_is_described_by_worker(folder: Path) -> None:
     scores = described.examples[0].scores
     assert scores["reference"].success and not scores["junk"].success
     assert "sha256 sums.jsonl" in described.card.versions and "sha256 _rewards.py" in described.card.versions
+
+
+COPY = '''"""Copies."""
+
+class Copy:
+    def __init__(self, word="a"):
+        self.word = word
+
+    def reset(self):
+        return f"Copy {self.word}", {}
+
+    def step(self, action):
+        right = action.strip() == self.word
+        return "", float(right), True, False, {}
+'''
+
+
+@pytest.mark.parametrize(
+    ("adapter", "target", "expected"),
+    [
+        ("openenv", "http://127.0.0.1:9", "http://127.0.0.1:9"),
+        ("openenv", "server.py:app", "{folder}/server.py:app"),
+        ("atropos", "server.py:Env", "{folder}/server.py:Env"),
+        ("inspect_ai", "server.py@task", "{folder}/server.py@task"),
+        ("textarena", "Wordle-v0", "Wordle-v0"),
+        ("verifiers", "some_package", "some_package"),
+        ("gem", "game:Sokoban-v0-easy", "game:Sokoban-v0-easy"),
+    ],
+)
+def test_every_adapter_can_be_named_in_a_file(tmp_path: Path, adapter: str, target: str, expected: str) -> None:
+    (tmp_path / "server.py").write_text("x = 1\n")
+    given = {"adapter": adapter, "target": target, "description": "Mine.", "knobs": {"turns": 3}}
+    (tmp_path / "mine.yaml").write_text(json.dumps(given))
+    [entry] = [entry for entry in Catalog([tmp_path]).entries() if entry.name == "mine"]
+    source = entry.environment
+    assert (entry.ecosystem, entry.description, source.adapter) == (adapter, "Mine.", adapter)
+    assert source.target == expected.format(folder=tmp_path) and source.knobs == {"turns": 3}
+    (tmp_path / "mine.yaml").write_text(json.dumps({"adapter": adapter}))
+    [entry] = [entry for entry in Catalog([tmp_path]).entries() if entry.name == "mine"]
+    assert entry.status == "broken" and "target is missing" in entry.problem
+
+
+def test_a_file_sets_the_defaults_of_knobs(tmp_path: Path) -> None:
+    (tmp_path / "_copy.py").write_text(COPY)
+    (tmp_path / "copy.yaml").write_text("adapter: gymnasium\nfile: _copy.py\nclass: Copy\nknobs: {turns: 3}\n")
+    catalog = Catalog([tmp_path])
+    options = WorkerOptions(load_timeout_s=120, call_timeout_s=60)
+    described = asyncio.run(catalog.describe(catalog.find("copy"), options, examples=0))
+    [turns] = [knob for knob in described.card.knobs if knob.name == "turns"]
+    assert (turns.default, turns.value, described.card.max_turns) == (3, 3, 3)

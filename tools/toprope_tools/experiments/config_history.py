@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import anyio
 from anyio import to_thread
 
 from toprope.analysis.reports.report import gather
 from toprope.analysis.reproduction import Reproduction, compare_runs_of_one, differing_inputs
 from toprope.analysis.statistics.intervals import Proportion
-from toprope.errors import Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
+from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.folder import RunFolder, nearest_runs
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, Status
-from toprope.records.walls import Walls, allowed_network
 from toprope.settings.changes import Change
+from toprope.settings.fields import KNOBS
 from toprope.settings.presets import load_preset
-from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import call, clip, cut, plural, value
-from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.history import Side, config_of_preset, difference
 from toprope.workbench.launch.freeze import freeze_again
 from toprope_tools.answers import planning as planning_answers
 from toprope_tools.answers import runs as runs_answers
 from toprope_tools.answers.answer import Answer, fitting
 from toprope_tools.planning.config import said_changes
+from toprope_tools.planning.opening import CALLER, Caller, default_section, describe, options_of
 from toprope_tools.runs.sweeps import best_of_sweep
 from toprope_tools.runs.training import start_frozen
 
@@ -37,11 +36,10 @@ if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
 _DRAFT = re.compile(r"^(draft-[a-z0-9]+)(?:@(\d+))?$")
-_LOAD_S = 50.0
 _SHOWN, _LONGEST = 40, 200
 
 
-async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
+async def fork_config(workshop: Workshop, *, run_id: str, caller: Caller = CALLER) -> Answer:
     """Make a draft with a run's configuration and environment.
 
     Raises:
@@ -58,17 +56,14 @@ async def fork_config(workshop: Workshop, *, run_id: str) -> Answer:
     locks = workshop.home.locks()
     knobs = await to_thread.run_sync(_known_knobs, workshop, run)
     if knobs is None:
+        section, own = default_section(workshop, entry.name, locks), run.config.environment
+        limit = float(locks.nearest("environment.load_timeout_s", own.load_timeout_s))
+        options = options_of(workshop, section, load_timeout_s=limit)
+        tuned = {knob: locks.nearest(f"{KNOBS}.{knob}", given) for knob, given in own.knobs.items()}
         try:
-            with anyio.fail_after(_LOAD_S):
-                options = WorkerOptions(
-                    load_timeout_s=_LOAD_S,
-                    variables=worker_variables(workshop.settings().variables),
-                    network=allowed_network(locks),
-                    walls=Walls.of_home(workshop.home),
-                )
-                described = await workshop.catalog.describe(entry, options, examples=0)
-        except TimeoutError:
-            raise EnvironmentFailed(f"{entry.name} did not answer within {_LOAD_S:.0f} s; no draft was made.") from None
+            described = await describe(workshop, entry, replace(options, knobs=tuned), examples=0, caller=caller)
+        except InvalidValue:  # It has changed its knobs since.
+            described = await describe(workshop, entry, options, examples=0, caller=caller)
         knobs = [knob.declaration() for knob in described.card.knobs]
     draft, moved, gone = await to_thread.run_sync(workshop.drafts.fork, run, entry.environment, knobs, locks)
     text = f"Made {draft.id} with the configuration of {run_id}: {entry.name}, preset {run.preset or 'unknown'}."

@@ -8,21 +8,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import anyio
 from anyio import to_thread
 
-from toprope.errors import EnvironmentFailed
-from toprope.records.walls import Walls, allowed_network
 from toprope.settings.environment import members_of
-from toprope.supervisor.environment_variables import worker_variables
+from toprope.settings.fields import KNOBS
 from toprope.text_format import call, clip, number, plural
 from toprope.untrusted import marked
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
-from toprope.workbench.catalog.describe import WorkerOptions
-from toprope.workbench.entries import Entry
 from toprope.workbench.launch.mixture_sources import hold_locks, own_source
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.planning import CheckAnswer, CheckFinding
+from toprope_tools.planning.opening import CALLER, Caller, default_section, opened, options_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -39,25 +35,36 @@ _WORDS = {
 
 
 async def check_environment(
-    workshop: Workshop, *, name: str, full: bool = False, seconds: float | None = None
+    workshop: Workshop,
+    *,
+    name: str,
+    knobs: dict[str, Any] | None = None,
+    full: bool = False,
+    seconds: float | None = None,
+    caller: Caller = CALLER,
 ) -> Answer:
     """Try an environment in workers and report its faults.
 
     Args:
         name: Name of the environment, or id of a draft whose settings apply.
+        knobs: The environment's own settings, in place of those of the draft or the defaults.
         full: Try more of everything, and measure memory.
-        seconds: Time limit; that of the quick or full check if None.
+        seconds: Time limit after loading; that of the quick or full check if None.
+        caller: Who waits for it.
 
     Raises:
         NotFound: There is no such environment, draft or reward function.
-        LockedField: The owner does not allow the draft's environment any more.
-        InvalidValue: A knob of the draft has an impossible value.
+        LockedField: The owner does not allow a knob, or the draft's environment any more.
+        InvalidValue: A knob is missing or has an impossible value.
         EnvironmentFailed: It does not load.
+        NotPossibleNow: It still loads, or is still being checked.
     """
-    draft_id, settings, others = None, {}, []
+    draft_id, others, locks = None, [], workshop.home.locks()
+    own_knobs = dict(knobs or {})
+    locks.require({f"{KNOBS}.{knob}": given for knob, given in own_knobs.items()})
     if _DRAFT.fullmatch(name):
         draft = await to_thread.run_sync(workshop.drafts.get, name)
-        draft_id, section, locks = draft.id, draft.config.environment, workshop.home.locks()
+        draft_id, section = draft.id, draft.config.environment
         own = {field: one for field, one in draft.fields.items() if field.startswith("environment.")}
         locks.enforce(draft.config, own)
         hold_locks(draft.config, locks)
@@ -65,44 +72,28 @@ async def check_environment(
         source = await to_thread.run_sync(own_source, draft, folders)
         entry = replace(await to_thread.run_sync(workshop.catalog.find, section.name), environment=source)
         others = [f"{plan.label}, in environment.mixture" for plan in members_of(section)[1:]]
-        settings = dict(
-            knobs=section.knobs,
-            reward_weights=section.reward_weights,
-            max_turns=section.max_turns,
-            network=section.network,
-        )
+        section = section.model_copy(update={"knobs": {**section.knobs, **own_knobs}})
     else:
         entry = await to_thread.run_sync(workshop.catalog.find, name)
+        section = default_section(workshop, entry.name, locks).model_copy(update={"knobs": own_knobs})
     allowed = seconds or (FULL_S if full else QUICK_S)
-    report = await _checked(workshop, entry, full, allowed, settings)
-    text, data = _text(report, draft_id, others), _data(report, draft_id)
+    max_turns = section.max_turns if draft_id else None
+    options = options_of(workshop, section, call_timeout_s=min(10.0, allowed / 2))
+    report = await opened(
+        workshop,
+        entry,
+        lambda: check(entry, options, max_turns=max_turns, full=full, seconds=allowed),
+        asked={"check": [full, allowed, max_turns], "section": section.model_dump(mode="json")},
+        limit_s=2 * options.load_timeout_s + allowed + _BEYOND_S,
+        caller=caller,
+        beyond_s=_BEYOND_S,
+    )
+    text, data = _text(report, draft_id, others, knobs), _data(report, draft_id)
     data.not_checked = [*data.not_checked, *others]
     return Answer(text, data)
 
 
-async def _checked(
-    workshop: Workshop, entry: Entry, full: bool, seconds: float, settings: dict[str, Any]
-) -> CheckReport:
-    try:
-        with anyio.fail_after(seconds + _BEYOND_S):
-            options = WorkerOptions(
-                settings.get("knobs") or {},
-                settings.get("reward_weights") or {},
-                load_timeout_s=min(30.0, seconds),
-                call_timeout_s=min(10.0, seconds / 2),
-                variables=worker_variables(workshop.settings().variables),
-                network=allowed_network(workshop.home.locks(), settings.get("network", "allow")),
-                walls=Walls.of_home(workshop.home),
-            )
-            return await check(entry, options, max_turns=settings.get("max_turns"), full=full, seconds=seconds)
-    except TimeoutError:
-        raise EnvironmentFailed(
-            f"The check of {entry.name} did not end within {seconds + _BEYOND_S:.0f} s.",
-            hint=f"toprope env check {entry.name} --seconds 600 gives it more time.",
-        ) from None
-
-
-def _text(report: CheckReport, draft_id: str | None, others: list[str]) -> str:
+def _text(report: CheckReport, draft_id: str | None, others: list[str], knobs: dict[str, Any] | None) -> str:
     seen = report.seen
     form = "full check" if report.full else "quick check"
     again = _repeatable(report)
@@ -128,17 +119,17 @@ def _text(report: CheckReport, draft_id: str | None, others: list[str]) -> str:
         lines.append(f"Not checked for lack of time: {'; '.join(seen.skipped)}.")
     if others:
         lines.append(f"Not tried: {marked('; '.join(others), 300)}. To try one with its defaults, check it by name.")
-    lines.append(_next(report, draft_id))
+    lines.append(_next(report, draft_id, {"knobs": knobs} if knobs else {}))
     return "\n".join(lines)
 
 
-def _next(report: CheckReport, draft_id: str | None) -> str:
+def _next(report: CheckReport, draft_id: str | None, given: dict[str, Any]) -> str:
     if report.worst == "critical":
-        again: dict[str, Any] = {"name": draft_id or report.name}
+        again: dict[str, Any] = {"name": draft_id or report.name, **given}
         return f"Next: correct it, then {call('check_environment', **again)}; or choose another with list_environments."
     if draft_id:
         return f"Next: {call('test_inference', draft_id=draft_id)} or {call('start_training', draft_id=draft_id)}"
-    return f"Next: {call('select_environment', name=report.name)}"
+    return f"Next: {call('select_environment', name=report.name, **given)}"
 
 
 def _data(report: CheckReport, draft_id: str | None) -> CheckAnswer:

@@ -9,34 +9,28 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import anyio
 from anyio import to_thread
 from msgspec.structs import asdict
 
-from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
-from toprope.records.walls import Walls, allowed_network
+from toprope.errors import InvalidValue, NotFound
 from toprope.records.worker_messages import Card
 from toprope.settings.fields import KNOBS, Field, knob_fields
 from toprope.settings.presets import Preset, list_presets, load_preset
-from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import brief_duration, call, clip, cut, duration, number, percent, plural, value
 from toprope.untrusted import marked, named
 from toprope.workbench.catalog.catalog import Description, Entry, Example
-from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.fit import SFT_PRESET, misfits, warning_lines
 from toprope.workbench.launch.baseline import Baseline, baseline_of
 from toprope_tools.answers import planning as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.planning.config import said_changes
 from toprope_tools.planning.fit import misfits_of, remember, sample_of
+from toprope_tools.planning.opening import CALLER, Caller, default_section, describe, options_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
 _PAGE = 20
-_LONGEST_S = 45.0
-"""Clients drop a call at about 60 s."""
-_LOAD_S = 30.0
 _MOST_SUMMARY = 120
 _MOST_LINES = 40
 """Knobs and reward parts in an answer."""
@@ -82,22 +76,28 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
     return Answer(text, answers.Environments(environments=items, total=len(entries), next_cursor=more))
 
 
-async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str, Any] | None = None) -> Answer:
+async def describe_environment(
+    workshop: Workshop, *, name: str, knobs: dict[str, Any] | None = None, caller: Caller = CALLER
+) -> Answer:
     """Describe an environment, from a worker that loads it.
 
     Args:
         name: Name of the environment.
         knobs: The environment's own settings; defaults apply to the others.
+        caller: Who waits for it.
 
     Raises:
         NotFound: There is no environment of that name.
         LockedField: The owner does not allow a knob.
-        InvalidValue: A knob has an impossible value.
+        InvalidValue: A knob is missing or has an impossible value.
         EnvironmentFailed: It does not load, raises or hangs.
+        NotPossibleNow: It still loads.
     """
     entry = await to_thread.run_sync(workshop.catalog.find, name)
-    workshop.home.locks().require({f"{KNOBS}.{knob}": given for knob, given in (knobs or {}).items()})
-    described = await _describe(workshop, entry, knobs or {}, examples=3)
+    locks = workshop.home.locks()
+    locks.require({f"{KNOBS}.{knob}": given for knob, given in (knobs or {}).items()})
+    options = options_of(workshop, default_section(workshop, entry.name, locks), knobs=knobs or {})
+    described = await describe(workshop, entry, options, examples=3, caller=caller)
     tested = await to_thread.run_sync(baseline_of, entry.name, workshop.home.runs)
     card = described.card
     presets = _presets(workshop, entry.name)
@@ -124,7 +124,7 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
     preset = workshop.settings().preset
     if unfit.get(preset):
         preset = SFT_PRESET if SFT_PRESET in presets and not unfit.get(SFT_PRESET) else preset
-    lines.append(f"Next: {call('select_environment', name=entry.name, preset=preset)}")
+    lines.append(f"Next: {call('select_environment', name=entry.name, preset=preset, **_given(knobs))}")
     data = answers.Description(
         name=entry.name,
         summary=clip(card.description, 300),
@@ -154,28 +154,43 @@ async def describe_environment(workshop: Workshop, *, name: str, knobs: dict[str
     return Answer("\n".join(lines), data)
 
 
-async def select_environment(workshop: Workshop, *, name: str, preset: str | None = None) -> Answer:
+async def select_environment(
+    workshop: Workshop,
+    *,
+    name: str,
+    preset: str | None = None,
+    knobs: dict[str, Any] | None = None,
+    caller: Caller = CALLER,
+) -> Answer:
     """Make a draft of an environment from a preset.
 
     Args:
         name: Name of the environment.
         preset: Name of the preset; the owner's default if None.
+        knobs: The environment's own settings; the preset's values and then defaults apply to the others.
+        caller: Who waits for it.
 
     Raises:
         NotFound: There is no such environment or preset.
-        LockedField: The owner does not allow this environment.
+        LockedField: The owner does not allow this environment or a knob.
         EnvironmentFailed: The environment does not load.
-        InvalidValue: The preset does not fit the environment, or the owner's files cannot be read; no draft was made.
+        InvalidValue: The preset or a knob does not fit the environment, a knob is missing, or the owner's files cannot
+            be read; no draft was made.
+        NotPossibleNow: It still loads; no draft was made.
     """
     entry = await to_thread.run_sync(workshop.catalog.find, name)
     chosen = _chosen(workshop, preset)
     locks = workshop.home.locks()
-    locks.require({"environment.name": entry.name})
+    own = dict(knobs or {})
+    locks.require({"environment.name": entry.name} | {f"{KNOBS}.{knob}": given for knob, given in own.items()})
     tuned = {knob: locks.nearest(f"{KNOBS}.{knob}", given) for knob, given in chosen.knobs(entry.name).items()}
-    described = await _describe(workshop, entry, tuned, examples=0)
-    knobs = [knob.declaration() for knob in described.card.knobs]
+    section = chosen.config(entry.name).environment
+    limit = float(locks.nearest("environment.load_timeout_s", section.load_timeout_s))
+    options = options_of(workshop, section, knobs={**tuned, **own}, reward_weights={}, load_timeout_s=limit)
+    described = await describe(workshop, entry, options, examples=0, caller=caller)
+    card = [knob.declaration() for knob in described.card.knobs]
     workshop.home.ensure()
-    draft, moved = await to_thread.run_sync(workshop.drafts.create, entry.environment, chosen, knobs, locks)
+    draft, moved = await to_thread.run_sync(workshop.drafts.create, entry.environment, chosen, card, locks, own)
     fields = draft.fields
     locked = {lock.field: f"{lock.says}: {lock.reason}" for lock in locks if lock.field in fields}
     config = draft.config
@@ -209,26 +224,8 @@ async def select_environment(workshop: Workshop, *, name: str, preset: str | Non
     return Answer("\n".join(lines), data)
 
 
-async def _describe(workshop: Workshop, entry: Entry, knobs: dict[str, Any], *, examples: int) -> Description:
-    if entry.status == "needs install" and workshop.settings().installs == "allow":
-        raise EnvironmentFailed(
-            f"{entry.name} is not installed.", hint=f"Install it: {call('add_environment', what=entry.ecosystem)}"
-        )
-    try:
-        with anyio.fail_after(_LONGEST_S):
-            options = WorkerOptions(
-                knobs,
-                load_timeout_s=_LOAD_S,
-                variables=worker_variables(workshop.settings().variables),
-                network=allowed_network(workshop.home.locks()),
-                walls=Walls.of_home(workshop.home),
-            )
-            return await workshop.catalog.describe(entry, options, examples=examples)
-    except TimeoutError:
-        raise EnvironmentFailed(
-            f"{entry.name} did not answer within {_LONGEST_S:.0f} s.",
-            hint="It must load and score quickly: look for downloads or slow tasks in its code.",
-        ) from None
+def _given(knobs: dict[str, Any] | None) -> dict[str, Any]:
+    return {"knobs": knobs} if knobs else {}
 
 
 def _chosen(workshop: Workshop, preset: str | None) -> Preset:

@@ -50,6 +50,8 @@ class EnvironmentSource(BaseModel):
     attribute: str | None = None
     adapter: str | None = None
     target: str | None = None
+    knobs: dict[str, Any] = {}
+    """Knobs that its YAML file sets; they take the place of the environment's own defaults."""
     interpreter: str | None = None
     """Path of the Python that runs the worker; Toprope's own if None."""
     rewards: list[RewardSource] = []

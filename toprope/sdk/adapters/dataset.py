@@ -92,8 +92,8 @@ class Dataset(Environment):
         knobs = self.knobs
         if not knobs.path:
             raise InvalidRequest(
-                f"{self.name} has no data yet: set its knob path. {self._there()} describe_environment(name="
-                f'"{self.name}", knobs={{"path": ...}}) shows how it reads one.'
+                f"{self.name} has no data yet: set its knob path. {self._there()} select_environment(name="
+                f'"{self.name}", knobs={{"path": ...}}) makes a draft with one.'
             )
         for number, row in enumerate(self._rows(), 1):
             options = self._options(row, number)

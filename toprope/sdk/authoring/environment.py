@@ -199,7 +199,7 @@ class Environment:
         super().__init_subclass__(**arguments)
         knobs = cls.__dict__.get("Knobs")
         if isinstance(knobs, type) and "__dataclass_fields__" not in knobs.__dict__:
-            dataclasses.dataclass(knobs)  # in place, so that authors can leave out the decorator
+            dataclasses.dataclass(kw_only=True)(knobs)  # in place, so that authors can leave out the decorator
 
     def setup(self) -> None:
         """Prepare the environment, once the knobs are set: load data, choose `max_turns` or `parts`."""

@@ -16,12 +16,16 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.errors import InvalidRequest, MissingKnobs
 
-__all__ = ["describe_knobs", "knob", "make_knobs", "nearest", "settable"]
+__all__ = ["REQUIRED", "describe_knobs", "described_missing", "knob", "make_knobs", "nearest", "settable"]
 
 _SCALARS: tuple[type, ...] = (bool, int, float, str)
 _DATES: tuple[type, ...] = (datetime.datetime, datetime.date, datetime.time)
+
+
+REQUIRED: Any = dataclasses.MISSING
+"""The default of a knob that must be set; its dataclass is made with `kw_only=True`."""
 
 
 def knob(
@@ -35,7 +39,7 @@ def knob(
     """Declare a field of an environment's `Knobs`.
 
     Args:
-        default: The default value. Lists, dicts and sets are copied for each environment.
+        default: The default value, or REQUIRED. Lists, dicts and sets are copied for each environment.
         ge: Smallest value, inclusive.
         le: Largest value, inclusive.
         choices: All allowed values.
@@ -47,17 +51,18 @@ def knob(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def describe_knobs(cls: type, instance: Any = None) -> list[dict[str, Any]]:
+def describe_knobs(cls: type, instance: Any = None, defaults: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Describe the fields of a `Knobs` dataclass as JSON: name, type, default, description, ge, le, choices, value.
 
     Args:
         cls: The dataclass.
         instance: Source of the values; None for the defaults.
+        defaults: Defaults by name that replace those of the dataclass.
     """
     hints = _hints(cls)
     found = []
     for field in dataclasses.fields(cls):
-        default = _default(field)
+        default = (defaults or {}).get(field.name, _default(field))
         hint = hints.get(field.name, Any)
         choices = field.metadata.get("choices")
         found.append(
@@ -81,6 +86,7 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
     Raises:
         InvalidRequest: A name is unknown, or a value has the wrong type, is out of bounds, or is refused by the
             dataclass's own `__post_init__`.
+        MissingKnobs: A knob without a default is not set.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = _hints(cls)
@@ -89,10 +95,27 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
         if name not in fields:
             raise InvalidRequest(f"There is no knob {name!r}. {nearest(name, fields, 'Knobs')}")
         checked[name] = _checked(fields[name], hints.get(name, Any), value)
+    missing = [name for name, field in fields.items() if name not in checked and field.init and _is_required(field)]
+    if missing:
+        raise described_missing(cls, MissingKnobs("", *missing))
     try:
         return cls(**checked)
     except (ValueError, AssertionError, TypeError) as error:
         raise InvalidRequest(f"The knobs do not fit together: {error}") from error
+
+
+def described_missing(cls: type, missing: MissingKnobs) -> MissingKnobs:
+    """Return the error with the type and description of each missing knob in its text."""
+    described = {one["name"]: one for one in describe_knobs(cls)}
+    said = []
+    for name in missing.names:
+        one = described.get(name, {})
+        kind = f"one of {one['choices']}" if one.get("choices") else str(one.get("type") or "any")
+        said.append(f"{name} ({kind}{': ' if one.get('description') else ''}{one.get('description') or ''})")
+    knobs = "knob" if len(said) == 1 else "knobs"
+    whole = MissingKnobs(f"It needs the {knobs} {', '.join(said)}. {missing.why}".strip())
+    whole.why, whole.names = missing.why, missing.names
+    return whole
 
 
 def nearest(name: str, valid: Mapping[str, Any] | Sequence[str], what: str) -> str:
@@ -124,6 +147,10 @@ def _hints(cls: type) -> dict[str, Any]:
         return typing.get_type_hints(cls)
     except Exception:  # an annotation may name something that exists for type checkers only
         return {field.name: field.type for field in dataclasses.fields(cls) if not isinstance(field.type, str)}
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -178,7 +205,7 @@ def _choices(hint: Any) -> list[Any] | None:
 
 def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
     default = _default(field)
-    if value is None and default is None:
+    if value is None and default is None and not _is_required(field):
         return None
     if type(value) is not bool and value == _plain(default) and not isinstance(default, bool):
         value_of_type = default  # a default is valid even where its annotation disagrees

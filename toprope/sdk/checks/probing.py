@@ -64,7 +64,8 @@ class Trial:
         until: float,
         busy: Callable[[int], float] = lambda pid: 0.0,
     ) -> None:
-        self._opened, self._timeout, self._until, self._busy = opened, call_timeout_s, until, busy
+        self._opened, self._timeout, self._busy = opened, call_timeout_s, busy
+        self.until = until
         self.link: WorkerClient | None = None
         self.seen = Observed()
         self._spoiled: set[str] = set()
@@ -80,7 +81,7 @@ class Trial:
 
     @property
     def late(self) -> bool:
-        return time.monotonic() >= self._until
+        return time.monotonic() >= self.until
 
     async def look(self, *, limit: int, seconds: float, listed: dict[str, int]) -> None:
         """Generate tasks of every split.

@@ -170,10 +170,11 @@ class Service:
 
     def _opening(self, variant: str, knobs: dict[str, Any] | None) -> dict[str, Any]:
         loaded, asked = self._load(self._asked["source"]), self._asked
+        defaults = asked["source"].get("knobs") or {}
         functions, weights = asked["functions"], asked["reward_weights"]
         environment = configure(
             loaded.environment,
-            knobs=knobs,
+            knobs={**defaults, **(knobs or {})},
             reward_weights=None if functions else weights,
             max_turns=asked["max_turns"],
             seed=asked["seed"],
@@ -182,7 +183,7 @@ class Service:
         family = [other.splits for name, other in self._variants.items() if name != variant]
         splits = TaskSplits(environment, asked["seed"], family, asked["split_rule"])
         self._variants[variant] = _Variant(environment, splits, functions)
-        return _card(loaded, environment.knobs, functions)
+        return _card(loaded, environment.knobs, functions, defaults)
 
     def _card(self, source: dict[str, Any]) -> dict[str, Any]:
         loaded = self._load(source)
@@ -375,14 +376,19 @@ def _scored(outcome: Outcome | None, rollout: Rollout | None) -> Scored:
     return outcome, rollout.functions, rollout.seen
 
 
-def _card(loaded: Loaded, knobs: Any, functions: RewardFunctions | None = None) -> dict[str, Any]:
+def _card(
+    loaded: Loaded,
+    knobs: Any,
+    functions: RewardFunctions | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     environment = loaded.environment
     parts = environment.parts if functions is None else functions.parts
     return {
         "name": loaded.name,
         "description": first_line(environment.__doc__),
         "max_turns": environment.max_turns,
-        "knobs": describe_knobs(environment.Knobs, knobs),
+        "knobs": describe_knobs(environment.Knobs, knobs, defaults),
         "parts": {name: dataclasses.asdict(part) for name, part in parts.items()},
         "max_reward": Scoring(parts).max_reward,
         "tags": list(environment.tags),

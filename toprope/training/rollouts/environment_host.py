@@ -206,7 +206,7 @@ class EnvironmentHost:
         if curriculum is not None:
             knobs[curriculum.knob] = curriculum.levels[curriculum.measured]
         card = self._card = await worker.open(
-            self.source.model_dump(include={"file", "attribute", "adapter", "target"}, exclude_none=True),
+            self.source.model_dump(include={"file", "attribute", "adapter", "target", "knobs"}, exclude_none=True),
             timeout=timeout,
             knobs=knobs,
             reward_weights=section.reward_weights,

@@ -355,7 +355,7 @@ class Work:
             stack.push_async_callback(link.close)
             stack.callback(asyncio.create_task(watch_worker(link, memory_mb)).cancel)
             card = await link.open(
-                source.model_dump(include={"file", "attribute", "adapter", "target"}, exclude_none=True),
+                source.model_dump(include={"file", "attribute", "adapter", "target", "knobs"}, exclude_none=True),
                 timeout=_OPEN_S,
                 knobs=knobs,
             )

@@ -30,9 +30,9 @@ from toprope.workbench.catalog.stray_processes import MARK, marked, new_mark, sw
 from toprope.workbench.entries import Entry
 
 QUICK_S, FULL_S = 25.0, 45.0
-"""Default time limit in seconds, below the minute after which clients drop a call."""
+"""Default time limit in seconds after loading, below the minute after which clients drop a call."""
 
-_DEFAULTS = WorkerOptions(load_timeout_s=30.0, call_timeout_s=10.0)
+_DEFAULTS = WorkerOptions(call_timeout_s=10.0)
 _GRACE_S = 1.0
 _HASH_SEED, _OTHER_HASH_SEED = "0", "1"
 _AGAIN_KINDS = ("reference", "junk", "near_miss", "letters")
@@ -101,7 +101,7 @@ async def check(
         options: Knobs, limits and permissions of the workers.
         max_turns: A limit below its own.
         full: Check more tasks, and memory.
-        seconds: Time limit; QUICK_S or FULL_S by default. The report names skipped checks.
+        seconds: Time limit after loading; QUICK_S or FULL_S by default. The report names skipped checks.
 
     Raises:
         InvalidValue: A knob or weight is invalid.
@@ -109,8 +109,7 @@ async def check(
     """
     require_usable(entry)
     began = time.monotonic()
-    until = began + (seconds or (FULL_S if full else QUICK_S))
-    checked = _Check(entry, options, max_turns, _FULL if full else _QUICK, until)
+    checked = _Check(entry, options, max_turns, _FULL if full else _QUICK, seconds or (FULL_S if full else QUICK_S))
     try:
         # A folder of its own, as in a run: leftovers are seen there and removed afterwards.
         with tempfile.TemporaryDirectory(prefix="toprope-check-", ignore_cleanup_errors=True) as folder:
@@ -129,8 +128,11 @@ async def check(
 
 
 class _Check:
-    def __init__(self, entry: Entry, options: WorkerOptions, max_turns: int | None, form: _Form, until: float) -> None:
-        self._entry, self._options, self._max_turns, self._form, self._until = entry, options, max_turns, form, until
+    def __init__(
+        self, entry: Entry, options: WorkerOptions, max_turns: int | None, form: _Form, seconds: float
+    ) -> None:
+        self._entry, self._options, self._max_turns, self._form = entry, options, max_turns, form
+        self._seconds, self._until = seconds, float("inf")
         self._mark = new_mark()
         self.marks = [self._mark]
         """Environment variables of the tried worker, and of the second one."""
@@ -140,7 +142,7 @@ class _Check:
         self._trial = Trial(
             lambda: self._opened(_HASH_SEED, tried=True),
             call_timeout_s=self._options.call_timeout_s,
-            until=until,
+            until=self._until,
             busy=_busy,
         )
         self.seen = self._trial.seen
@@ -152,6 +154,7 @@ class _Check:
         beside: asyncio.Task[EnvironmentWorker] | None = None
         try:
             await trial.open()
+            self._until = trial.until = time.monotonic() + self._seconds
             self._learn()
             await trial.look(limit=form.survey, seconds=form.survey_s, listed=form.listed)
             if self._room_for_another():

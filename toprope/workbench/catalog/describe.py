@@ -22,6 +22,7 @@ from toprope.sdk.checks.answers import JUNK, near_miss
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.wall.plan import Network
 from toprope.sdk.worker.client import worker_environment
+from toprope.text_format import call
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.walls import environment_wall, missing_wall
 from toprope.untrusted import marked, named
@@ -46,7 +47,7 @@ class WorkerOptions:
     knobs: Mapping[str, Any] = field(default_factory=dict)
     """Knobs that differ from the defaults."""
     reward_weights: Mapping[str, float] = field(default_factory=dict)
-    load_timeout_s: float = 60.0
+    load_timeout_s: float = 120.0
     """Seconds for the worker's start, and again for loading."""
     call_timeout_s: float = 20.0
     """Seconds for each later call."""
@@ -74,7 +75,7 @@ class WorkerOptions:
     async def open(self, worker: EnvironmentWorker, entry: Entry, **more: Any) -> Card:
         """Open the environment in a started worker."""
         return await worker.open(
-            entry.environment.model_dump(include={"file", "attribute", "adapter", "target"}),
+            entry.environment.model_dump(include={"file", "attribute", "adapter", "target", "knobs"}),
             timeout=self.load_timeout_s,
             knobs=dict(self.knobs),
             reward_weights=dict(self.reward_weights),
@@ -278,7 +279,9 @@ def failed(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidV
 def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidValue:
     if isinstance(failure, WorkerError):
         if failure.kind == "invalid":
-            return InvalidValue(f"{entry.name}: {marked(failure.message, _LONGEST)}")
+            hint = "Its settings are given as knobs: select_environment, describe_environment and check_environment "
+            asked = call("select_environment", name=entry.name, knobs={"NAME": "VALUE"})
+            return InvalidValue(f"{entry.name}: {marked(failure.message, _LONGEST)}", hint=f"{hint}take {asked}.")
         place = f" at {failure.where}" if failure.where else ""
         if failure.kind == "load":
             return EnvironmentFailed(

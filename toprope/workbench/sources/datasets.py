@@ -24,6 +24,7 @@ from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters import dataset
 from toprope.sdk.discovery import NAME
 from toprope.settings.yamlfiles import check_keys, read_yaml
+from toprope.workbench.adapters import adapters
 from toprope.workbench.entries import Entry, Names
 from toprope.workbench.sources.targets import declared_adapter
 
@@ -112,9 +113,8 @@ def _read(file: Path, folders: Sequence[Path]) -> NamedDataset:
                 hint="Use lower-case letters, digits, '_' and '-': rename the file.",
             )
         if given.pop("adapter", None) != PLAIN:
-            raise InvalidValue(
-                f"{file}: adapter must be {PLAIN}.", hint="Or trl, score, nemo_gym, reasoning_gym, with their own keys."
-            )
+            known = ", ".join(one.name for one in adapters())
+            raise InvalidValue(f"{file}: adapter is missing.", hint=f"Name one: {known}.")
         description = given.pop("description", None)
         if not given.get("path"):
             raise InvalidValue(f"{file}: path is missing.", hint="Name the file with the data, or hf:<id>.")

@@ -6,20 +6,25 @@
     reward_funcs: [accuracy, brief]
     ranges: {brief: [-1, 0]}
     rows: train.jsonl
+    knobs: {turns: 4}           # these take the place of the environment's defaults
 
-The keys are `adapter`, `interpreter`, and those of the adapter's target (its `KEYS`). Nothing is executed.
+The other keys are `description`, `interpreter`, and those of the adapter's target (its `KEYS`). An adapter without KEYS
+has the key `target`: what its `make` takes, as a text or as an object. Nothing is executed.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from toprope.errors import InvalidValue
 from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.discovery import NAME, first_line, parse
 from toprope.settings.yamlfiles import check_keys, read_yaml
 from toprope.workbench.adapters import Adapter
@@ -27,18 +32,21 @@ from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
 
-_TARGETED = ("trl", "score", "nemo_gym", "reasoning_gym", "gymnasium")
-_OURS = ("adapter", "interpreter")
-_PATHS = ("file", "rows")
+_DATASET = "dataset"
+"""It has a source of its own, which also reports files without an adapter."""
+_OURS = ("adapter", "interpreter", "knobs")
+_PATHS = ("file", "rows", "folder")
+_SINGLE_TURN = ("trl", "score", "reasoning_gym")
+"""Adapters whose environments have one turn unless the target has an environment or tools."""
 
 
 def declared_adapter(file: Path) -> str | None:
-    """Return the adapter that a YAML file names if it can be configured by such a file."""
+    """Return the adapter that a YAML file names; None if it is a data set, names none or cannot be read."""
     try:
         named = read_yaml(file).get("adapter")
     except InvalidValue:
         return None
-    return named if named in _TARGETED else None
+    return named if isinstance(named, str) and named != _DATASET else None
 
 
 class TargetSource:
@@ -70,9 +78,11 @@ class TargetSource:
         ]
 
     def _entry(self, file: Path, named: str, names: Names) -> Entry:
-        adapter = next(one for one in self._adapters() if one.name == named)
-        keys = tuple(getattr(adapter.module, "KEYS", ()))
+        known = {one.name: one for one in self._adapters()}
         try:
+            if named not in known:
+                raise InvalidValue(f"{file} names an unknown adapter.", hint=nearest(named, sorted(known), "Adapters"))
+            adapter = known[named]
             if adapter.problem:
                 raise InvalidValue(adapter.problem, hint="")
             if NAME.fullmatch(file.stem) is None:
@@ -80,20 +90,28 @@ class TargetSource:
                     f"{file.stem!r} is not a valid environment name.",
                     hint="Use lower-case letters, digits, '_' and '-': rename the file.",
                 )
-            given = check_keys(read_yaml(file), [*_OURS, *keys], str(file))
+            keys = tuple(getattr(adapter.module, "KEYS", ()))
+            given = check_keys(read_yaml(file), [*_OURS, *(keys or ("description", "target"))], str(file))
+            knobs = given.pop("knobs", None) or {}
+            if not isinstance(knobs, dict):
+                raise InvalidValue(f"{file}: knobs must be an object of settings.", hint="Such as: knobs: {turns: 4}")
+            if not keys and not given.get("target"):
+                example = "a URL, /path/file.py:Name, an id of the ecosystem, or an object"
+                raise InvalidValue(f"{file}: target is missing.", hint=f"The adapter {named} takes {example}.")
             if holder := names.claim(file.stem, str(file)):
                 raise InvalidValue(f"The name {file.stem!r} is taken by {holder}.", hint=f"Rename {file}.")
         except InvalidValue as problem:
             return broken(file.stem, str(problem), self.kind)
         python = given.pop("interpreter", None)
-        listed = self._listed(file, adapter, given)
+        listed = self._listed(file, adapter, given) if keys else _targeted(file, adapter, given)
         if python is None and adapter.package:
-            known = home_of(adapter, self._interpreters())
-            python = known.python if known is not None else None
-            if known is None:
+            home = home_of(adapter, self._interpreters())
+            python = home.python if home is not None else None
+            if home is None:
                 needs = f"The owner installs it: {install_command(named)}"
                 listed = Listed(listed.name, listed.target, listed.description, problem=needs, needs="install")
-        return entry_of(listed, file.stem, self.kind, adapter, python if python is None else str(python))
+        entry = entry_of(listed, file.stem, self.kind, adapter, python if python is None else str(python))
+        return replace(entry, environment=entry.environment.model_copy(update={"knobs": knobs}))
 
     def _listed(self, file: Path, adapter: Adapter, given: dict[str, Any]) -> Listed:
         target = {key: value for key, value in given.items() if key != "adapter"}
@@ -107,7 +125,7 @@ class TargetSource:
             or _documented(target.get("file"))
             or f"{file.stem}, by the adapter {adapter.name}"
         )
-        several = bool(target.get("environment") or target.get("tools") or adapter.name in ("nemo_gym", "gymnasium"))
+        several = bool(target.get("environment") or target.get("tools") or adapter.name not in _SINGLE_TURN)
         return Listed(
             name=file.stem,
             target=json.dumps(target, default=str, sort_keys=True),
@@ -116,6 +134,21 @@ class TargetSource:
             tools=several,
             tags=(adapter.name,),
         )
+
+
+def _targeted(file: Path, adapter: Adapter, given: dict[str, Any]) -> Listed:
+    """Return the listing of an adapter that takes a text; a path in it is relative to the YAML file."""
+    target = given["target"]
+    if isinstance(target, dict):
+        beside = file.parent / Path(str(target.get("folder") or "")).expanduser()
+        text = json.dumps({**target, "folder": str(beside)} if "folder" in target else target, sort_keys=True)
+    else:
+        parted = re.fullmatch(r"(.+\.py)([:@].*)", str(target))
+        place, rest = parted.groups() if parted is not None else (str(target), "")
+        beside = file.parent / Path(place).expanduser()
+        text = f"{beside}{rest}" if beside.exists() else str(target)
+    said = given.get("description") or f"{file.stem}, by the adapter {adapter.name}"
+    return Listed(name=file.stem, target=text, description=str(said), turns=None, tags=(adapter.name,))
 
 
 def _documented(file: Any) -> str:

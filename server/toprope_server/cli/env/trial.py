@@ -120,7 +120,7 @@ async def _worker(
             cwd=folder,
             stderr=output,
         ) as link:
-            source = entry.environment.model_dump(include={"file", "attribute", "adapter", "target"})
+            source = entry.environment.model_dump(include={"file", "attribute", "adapter", "target", "knobs"})
             yield link, await link.open(source, timeout=180.0, knobs=knobs)
     finally:
         sweep(mark)
@@ -316,9 +316,12 @@ class _ProgressLines:
 
 def check(
     name: Annotated[str, typer.Argument(help="An environment's name, or a draft's id to check with its settings.")],
+    knob: Annotated[
+        list[str] | None, typer.Option("--knob", "-k", metavar="NAME=VALUE", help="One of its settings. Repeatable.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Check more tasks, and memory.")] = False,
     seconds: Annotated[
-        float | None, typer.Option(min=1, max=3600, help="The time limit. Default: 25, with --full 45.")
+        float | None, typer.Option(min=1, max=3600, help="The time limit after loading. Default: 25, with --full 45.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
@@ -327,13 +330,19 @@ def check(
     Exit status 1 if something must be fixed before training on it.
     """
     from toprope_tools.planning.environment_check import check_environment
+    from toprope_tools.planning.opening import Caller
     from toprope_tools.workshop import Workshop
 
     from toprope.errors import TopropeError
 
     try:
         workshop = Workshop.open()
-        answer = anyio.run(lambda: check_environment(workshop, name=name, full=full, seconds=seconds))
+        given = _knobs(knob or [])
+        answer = anyio.run(
+            lambda: check_environment(
+                workshop, name=name, knobs=given, full=full, seconds=seconds, caller=Caller(client=None)
+            )
+        )
     except TopropeError as error:
         typer.echo(f"toprope: {in_commands(str(error))}", err=True)
         raise typer.Exit(2) from None

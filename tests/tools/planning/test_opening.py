@@ -1,0 +1,121 @@
+"""Environments that need settings or time: knobs at every door, loading that outlasts a call, and its limit."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+import yaml
+from toprope_tools.clients import Client
+from toprope_tools.planning.environment_check import check_environment
+from toprope_tools.planning.environments import describe_environment, select_environment
+from toprope_tools.planning.opening import Caller
+
+from tests.support.tools_house import do
+from toprope.errors import EnvironmentFailed, InvalidValue, NotPossibleNow
+
+NEEDY = '''from toprope.sdk import Environment, Task, knob
+from toprope.sdk.authoring.knobs import REQUIRED
+from toprope.sdk.errors import MissingKnobs
+
+class Needy(Environment):
+    """Say a word."""
+
+    class Knobs:
+        times: int = knob(2, ge=1, le=9)
+        word: str = knob(REQUIRED, help="the word to say")
+        voice: str | None = knob(None, help="a voice")
+
+    def setup(self):
+        if self.knobs.voice is None:
+            raise MissingKnobs("Voices here: low, high.", "voice")
+
+    def tasks(self):
+        for n in range(60):
+            yield Task(f"Say {self.knobs.word} {n}", reference=f"{self.knobs.word} {n}")
+
+    def score(self):
+        return self.answer == self.task.reference
+'''
+
+SLOW = '''import pathlib, time
+from toprope.sdk import Environment, Task
+
+class Slow(Environment):
+    """Loads when a file is there."""
+
+    def setup(self):
+        while not pathlib.Path({sign!r}).exists():
+            time.sleep(0.02)
+
+    def tasks(self):
+        for n in range(60):
+            yield Task(f"Say {{n}}", reference=str(n))
+
+    def score(self):
+        return self.answer == self.task.reference
+'''
+
+
+@pytest.fixture
+def shop(house):
+    shop, _ = house
+    folder = shop.home.configuration / "environments"
+    folder.mkdir(exist_ok=True)
+    (folder / "needy.py").write_text(NEEDY)
+    return shop
+
+
+def test_missing_knobs_are_named_with_their_types_and_given_to_every_tool(shop):
+    with pytest.raises(InvalidValue) as refused:
+        do(select_environment, shop, name="needy")
+    assert "It needs the knob word (str: the word to say)" in refused.value.message
+    assert 'select_environment(name="needy", knobs={' in refused.value.hint
+    with pytest.raises(InvalidValue, match=r"voice \(str \| null: a voice\)\. Voices here: low, high\."):
+        do(describe_environment, shop, name="needy", knobs={"word": "yes"})
+    knobs = {"word": "yes", "voice": "low"}
+    assert "Say yes 0" in do(describe_environment, shop, name="needy", knobs=knobs).text
+    checked = do(check_environment, shop, name="needy", knobs=knobs)
+    assert checked.data.tasks_tried and 'knobs={"word": "yes", "voice": "low"}' in checked.text
+    made = do(select_environment, shop, name="needy", knobs=knobs)
+    draft = shop.drafts.get(made.data.draft_id)
+    assert draft.config.environment.knobs == {"times": 2, **knobs}
+    with pytest.raises(InvalidValue, match="between 1 and 9"):
+        do(select_environment, shop, name="needy", knobs={**knobs, "times": 99})
+    again = do(check_environment, shop, name=draft.id, knobs={"times": 3})
+    assert again.data.draft_id == draft.id and again.data.tasks_tried
+
+
+def test_loading_outlasts_the_call_that_asked(shop, tmp_path):
+    sign = tmp_path / "load"
+    (shop.home.configuration / "environments" / "slow.py").write_text(SLOW.format(sign=str(sign)))
+    shop.home.settings_file.write_text(yaml.safe_dump({"status": {"waits": {"hasty": 1}}}))
+    told = []
+
+    async def progress(seconds, limit, text):
+        told.append((limit, text))
+
+    async def work():
+        caller = Caller(Client("hasty"), progress)
+        with anyio.fail_after(60):
+            with pytest.raises(NotPossibleNow, match="Loading slow goes on") as later:
+                await select_environment(shop, name="slow", caller=caller)
+            assert "Repeat the same call" in later.value.hint and not shop.drafts.recent()
+            sign.write_text("")
+            patient = Caller(Client("hasty-no-more"), progress)
+            return await select_environment(shop, name="slow", caller=patient)
+
+    made = anyio.run(work)
+    assert shop.drafts.get(made.data.draft_id).environment.name == "slow"
+    assert told and told[0][0] > 200 and "Loading slow" in told[0][1]
+
+
+def test_the_preset_says_how_long_loading_may_take(shop, tmp_path):
+    (shop.home.configuration / "environments" / "slow.py").write_text(SLOW.format(sign=str(tmp_path / "never")))
+    presets = shop.home.configuration / "presets"
+    presets.mkdir(exist_ok=True)
+    (presets / "brief.yaml").write_text("description: Brief.\nconfig: {environment: {load_timeout_s: 2}}\n")
+    with pytest.raises(EnvironmentFailed, match="hangs or is slow"):
+        do(select_environment, shop, name="slow", preset="brief")
+    shop.home.settings_file.write_text("preset: brief\n")
+    with pytest.raises(EnvironmentFailed, match="hangs or is slow"):
+        do(check_environment, shop, name="slow")
