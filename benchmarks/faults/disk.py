@@ -17,10 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.faults.lives import RealHarness, eventually
+from benchmarks.report import report
 from benchmarks.scratch import end_processes, scratch
 from toprope.analysis.reports.report import gather
 from toprope.records.run.checkpoints import newest_sound
@@ -139,15 +137,13 @@ def main() -> int:
         return 2
     with scratch("disk") as place, small_disk(place) as home:
         figures = measure(home)
-    table = Table(title="A full disk")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.2f}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    print(json.dumps({name: round(one, 3) if isinstance(one, float) else one for name, one in figures.items()}))
-    well = figures["paused"] and figures["end"] == "completed" and not figures["rows_missing"]
-    return 0 if well and figures["stopped_while_full"] == "stopped" else 1
+    goals = {
+        "paused": "== true",
+        "end": '== "completed"',
+        "rows_missing": "== 0",
+        "stopped_while_full": '== "stopped"',
+    }
+    return report("A full disk", figures, goals=goals)
 
 
 if __name__ == "__main__":

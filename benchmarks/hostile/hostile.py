@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks.report import report
 
 __all__ = ["CONTROLS", "PARTS", "main"]
 
@@ -31,6 +29,21 @@ PARTS = tuple(
 """Modules of this package with a function `measure`."""
 CONTROLS = "control_"
 """Begins the name of a figure that must not be 0: an attack that succeeds without its wall."""
+GOALS = dict.fromkeys(
+    (
+        "crashes",
+        "masked",
+        "effects",
+        "leaks",
+        "escapes",
+        "spent_over_limit",
+        "sealed_seen",
+        "door_down_seconds",
+        "canaries_found",
+    ),
+    "== 0",
+)
+"""Figures that count successful attacks."""
 
 
 def main() -> int:
@@ -48,14 +61,14 @@ def main() -> int:
             counted = figure in figures and isinstance(value, int | float)
             figures[figure] = figures[figure] + value if counted else value  # canaries are looked for by several
         figures[f"{name}_seconds"] = round(time.monotonic() - began, 1)
-    table = Table(title="Attacks")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, str(value))
-    Console().print(table)
-    print(json.dumps(figures))
-    return int(any(name.startswith(CONTROLS) and not value for name, value in figures.items()))
+    harmless = [name for name, value in figures.items() if name.startswith(CONTROLS) and not value]
+    return report(
+        "Attacks",
+        figures,
+        goals={name: goal for name, goal in GOALS.items() if name in figures},
+        control="each part attacks a copy with its wall taken away; those attacks must succeed.",
+        control_failed=f"{', '.join(harmless)} is 0 without the wall" if harmless else "",
+    )
 
 
 if __name__ == "__main__":

@@ -20,13 +20,12 @@ import time
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environments import select_environment
 from toprope_tools.runs.sweeps import start_sweep
 from toprope_tools.workshop import Workshop
 
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
@@ -195,22 +194,15 @@ def main() -> int:
             "processes_left": _left(home),
             "seconds": round(seconds, 1),
         }
-    table = Table(title="Evolution: successive halving from a bad start, killed three times")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    print(json.dumps(figures))
-    good = (
-        (figures["sweep_best"] or 0) >= 0.8
-        and figures["sweep_steps_ratio"] <= 0.5
-        and figures["killed"] == 3
-        and figures["ends_the_same"]
-        and len(runs) == plan.runs
-        and not figures["processes_left"]
-    )
-    return 0 if good else 1
+    goals = {
+        "sweep_best": ">= 0.8",
+        "sweep_steps_ratio": "<= 0.5",
+        "killed": "== 3",
+        "ends_the_same": "== true",
+        "runs": f"== {plan.runs}",
+        "processes_left": "== 0",
+    }
+    return report("Evolution: successive halving from a bad start, killed three times", figures, goals=goals)
 
 
 if __name__ == "__main__":

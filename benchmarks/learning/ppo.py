@@ -28,10 +28,10 @@ from typing import Any
 import psutil
 from mcp import Client
 from rich.console import Console
-from rich.table import Table
 from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
 
 from benchmarks.learning.ppo_reference import largest_error
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.settings.schema import PpoSection
 
@@ -212,13 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with scratch("ppo") as path:
             figures |= asyncio.run(_trained(path, given.only, given.seeds, given.steps, console))
     figures["seconds"] = round(time.monotonic() - began, 1)
-    table = Table("figure", "value", title="PPO")
-    for name, value in figures.items():
-        shown = [f"{one:.3f}" for one in value] if isinstance(value, list) else value
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(shown))
-    console.print(table)
-    print(json.dumps(figures))
-    return 0
+    return report("PPO", figures)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,15 @@ time: five minutes; needs nothing else.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.faults.lives import RealHarness, harness_at
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.analysis.reproduction import compare_runs_of_one, is_timing
 from toprope.records.run.folder import RunFolder, read_json
@@ -63,15 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in one["differing"]:
             console.print(f"differs: {name}")
     console.print(f"Left out because they are times: {', '.join(excluded)}.")
-    table = Table(title="The same run twice")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, str(value))
-    console.print(table)
-    print(json.dumps(figures))
-    return (
-        1 if figures["differing_metrics"] or figures["differing_evaluations"] or figures["steps"] < given.steps else 0
+    goals = {"differing_metrics": "== 0", "differing_evaluations": "== 0", "steps": f">= {given.steps}"}
+    return report(
+        "The same run twice",
+        figures,
+        goals=goals,
+        control="runs without the deterministic mode must differ.",
+        control_failed="" if control["differing"] else "runs without the mode did not differ",
     )
 
 

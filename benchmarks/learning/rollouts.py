@@ -10,7 +10,6 @@ answers as text; encoding and decoding them is timed with and without. Takes abo
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import resource
 import sys
@@ -19,9 +18,8 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Group, Outcome
@@ -65,14 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         **_cost_of_text(dice),
     }
-    table = Table(title="Browsing a journal")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, str(value))
-    Console().print(table)
-    print(json.dumps(figures))
-    return 0
+    return report("Browsing a journal", figures)
 
 
 def _group(dice: random.Random, number: int, of: int, *, text: bool = True) -> Group:

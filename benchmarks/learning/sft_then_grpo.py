@@ -25,9 +25,9 @@ from typing import Any
 
 from mcp import Client
 from rich.console import Console
-from rich.table import Table
 from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
 
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.analysis.statistics.intervals import mean_interval
 
@@ -169,12 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with scratch("sft-grpo", given.home) as path:
         work = measured(path, given.seeds, given.steps, given.source_steps, given.count_source, console)
         figures = asyncio.run(work)
-    table = Table("figure", "value", title="SFT on the best rollouts, then GRPO, against GRPO alone")
-    for name, value in figures.items():
-        table.add_row(name, str(value))
-    Console().print(table)
-    print(json.dumps(figures))
-    return 0
+    return report("SFT on the best rollouts, then GRPO, against GRPO alone", figures)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -23,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.orchestrator.hostile import tried
 from benchmarks.orchestrator.means import compared
 from benchmarks.orchestrator.runs import ADAPTIVE, FIXED, GRPO, GRPO_STEPS, SFT, Agent, Done, shared_tasks
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 
 
@@ -91,12 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.only != "hostile":
             seeds = 0 if given.only == "sft" else given.seeds
             figures |= asyncio.run(_learned(path / "home", seeds, given.steps, console))
-    table = Table("figure", "value", title="Orchestrator")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    console.print(table)
-    print(json.dumps(figures))
-    return 1 if figures.get("hostile_escapes") or figures.get("hostile_controls_unseen") else 0
+    goals = {name: "== 0" for name in ("hostile_escapes",) if name in figures}
+    unseen = figures.get("hostile_controls_unseen")
+    return report(
+        "Orchestrator",
+        figures,
+        goals=goals,
+        control="each hostile program must be seen to break out of an unconfined copy.",
+        control_failed=f"{unseen} programs did not break out of the unconfined copy" if unseen else "",
+    )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.performance.decode import GROUP, decode, make_prompts, processor_seconds, start_engine
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from benchmarks.server.many_runs import make_run, row
 from toprope.records.journal.file_journal import FileJournal
@@ -304,11 +305,13 @@ def main() -> int:
     figures: dict[str, Any] = {f"{name}_exponent": round(value, 3) for name, value in exponents.items()}
     figures["largest_exponent"] = round(max(exponents.values()), 3)
     figures["control_exponent"] = None if control is None else round(control, 3)
-    print(json.dumps(figures))
-    if control is not None and control <= GOAL:
-        print("The control, a cache that is concatenated, met the goal: the figure proves nothing.", file=sys.stderr)
-        return 2
-    return 0
+    return report(
+        "Exponents",
+        figures,
+        goals={"largest_exponent": f"<= {GOAL}"},
+        control="an engine that concatenates its cache must have an exponent above the goal.",
+        control_failed="a cache that is concatenated met the goal" if control is not None and control <= GOAL else "",
+    )
 
 
 def _concatenate(cache: Any, source: Any = None) -> None:

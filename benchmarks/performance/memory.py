@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from rich.table import Table
 from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
 
 from benchmarks.performance.train import call_tool, read_status
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 
 CONTROL_MB = 64
@@ -150,14 +150,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for one in sorted(highest, key=lambda one: -one.pss):
         table.add_row(one.name, f"{one.rss:.0f}", f"{one.uss:.0f}", f"{one.pss:.0f}")
     Console().print(table)
-    figures = {f"run_{kind}_mb": round(sum(getattr(one, kind) for one in highest), 1) for kind in ("pss", "rss", "uss")}
-    print(
-        json.dumps(figures | {"processes": len(highest), "samples": len(samples), "control_mb": round(difference, 1)})
+    figures: dict[str, float] = {
+        f"run_{kind}_mb": round(sum(getattr(one, kind) for one in highest), 1) for kind in ("pss", "rss", "uss")
+    }
+    figures |= {"processes": len(highest), "samples": len(samples), "control_mb": round(difference, 1)}
+    return report(
+        "Memory of a run and its server",
+        figures,
+        goals={"run_pss_mb": "<= 700"},
+        control=f"a process that holds {CONTROL_MB} MB more must show as that.",
+        control_failed=f"{CONTROL_MB} MB show as {difference:.1f}" if abs(difference - CONTROL_MB) > 4 else "",
     )
-    if abs(difference - CONTROL_MB) > 4:
-        print(f"control failed: {CONTROL_MB} MB show as {difference:.1f}", file=sys.stderr)
-        return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ from typing import Any
 import psutil
 from mcp import Client
 from rich.console import Console
-from rich.table import Table
 from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
 
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.training.policy.loading import embedded_folder
 
@@ -200,18 +200,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures |= learning | {
         "rounds": given.rounds,
         "trl_threads": threads,
-        "load": round(os.getloadavg()[0], 1),
         "seconds": round(time.monotonic() - began, 1),
     }
-    table = Table("figure", "value", title="A step of the demo")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    print(json.dumps(figures))
-    if figures["control_wall_ratio"] <= WALL_GOAL:
-        print("control failed: TRL beside itself meets the goal", file=sys.stderr)
-        return 2
-    return 0
+    return report(
+        "A step of the demo",
+        figures,
+        goals={
+            "step_wall_ratio_to_trl": f"<= {WALL_GOAL}",
+            "step_cpu_ratio_to_trl": "<= 0.75",
+            "floor_ratio": "<= 1.5",
+        },
+        control="TRL beside itself must miss the goal for the ratio of wall times.",
+        control_failed="TRL beside itself meets the goal" if figures["control_wall_ratio"] <= WALL_GOAL else "",
+    )
 
 
 if __name__ == "__main__":

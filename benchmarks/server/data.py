@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
@@ -61,12 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures |= exported(path, given.items // SIZE, given.format)
     figures |= deduplicated(given.texts)
     figures["count_errors"] = figures.pop("export_errors") + figures["dedupe_wrong"]
-    table = Table("figure", "value", title="Data")
-    for name, value in figures.items():
-        table.add_row(name, str(value))
-    Console().print(table)
-    print(json.dumps(figures))
-    return 1 if figures["count_errors"] else 0
+    return report("Data", figures, goals={"count_errors": "== 0"})
 
 
 def exported(place: Path, groups: int, form: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ The first call of each kind, before anything was read, is reported separately. E
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import threading
@@ -18,9 +17,8 @@ from typing import Any
 
 import msgspec
 import psutil
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import report, wait_until_quiet
 from benchmarks.scratch import scratch
 from benchmarks.server.server import Session
 from toprope.analysis.reports.report import gather
@@ -201,6 +199,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 def main() -> int:
     """Print the table and the figures."""
+    quiet = wait_until_quiet()
     with scratch("many-runs") as home:
         began = time.perf_counter()
         folders, rows = make_home(home)
@@ -222,15 +221,8 @@ def main() -> int:
         finally:
             session.close()
             keepers.close()
-    table = Table(title="A home with many runs")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.2f}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    print(json.dumps({name: round(value, 3) if isinstance(value, float) else value for name, value in figures.items()}))
-    slow = [name for name in ("list_runs_ms", "check_status_ms", "get_results_ms") if figures[name] > 20]
-    return 1 if slow else 0
+    goals = dict.fromkeys(("list_runs_ms", "check_status_ms", "get_results_ms"), "<= 20")
+    return report("A home with many runs", figures, goals=goals, timed=goals, quiet=quiet)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.records.audit import AuditTrail, shorten
 
 ROUNDS = 15
 CALLS = 400
+GOALS = {"list_ratio": "<= 1.2", "rss_ratio": "<= 1.2", "torch_loaded": "== 0", "tools_list_tokens": "<= 7000"}
 ALLOWS = "installs: allow\nsaves: allow\n"
 """Settings with which a server offers every tool."""
 
@@ -174,14 +174,7 @@ def main() -> int:
         "audit_ms_p50": audit[len(audit) // 2],
         "audit_ms_p99": audit[int(len(audit) * 0.99)],
     }
-    table = Table(title="The server")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in figures.items()}))
-    return 0
+    return report("The server", figures, goals=GOALS)
 
 
 if __name__ == "__main__":

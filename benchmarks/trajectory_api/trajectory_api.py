@@ -13,7 +13,6 @@ first server: so memory is touched and released before anything is measured. Est
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import multiprocessing
 import os
@@ -29,8 +28,8 @@ from typing import Any
 
 import psutil
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from benchmarks.trajectory_api import kills as _kills
 from benchmarks.trajectory_api.trajectory import Server, bare, bodies, ours, run_api, run_folder
@@ -273,14 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.skip_kills:
             _console.print(f"{options.rounds} kills, seed {seed}")
             figures |= _kills.campaign(root / "kills", options.rounds, seed, _console.print)
-    table = Table(title="The trajectory API")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for key, value in figures.items():
-        table.add_row(key, f"{value:.3f}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    print(json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}))
-    return 0
+    return report("The trajectory API", figures)
 
 
 def touch_memory() -> None:

@@ -22,6 +22,7 @@ from benchmarks.faults.faults import campaign
 from benchmarks.learning import rollouts
 from benchmarks.learning.ppo import reference_error
 from benchmarks.orchestrator.means import Measured, compared
+from benchmarks.report import is_met, report, wait_until_quiet
 from benchmarks.scratch import processes_of
 from benchmarks.server import data
 
@@ -83,6 +84,29 @@ def test_slice_of_data_exports_and_deduplicates_exactly(capsys):
     assert figures_of(capsys.readouterr().out)["count_errors"] == 0
 
 
+def test_report_says_which_goals_were_missed(capsys):
+    goals = {"ratio": "<= 1.2", "state": '== "done"', "seconds": "<= 5", "never": ">= 0"}
+    figures = {"ratio": 1.1, "state": "done", "seconds": 4.0}
+    assert report("T", figures, goals=goals, timed=["seconds"], quiet=False) == 1
+    printed = capsys.readouterr().out
+    assert "missed: seconds, never" in printed and figures_of(printed)["quiet"] is False
+    assert report("T", figures, goals={"ratio": "<= 1.2"}, control="C must fail.", control_failed="C won") == 2
+    assert "prove nothing: C won" in capsys.readouterr().out
+    assert report("T", figures, goals={name: goals[name] for name in figures}, timed=["seconds"], quiet=True) == 0
+
+
+def test_figure_that_was_not_measured_meets_no_goal():
+    assert not is_met(None, "<= 5") and is_met(0, "== 0") and not is_met(0.2, "> 0.2")
+
+
+def test_busy_machine_is_waited_for_and_told(monkeypatch):
+    loads = iter([3.0, 0.1])
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert wait_until_quiet(lambda: next(loads))
+    monkeypatch.setenv("TOPROPE_BENCH_WAIT_S", "0")
+    assert not wait_until_quiet(lambda: 3.0)
+
+
 def test_ppo_reference_agrees_with_product():
     assert reference_error() < 1e-4
 
@@ -102,7 +126,7 @@ def test_interrupted_demo_benchmark_leaves_nothing_behind(tmp_path, number):
     benchmark = subprocess.Popen(
         [sys.executable, "-P", "-m", "benchmarks", "demo"],
         cwd=ROOT,
-        env=os.environ | {"TOPROPE_BENCH_DIR": str(tmp_path)},
+        env=os.environ | {"TOPROPE_BENCH_DIR": str(tmp_path), "TOPROPE_BENCH_WAIT_S": "0"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
