@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from toprope.sdk.adapters import openenv
+from toprope.sdk.adapters._servers.openenv import Server
+from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
 from toprope.sdk.authoring.env_managed import OwnLoop, sample_group
 from toprope.sdk.authoring.environment import Environment, Task
-from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 from toprope.sdk.rollouts import configure
 from toprope.sdk.worker.scripted_policy import scripted_session
 
 # A stand-in for websockets: the server side of the OpenEnv protocol, without a socket.
+
+
+TEXT = {"type": "string"}
+OBSERVATION = {"properties": {"text": TEXT, "done": {}, "reward": {}, "metadata": {}}}
+TOOLS = [{"name": "say", "description": "Say it.", "inputSchema": {"properties": {"text": TEXT}}}]
+MESSAGE = {"properties": {"message": TEXT, "metadata": {}}, "required": ["message"]}
+COLUMN = {"properties": {"column": {"type": "integer"}}, "required": ["column"], "description": "Column 0 to 6."}
+CALL = {"properties": {"type": {"const": "call_tool"}, "tool_name": TEXT, "arguments": {"type": "object"}}}
 
 
 class ConnectionClosed(Exception):
@@ -42,11 +56,22 @@ class Episode:
             return
         if self.full:
             self.answers.append({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}})
+        elif asked["type"] == "mcp":
+            assert asked["data"]["method"] == "tools/list"
+            self.answers.append({"type": "mcp", "data": {"result": {"tools": TOOLS}}})
+        elif asked["type"] == "reset" and asked["data"].get("broken"):
+            self.answers.append({"type": "error", "data": {"code": "FACTORY_ERROR", "message": "not made"}})
         elif asked["type"] == "reset":
             self.seed = asked["data"]["seed"]
             self.answers.append(self.seen(f"say {self.seed}", 0.0, False))
         elif asked["data"] == {"message": "boom", "kind": "word"}:
             self.answers.append({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "it broke"}})
+        elif "column" in asked["data"]:
+            self.answers.append(self.seen("placed", 0.3333333, asked["data"]["column"] == 3))
+        elif asked["data"].get("type") == "call_tool":
+            said = asked["data"]["arguments"]["text"]
+            right = asked["data"]["tool_name"] == "say" and said == str(self.seed)
+            self.answers.append(self.seen(f"said {said}", float(right), right))
         else:
             assert asked["data"].keys() == {"message", "kind"}
             right = asked["data"]["message"] == str(self.seed)
@@ -68,14 +93,21 @@ async def connect(url: str, **options: Any) -> Episode:
     return Episode()
 
 
+class Served(str):
+    """The address of a server, and the schema that it gives."""
+
+    schema: dict[str, Any]
+
+    def __new__(cls, url: str, schema: dict[str, Any]) -> Served:
+        made = super().__new__(cls, url)
+        made.schema = schema
+        return made
+
+
 @pytest.fixture
-def server(stand_in: Callable[..., None]) -> Iterator[str]:
+def server(stand_in: Callable[..., None]) -> Iterator[Served]:
     """The HTTP part of an OpenEnv server; `Episode` is the rest."""
-    text = {"type": "string"}
-    schema = {
-        "action": {"properties": {"message": text, "metadata": {}}, "required": ["message"]},
-        "observation": {"properties": {"text": text, "done": {}, "reward": {}, "metadata": {}}},
-    }
+    schema = {"action": MESSAGE, "observation": OBSERVATION}
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *arguments: Any) -> None:
@@ -94,7 +126,7 @@ def server(stand_in: Callable[..., None]) -> Iterator[str]:
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{http.server_address[1]}"
+    yield Served(f"http://127.0.0.1:{http.server_address[1]}", schema)
     http.shutdown()
     http.server_close()
 
@@ -105,21 +137,167 @@ def sample(environment: Environment, task: Task, answer: str, size: int) -> list
         return asyncio.run(sample_group(environment, task, [session] * size)).outcomes
 
 
-def test_openenv_reads_schema_and_waits_for_full_server(server: str) -> None:
+def test_openenv_reads_schema_and_waits_for_full_server(server: Served) -> None:
     environment = configure(openenv.make(server), knobs={"action_fields": {"kind": "word"}, "tasks": 6})
     tasks = list(environment.tasks())
     assert [task.messages[0]["content"] for task in tasks] == [f"say {seed}" for seed in range(6)]
     assert [one.reward for one in sample(environment, tasks[4], "4", 5)] == [1.0] * 5 and Episode.refused
     [bad] = sample(environment, tasks[4], "5", 1)
     assert (bad.reward, bad.error, bad.success, bad.turns) == (0.0, None, False, 1)
-    [broken] = sample(environment, tasks[4], "boom", 1)
-    assert "it broke" in broken.error and broken.reward == 0.0
+    [invalid] = sample(environment, tasks[4], "boom", 1)
+    assert (invalid.error, invalid.turns, invalid.parts) == (None, 3, {"reward": 0.0, "invalid": 3.0})
     assert Episode.open == 0, "every episode is closed"
 
 
-def test_openenv_refuses_unknown_field_and_reward_range(server: str) -> None:
+def test_openenv_refuses_unknown_field_and_reward_range(server: Served) -> None:
     environment = configure(openenv.make(server), knobs={"observation": "txt", "action": "message"})
     with pytest.raises(EnvironmentMistake, match="Fields: text"):
         next(iter(environment.tasks()))
     with pytest.raises(InvalidRequest, match="reward_low"):
-        configure(openenv.make(server), knobs={"reward_low": 2.0})
+        configure(openenv.make(server), knobs={"reward_low": 2.0, "reward_high": 1.0})
+
+
+def test_integer_action_is_explained_read_from_text_and_rewarded_within_rounding(server: Served) -> None:
+    server.schema["action"] = COLUMN
+    environment = configure(openenv.make(server), knobs={"tasks": 4, "turns": 3, "reward_high": 1.0, "reward_low": 0.0})
+    task = next(iter(environment.tasks()))
+    told = task.messages[0]["content"]
+    assert task.messages[0]["role"] == "system" and "Column 0 to 6." in told and '{"column": 0}' in told
+    [done] = sample(environment, task, "I choose column 3.", 1)
+    assert (done.error, done.turns, done.parts) == (None, 1, {"reward": 0.3333333, "invalid": 0.0})
+    [all_three] = sample(environment, task, '<tool_call>{"name": "place", "arguments": {"column": "2"}}</tool_call>', 1)
+    assert all_three.turns == 3 and abs(all_three.reward - 0.9999999) < 1e-9 and all_three.success
+    [junk] = sample(environment, task, "no idea", 1)
+    assert (junk.error, junk.turns, junk.reward, junk.parts["invalid"]) == (None, 3, 0.0, 3.0)
+    tight = configure(openenv.make(server), knobs={"turns": 3, "reward_high": 0.9999998, "reward_low": 0.0})
+    [rounded] = sample(tight, task, '{"column": 1}', 1)
+    assert rounded.error is None and rounded.reward == 0.9999998
+    narrow = configure(openenv.make(server), knobs={"turns": 3, "reward_high": 0.5, "reward_low": 0.0})
+    [beyond] = sample(narrow, task, '{"column": 1}', 1)
+    assert "reward_high" in beyond.error
+
+
+def test_tools_of_an_environment_are_offered_and_called(server: Served) -> None:
+    server.schema["action"] = CALL
+    environment = configure(openenv.make(server), knobs={"tasks": 4})
+    task = list(environment.tasks())[2]
+    assert [message["role"] for message in task.messages] == ["user"]
+    call = '<tool_call>{"name": "say", "arguments": {"text": "%s"}}</tool_call>'
+    [right] = sample(environment, task, call % 2, 1)
+    assert (right.error, right.reward, right.success, right.turns) == (None, 1.0, True, 1)
+    [wrong] = sample(environment, task, call % 7, 1)
+    assert (wrong.reward, wrong.turns, wrong.parts["invalid"]) == (0.0, 16, 0.0)
+    [silent] = sample(environment, task, "I say nothing", 1)
+    assert (silent.error, silent.reward, silent.turns) == (None, 0.0, 1)
+
+
+def test_server_without_schema_and_tools_needs_a_knob(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.schema.clear()
+    monkeypatch.setattr(sys.modules[__name__], "TOOLS", [])
+    with pytest.raises(InvalidRequest, match=r"`action` \(a text"):
+        configure(openenv.make(server))
+    assert configure(openenv.make(server), knobs={"action": "message", "action_fields": {"kind": "word"}})
+    with pytest.raises(InvalidRequest, match="LD_PRELOAD"):
+        configure(openenv.make(server), knobs={"variables": {"LD_PRELOAD": "x.so"}})
+
+
+LEVEL = {"$defs": {"Level": {"enum": ["low", "high"], "type": "string"}}}
+SEVERAL = {
+    "properties": {"kind": TEXT, "x": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "metadata": {}},
+    "required": ["kind"],
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer", "action"),
+    [
+        (COLUMN, "first 2, then -1", {"column": -1}),
+        (COLUMN, '{"column": "4"} as said', {"column": 4}),
+        (COLUMN, "<think>5</think>6", {"column": 6}),
+        (COLUMN, "2.5", None),
+        ({"properties": {"go": {"type": "boolean"}}}, "Yes, go: TRUE", {"go": True}),
+        (LEVEL | {"properties": {"to": {"$ref": "#/$defs/Level"}}}, "not low but High", {"to": "high"}),
+        (LEVEL | {"properties": {"to": {"$ref": "#/$defs/Level"}}}, "highest", None),
+        (SEVERAL, '{"kind": "water", "x": 3}', {"kind": "water", "x": 3}),
+        (SEVERAL, "wait", {"kind": "wait"}),
+        (SEVERAL, '{"x": 3}', None),
+        (SEVERAL, '{"kind": "water", "depth": 3}', None),
+        (MESSAGE, '{"message": "raw"}', {"message": '{"message": "raw"}'}),
+        ({"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}, "1 2", None),
+        (None, '{"any": [1]}', {"any": [1]}),
+    ],
+)
+def test_answers_become_actions_by_the_schema(schema: Any, answer: str, action: dict[str, Any] | None) -> None:
+    form = Form.of(schema, whole=schema is None)
+    if action is None:
+        with pytest.raises(NotAnAction):
+            form.read(answer)
+    else:
+        assert form.read(answer) == action
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package as OpenEnv's authors publish it, with a stand-in for uvicorn beside it."""
+    server = tmp_path / "maze_env" / "server"
+    server.mkdir(parents=True)
+    for folder in (server, server.parent):
+        (folder / "__init__.py").write_text("")
+    (server.parent / "models.py").write_text("A = 1\n")
+    (server / "app.py").write_text(
+        '"""FastAPI application for the Maze Environment."""\n'
+        "from ..models import A\nfrom models import A as B\n"
+        "try:\n    from openenv.core.env_server import create_app as make\n"
+        "except ImportError:\n    def make(): return A + B\n"
+        "def _made():\n    return make()\n"
+        "if True:\n    app = _made()\n"
+        "def main():\n    return make()\n"
+    )
+    (tmp_path / "uvicorn.py").write_text(
+        "import importlib\n"
+        "def run(app, host, port, **options):\n"
+        "    module, _, name = app.partition(':')\n"
+        "    print(module, getattr(importlib.import_module(module), name), host, port)\n"
+    )
+    return tmp_path
+
+
+def test_package_without_manifest_is_listed_and_served(package: Path) -> None:
+    [found] = openenv.installed(package)
+    assert (found.name, found.description) == ("maze_env", "Maze Environment.")
+    command = json.loads(found.target)["command"]
+    words = [word.replace("{python}", sys.executable).replace("{port}", "81") for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=json.loads(found.target)["folder"])
+    assert done.stdout.split() == ["maze_env.server.app", "2", "127.0.0.1", "81"], done.stderr
+    file = package / "maze_env" / "server" / "app.py"
+    [same] = openenv.declared(file, ast.parse(file.read_text()))
+    assert (same.name, same.target) == ("maze_env", f"{file}:app")
+    assert openenv.declared(file, ast.parse("def create_app(): ...\napp = create_app()")) == []
+
+
+def test_server_that_ends_says_why(package: Path, stand_in: Callable[..., None]) -> None:
+    stand_in("websockets")
+    (package / "uvicorn.py").write_text("def run(*a, **k):\n    raise ValueError('no data set:\\nset DATA\\n*****')\n")
+    environment = openenv.make(f"{package / 'maze_env' / 'server' / 'app.py'}:app")
+    with pytest.raises(LoadError, match="ValueError: no data set: set DATA$"):
+        configure(environment)
+
+
+def test_reason_of_an_environment_that_cannot_be_created_is_told(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "OSError: cannot connect to a host"
+    monkeypatch.setattr(Server, "_raised", lambda self: reason)
+    environment = configure(openenv.make(server), knobs={"reset": {"broken": True}, "action": "message"})
+    with pytest.raises(EnvironmentMistake, match=f"not made {reason}"):
+        next(iter(environment.tasks()))
+    code = (
+        "import sys, types; kind = type('EnvironmentFactoryError', (Exception,), {});"
+        "[sys.modules.setdefault(name, types.ModuleType(name)) for name in ('openenv', 'openenv.core', "
+        "'openenv.core.env_server', 'openenv.core.env_server.exceptions')];"
+        "sys.modules['openenv.core.env_server.exceptions'].EnvironmentFactoryError = kind;"
+        "from toprope.sdk.adapters._servers.openenv_serve import _tell_failures; _tell_failures()\n"
+        "try:\n    1 / 0\nexcept ZeroDivisionError as cause:\n    kind('it failed')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "ZeroDivisionError: division by zero"

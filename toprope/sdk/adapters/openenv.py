@@ -2,30 +2,31 @@
 
 The target is a server's URL; a user's file with its `app` (`/path/server.py:app`), served by this interpreter's uvicorn
 for the life of the worker; or a JSON object with `url`, or with `command` (a list of words; `{port}` is filled in) and
-`folder`. A task is a seed of `reset`. The fields of observations and actions differ between environments: knobs name
-the ones that the policy reads and writes if the schema does not determine them.
+`folder`. A task is a seed of `reset`. The policy is told the form of an action by the server's schema, see
+`_servers/openenv_actions.py`; an environment with tools (MCP) is played by calling them.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import itertools
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from toprope.sdk.adapters._servers.openenv import Connection, Full, Server
-from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._servers.openenv import Connection, Full, Refused, Server
+from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
+from toprope.sdk.adapters._servers.openenv_files import declared, installed, name_of, started
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.authoring.policy_client import PolicyRefused, ask
-from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
+from toprope.sdk.tooled import calls_in
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "OpenEnv", "declared", "installed", "make"]
 
@@ -34,6 +35,17 @@ PACKAGE = "openenv"
 _LOOK_AT = 4
 """Number of first observations compared to see if seeds make a difference."""
 _NOT_SHOWN = ("done", "reward", "metadata")
+_UNDECLARED = 1000.0
+"""Largest size of a reward whose bounds the owner does not set."""
+_INVALID_IN_A_ROW = 3
+"""An episode ends after so many answers in a row that the environment does not accept."""
+_LONGEST_REFUSAL = 500
+_VARIABLE = re.compile(r"(?!PYTHON|LD_|DYLD_|PATH$|HOME$|TOPROPE)[A-Z][A-Z0-9_]*")
+_READY = "The environment is ready."
+"""Shown for an observation without content."""
+_MANY = 1e6
+_TOLERANCE = 1e-6
+"""Sums of rewards are rounded."""
 
 
 @dataclass
@@ -42,15 +54,16 @@ class OpenEnvKnobs:
 
     observation: str = knob("", help="observation field that the policy reads, dotted; empty: by the schema")
     action: str = knob("", help="action field for the answer; empty: by the schema")
-    action_json: bool = knob(False, help="the answer is the whole action, as a JSON object")
+    action_json: bool = knob(False, help="the answer is the whole action, as a JSON object, even if one field suffices")
     action_fields: dict[str, Any] = knob({}, help="further fields of every action")
     reset: dict[str, Any] = knob({}, help="parameters of reset besides the seed")
+    variables: dict[str, str] = knob({}, help="environment variables of a server that is started here; no secrets")
     system: str = knob("", help="system message before the first observation")
     turns: int = knob(16, ge=1, le=10_000, help="most actions in an episode")
     reward: Literal["sum", "last"] = knob("sum", help="how to combine the steps' rewards")
-    reward_low: float = knob(0.0, help="smallest reward of an episode")
-    reward_high: float = knob(1.0, help="largest reward of an episode")
-    success_reward: float | None = knob(None, help="reward that counts as solved; null: reward_high")
+    reward_low: float | None = knob(None, help="smallest reward of an episode; null: not known")
+    reward_high: float | None = knob(None, help="largest reward of an episode; null: not known")
+    success_reward: float | None = knob(None, help="reward that counts as solved; null: reward_high, or else 1")
     tasks: int = knob(0, ge=0, help="seeds; 0: endless")
     by_seed: bool | None = knob(None, help="tasks differ by seed although observations do not; null: find out")
     sessions: int = knob(16, ge=1, le=1000, help="concurrent episodes; a server may allow fewer")
@@ -68,28 +81,44 @@ class OpenEnv(OwnLoop):
         self.__doc__ = f"An OpenEnv environment: {name}"
         self._place = url, command, folder
         self._server: Server | None = None
-        self._read = self._write = ""
+        self._read = ""
+        self._form = Form()
+        self._tools: list[dict[str, Any]] = []
         self._by_seed = False
         self._gate: list[asyncio.Semaphore] = []
 
     def setup(self) -> None:
         knobs = self.knobs
-        if knobs.reward_low >= knobs.reward_high:
-            raise InvalidRequest(
-                f"reward_low ({knobs.reward_low:g}) must be below reward_high ({knobs.reward_high:g})."
-            )
+        low, high = self._bounds()
+        if low >= high:
+            raise InvalidRequest(f"reward_low ({low:g}) must be below reward_high ({high:g}).")
         self.max_turns = knobs.turns
         what = "sum of" if knobs.reward == "sum" else "last of"
-        self.parts = {"reward": Part(1.0, knobs.reward_low, knobs.reward_high, f"{what} the steps' rewards")}
-        if self._server is None:
-            self._server = Server(*self._place)
-        schema = self._server.schema()
-        self._read = knobs.observation or _only_text(schema.get("observation"), all_of=True)
-        self._write = "" if knobs.action_json else knobs.action or _only_text(schema.get("action"), all_of=False)
-        if not self._write and not knobs.action_json:
-            fields = ", ".join((schema.get("action") or {}).get("properties") or {}) or "not told"
+        self.parts = {
+            "reward": Part(1.0, low, high, f"{what} the steps' rewards"),
+            "invalid": Part(0.0, 0.0, _MANY, "answers that the environment did not accept; shown"),
+        }
+        if strange := [name for name in knobs.variables if not _VARIABLE.fullmatch(name)]:
             raise InvalidRequest(
-                f"Set the knob `action` to the field that takes the answer (fields: {fields}), or action_json."
+                f"The environment variable {strange[0][:60]!r} cannot be set by the knob `variables`: give names of "
+                "capital letters, digits and '_' that do not steer how programs are loaded."
+            )
+        if self._server is None:
+            self._server = Server(*self._place, knobs.variables)
+        schema = self._server.schema()
+        self._read = knobs.observation or _only_text(schema.get("observation"))
+        self._form = Form.of(
+            schema.get("action"), only=knobs.action, whole=knobs.action_json, fixed=knobs.action_fields
+        )
+        self._tools = []
+        if self._form.calls_tools or not self._form.known:
+            self._tools = [_tool(one) for one in _alone(self._listed_tools())]
+            if self._tools:
+                self._form = Form(calls_tools=True)
+        if not self._form.known or self._form.calls_tools and not self._tools:
+            raise InvalidRequest(
+                "The server does not say what its actions are, and has no tools. Set the knob `action` (a text: the "
+                "field that takes the answer) or `action_json` (true: the answer is the whole action)."
             )
         self._gate = []
 
@@ -104,8 +133,12 @@ class OpenEnv(OwnLoop):
             yield Task(self._messages(text), data={"seed": seed}, key=f"{text}\nseed {seed}" if by_seed else None)
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        wanted = self.knobs.success_reward
-        return bool(parts["reward"] >= (self.knobs.reward_high if wanted is None else wanted) - 1e-9)
+        known = (self.knobs.success_reward, self.knobs.reward_high, 1.0)
+        return bool(parts["reward"] >= next(one for one in known if one is not None) - _TOLERANCE)
+
+    def _bounds(self) -> tuple[float, float]:
+        low, high = self.knobs.reward_low, self.knobs.reward_high
+        return -_UNDECLARED if low is None else low, _UNDECLARED if high is None else high
 
     async def rollout(self, session: Session) -> Played:
         if not self._gate:  # shared by all copies, which run on one event loop
@@ -118,9 +151,11 @@ class OpenEnv(OwnLoop):
             found = await episode.reset({**self.knobs.reset, "seed": self.task.data["seed"]})
             messages = self._messages(self._said(found))
             rewards, turns, truncated = [], 0, False
-            while not found.get("done") and turns < self.max_turns:
+            invalid = in_a_row = 0
+            offered: dict[str, Any] = {"tools": self._tools} if self._tools else {}
+            while not found.get("done") and turns < self.max_turns and in_a_row < _INVALID_IN_A_ROW:
                 try:
-                    said = await ask(session, messages)
+                    said = await ask(session, messages, **offered)
                 except PolicyRefused as refusal:
                     if turns and "no room for an answer" in str(refusal):  # the conversation exceeds the context
                         truncated = True
@@ -129,47 +164,90 @@ class OpenEnv(OwnLoop):
                 turns += 1
                 truncated = said.pop("finish_reason") == "length"
                 messages.append({"role": "assistant", "content": said.get("content") or ""})
-                found = await episode.step(self._action(messages[-1]["content"]))
-                rewards.append(_number(found.get("reward")))
-                messages.append({"role": "user", "content": self._said(found)})
+                asked = self._asked(said)
+                if asked and said.get("tool_calls"):
+                    messages[-1]["tool_calls"] = said["tool_calls"]
+                if not asked:
+                    break  # an answer without a call ends an episode with tools
+                for action, call in asked:
+                    try:
+                        if isinstance(action, NotAnAction):
+                            raise action
+                        found = await episode.step(action)
+                        rewards.append(_number(found.get("reward")))
+                        told, in_a_row = self._said(found), 0
+                    except (NotAnAction, Refused) as refusal:
+                        invalid, in_a_row = invalid + 1, in_a_row + 1
+                        told = f"That was not a valid action: {str(refusal)[:_LONGEST_REFUSAL]}"
+                    messages.append({**call, "content": told})
+                    if found.get("done"):
+                        break
         total = sum(rewards) if self.knobs.reward == "sum" else rewards[-1] if rewards else 0.0
-        if not self.knobs.reward_low <= total <= self.knobs.reward_high:
+        low, high = self._bounds()
+        slack = _TOLERANCE * max(1.0, abs(low), abs(high))
+        if not low - slack <= total <= high + slack:
             raise EnvironmentMistake(
-                f"The episode's reward is {total:g}, outside {self.knobs.reward_low:g} to {self.knobs.reward_high:g}: "
-                "set the knobs reward_low and reward_high."
+                f"The episode's reward is {total:g}, outside {low:g} to {high:g}: set the knobs reward_low and "
+                "reward_high."
             )
-        return Played({"reward": total}, messages=messages, turns=turns, truncated=truncated)
+        parts = {"reward": min(max(total, low), high), "invalid": float(invalid)}
+        return Played(parts, messages=messages, turns=turns, truncated=truncated)
+
+    def _asked(self, said: Mapping[str, Any]) -> list[tuple[dict[str, Any] | NotAnAction, dict[str, Any]]]:
+        """Return the actions of an answer, each with the start of the message that answers it."""
+        text = said.get("content") or ""
+        if not self._tools:
+            try:
+                return [(self._form.read(text), {"role": "user"})]
+            except NotAnAction as why:
+                return [(why, {"role": "user"})]
+        found: list[tuple[dict[str, Any] | NotAnAction, dict[str, Any]]] = []
+        for call in said.get("tool_calls") or ():
+            answered = {"role": "tool", "tool_call_id": call.get("id")}
+            try:
+                function = call["function"]
+                arguments = json.loads(function.get("arguments") or "{}")
+                found.append((_call(function["name"], arguments), answered))
+            except (ValueError, KeyError, TypeError):
+                found.append((NotAnAction("the call's arguments are not a JSON object"), answered))
+        if not found:
+            for one in calls_in(text):
+                action = NotAnAction(one.problem) if one.problem else _call(one.name, one.arguments)
+                found.append((action, {"role": "tool"}))
+        return found
+
+    async def _listed_tools(self) -> list[dict[str, Any]]:
+        async with _Opened(self._server) as episode:
+            await episode.reset({**self.knobs.reset, "seed": 0})
+            return await episode.tools()
 
     async def _first(self, seed: int) -> str:
         async with _Opened(self._server) as episode:
             return self._said(await episode.reset({**self.knobs.reset, "seed": seed}))
 
     def _messages(self, text: str) -> Messages:
-        system = [{"role": "system", "content": self.knobs.system}] if self.knobs.system else []
+        told = "\n\n".join(filter(None, (self.knobs.system, self._form.told())))
+        system = [{"role": "system", "content": told}] if told else []
         return [*system, {"role": "user", "content": text}]
 
     def _said(self, found: Mapping[str, Any]) -> str:
         observation: Any = found.get("observation", {})
         if not self._read:
-            shown = {name: value for name, value in observation.items() if name not in _NOT_SHOWN}
-            return json.dumps(shown, ensure_ascii=False, sort_keys=True)
+            shown = {
+                name: value
+                for name, value in observation.items()
+                if name not in _NOT_SHOWN and value is not None and not (self._tools and name == "tool_name")
+            }
+            texts = [value for value in shown.values() if isinstance(value, str)]
+            if not shown:
+                return _READY
+            return texts[0] if texts and len(shown) == 1 else json.dumps(shown, ensure_ascii=False, sort_keys=True)
         for name in self._read.split("."):
             if not isinstance(observation, Mapping) or name not in observation:
                 fields = ", ".join(found.get("observation", {})) or "none"
                 raise EnvironmentMistake(f"The observation has no field {self._read!r}. Fields: {fields}.")
             observation = observation[name]
         return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
-
-    def _action(self, text: str) -> dict[str, Any]:
-        if not self.knobs.action_json:
-            return {**self.knobs.action_fields, self._write: text}
-        try:
-            action = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"the answer is not JSON: {error}") from None
-        if not isinstance(action, dict):
-            raise ValueError("the answer is not a JSON object")
-        return {**self.knobs.action_fields, **action}
 
 
 class _Opened:
@@ -206,6 +284,10 @@ class _Opened:
         assert self._held is not None  # it was reset
         return await self._held.step(action)
 
+    async def tools(self) -> list[dict[str, Any]]:
+        assert self._held is not None  # it was reset
+        return await self._held.tools()
+
 
 def make(target: str) -> OpenEnv:
     """Make the environment behind a server. See the module.
@@ -238,64 +320,32 @@ def make(target: str) -> OpenEnv:
         raise LoadError(
             f"{target!r} is not an OpenEnv server: give a URL, /path/server.py:app, or JSON with url or command."
         )
-    environment = OpenEnv(path.stem, "", _uvicorn(f"{path.stem}:{attribute}"), str(path.parent))
+    environment = OpenEnv(name_of(path), "", *started(path, attribute))
     environment.files = (str(path),)
     return environment
 
 
-def _uvicorn(app: str) -> tuple[str, ...]:
-    return ("{python}", "-m", "uvicorn", app, "--host", "127.0.0.1", "--port", "{port}", "--log-level", "warning")
-
-
-def installed(site_packages: Path) -> list[Listed]:
-    """List packages with an `openenv.yaml`, which names their server's app."""
-    found = []
-    for file in sorted(site_packages.glob("*/openenv.yaml")):
-        try:
-            lines = [line.partition(":") for line in file.read_text(errors="replace").splitlines() if line[:1].strip()]
-        except OSError:
-            continue
-        said = {name.strip(): value.strip().strip("\"'") for name, _, value in lines}
-        package = file.parent.name
-        if app := said.get("app"):
-            module, _, attribute = app.partition(":")
-            command = list(_uvicorn(f"{package}.{module}:{attribute or 'app'}"))
-            name = said.get("name") or package
-            target = json.dumps({"command": command, "name": name})
-            found.append(Listed(name, target, said.get("description", ""), tags=("openenv",)))
-    return found
-
-
-def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """List apps that a user's file creates with OpenEnv's `create_app` or `create_fastapi_app`."""
-    makers = {
-        one.asname or one.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("openenv", "openenv_core")
-        for one in node.names
-        if one.name in ("create_app", "create_fastapi_app")
-    }
-    found = []
-    for node in tree.body:
-        call = node.value if isinstance(node, ast.Assign) else None
-        if not isinstance(call, ast.Call) or not isinstance(node, ast.Assign):
-            continue
-        if isinstance(call.func, ast.Name) and call.func.id in makers and isinstance(node.targets[0], ast.Name):
-            target = f"{file}:{node.targets[0].id}"
-            found.append(Listed(file.stem, target, first_line(ast.get_docstring(tree)), tags=("openenv",)))
-    return found
-
-
-def _only_text(schema: Any, *, all_of: bool) -> str:
-    """Return the only text field of a schema; unless `all_of`, the only required one."""
+def _only_text(schema: Any) -> str:
+    """Return the only field of a schema if it is a text."""
     if not isinstance(schema, Mapping):
         return ""
     fields = {name: field for name, field in (schema.get("properties") or {}).items() if name not in _NOT_SHOWN}
-    if all_of and len(fields) > 1:
-        return ""  # The policy cannot use what it does not see.
-    required = [name for name in schema.get("required") or fields if name in fields]
-    texts = [name for name in required if isinstance(fields[name], Mapping) and fields[name].get("type") == "string"]
-    return texts[0] if len(texts) == 1 else ""
+    texts = [name for name, field in fields.items() if isinstance(field, Mapping) and field.get("type") == "string"]
+    return texts[0] if len(texts) == len(fields) == 1 else ""  # The policy cannot use what it does not see.
+
+
+def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a tool as MCP lists it into the form of the OpenAI API."""
+    schema = given.get("inputSchema") or given.get("input_schema") or {"type": "object", "properties": {}}
+    function = {"name": given["name"], "description": given.get("description") or "", "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def _call(name: str, arguments: Any) -> dict[str, Any] | NotAnAction:
+    """Return the action that calls a tool."""
+    if not isinstance(arguments, Mapping):
+        return NotAnAction("the call's arguments are not a JSON object")
+    return {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
 
 
 def _number(value: Any) -> float:

@@ -1,0 +1,252 @@
+"""The form of an OpenEnv action: what the policy is told about it, and how its answer becomes one.
+
+The form is the JSON schema that the server gives for its actions. An action that is one text is the whole answer.
+Otherwise the policy writes a JSON object or a tool call with the fields, or the value alone if there is one field.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from toprope.sdk.tooled import calls_in
+
+__all__ = ["Form", "NotAnAction"]
+
+_NOT_ASKED = ("metadata",)
+_THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
+_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
+_BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
+_LONGEST_TOLD = 1500
+_EXAMPLES: dict[str, Any] = {"integer": 0, "number": 0.5, "boolean": True, "array": [], "object": {}}
+
+
+class NotAnAction(Exception):
+    """An answer of the policy is not an action; the text tells the policy why."""
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A field of an action.
+
+    Attributes:
+        kinds: JSON types; empty if any value is accepted.
+        choices: All allowed values; empty if there are no such limits.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    choices: tuple[Any, ...] = ()
+    required: bool = False
+    description: str = ""
+
+    @property
+    def is_text(self) -> bool:
+        return "string" in self.kinds and not self.choices and not {"integer", "number", "boolean"} & set(self.kinds)
+
+    def told(self) -> str:
+        if self.choices:
+            kind = "one of " + ", ".join(json.dumps(choice, ensure_ascii=False) for choice in self.choices)
+        else:
+            kind = " or ".join(self.kinds) or "any value"
+        told = f"- {self.name}: {kind}, {'required' if self.required else 'optional'}"
+        return f"{told}. {self.description}" if self.description else told
+
+    def example(self) -> Any:
+        return self.choices[0] if self.choices else _EXAMPLES.get(self.kinds[0] if self.kinds else "", "...")
+
+    def converted(self, value: Any) -> Any:
+        """Return the value in the field's type.
+
+        Raises:
+            NotAnAction: It is none of the type.
+        """
+        if self.choices:
+            word = str(value).strip().lower()
+            for choice in self.choices:
+                if value == choice or word == str(choice).lower():
+                    return choice
+        elif value is None and "null" in self.kinds or not self.kinds or {"array", "object"} & set(self.kinds):
+            return value
+        else:
+            for kind in self.kinds:
+                found = _as(kind, value)
+                if found is not None:
+                    return found
+        raise NotAnAction(f"{self.name} cannot be {json.dumps(value, default=str)[:80]} ({self.told()[2:]})")
+
+    def in_text(self, text: str) -> Any:
+        """Return the value that a text gives: the last one that fits.
+
+        Raises:
+            NotAnAction: The text has none.
+        """
+        if self.is_text or not self.kinds and not self.choices:
+            return text
+        if self.choices:
+            options = "|".join(
+                re.escape(str(choice)) for choice in sorted(self.choices, key=lambda one: -len(str(one)))
+            )
+            words = re.findall(rf"(?<!\w)(?:{options})(?!\w)", text, re.IGNORECASE)
+        elif "boolean" in self.kinds:
+            words = re.findall(r"\b(?:true|false|yes|no)\b", text, re.IGNORECASE)
+        else:
+            words = _NUMBER.findall(text)
+        for word in reversed(words):
+            try:
+                return self.converted(word)
+            except NotAnAction:
+                continue
+        raise NotAnAction(f"there is no value for {self.name} ({self.told()[2:]})")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of an environment's actions; make it with `Form.of`."""
+
+    fields: Mapping[str, _Field] = field(default_factory=dict)
+    only: str = ""
+    """The field that takes the whole answer; empty if several may be written."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Fields with the same value in each action."""
+    calls_tools: bool = False
+    """True if actions call the environment's tools."""
+    description: str = ""
+    closed: bool = True
+    """False if fields other than the known ones are accepted."""
+
+    @classmethod
+    def of(cls, schema: Any, *, only: str = "", whole: bool = False, fixed: Mapping[str, Any] | None = None) -> Form:
+        """Read a schema.
+
+        Args:
+            schema: JSON schema of the actions; anything else counts as unknown.
+            only: The field that takes the answer.
+            whole: Whether the answer is the whole action as a JSON object.
+            fixed: Fields with the same value in each action.
+        """
+        fixed = fixed or {}
+        known = schema if isinstance(schema, Mapping) else {}
+        properties = known.get("properties") or {}
+        required = known.get("required") or ()
+        fields = {
+            name: _field(name, given, known.get("$defs") or {}, name in required)
+            for name, given in properties.items()
+            if name not in _NOT_ASKED and name not in fixed
+        }
+        said = str(known.get("description") or "").strip()
+        if {"tool_name", "arguments"} <= fields.keys() and not only and not whole:
+            return cls(calls_tools=True, fixed=fixed)
+        if only:
+            fields = {only: fields.get(only) or _Field(only, ("string",), required=True)}
+        elif len(fields) == 1 and not whole:
+            only = next(iter(fields))
+        return cls(fields, only, fixed, description=said, closed=not whole or bool(fields))
+
+    @property
+    def known(self) -> bool:
+        """False if neither the schema nor the owner says what an action is."""
+        return self.calls_tools or bool(self.fields) or not self.closed
+
+    def told(self) -> str:
+        """What the policy is told; empty if an answer needs no explanation."""
+        one = self.fields.get(self.only)
+        if self.calls_tools or one is not None and one.is_text and not (self.description or one.description):
+            return ""
+        lines = ["Each of your answers is an action of the environment."]
+        if self.description:
+            lines.append(self.description[:_LONGEST_TOLD])
+        if one is not None and one.is_text:
+            lines.append(f"The whole answer is its {one.name}. {one.description}".strip())
+            return "\n".join(lines)
+        if self.fields:
+            lines += ["Its fields:", *(each.told() for each in self.fields.values())]
+        asked = [each for each in self.fields.values() if each.required] or list(self.fields.values())
+        example = json.dumps({each.name: each.example() for each in asked}, ensure_ascii=False)
+        alone = f", or the value of {one.name} alone" if one is not None else ""
+        lines.append(f"Answer with a JSON object such as {example}{alone}.")
+        return "\n".join(lines)
+
+    def read(self, answer: str) -> dict[str, Any]:
+        """Return the action that an answer means.
+
+        Raises:
+            NotAnAction: It means none.
+        """
+        called = [call.arguments for call in calls_in(answer) if not call.problem]
+        text = _THINKING.sub("", answer).strip()
+        one = self.fields.get(self.only)
+        if one is not None and one.is_text:
+            written = called[-1].get(one.name) if called else None
+            return {**self.fixed, one.name: answer if not isinstance(written, str) else written}
+        given = called[-1] if called else self._object(text)
+        if given is not None:
+            return {**self.fixed, **self._checked(given)}
+        if one is None:
+            asked = [each for each in self.fields.values() if each.required]
+            asked = asked or [each for each in self.fields.values() if each.is_text]
+            one = asked[0] if len(asked) == 1 else None
+        if one is None:
+            raise NotAnAction("there is no JSON object in the answer")
+        return {**self.fixed, one.name: one.in_text(text)}
+
+    def _object(self, text: str) -> dict[str, Any] | None:
+        """Return the last JSON object of a text that has a field of the action."""
+        decoder, found, place = json.JSONDecoder(), None, text.find("{")
+        while place >= 0:
+            try:
+                value, end = decoder.raw_decode(text, place)
+            except (ValueError, RecursionError):
+                place = text.find("{", place + 1)
+                continue
+            if isinstance(value, dict) and (not self.closed or value.keys() & self.fields.keys()):
+                found = value
+            place = text.find("{", end)
+        return found
+
+    def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        if self.closed and (strange := [name for name in given if name not in self.fields]):
+            raise NotAnAction(f"an action has no field {strange[0][:60]!r}; it has {', '.join(self.fields)}")
+        missing = [each.name for each in self.fields.values() if each.required and each.name not in given]
+        if missing:
+            raise NotAnAction(f"the field {missing[0]} is missing")
+        return {name: self.fields[name].converted(value) if name in self.fields else value
+                for name, value in given.items()}  # fmt: skip
+
+
+def _field(name: str, given: Any, definitions: Mapping[str, Any], required: bool) -> _Field:
+    kinds: list[str] = []
+    choices: list[Any] = []
+    waiting, seen = [given], 0
+    said = given.get("description") if isinstance(given, Mapping) else ""
+    while waiting and seen < 50:  # A schema may refer to itself.
+        one, seen = waiting.pop(0), seen + 1
+        if not isinstance(one, Mapping):
+            continue
+        if isinstance(reference := one.get("$ref"), str):
+            waiting.append(definitions.get(reference.rpartition("/")[2]))
+        waiting += [*(one.get("anyOf") or ()), *(one.get("oneOf") or ()), *(one.get("allOf") or ())]
+        kind = one.get("type")
+        kinds += [kind] if isinstance(kind, str) else [str(each) for each in kind or ()]
+        choices += [one["const"]] if "const" in one else list(one.get("enum") or ())
+    return _Field(name, tuple(dict.fromkeys(kinds)), tuple(choices), required, " ".join(str(said or "").split()))
+
+
+def _as(kind: str, value: Any) -> Any:
+    """Return a value as a JSON type; None if it is none of that type."""
+    if kind == "string":
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if kind == "boolean":
+        return value if isinstance(value, bool) else _BOOLEANS.get(str(value).strip().lower())
+    if kind in ("integer", "number") and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return None
+        if kind == "number":
+            return number
+        return int(number) if number.is_integer() else None
+    return None

@@ -1,0 +1,114 @@
+"""Apps of OpenEnv in files and packages: how they are found, and how they are served."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.discovery import first_line, parse
+
+__all__ = ["declared", "installed", "name_of", "started"]
+
+_SERVE = str(Path(__file__).with_name("openenv_serve.py"))
+
+
+def started(file: Path, attribute: str, root: Path | None = None) -> tuple[tuple[str, ...], str]:
+    """Return the command that serves a file's app, and its working folder.
+
+    A file in a package is imported by its full name, so that relative imports work. Published environments also import
+    from the folder of their package (`from models import ...`), which is therefore searched last.
+
+    Args:
+        file: The file.
+        attribute: The app's name in it.
+        root: Folder that its packages are in; by default the first above it without an `__init__.py`.
+    """
+    if root is None:
+        root = next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
+    module = ".".join(file.relative_to(root).with_suffix("").parts)
+    further = [str(folder) for folder in file.parents if folder.is_relative_to(root) and folder != root]
+    if file.parent == root and root.name == "server":
+        further = [str(root.parent)]
+    return ("{python}", "-P", _SERVE, f"{module}:{attribute}", "{port}", str(root), *further), str(file.parent)
+
+
+def name_of(file: Path) -> str:
+    """Return the name of the environment of a file: that of its package for the usual `<package>/server/app.py`."""
+    usual = file.stem == "app" and file.parent.name == "server" and file.parent.parent.name
+    return (usual or file.stem).replace(" ", "_").lower()
+
+
+def installed(site_packages: Path) -> list[Listed]:
+    """List packages by the `openenv.yaml` that names their app, or by the app in their `server/app.py`."""
+    found = []
+    packages = {file.parent for file in site_packages.glob("*/openenv.yaml")}
+    packages |= {file.parent.parent for file in site_packages.glob("*/server/app.py")}
+    for package in sorted(packages):
+        try:
+            lines = (package / "openenv.yaml").read_text(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        pairs = [line.partition(":") for line in lines if line[:1].strip()]
+        said = {key.strip(): value.strip().strip("\"'") for key, _, value in pairs}
+        module, _, attribute = (said.get("app") or "server.app").partition(":")
+        file = package.joinpath(*module.split(".")).with_suffix(".py")
+        name, text = said.get("name") or package.name, said.get("description", "")
+        if not said.get("app"):
+            try:
+                apps = declared(file, parse(file))
+            except (OSError, SyntaxError, ValueError):
+                continue
+            if not apps:
+                continue
+            attribute, text = apps[0].target.rpartition(":")[2], text or apps[0].description
+        command, folder = started(file, attribute or "app", site_packages)
+        target = json.dumps({"command": command, "folder": folder, "name": name})
+        found.append(Listed(name, target, text, tags=("openenv",)))
+    return found
+
+
+def declared(file: Path, tree: ast.Module) -> list[Listed]:
+    """List apps that a file creates with OpenEnv's `create_app` or `create_fastapi_app`, directly or in a function."""
+    makers = {
+        one.asname or one.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("openenv", "openenv_core")
+        for one in node.names
+        if one.name in ("create_app", "create_fastapi_app")
+    }
+    if not makers:
+        return []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and any(_calls(one, makers) for one in ast.walk(node)):
+            makers = makers | {node.name} if node.name != "main" else makers
+    found: dict[str, Listed] = {}
+    for node in _top_level(tree.body):
+        if isinstance(node, ast.Assign) and _calls(node.value, makers) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            text = _what_it_is(ast.get_docstring(tree))
+            found.setdefault(name, Listed(name_of(file), f"{file}:{name}", text, tags=("openenv",)))
+    return list(found.values())
+
+
+def _calls(node: ast.AST, names: set[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names
+
+
+def _top_level(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run on import, those of `if`, `try` and `with` included."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _top_level(node.body)
+            yield from _top_level(getattr(node, "orelse", []))
+            for handler in getattr(node, "handlers", ()):
+                yield from _top_level(handler.body)
+
+
+def _what_it_is(text: str | None) -> str:
+    """Return the first line of a docstring; apps are usually called an application for something."""
+    return re.sub(r"^FastAPI application for (the )?", "", first_line(text))
