@@ -11,15 +11,17 @@ NODE_TOOLS ?= $(HOME)/.cache/toprope/inspector
 ATROPOS_VENV ?= $(or $(TOPROPE_BENCH_VENV),$(HOME)/.cache/toprope/bench-atropos)
 STAMP = $(VENV)/.toprope-installed
 
-.PHONY: help setup demo test test-engines tools-node tools-atropos lint docs clean
+.PHONY: help setup page demo test test-engines tools-node tools-page tools-atropos lint docs clean
 
 help:
 	@echo "make demo    train a tiny policy end to end through the server (sets up first; no GPU, key or network)"
 	@echo "make test    set up if need be and run the tests"
 	@echo "make test-engines   tests of other ecosystems, Node tools, bubblewrap and downloads; installs what it can"
 	@echo "                    and takes at most $(ENGINES_MINUTES) minutes (ENGINES_MINUTES)"
+	@echo "make page    build the page of 'toprope dashboard' (Node from the system or the package index)"
 	@echo "make setup   only make $(VENV) and install the pinned dependencies"
 	@echo "make tools-node   MCP Inspector and the conformance suite, for their tests (npm; into $(NODE_TOOLS))"
+	@echo "make tools-page   what the page's tests, pictures and benchmark need, apart from Chromium (npm)"
 	@echo "make tools-atropos   atroposlib, for the tests and the benchmark beside it (3 GB; into $(ATROPOS_VENV))"
 	@echo "make lint    formatting, types, imports between rooms, likely mistakes, generated pages"
 	@echo "make docs    generate docs/tools.md and docs/settings.md from the code"
@@ -33,7 +35,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(PY) || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing pinned dependencies (PyTorch is the largest; several minutes the first time)"
 	@$(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@PIP_ARGS="$(PIP_ARGS)" $(PY) -P page/make_page.py --optional
 	@touch $@
+
+page:
+	@PIP_ARGS="$(PIP_ARGS)" $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -P page/make_page.py
 
 demo: $(STAMP)
 	@$(PY) -P -m toprope_server.cli demo
@@ -54,6 +60,9 @@ tools-node:
 	@npm install --silent --no-audit --no-fund --prefix "$(NODE_TOOLS)" \
 		node@24 @modelcontextprotocol/inspector@2.12.0 @modelcontextprotocol/conformance@0.2.0-alpha.12
 	@echo "installed in $(NODE_TOOLS)"
+
+tools-page:
+	@PIP_ARGS="$(PIP_ARGS)" $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -P page/make_page.py --tools
 
 # A virtual environment of its own: atroposlib wants other versions than ours. PyTorch comes first and by its version, so
 # that what asks for it later finds the build that is there.

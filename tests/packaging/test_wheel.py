@@ -62,6 +62,17 @@ def test_wheel_holds_only_our_packages_and_data(wheel: Path) -> None:
     assert "toprope/constraints.txt" in names
 
 
+def test_wheel_holds_the_page_with_the_licences_of_its_libraries(wheel: Path) -> None:
+    if not (ROOT / "server" / "toprope_server" / "page" / "page.js").is_file():
+        pytest.skip("the page cannot be built here: no Node, or no network for its packages")
+    archive = zipfile.ZipFile(wheel)
+    folder = "toprope_server/page"
+    assert {f"{folder}/{name}" for name in ("index.html", "page.js", "page.css", "app.html")} <= set(archive.namelist())
+    licences = archive.read(f"{folder}/LICENSES.txt").decode()
+    assert "preact" in licences and "uplot" in licences and licences.count("MIT License") >= 2
+    assert not [name for name in archive.namelist() if "node_modules" in name]
+
+
 def test_wheel_installs_only_toprope_names(installed: Path) -> None:
     [packages] = installed.glob("lib/python*/site-packages")
     assert {path.name.split("-")[0] for path in packages.iterdir()} == {

@@ -1,0 +1,2 @@
+// What the build calls for each element.
+export { Fragment, h } from "preact";

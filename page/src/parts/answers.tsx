@@ -1,0 +1,79 @@
+// What stands on the screen before an answer is there, and if there is none; actions and what became of them.
+import type { ComponentChildren } from "preact";
+import { useState } from "preact/hooks";
+import { type Asked, refusalOf, theSource, told } from "../live.ts";
+import type { Action, Done, Refusal } from "../sources/source.ts";
+import { Card } from "./parts.tsx";
+import { Text } from "./text.tsx";
+
+export function Refused({ refusal, again }: { refusal: Refusal; again?: () => void }) {
+  return (
+    <Card class="alert" title={<Text>{refusal.message}</Text>}>
+      {refusal.hint && (
+        <p>
+          <Text>{refusal.hint}</Text>
+        </p>
+      )}
+      {again && (
+        <p>
+          <button type="button" onClick={again}>
+            Ask again
+          </button>
+        </p>
+      )}
+    </Card>
+  );
+}
+
+/** The answer drawn by `children`; before it, a word; with a refusal, its reason. */
+export function Answered<T>({ of, children }: { of: Asked<T>; children: (answer: T) => ComponentChildren }) {
+  if (!of.answer) return of.refusal ? <Refused refusal={of.refusal} again={of.again} /> : <Loading />;
+  return <>{children(of.answer)}</>;
+}
+
+export function Loading() {
+  return (
+    <div class="loading" role="status">
+      Reading …
+    </div>
+  );
+}
+
+export interface Acting {
+  act: (action: Action) => Promise<Done | null>;
+  busy: boolean;
+  /** What became of the last action, for `Outcome`. */
+  outcome: { words: string; bad: boolean } | null;
+}
+
+export function useAction(): Acting {
+  const [state, set] = useState<{ busy: boolean; outcome: Acting["outcome"] }>({ busy: false, outcome: null });
+  return {
+    ...state,
+    act: async (action) => {
+      set({ busy: true, outcome: null });
+      try {
+        const done = await theSource().act(action);
+        set({ busy: false, outcome: { words: done.said, bad: false } });
+        told({ all: true });
+        return done;
+      } catch (error) {
+        const refusal = refusalOf(error);
+        set({ busy: false, outcome: { words: [refusal.message, refusal.hint].filter(Boolean).join(" "), bad: true } });
+        return null;
+      }
+    },
+  };
+}
+
+export function Outcome({ of }: { of: Acting }) {
+  return (
+    <div role="status" class="outcome">
+      {of.outcome && (
+        <p class={`told ${of.outcome.bad ? "bad" : ""}`}>
+          <Text>{of.outcome.words}</Text>
+        </p>
+      )}
+    </div>
+  );
+}

@@ -1,0 +1,2 @@
+/** Where this bundle is shown; `build.mjs` sets it. */
+declare const PLACE: "browser" | "client";

@@ -1,0 +1,149 @@
+// Environments: what there is to train on, and what the checks of this machine found.
+import type { Environment, EnvironmentItem, Environments } from "../contract/work.ts";
+import { Interval } from "../charts/spark.tsx";
+import { ago, percent, plural } from "../format.ts";
+import { useAnswer } from "../live.ts";
+import { Answered } from "../parts/answers.tsx";
+import { Card, Nothing, Pill, type Tone } from "../parts/parts.tsx";
+import { RunLine } from "../parts/runs.tsx";
+import { Text } from "../parts/text.tsx";
+import { choose, link, useRoute } from "../router.ts";
+
+export function EnvironmentsScreen() {
+  const { at } = useRoute();
+  const asked = useAnswer<Environments>({ what: "environments", query: at.query, cursor: at.page }, (change) => Boolean(change.list), 10_000);
+  return (
+    <>
+      <header>
+        <h1>Environments</h1>
+        <input class="search" type="search" aria-label="Search environments" placeholder="Search" value={at.query ?? ""} onInput={(event) => choose({ query: event.currentTarget.value, page: null })} />
+      </header>
+      <Answered of={asked}>
+        {(answer) => (
+          <Card note={plural(answer.total, "environment")}>
+            {answer.environments.length === 0 && <Nothing>None matches.</Nothing>}
+            <ul class="list">
+              {answer.environments.map((one) => (
+                <li key={one.name}>
+                  <Line of={one} />
+                </li>
+              ))}
+            </ul>
+            <p class="row small">
+              {at.page && <a href={link("environments", { query: at.query })}>First page</a>}
+              {answer.next_cursor && <a href={link("environments", { query: at.query, page: answer.next_cursor })}>Next page</a>}
+            </p>
+          </Card>
+        )}
+      </Answered>
+    </>
+  );
+}
+
+function Line({ of }: { of: EnvironmentItem }) {
+  return (
+    <>
+      <a class="runline" href={link(["environment", of.name])}>
+        <span class={`dot ${of.usable ? "" : "bad"}`} />
+        <span class="strong">{of.name}</span>
+        <span class="quiet small">{of.origin}</span>
+        <span class="push quiet small">{of.runs > 0 && plural(of.runs, "run")}</span>
+        <span class="strong">{of.best && percent(of.best.value)}</span>
+      </a>
+      <p class="quiet small indent">
+        <Text>{of.usable ? of.summary.foreign : (of.why_not?.foreign ?? of.summary.foreign)}</Text>
+      </p>
+    </>
+  );
+}
+
+const TONES: Record<string, Tone> = { ok: "good", warning: "warn", error: "bad", unknown: "" };
+
+export function EnvironmentScreen({ name }: { name: string }) {
+  const asked = useAnswer<Environment>({ what: "environment", name }, (change) => Boolean(change.list), 5000);
+  return (
+    <Answered of={asked}>
+      {(of) => (
+        <>
+          <header>
+            <div>
+              <h1>
+                {of.name} <span class="detail">{of.origin}</span>
+              </h1>
+              <p>
+                <Text>{of.summary.foreign}</Text>
+              </p>
+              <p class="row">
+                {of.tags.map((tag) => (
+                  <Pill>{tag}</Pill>
+                ))}
+              </p>
+            </div>
+          </header>
+          {!of.usable && (
+            <Card class="alert" title="Cannot be used here">
+              <p>
+                <Text>{of.why_not?.foreign}</Text>
+              </p>
+            </Card>
+          )}
+          <div class="pair">
+            <Card title="Checks" note={of.checked_at ? `made ${ago(of.checked_at, of.at)}` : undefined}>
+              {!of.checks && <Nothing>No check was made on this machine. 'toprope env check {of.name}' makes one.</Nothing>}
+              <ul class="list">
+                {(of.checks ?? []).map((check) => (
+                  <li class="row top" key={check.name}>
+                    <Pill tone={TONES[check.state] ?? ""}>{check.state}</Pill>
+                    <span>
+                      <span class="strong">{check.name.replaceAll("_", " ")}</span>{" "}
+                      <span class="quiet">
+                        <Text>{check.what.foreign}</Text>
+                      </span>
+                    </span>
+                  </li>
+                ))}
+              </ul>
+              {of.wall && (
+                <p class="quiet small">
+                  Wall: <Text>{of.wall}</Text>
+                </p>
+              )}
+            </Card>
+            <Card title="Knobs">
+              {!of.knobs && <Nothing>Not described on this machine yet.</Nothing>}
+              {of.knobs?.length === 0 && <Nothing>It has none.</Nothing>}
+              <dl class="pairs small">
+                {(of.knobs ?? []).map((knob) => (
+                  <>
+                    <dt>
+                      <code>{knob.name}</code>
+                    </dt>
+                    <dd>
+                      <code>
+                        <Text>{knob.default.foreign}</Text>
+                      </code>{" "}
+                      <span class="quiet">
+                        <Text>{knob.says.foreign}</Text>
+                      </span>
+                    </dd>
+                  </>
+                ))}
+              </dl>
+            </Card>
+          </div>
+          <Card title="Runs here" note={of.best && `best ${percent(of.best.value)}`}>
+            {of.best && <Interval after={of.best} />}
+            {of.runs_here.length === 0 && <Nothing>None yet.</Nothing>}
+            <ul class="list">
+              {of.runs_here.map((run) => (
+                <li key={run.run_id}>
+                  <RunLine run={run} now={of.at} />
+                </li>
+              ))}
+            </ul>
+          </Card>
+        </>
+      )}
+    </Answered>
+  );
+}

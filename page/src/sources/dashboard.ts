@@ -1,0 +1,173 @@
+// The dashboard's HTTP: a key of one use becomes a token, which every request carries in a header.
+import type { Answer, Change } from "../contract/common.ts";
+import { type Action, type Done, type Question, Refusal, type Source } from "./source.ts";
+
+const TOKEN = "toprope.token";
+const LONGEST_PAUSE_S = 30;
+
+/** Exchange the key of the address, or take the token of this tab.
+ *
+ * @throws Refusal: there is neither, or the key was used. */
+export async function enter(key: string | null): Promise<Dashboard> {
+  if (key) {
+    const { token, read_only } = (await send("POST", "/api/enter", "", { key })) as { token: string; read_only: boolean };
+    sessionStorage.setItem(TOKEN, JSON.stringify([token, read_only]));
+  }
+  const kept = sessionStorage.getItem(TOKEN);
+  if (!kept) throw new Refusal("This page was opened without a key.", "Run 'toprope dashboard' and open the address that it prints.", "no_token");
+  const [token, readOnly] = JSON.parse(kept) as [string, boolean];
+  return new Dashboard(token, readOnly);
+}
+
+async function send(method: string, path: string, token: string, body?: unknown, signal?: AbortSignal): Promise<unknown> {
+  let response: Response;
+  try {
+    response = await fetch(path, request(method, token, body, signal));
+  } catch (error) {
+    if (signal?.aborted) throw error;
+    throw new Refusal("The dashboard does not answer.", "Is 'toprope dashboard' still running? The page asks again by itself.", "away");
+  }
+  const text = await response.text();
+  let answer: { error?: { code?: string; message?: string; hint?: string } } = {};
+  try {
+    answer = JSON.parse(text);
+  } catch {
+    if (response.ok) throw new Refusal("The dashboard sent an answer that is not JSON.");
+  }
+  if (response.ok) return answer;
+  const { code = "unexpected", message = `The dashboard answered with status ${response.status}.`, hint = "" } = answer.error ?? {};
+  if (code === "key_used" || response.status === 401) {
+    sessionStorage.removeItem(TOKEN);
+    throw new Refusal("This address was used, or the dashboard was started again.", "Run 'toprope dashboard' again and open the address that it prints.", "no_token");
+  }
+  throw new Refusal(message, hint, code);
+}
+
+function request(method: string, token: string, body: unknown, signal?: AbortSignal): RequestInit {
+  const headers: Record<string, string> = {};
+  if (token) headers.Authorization = `Bearer ${token}`;
+  if (method === "POST") Object.assign(headers, { "Content-Type": "application/json", "X-Toprope": "1" });
+  return { method, headers, body: body === undefined ? null : JSON.stringify(body), signal: signal ?? null, cache: "no-store" };
+}
+
+/** The address of a question. */
+export function addressOf(question: Question): string {
+  const { what, ...rest } = question;
+  const id = (name: string) => encodeURIComponent(String(rest[name]));
+  const [path, used]: [string, string[]] =
+    what === "run"
+      ? [`/api/run/${id("run_id")}${rest.after ? "/look" : ""}`, ["run_id"]]
+      : what === "rollouts"
+        ? [`/api/run/${id("run_id")}/rollouts`, ["run_id"]]
+        : what === "group"
+          ? [`/api/run/${id("run_id")}/group/${id("group")}`, ["run_id", "group"]]
+          : what === "log"
+            ? [`/api/run/${id("run_id")}/log/${id("component")}`, ["run_id", "component"]]
+            : what === "sweep"
+              ? [`/api/sweep/${id("run_id")}`, ["run_id"]]
+              : what === "dataset"
+                ? [`/api/dataset/${id("name")}`, ["name"]]
+                : [`/api/${what}`, []];
+  const query = new URLSearchParams();
+  for (const [name, value] of Object.entries(rest)) {
+    if (used.includes(name) || value === undefined || value === "") continue;
+    for (const one of Array.isArray(value) ? value : [value]) query.append(name, String(one));
+  }
+  return query.size ? `${path}?${query}` : path;
+}
+
+export class Dashboard implements Source {
+  readonly place = "browser";
+  readonly screens = ["now", "runs", "compare", "sweeps", "datasets", "ledger", "environments", "rope"];
+
+  constructor(
+    private readonly token: string,
+    readonly readOnly: boolean,
+  ) {}
+
+  async ask<T extends Answer>(question: Question): Promise<T> {
+    return (await send("GET", addressOf(question), this.token)) as T;
+  }
+
+  async act(action: Action): Promise<Done> {
+    const [path, body]: [string, unknown] =
+      action.do === "stop"
+        ? [`/api/run/${encodeURIComponent(action.run_id)}/stop`, {}]
+        : action.do === "resume"
+          ? [`/api/run/${encodeURIComponent(action.run_id)}/resume`, { steps: action.steps, seconds: action.seconds }]
+          : action.do === "answer"
+            ? [`/api/ask/${encodeURIComponent(action.hash)}`, { answer: action.answer }]
+            : ["/api/note", action.note];
+    return (await send("POST", path, this.token, body)) as Done;
+  }
+
+  /** Open an address of this page in another tab, which needs a key of its own. */
+  async openTab(address: string): Promise<void> {
+    const tab = open("about:blank");
+    const { key } = (await send("POST", "/api/key", this.token, {})) as { key: string };
+    if (tab) tab.location.href = `${location.origin}/#key=${key}&${address.replace(/^#/, "")}`;
+  }
+
+  follow(changed: (change: Change) => void, connected: (there: boolean) => void): () => void {
+    const ended = new AbortController();
+    void this.stream(changed, connected, ended.signal);
+    return () => ended.abort();
+  }
+
+  // EventSource cannot send a header, so the stream is read by fetch.
+  private async stream(changed: (change: Change) => void, connected: (there: boolean) => void, ended: AbortSignal): Promise<void> {
+    let after = "";
+    let pause = 0;
+    while (!ended.aborted) {
+      try {
+        const response = await fetch(`/api/events${after ? `?after=${after}` : ""}`, request("GET", this.token, undefined, ended));
+        if (!response.ok || !response.body) throw new Error(String(response.status));
+        for await (const message of messagesOf(response.body)) {
+          if (message.event === "hello") {
+            connected(true);
+            // What happened while the stream was away may be older than what it can still tell.
+            if (pause) changed({ all: true });
+            pause = 0;
+            after ||= String((JSON.parse(message.data) as { cursor: number }).cursor);
+          } else if (message.event === "change") {
+            after = message.id || after;
+            changed(JSON.parse(message.data) as Change);
+          }
+        }
+      } catch {
+        if (ended.aborted) return;
+      }
+      connected(false);
+      pause = Math.min(pause * 2 || 1, LONGEST_PAUSE_S);
+      await new Promise((resolve) => setTimeout(resolve, pause * 1000));
+    }
+  }
+}
+
+interface StreamMessage {
+  event: string;
+  id: string;
+  data: string;
+}
+
+/** The messages of an event stream (HTML standard, section 9.2). */
+async function* messagesOf(body: ReadableStream<Uint8Array>): AsyncGenerator<StreamMessage> {
+  const reader = body.pipeThrough(new TextDecoderStream() as ReadableWritablePair<string, Uint8Array>).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    rest += value;
+    const blocks = rest.split(/\r?\n\r?\n/);
+    rest = blocks.pop() ?? "";
+    for (const block of blocks) {
+      const message: StreamMessage = { event: "message", id: "", data: "" };
+      for (const line of block.split(/\r?\n/)) {
+        const [, name, text] = /^(\w+): ?(.*)$/.exec(line) ?? [];
+        if (name === "event" || name === "id") message[name] = text!;
+        if (name === "data") message.data += text;
+      }
+      if (message.data) yield message;
+    }
+  }
+}
