@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import site
@@ -9,11 +10,13 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import anyio
 import pytest
 from mcp import Client, StdioServerParameters
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "environments").glob("*.py")]
@@ -38,6 +41,31 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     (packages / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     run(sys.executable, "-m", "pip", "--python", environment, "install", "--no-deps", "--no-index", wheel)
     yield environment
+
+
+@pytest.fixture(scope="module")
+def server_only(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment as `pip install toprope` makes it: the wheel and what it requires without an extra."""
+    environment = tmp_path_factory.mktemp("server-only")
+    run(sys.executable, "-m", "venv", "--without-pip", environment)
+    [packages] = environment.glob("lib/python*/site-packages")
+    run(sys.executable, "-m", "pip", "--python", environment, "install", "--no-deps", "--no-index", wheel)
+    [installed] = metadata.distributions(name="toprope", path=[str(packages)])
+    wanted, seen = [("toprope", installed, frozenset[str]())], set[tuple[str, frozenset[str]]]()
+    while wanted:
+        name, distribution, extras = wanted.pop()
+        if (name, extras) in seen:
+            continue
+        seen.add((name, extras))
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(distribution.locate_file(top))
+        for requirement in map(Requirement, distribution.requires or ()):
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+                needed = metadata.distribution(requirement.name)
+                wanted.append((requirement.name, needed, frozenset(requirement.extras)))
+    return environment
 
 
 @pytest.fixture
@@ -115,6 +143,41 @@ def test_doctor_finds_tested_versions(installed: Path, home: dict[str, str], tmp
     assert "tested" in told and "broken" not in told
 
 
+def test_server_without_training_packages_offers_tools_and_names_what_a_run_needs(
+    server_only: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    server = StdioServerParameters(
+        command=str(server_only / "bin" / "toprope"), args=["serve"], env=home, cwd=str(tmp_path)
+    )
+
+    async def ask() -> tuple[list[str], str, str]:
+        with anyio.fail_after(120):
+            async with Client(server) as client:
+                tools = [tool.name for tool in (await client.list_tools()).tools]
+                made = await client.call_tool("select_environment", {"name": "number_guess", "preset": "cpu-embedded"})
+                draft_id = made.structured_content["draft_id"]
+                started = await client.call_tool("start_training", {"draft_id": draft_id})
+                edited = await client.call_tool("edit_config", {"draft_id": draft_id, "changes": {"budget.steps": 3}})
+                return tools, started.content[0].text, edited.content[0].text
+
+    tools, started, edited = anyio.run(ask)
+    assert "get_results" in tools and "budget.steps" in edited
+    assert "torch" in started and "Nothing was started" in started
+    assert f"{server_only}/bin/python -m pip install 'toprope[train]'" in started
+    assert not list((tmp_path / "home" / "runs").glob("*-*"))
+
+
+def test_doctor_calls_a_server_without_training_packages_sound(
+    server_only: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    toprope = server_only / "bin" / "toprope"
+    found = json.loads(run(toprope, "doctor", "--json", cwd=tmp_path, env=home))
+    [torch] = [one for one in found["findings"] if one["subject"] == "torch"]
+    assert found["broken"] == 0 and "toprope[train]" in torch["remedy"]
+    demo = subprocess.run([toprope, "demo"], cwd=tmp_path, env=home, capture_output=True, text=True, timeout=60)
+    assert demo.returncode == 1 and "toprope[train]" in demo.stderr
+
+
 @pytest.mark.slow
 def test_demo_starts_a_run_without_a_checkout(installed: Path, home: dict[str, str], tmp_path: Path) -> None:
     toprope = installed / "bin" / "toprope"
@@ -143,7 +206,7 @@ def test_wheel_installs_with_its_dependencies(wheel: Path, home: dict[str, str],
     environment = tmp_path / "environment"
     run(sys.executable, "-m", "venv", environment)
     install = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt"]
-    subprocess.run([*install, wheel], check=True, timeout=1800)
+    subprocess.run([*install, f"{wheel}[train]"], check=True, timeout=1800)
     report = run(environment / "bin" / "toprope", "clients", cwd=tmp_path, env=home)
     assert f"{environment}/bin/python -P -m toprope_server.cli serve" in report
     run(environment / "bin" / "python", "-m", "pip", "check")

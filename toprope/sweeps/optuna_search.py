@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toprope.errors import ComponentFailed
+from toprope.extras import install_command
 from toprope.sdk.evolution import RandomSearch
 
 
@@ -29,7 +30,7 @@ class OptunaSearch(RandomSearch):
         except ImportError as error:
             raise ComponentFailed(
                 f"The strategy optuna needs a package that is not installed: {error}.",
-                hint="Install optuna into the interpreter of Toprope, or choose another strategy.",
+                hint=f"Install it ({install_command()}), or choose another strategy.",
             ) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         kinds = {name: _distribution(optuna, one) for name, one in self.space.dimensions.items()}

@@ -382,8 +382,11 @@ def clients() -> None:
 
 def demo() -> None:
     """Train a tiny policy end to end, as an agent would; about two minutes, no GPU, key or network."""
+    from toprope.extras import TRAINING, require
     from toprope_server.cli.demo import main
 
+    with reporting_errors():
+        require("The demo", *TRAINING, "reasoning_gym")
     raise typer.Exit(main())
 
 

@@ -221,11 +221,11 @@ def test_doctor_reports_containment_level(home, monkeypatch):
 
 def test_doctor_reports_wall_and_exceptions(home, monkeypatch):
     home.settings_file.write_text("environment: {old: {trust: yes}, new: {reads: [x]}}\n")
-    (stands,) = found(home, checks.walls)
+    (stands,) = found(home, doctor.walls)
     assert "Trusted, without a wall: old." in stands.text and "new" not in stands.text
     monkeypatch.setattr("toprope.sdk.wall.level_here", lambda: ("none", "darwin has neither Landlock nor seccomp"))
-    (missing,) = found(home, checks.walls)
+    (missing,) = found(home, doctor.walls)
     assert missing.level == "warning" and "they can read and change what you can" in missing.text and missing.remedy
     home.settings_file.write_text("wall: {missing: refuse}\n")
-    (refused,) = found(home, checks.walls)
+    (refused,) = found(home, doctor.walls)
     assert refused.level == "note" and "no environment starts" in refused.text

@@ -19,6 +19,7 @@ from toprope.analysis.reports.results import Accuracy, Results
 from toprope.analysis.statistics.intervals import Proportion
 from toprope.atomic import replacing
 from toprope.errors import TopropeError
+from toprope.extras import require
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.kinds import kind_named
 from toprope.records.run.metrics import read_history
@@ -48,6 +49,7 @@ def draw(
         rows: Rows of metrics.jsonl, one per step or thinned at even distances.
         sweep: Decisions and plan of a sweep; drawn instead of steps.
     """
+    require("A picture", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

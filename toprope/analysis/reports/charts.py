@@ -14,6 +14,7 @@ from typing import Any
 
 from toprope.analysis.plots.style import GREY, PLOT_STYLE, SUCCESS, coincide, colour_of, smoothed
 from toprope.analysis.plots.sweep_plots import draw_sweep
+from toprope.extras import require
 from toprope.records.run.specification import SweepPlan
 from toprope.records.sweep_journal import Standing
 
@@ -135,6 +136,7 @@ def _short(label: str) -> str:
 @contextmanager
 def _figure(width: float, height: float) -> Iterator[tuple[Any, Any]]:
     """Yield a figure with its axes in the report's style; sizes in inches."""
+    require("A chart", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -23,6 +23,7 @@ import msgspec
 
 from toprope.atomic import fsync
 from toprope.errors import DiskFull, InvalidValue
+from toprope.extras import require
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.trajectories.items import TrajectoryItem, as_messages
 
@@ -133,6 +134,7 @@ class _Csv(Writer):
 
 class _Parquet(Writer):
     def __init__(self, path: Path) -> None:
+        require("Writing Parquet", "pyarrow")
         import pyarrow.parquet
 
         super().__init__(path)
@@ -224,6 +226,7 @@ def _row(item: TrajectoryItem, writer: Writer) -> dict[str, Any]:
 
 
 def _schema() -> Any:
+    require("Writing Arrow", "pyarrow")
     import pyarrow as pa
 
     messages = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))

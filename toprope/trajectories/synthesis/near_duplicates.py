@@ -21,6 +21,7 @@ from typing import Any
 from zlib import crc32
 
 from toprope.errors import InvalidValue
+from toprope.extras import require
 from toprope.trajectories.items import TrajectoryItem, text_of
 
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -82,6 +83,7 @@ class _Index:
     def __init__(self, threshold: float, common: frozenset[int] | None = None) -> None:
         if not 0 < threshold <= 1:
             raise InvalidValue(f"dedup_threshold must be above 0 and at most 1, not {threshold}.", hint="Usual: 0.85.")
+        require("Removing near duplicates", "rensa")
         from rensa import RMinHash, RMinHashLSH
 
         self._threshold, self._minhash, self._make = threshold, RMinHash, RMinHashLSH

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from toprope.errors import ComponentFailed, InvalidValue, NotFound, NotPossibleNow, shown
+from toprope.extras import TRAINING, require
 from toprope.records.index import idempotency_keys
 from toprope.records.index.database import Index, StartRow
 from toprope.records.index.idempotency_keys import StartKey
@@ -123,6 +124,7 @@ class RunStarter:
             request: The draft's, if they come from a draft: the start is recorded with it.
         """
         require_thawed(self._home.path)
+        require("A run", *TRAINING)
         with ExitStack() as stack:
             with ledger_lock(self._home.ensure().runs):
                 specifications, make_preview = self._reserve(specifications, request, stack)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toprope.errors import TopropeError
+from toprope.extras import install_command, missing
 from toprope.settings.owner import Home
 from toprope.settings.presets import list_presets, load_preset
 from toprope.shipped import CONSTRAINTS
@@ -89,9 +90,10 @@ def packages(home: Home) -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     pins, wrong, other, count = _pins(), [], [], 0
+    extra = "" if missing(["torch"]) else "train"
     for line in required:
         requirement = Requirement(line)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             continue
         count += 1
         try:
@@ -114,6 +116,10 @@ def packages(home: Home) -> Iterator[Finding]:
 
 def torch(home: Home) -> Iterator[Finding]:
     """PyTorch and its GPUs, in a separate process: a broken build crashes that process, not this one."""
+    if missing(["torch"]):
+        text = "not installed: this installation reads and steers, and starts no runs"
+        yield Finding("torch", "note", text, f"To train here: {install_command()}")
+        return
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _TORCH], capture_output=True, text=True, timeout=TORCH_LIMIT_S, check=False
@@ -386,56 +392,6 @@ def every(home: Home, checks: Iterable[Callable[[Home], Iterator[Finding]]]) -> 
             yield Finding(check.__name__.replace("_", " "), "broken", f"the check failed: {error!r}"[:400])
 
 
-def limits(home: Home) -> Iterator[Finding]:
-    """Try if environment.memory_mb and environment.network can be enforced here."""
-    from toprope.sdk.wall import network_refusal
-
-    why = network_refusal("deny")
-    memory = "in the kernel for a single process, and watched" if sys.platform.startswith("linux") else "watched only"
-    yield Finding(
-        "limits of environments",
-        "note" if why else "ok",
-        f"environment.memory_mb is enforced ({memory}); environment.network: deny "
-        + (f"is not: {why}. Runs that ask for it are refused." if why else "is, by a seccomp filter"),
-    )
-
-
-def walls(home: Home) -> Iterator[Finding]:
-    """Describe the wall around environments on this machine, what it lacks, and whom the owner lets out."""
-    from toprope.sdk.wall import level_here, namespaces_refusal, network_refusal
-    from toprope.sdk.wall.groups import ProcessGroup
-
-    (level, lacks), settings = level_here(), home.settings()
-    trusted = sorted(name for name, rights in settings.environment.items() if rights.trust)
-    out = f" Trusted, without a wall: {', '.join(trusted)}." if trusted else ""
-    if level == "none":
-        refused = settings.wall.missing == "refuse"
-        yield Finding(
-            "sandbox",
-            "note" if refused else "warning",
-            f"no wall around environments, because {lacks}: "
-            + ("no environment starts (wall.missing: refuse)" if refused else "they can read and change what you can")
-            + out,
-            "Use only environments that you trust, or a machine with Linux 5.13 or newer.",
-        )
-        return
-    group = ProcessGroup.make(16)
-    if group is not None:
-        group.remove()
-    counted = "counted by a control group" if group is not None else "watched twice a second"
-    found = [lacks]
-    if why := namespaces_refusal():
-        found.append(f"shared memory of your other programs is within reach ({why})")
-    if why := network_refusal("own"):
-        found.append(f"environment.network: own is not there ({why})")
-    gaps = "; ".join(gap for gap in found if gap)
-    yield Finding(
-        "sandbox",
-        "note" if gaps or trusted else "ok",
-        f"{level} around every environment; its processes are {counted}{f'; {gaps}' if gaps else ''}.{out}",
-    )
-
-
 CHECKS: tuple[Callable[[Home], Iterator[Finding]], ...] = (
     python,
     packages,
@@ -443,8 +399,6 @@ CHECKS: tuple[Callable[[Home], Iterator[Finding]], ...] = (
     folders,
     owners_files,
     environments,
-    limits,
-    walls,
     keys,
     index,
 )

@@ -1,0 +1,40 @@
+"""Optional packages: `pip install toprope` brings the server and its tools; the extra `train` brings what runs need."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+from toprope.errors import NotPossibleNow
+
+TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "aiohttp")
+"""Modules without which no run works."""
+
+
+def missing(modules: Iterable[str]) -> list[str]:
+    """Return those of the modules that are not installed. Imports none of them."""
+    return [module for module in modules if find_spec(module) is None]
+
+
+def install_command(extra: str = "train") -> str:
+    """Return the command that adds an extra to this installation."""
+    return f"{sys.executable} -m pip install 'toprope[{extra}]'"
+
+
+def require(what: str, *modules: str) -> None:
+    """Require modules of the extra `train`.
+
+    Args:
+        what: What needs them, as the subject of a sentence.
+        modules: Names to import.
+
+    Raises:
+        NotPossibleNow: Some are not installed.
+    """
+    if lacking := missing(modules):
+        raise NotPossibleNow(
+            f"{what} needs packages that this installation lacks ({', '.join(lacking)}): it has the server and its "
+            "tools only. Nothing was started or changed.",
+            hint=f"The owner installs them: {install_command()}",
+        )
