@@ -9,6 +9,7 @@ from pathlib import Path
 
 TARGETS = {
     "agent": "agent.agent",
+    "all": "compare_figures",
     "conformance": "server.conformance",
     "containment": "faults.containment",
     "data": "server.data",

@@ -16,8 +16,10 @@ import psutil
 import pytest
 
 import benchmarks
+from benchmarks import compare_figures
 from benchmarks.__main__ import TARGETS
 from benchmarks.__main__ import main as run_benchmark
+from benchmarks.compare_figures import moved
 from benchmarks.faults.faults import campaign
 from benchmarks.learning import rollouts
 from benchmarks.learning.ppo import reference_error
@@ -93,6 +95,29 @@ def test_report_says_which_goals_were_missed(capsys):
     assert report("T", figures, goals={"ratio": "<= 1.2"}, control="C must fail.", control_failed="C won") == 2
     assert "prove nothing: C won" in capsys.readouterr().out
     assert report("T", figures, goals={name: goals[name] for name in figures}, timed=["seconds"], quiet=True) == 0
+
+
+def test_figures_that_moved_by_more_than_their_noise_are_named():
+    old = {"ratio": 1.0, "leaks": 0, "state": "done", "call_ms": 10.0, "load": 0.1, "gone": 3, "flag": True}
+    new = {"ratio": 1.05, "leaks": 1, "state": "lost", "call_ms": 20.0, "load": 9.0, "flag": False, "new": 1}
+    assert moved(old, new) == {
+        "leaks": (0, 1), "state": ("done", "lost"), "call_ms": (10.0, 20.0), "gone": (3, None), "flag": (True, False)
+    }  # fmt: skip
+    assert moved(old, old) == {}
+
+
+def test_stored_outputs_are_compared_and_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare_figures, "FIGURES", tmp_path / "figures.json")
+    (tmp_path / "server.log").write_text('words\n{"list_ratio": 1.1}\n')
+    (tmp_path / "demo.log").write_text("Traceback\nNo\n")
+    assert compare_figures.main(["--from", str(tmp_path), "--write"]) == 0
+    kept = json.loads((tmp_path / "figures.json").read_text())
+    assert list(kept) == ["server"] and kept["server"]["figures"] == {"list_ratio": 1.1} and kept["server"]["on"]
+    (tmp_path / "server.log").write_text('{"list_ratio": 1.9}\n')
+    compare_figures.main(["server", "--from", str(tmp_path)])
+    assert "list_ratio: 1.1 -> 1.9" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        compare_figures.main(["no-such"])
 
 
 def test_figure_that_was_not_measured_meets_no_goal():

@@ -1,0 +1,146 @@
+"""Run benchmarks and compare their figures with the committed ones: `make bench-all`.
+
+    python -P -m benchmarks all [NAME ...] [--write] [--from FOLDER]
+
+figures.json has the figures of each benchmark with the day and the machine on which they were measured. A number has
+moved if it differs by more than its noise: the share that `NOISE` gives for figures of its kind, or any change for
+counts. `--write` puts the new figures in place of the old ones, but never those of a failed control. `--from` reads
+outputs that are there already, FOLDER/NAME.log, instead of running. All of them take about seven hours; needs what each
+one needs, and a benchmark that says that something is missing is listed, not failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["FIGURES", "Outcome", "main", "moved", "read_outcome"]
+
+FIGURES = Path(__file__).parent / "figures.json"
+NOISE = {"ratio": 0.1, "accuracy": 0.06, "share": 0.1, "_mb": 0.08, "_kb": 0.02, "tokens": 0.05, "exponent": 0.1}
+"""Part of a figure's name -> the share by which equal code differs."""
+_TIMES = ("_s", "_ms", "seconds", "_us", "per_second")
+_TIME_NOISE = 0.35
+_IGNORED = ("load", "quiet", "seed", "seconds")
+_CONTROL_FAILED = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one benchmark printed."""
+
+    name: str
+    status: int
+    seconds: float
+    figures: dict[str, Any] = field(default_factory=dict)
+    words: str = ""
+    """Why there are no figures."""
+
+
+def read_outcome(name: str, output: str, status: int, seconds: float = 0.0) -> Outcome:
+    """The outcome in a benchmark's output, whose last line is one JSON object."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    try:
+        figures = json.loads(lines[-1])
+        if not isinstance(figures, dict):
+            raise ValueError("the last line is no object")
+    except (ValueError, IndexError):
+        return Outcome(name, status, seconds, words=" ".join(lines[-2:])[-300:] or "it printed nothing")
+    return Outcome(name, status, seconds, figures)
+
+
+def moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The figures that differ by more than their noise: name -> old and new value. New figures are not listed."""
+    found = {}
+    for name, before in old.items():
+        after = new.get(name)
+        if name in _IGNORED or name not in new or not _is_number(before) or not _is_number(after):
+            if name not in _IGNORED and before != after and not isinstance(before, float | list | dict):
+                found[name] = (before, after)
+            continue
+        noise = _noise(name) if isinstance(before, float) or isinstance(after, float) else 0.0
+        if abs(after - before) > noise * max(abs(before), abs(after)):
+            found[name] = (before, after)
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, compare and print; exit with 1 if a goal was missed or a control failed."""
+    from benchmarks.__main__ import TARGETS
+
+    names = [name for name in TARGETS if name != "all"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="only these")
+    parser.add_argument("--write", action="store_true", help="commit the figures to figures.json")
+    parser.add_argument("--from", dest="folder", type=Path, help="folder with outputs to read instead of running")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.names if name not in names]:
+        parser.error(f"no benchmark {', '.join(unknown)}; there are: {', '.join(names)}")
+    console = Console(stderr=True, highlight=False)
+    kept: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
+    outcomes = []
+    for name in given.names or names:
+        if given.folder is not None:
+            log = given.folder / f"{name}.log"
+            if not log.exists():
+                continue
+            one = read_outcome(name, log.read_text(encoding="utf-8", errors="replace"), 0)
+        else:
+            console.rule(name)
+            one = _run(name)
+        outcomes.append(one)
+    table = Table("benchmark", "minutes", "result", "moved by more than noise", title="Benchmarks")
+    for one in outcomes:
+        before = kept.get(one.name, {}).get("figures", {})
+        changes = [f"{name}: {old} -> {new}" for name, (old, new) in moved(before, one.figures).items()]
+        result = one.words or {0: "goals met", 1: "a goal missed", _CONTROL_FAILED: "control failed"}.get(
+            one.status, f"ended with {one.status}"
+        )
+        table.add_row(one.name, f"{one.seconds / 60:.1f}", result, "\n".join(changes) or ("" if before else "new"))
+        if one.figures and one.status != _CONTROL_FAILED:
+            kept[one.name] = {"on": time.strftime("%Y-%m-%d"), "machine": _machine(), "figures": one.figures}
+    Console().print(table)
+    if given.write:
+        FIGURES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    print(json.dumps({one.name: one.status for one in outcomes}))
+    return int(any(one.status in (1, _CONTROL_FAILED) and one.figures for one in outcomes))
+
+
+def _run(name: str) -> Outcome:
+    began = time.monotonic()
+    # Standard error is shown as it comes; the figures are on standard output.
+    done = subprocess.run([sys.executable, "-P", "-m", "benchmarks", name], stdout=subprocess.PIPE, text=True)
+    return read_outcome(name, done.stdout, done.returncode, time.monotonic() - began)
+
+
+def _machine() -> str:
+    gigabytes = round(psutil.virtual_memory().total / 2**30)
+    return f"{os.cpu_count()} cores, {gigabytes} GB, {platform.machine()}, Python {platform.python_version()}"
+
+
+def _noise(name: str) -> float:
+    for part, share in NOISE.items():
+        if part in name:
+            return share
+    return _TIME_NOISE if any(name.endswith(part) or part in name for part in _TIMES) else 0.15
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
