@@ -1,13 +1,15 @@
 """Measure a sweep that is killed three times: `make bench-evolution`.
 
 The demo's task with the embedded policy, from a draft whose learning rate is far too low (1e-5, at which nothing is
-learned). Successive halving over learning rate and batch finds settings and trains the best of them, in a fraction of
-the optimizer steps of a grid with as many candidates, all trained as long as the winner. The conductor is killed twice
-and the sweep's keeper once, with SIGKILL.
+learned). Successive halving over learning rate and batch finds settings and trains the best of them. Beside it random
+search of the same size and seed runs in full: as many candidates, each trained as long as halving's winner;
+`sweep_steps_ratio` is the optimizer steps of both as they were made.
 
-The journal has to show that the outcome is unaffected: every decision follows the strategy from the stored scores, each
-candidate was measured by one run, the winner once on held-out tasks, and no process is left. Estimated time: a quarter
-of an hour; needs nothing else.
+In the first sweep the conductor is killed twice and the sweep's keeper once, with SIGKILL. `ends_the_same`: an
+undisturbed sweep with the same seeds, in deterministic mode, has the same candidates, survivors and winner, every
+decision of the killed one follows the strategy from the stored scores, and each candidate was measured by one run.
+Control: an undisturbed sweep with another seed must differ. Estimated time: three quarters of an hour; needs nothing
+else.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ DRAFT = {
     "evaluation.heldout_tasks": 300,
     "evaluation.examples": 2,
     "logging.keep_rollouts": "none",
+    "algorithm.deterministic": True,
 }
 SPACE = {
     "optimizer.learning_rate": {"min": BAD_START, "max": 1e-2, "log": True},
@@ -108,8 +111,22 @@ def same(folder: RunFolder, standing: Standing) -> list[str]:
     return wrong
 
 
-async def sweep(home: Home) -> tuple[RunFolder, Kills, float]:
-    """Run the sweep, disturbed; return its folder, the killed processes, and its seconds.
+async def sweep(
+    home: Home,
+    *,
+    strategy: str = "halving",
+    epochs: int = EPOCHS,
+    steps: int = STEPS,
+    seed: int = 0,
+    kill: bool = False,
+) -> tuple[RunFolder, list[str], float]:
+    """Run a sweep; return its folder, the killed processes, and its seconds.
+
+    Args:
+        home: Where it runs.
+        strategy, epochs, steps: Of the sweep; `steps` are those of the first epoch.
+        seed: Of all runs and of the search.
+        kill: Kill its processes; see `Kills`.
 
     Raises:
         SystemExit: It did not complete.
@@ -117,11 +134,11 @@ async def sweep(home: Home) -> tuple[RunFolder, Kills, float]:
     workshop = Workshop.open(home)
     made = await select_environment(workshop, name="reasoning_gym/spell_backward", preset="cpu-embedded")
     draft = made.data.draft_id  # type: ignore[attr-defined]
-    await edit_config(workshop, draft_id=draft, changes=DRAFT)
-    options = {"steps": STEPS, "selection_ratio": RATIO}
+    await edit_config(workshop, draft_id=draft, changes=DRAFT | {"algorithm.seed": seed})
+    options = {"steps": steps} | ({"selection_ratio": RATIO} if strategy == "halving" else {})
     began = time.monotonic()
     answer = await start_sweep(
-        workshop, draft_id=draft, space=SPACE, strategy="halving", population=POPULATION, epochs=EPOCHS, options=options
+        workshop, draft_id=draft, space=SPACE, strategy=strategy, population=POPULATION, epochs=epochs, options=options
     )
     print(answer.text, file=sys.stderr)
     folder = workshop.runs.folder(answer.data.run_id)  # type: ignore[attr-defined]
@@ -129,7 +146,8 @@ async def sweep(home: Home) -> tuple[RunFolder, Kills, float]:
     while True:
         status = await asyncio.to_thread(workshop.runs.status, folder.run_id)
         standing = read_standing(folder)
-        kills.look(standing)
+        if kill:
+            kills.look(standing)
         best = standing.best.score if standing.best else None
         line = f"{status.progress.get('what', status.state)}, {len(standing.scores)} measured, best {best}"
         if line != told:
@@ -142,7 +160,19 @@ async def sweep(home: Home) -> tuple[RunFolder, Kills, float]:
         await asyncio.sleep(0.5)
     if status.state != "completed":
         raise SystemExit(f"the sweep {status.state}: {status.reason} {status.failure}")
-    return folder, kills, time.monotonic() - began
+    return folder, kills.done, time.monotonic() - began
+
+
+def decisions(standing: Standing) -> dict[str, Any]:
+    """What a sweep decided and measured, without names and times."""
+    return {
+        "candidates": [
+            [(one.values, one.steps, standing.scores[one.id].score) for one in generation.candidates]
+            for generation in standing.generations
+        ],
+        "survivors": standing.survivors,
+        "winner": standing.best.candidate if standing.best else None,
+    }
 
 
 def _left(home: Home) -> int:
@@ -164,21 +194,27 @@ def main() -> int:
     """Print the table and the figures; exit with 1 if a figure misses its goal."""
     with scratch("evolution") as place:
         home = Home(place / "home", place / "config")
-        folder, kills, seconds = asyncio.run(sweep(home))
+        folder, killed, seconds = asyncio.run(sweep(home, kill=True))
         standing = read_standing(folder)
         plan = Specification.read(folder).sweep
         best, final = standing.best, standing.final
         assert plan is not None and best is not None and final is not None
         line = standing.line_steps(best.candidate)
+        undisturbed, other = (read_standing(asyncio.run(sweep(home, seed=seed))[0]) for seed in (0, 1))
+        random = read_standing(asyncio.run(sweep(home, strategy="random", epochs=1, steps=line))[0])
         wrong = same(folder, standing)
+        if decisions(standing) != decisions(undisturbed):
+            wrong.append("an undisturbed sweep decided otherwise")
         runs = members_in(home.runs, folder.run_id)
         figures = {
             "sweep_best": best.score,
             "sweep_heldout": final.measured.accuracy if final.measured else None,
             "heldout_tasks": final.measured.tasks if final.measured else None,
             "sweep_steps": standing.steps,
-            "grid_steps": POPULATION * line,
-            "sweep_steps_ratio": standing.steps / (POPULATION * line),
+            "random_best": random.best.score if random.best else None,
+            "random_steps": random.steps,
+            "sweep_steps_ratio": standing.steps / random.steps,
+            "best_difference": (best.score or 0.0) - ((random.best.score if random.best else 0.0) or 0.0),
             "winner_steps": line,
             "winner": standing.candidates[best.candidate].values,
             "bad_start": min(
@@ -186,7 +222,7 @@ def main() -> int:
                 for one in standing.candidates.values()
                 if (scored := standing.scores[one.id]).score is not None
             )[0],
-            "killed": len(kills.done),
+            "killed": len(killed),
             "ends_the_same": not wrong,
             "differences": wrong,
             "runs": len(runs),
@@ -197,12 +233,19 @@ def main() -> int:
     goals = {
         "sweep_best": ">= 0.8",
         "sweep_steps_ratio": "<= 0.5",
+        "best_difference": ">= -0.05",
         "killed": "== 3",
         "ends_the_same": "== true",
         "runs": f"== {plan.runs}",
         "processes_left": "== 0",
     }
-    return report("Evolution: successive halving from a bad start, killed three times", figures, goals=goals)
+    return report(
+        "Evolution: successive halving from a bad start, killed three times",
+        figures,
+        goals=goals,
+        control="a sweep with another seed must decide otherwise.",
+        control_failed="" if decisions(other) != decisions(undisturbed) else "another seed decided the same",
+    )
 
 
 if __name__ == "__main__":
