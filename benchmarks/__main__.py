@@ -16,6 +16,7 @@ TARGETS = {
     "decode": "performance.decode",
     "demo": "learning.demo",
     "disk": "faults.disk",
+    "ecosystems": "foreign.foreign",
     "environments": "environments.environments",
     "evolution": "learning.evolution",
     "faults": "faults.faults",

@@ -1,0 +1,126 @@
+"""Environments of other authors in a folder of fetched repositories, and how an owner would add each.
+
+A folder below the given one is a repository: `<owner>+<name>`. Nothing is imported here: candidates are found by the
+files that their authors ship.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["COLLECTORS", "Candidate"]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An environment to try.
+
+    Attributes:
+        ecosystem: Name of the adapter.
+        name: For reports: repository and place.
+        add: Arguments of `toprope env add`; empty if its ecosystem's package has it.
+        entry: Regular expression of its names in the catalog; by default, every name that adding it brings.
+        knobs: The settings that its documentation asks for.
+    """
+
+    ecosystem: str
+    name: str
+    add: tuple[str, ...] = ()
+    entry: str = ""
+    knobs: tuple[tuple[str, object], ...] = ()
+
+
+def _verifiers(root: Path) -> Iterator[Candidate]:
+    """Packages with a module that provides an environment or a taskset."""
+    for repository in sorted(root.iterdir()):
+        for project in sorted(repository.glob("environments/*/pyproject.toml")):
+            text = project.read_text(errors="replace")
+            if "verifiers" in text:
+                yield Candidate("verifiers", f"{repository.name}/{project.parent.name}", (str(project.parent),))
+
+
+def _atropos(root: Path) -> Iterator[Candidate]:
+    for file in _with(root / "NousResearch+atropos/environments", r"^class \w+\((\w+\.)?BaseEnv\)"):
+        if not {"community", "eval_environments"} & set(file.parts):
+            yield Candidate("atropos", f"NousResearch+atropos/{file.name}", (str(file), "-r", "atropos"))
+
+
+def _openenv(root: Path) -> Iterator[Candidate]:
+    for folder in sorted(root.glob("meta-pytorch+OpenEnv/envs/*_env")):
+        yield Candidate("openenv", f"OpenEnv/{folder.name}", (str(folder), "-r", "openenv"))
+
+
+def _trl(root: Path) -> Iterator[Candidate]:
+    for file in _with(root / "huggingface+trl/examples/scripts", r"GRPOTrainer|reward_funcs"):
+        yield Candidate("trl", f"trl/{file.name}", (str(file), "-r", "trl"))
+
+
+def _inspect_ai(root: Path) -> Iterator[Candidate]:
+    for file in _with(root / "UKGovernmentBEIS+inspect_ai/examples", r"^@task"):
+        yield Candidate(
+            "inspect_ai", f"inspect_ai/{file.relative_to(file.parents[1])}", (str(file), "-r", "inspect_ai")
+        )
+
+
+def _nemo_gym(root: Path) -> Iterator[Candidate]:
+    for folder in sorted(root.glob("NVIDIA-NeMo+Gym/resources_servers/*")):
+        if (folder / "app.py").is_file():
+            yield Candidate("nemo_gym", f"NeMo Gym/{folder.name}", (str(folder), "-r", "nemo_gym"))
+
+
+def _textarena(root: Path) -> Iterator[Candidate]:
+    file = root / "LeonGuertler+TextArena/textarena/envs/registration.py"
+    registry = root / "LeonGuertler+TextArena/textarena/envs/__init__.py"
+    if not file.is_file() or not registry.is_file():
+        return
+    for game in sorted(set(re.findall(r"id=\"([A-Za-z0-9]+-v0)\"", registry.read_text()))):
+        yield Candidate("textarena", f"TextArena/{game}", ("textarena",), f"textarena/{game}")
+
+
+def _gem(root: Path) -> Iterator[Candidate]:
+    registry = root / "axon-rl+gem/gem/envs/__init__.py"
+    if registry.is_file():
+        for name in sorted(set(re.findall(r"register\(\s*\"([\w:-]+)\"", registry.read_text()))):
+            yield Candidate("gem", f"gem/{name}", ("gem",), f"gem/{re.escape(name)}")
+
+
+def _gymnasium(root: Path) -> Iterator[Candidate]:
+    for folder in sorted(root.glob("NovaSky-AI+SkyRL/skyrl-gym/skyrl_gym/envs/*/env.py")):
+        yield Candidate("gymnasium", f"skyrl-gym/{folder.parent.name}", (str(folder), "-r", "skyrl-gym"))
+
+
+def _reasoning_gym(root: Path) -> Iterator[Candidate]:
+    from importlib.util import find_spec
+
+    found = find_spec("reasoning_gym")
+    if found is None or found.origin is None:
+        return
+    for file in sorted(Path(found.origin).parent.glob("*/*.py")):
+        for name in re.findall(r"^DATASET_NAME = \"(\w+)\"", file.read_text(), re.MULTILINE):
+            yield Candidate("reasoning_gym", f"reasoning_gym/{name}", (), f"reasoning_gym/{name}")
+
+
+def _with(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yield the Python files with a line that matches."""
+    matches = re.compile(pattern, re.MULTILINE)
+    for file in sorted(folder.rglob("*.py")):
+        if matches.search(file.read_text(errors="replace")):
+            yield file
+
+
+COLLECTORS: dict[str, Callable[[Path], Iterator[Candidate]]] = {
+    "verifiers": _verifiers,
+    "atropos": _atropos,
+    "openenv": _openenv,
+    "trl": _trl,
+    "inspect_ai": _inspect_ai,
+    "nemo_gym": _nemo_gym,
+    "textarena": _textarena,
+    "gem": _gem,
+    "gymnasium": _gymnasium,
+    "reasoning_gym": _reasoning_gym,
+}
+"""Ecosystem -> its candidates in a folder of repositories."""

@@ -1,0 +1,167 @@
+"""Take environments of other authors, drawn by a seed, through listing, describing, checking, rollouts and training.
+
+    TOPROPE_ECOSYSTEMS=FOLDER python -P -m benchmarks ecosystems [--seed N] [--ecosystem NAME ...] [--limit N]
+        [--train N] [--only TEXT] [--home FOLDER] [--report FILE]
+
+FOLDER has fetched repositories, one folder each, called <owner>+<name>. Each environment is added as its owner would,
+into an interpreter of its own where it needs one. Shares count what needs no missing data of the internet: left out is
+only what failed with a recorded error that names a refused connection to a host.
+
+`--home` keeps the installed interpreters for another draw. Estimated time: an hour for a draw of 90, without
+installations; needs the package index.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import secrets
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mcp import Client
+from rich.console import Console
+from rich.table import Table
+from toprope_server.cli.demo import server_parameters
+
+from benchmarks.foreign.candidates import COLLECTORS, Candidate
+from benchmarks.foreign.journey import CONTEXT, STAGES, Result, Traveller, variables_of
+from benchmarks.scratch import scratch
+
+LIMIT, TRAIN = 11, 3
+_CLAIMS = {"rolled_share": 0.9, "rolled_share_each": 0.8, "trained_share": 0.8, "left_out_share": 0.25}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw, try, print a table and the failures, and the figures as the last line."""
+    options = _parser().parse_args(arguments)
+    place = os.environ.get("TOPROPE_ECOSYSTEMS", "")
+    if not place or not Path(place).is_dir():
+        print("TOPROPE_ECOSYSTEMS must name a folder with fetched repositories.", file=sys.stderr)
+        return 2
+    drawn = draw(Path(place), options.ecosystem or list(COLLECTORS), options.limit, options.seed, options.only)
+    console = Console(stderr=True)
+    console.print(f"seed {options.seed}: {len(drawn)} environments")
+    with scratch("ecosystems-home", options.home) as home:
+        os.environ.update(variables_of(home))
+        results = asyncio.run(_tried(home, drawn, options.train, console, options.report))
+    figures = {"seed": options.seed, **figures_of(results)}
+    _print(results, console)
+    print(json.dumps(figures))
+    return 0
+
+
+def draw(root: Path, ecosystems: Sequence[str], limit: int, seed: int, only: str = "") -> list[Candidate]:
+    """Draw at most `limit` candidates of each ecosystem."""
+    drawn = []
+    for ecosystem in ecosystems:
+        found = [one for one in COLLECTORS[ecosystem](root) if only in one.name]
+        drawn += random.Random(f"{seed} {ecosystem}").sample(found, min(limit, len(found)))
+    return drawn
+
+
+def figures_of(results: Sequence[Result]) -> dict[str, Any]:
+    """Return counts and shares by ecosystem and overall."""
+    by_ecosystem: dict[str, list[Result]] = defaultdict(list)
+    for one in results:
+        by_ecosystem[one.candidate.ecosystem].append(one)
+    each = {name: _counted(found) for name, found in by_ecosystem.items()}
+    whole = _counted(results)
+    return {
+        "environments": len(results),
+        "left_out": whole["left_out"],
+        "left_out_share": _share(whole["left_out"], len(results)),
+        "rolled_share": whole["rolled_share"],
+        "trained_share": whole["trained_share"],
+        "rolled_share_lowest": min((one["rolled_share"] for one in each.values() if one["counted"]), default=0.0),
+        "unhelpful_errors": sum(one.unhelpful for one in results),
+        "by_ecosystem": each,
+        "claims": _CLAIMS,
+    }
+
+
+def _counted(results: Sequence[Result]) -> dict[str, Any]:
+    counted = [one for one in results if not one.refused_host]
+    tried = [one for one in counted if "trained" in (*one.reached, one.failed_at)]
+    trained = sum("trained" in one.reached for one in tried)
+    return {
+        "drawn": len(results),
+        "left_out": len(results) - len(counted),
+        "counted": len(counted),
+        **{stage: sum(stage in one.reached for one in counted) for stage in STAGES},
+        "rolled_share": _share(sum("rolled" in one.reached for one in counted), len(counted)),
+        "train_tried": len(tried),
+        "trained_share": _share(trained, len(tried)),
+    }
+
+
+def _share(part: int, whole: int) -> float:
+    return round(part / whole, 3) if whole else 0.0
+
+
+async def _tried(
+    home: Path, drawn: Sequence[Candidate], train: int, console: Console, report: Path | None
+) -> list[Result]:
+    from toprope.settings.schema import Config
+    from toprope.training.rollouts.preview_policy import serve_policy
+
+    (home / "config").mkdir(parents=True, exist_ok=True)
+    config = Config.model_validate(
+        {"policy": {"model": "embedded", "max_context": CONTEXT}, "launcher": {"threads": 1}}
+    )
+    results: list[Result] = []
+    trained: dict[str, int] = defaultdict(int)
+    async with (
+        serve_policy(config, home / "policies", lambda said: None) as policy,
+        Client(server_parameters(variables_of(home))) as client,
+    ):
+        traveller = Traveller(home, client, policy)
+        for candidate in drawn:
+            result = await traveller.go(candidate, train=trained[candidate.ecosystem] < train)
+            trained[candidate.ecosystem] += "trained" in (*result.reached, result.failed_at)
+            results.append(result)
+            state = f"failed at {result.failed_at}: {result.error[:300]}" if result.failed_at else "whole way"
+            console.print(f"{candidate.ecosystem} {candidate.name}: {state}", markup=False, highlight=False)
+            if report is not None:
+                report.write_text(json.dumps([one.record() for one in results], indent=1))
+    return results
+
+
+def _print(results: Sequence[Result], console: Console) -> None:
+    table = Table(title="Environments of other authors")
+    columns = ("drawn", "left_out", *STAGES, "rolled_share", "trained_share")
+    for column in ("ecosystem", *columns):
+        table.add_column(column, justify="left" if column == "ecosystem" else "right")
+    for name, counts in figures_of(results)["by_ecosystem"].items():
+        table.add_row(name, *(str(counts[column]) for column in columns))
+    console.print(table)
+    for one in results:
+        if one.refused_host:
+            console.print(f"left out: {one.candidate.name} ({one.failed_at}): no connection to {one.refused_host}")
+    for one in results:
+        if one.failed_at and not one.refused_host:
+            marks = " UNHELPFUL" if one.unhelpful else ""
+            text = f"{one.candidate.name} was not {one.failed_at}{marks}: {one.error[:1500]}"
+            console.print(text, markup=False, highlight=False)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), help="of the draw; by default a new one")
+    parser.add_argument("--ecosystem", action="append", choices=list(COLLECTORS), help="repeatable; by default all")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="most environments of an ecosystem")
+    parser.add_argument("--train", type=int, default=TRAIN, help="environments of an ecosystem that are trained")
+    parser.add_argument("--only", default="", help="a text that the candidate's name contains")
+    parser.add_argument("--home", type=Path, help="keep the home, with its interpreters, in this folder")
+    parser.add_argument("--report", type=Path, help="write the results with all errors to this file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""The way of one environment: added, listed, described, checked, rolled out and trained, by a front door each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcp import Client
+from toprope_tools.planning.opening import options_of
+from toprope_tools.workshop import Workshop
+
+from benchmarks.foreign.candidates import Candidate
+from toprope.errors import TopropeError
+from toprope.sdk.errors import WorkerFailure
+from toprope.settings.environment import EnvironmentSection
+from toprope.settings.launcher import LauncherSection
+from toprope.training.inference.client import PolicyClient, Sampling
+from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
+from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.workbench.catalog.describe import failed
+
+STAGES = ("listed", "described", "checked", "rolled", "trained")
+STEPS = 30
+CONTEXT = 4096
+_TASKS, _GROUP, _TOKENS, _TURNS = 2, 2, 64, 3
+_ADD_S, _CALL_S, _ROLL_S, _TRAIN_S = 1800.0, 120.0, 300.0, 1500.0
+_ENDED = ("completed", "failed", "lost", "stopped")
+_REFUSED = re.compile(
+    r"(?i)connection ?(refused|error)|connect(ion)? to|could ?n.t (connect|reach)|cannot (connect|reach)|"
+    r"name resolution|name or service not known|max retries|not resolve|no address|network is unreachable"
+)
+_HOST = re.compile(r"(?i)(?:https?://|host='|host |to )((?:[a-z0-9-]+\.)+[a-z]{2,})\b")
+_AUTHORS = re.compile(r"(?i)write solve\(\)|fix the environment's code|in a reset\(")
+_TRAINING = {
+    "policy.max_context": CONTEXT,
+    "budget.steps": STEPS,
+    "budget.max_train_seconds": 900,
+    "rollout.group_size": 4,
+    "rollout.groups_per_step": 1,
+    "rollout.max_new_tokens": 24,
+    "rollout.concurrency": 2,
+    "environment.max_turns": 2,
+    "evaluation.heldout_tasks": 2,
+    "environment.unchecked_reason": "Whether it runs is measured, not whether it teaches.",
+}
+
+
+@dataclass
+class Result:
+    """How far an environment came."""
+
+    candidate: Candidate
+    names: list[str] = field(default_factory=list)
+    """Its names in the catalog."""
+    reached: list[str] = field(default_factory=list)
+    failed_at: str = ""
+    error: str = ""
+
+    @property
+    def refused_host(self) -> str:
+        """The host whose refused connection the recorded error names; empty if it names none."""
+        host = _HOST.search(self.error)
+        return host.group(1) if host is not None and _REFUSED.search(self.error) else ""
+
+    @property
+    def unhelpful(self) -> bool:
+        """True if the error gives no cause or no cure, or advice for authors of code that the reader did not write."""
+        lines = [line for line in self.error.splitlines() if line.strip() and line.strip() != "Nothing was changed."]
+        return bool(self.failed_at) and (
+            len(lines) < 2 or "failed unexpectedly" in self.error or bool(_AUTHORS.search(self.error))
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The result as JSON."""
+        return {
+            "ecosystem": self.candidate.ecosystem,
+            "name": self.candidate.name,
+            "catalog": self.names,
+            "reached": self.reached,
+            "failed_at": self.failed_at,
+            "error": self.error[:3000],
+            "refused_host": self.refused_host,
+            "unhelpful": self.unhelpful,
+        }
+
+
+class Refused(Exception):
+    """A front door answered with an error; its text is the whole answer."""
+
+
+class Traveller:
+    """Takes environments through the stages.
+
+    Args:
+        home: The owner's home.
+        client: A session with a server of that home.
+        policy: The policy that answers in rollouts.
+    """
+
+    def __init__(self, home: Path, client: Client, policy: PolicyClient) -> None:
+        self._client, self._policy = client, policy
+        self._variables = variables_of(home)
+        self._workshop = Workshop.open()
+
+    async def go(self, candidate: Candidate, *, train: bool) -> Result:
+        """Take an environment as far as it comes; `train` is the last stage."""
+        result = Result(candidate)
+        knobs = dict(candidate.knobs)
+        try:
+            result.failed_at = "listed"
+            result.names = await self._listed(candidate)
+            result.reached.append("listed")
+            name = result.names[0]
+            for stage, tool in (("described", "describe_environment"), ("checked", "check_environment")):
+                result.failed_at = stage
+                await self._patiently(tool, name=name, knobs=knobs)
+                result.reached.append(stage)
+            result.failed_at = "rolled"
+            await asyncio.wait_for(self._rolled(name, knobs), _ROLL_S)
+            result.reached.append("rolled")
+            if train:
+                result.failed_at = "trained"
+                await asyncio.wait_for(self._trained(name, knobs), _TRAIN_S)
+                result.reached.append("trained")
+            result.failed_at = ""
+        except Refused as refusal:
+            result.error = str(refusal)
+        except TimeoutError:
+            result.error = f"It was not {result.failed_at} within the benchmark's time limit."
+        return result
+
+    async def _listed(self, candidate: Candidate) -> list[str]:
+        before = await asyncio.to_thread(self._usable)
+        if candidate.add:
+            await self._command("env", "add", *candidate.add)
+        after = await asyncio.to_thread(self._usable)
+        if candidate.entry:
+            names = [name for name in after if re.fullmatch(candidate.entry, name)]
+        else:
+            place = candidate.add[0] if candidate.add else ""
+            names = [name for name, where in after.items() if name not in before or (place and place in where)]
+        if not names:
+            raise Refused(await self._why_not(candidate))
+        return names
+
+    def _usable(self) -> dict[str, str]:
+        """Return the usable environments with their place."""
+        return {
+            one.name: f"{one.environment.file or ''} {one.environment.target or ''}"
+            for one in self._workshop.catalog.entries()
+            if one.usable
+        }
+
+    async def _why_not(self, candidate: Candidate) -> str:
+        entries = await asyncio.to_thread(self._workshop.catalog.entries)
+        word = Path(candidate.add[0]).stem if candidate.add else candidate.entry
+        for one in entries:
+            if not one.usable and one.problem and word.casefold() in f"{one.name} {one.environment.target}".casefold():
+                return one.problem.replace(". ", ".\n")
+        return "It is not listed."
+
+    async def _patiently(self, tool: str, **arguments: Any) -> dict[str, Any]:
+        while True:
+            try:
+                return await self._call(tool, **arguments)
+            except Refused as refusal:
+                if "Repeat the same call" not in str(refusal):
+                    raise
+
+    async def _call(self, tool: str, **arguments: Any) -> dict[str, Any]:
+        answer = await self._client.call_tool(tool, arguments, read_timeout_seconds=_CALL_S)
+        if answer.is_error:
+            raise Refused("\n".join(block.text for block in answer.content if block.type == "text"))
+        return answer.structured_content or {}
+
+    async def _command(self, *words: str) -> None:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "toprope_server.cli", *words),
+            env={**os.environ, **self._variables},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await asyncio.wait_for(process.communicate(), _ADD_S)
+        if process.returncode:
+            text = said.decode(errors="replace")
+            raise Refused(text[text.rfind("toprope: ") :] if "toprope: " in text else text[-2000:])
+
+    async def _rolled(self, name: str, knobs: Mapping[str, Any]) -> None:
+        """Sample two rollouts of two tasks, through a worker behind its wall."""
+        entry = await asyncio.to_thread(self._workshop.catalog.find, name)
+        options = options_of(self._workshop, EnvironmentSection(name=name, knobs=dict(knobs)))
+
+        link: EnvironmentWorker | None = None
+
+        async def opened() -> EnvironmentWorker:
+            assert link is not None  # opened below
+            return link
+
+        try:
+            link = await options.start(entry, {}, None)
+            card = await options.open(link, entry, max_turns=_TURNS)
+            async with await RestartingWorker.start(opened, LauncherSection(restarts=0)) as worker:
+                kind = EnvManagedSampler if card.own_loop else GroupSampler
+                maker = kind(worker, self._policy, multi_turn=card.max_turns > 1, call_timeout_s=60.0)
+                for index in range(_TASKS):
+                    made = await maker.sample(TaskRef("train", index), _GROUP, Sampling(1.0, 1.0, _TOKENS))
+                    if error := next((one.error for one in made.outcomes if one.error), ""):
+                        raise Refused(f"A rollout ended with an error: {error}")
+        except WorkerFailure as failure:
+            told = failed(entry, failure)
+            raise Refused(f"{told.message}\n{told.hint}") from None
+        except TopropeError as error:
+            raise Refused(f"{error.message}\n{error.hint}") from None
+        finally:
+            if link is not None:
+                await asyncio.shield(link.close(0))
+
+    async def _trained(self, name: str, knobs: Mapping[str, Any]) -> None:
+        draft = await self._patiently("select_environment", name=name, preset="cpu-embedded", knobs=dict(knobs))
+        await self._call("edit_config", draft_id=draft["draft_id"], changes=_TRAINING)
+        run_id = (await self._call("start_training", draft_id=draft["draft_id"]))["run_id"]
+        while True:
+            [run] = (await self._call("check_status", run_ids=[run_id], wait_s=45))["runs"]
+            if run["state"] in _ENDED:
+                break
+        if run["state"] != "completed":
+            told = await self._client.call_tool("check_status", {"run_ids": [run_id]})
+            raise Refused("\n".join(block.text for block in told.content if block.type == "text"))
+
+
+def variables_of(home: Path) -> dict[str, str]:
+    """The variables that point Toprope to a home."""
+    return {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
