@@ -1,4 +1,4 @@
-"""Take environments of other authors, drawn by a seed, through listing, describing, checking, rollouts and training.
+"""`make bench-ecosystems`: take environments of other authors, drawn by a seed, from listing to training.
 
     TOPROPE_ECOSYSTEMS=FOLDER python -P -m benchmarks ecosystems [--seed N] [--ecosystem NAME ...] [--limit N]
         [--train N] [--only TEXT] [--home FOLDER] [--report FILE]

@@ -1,0 +1,50 @@
+"""The draw of other authors' environments, and what its figures count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.foreign.candidates import COLLECTORS, Candidate
+from benchmarks.foreign.foreign import draw, figures_of
+from benchmarks.foreign.journey import Result
+
+REFUSED = "It did not load: couldn't connect to 'https://data.example.org/x'.\nAllow the host."
+
+
+def repositories(folder: Path) -> Path:
+    for name in "abcdef":
+        package = folder / "someone+things" / "environments" / name
+        package.mkdir(parents=True)
+        (package / "pyproject.toml").write_text(f'[project]\nname = "{name}"\ndependencies = ["verifiers"]\n')
+    return folder
+
+
+def test_a_seed_decides_the_draw(tmp_path):
+    root = repositories(tmp_path)
+    drawn = draw(root, ["verifiers"], 3, 7)
+    assert len(drawn) == 3 and drawn == draw(root, ["verifiers"], 3, 7)
+    assert any(drawn != draw(root, ["verifiers"], 3, seed) for seed in range(8, 12))
+    assert [one.name for one in draw(root, ["verifiers"], 3, 7, "things/c")] == ["someone+things/c"]
+    assert all(list(collect(tmp_path / "nothing")) == [] for name, collect in COLLECTORS.items() if name[0] not in "rv")
+
+
+def test_only_a_refused_connection_to_a_host_is_left_out():
+    def result(**fields):
+        return Result(Candidate("verifiers", "x"), **fields)
+
+    whole = ["listed", "described", "checked", "rolled", "trained"]
+    results = [
+        result(reached=whole),
+        result(reached=whole[:4], failed_at="trained", error="The trainer ended.\nRead its log."),
+        result(reached=["listed"], failed_at="described", error=REFUSED),
+        result(reached=["listed"], failed_at="described", error="Connection refused."),
+    ]
+    found = figures_of(results)
+    assert results[2].refused_host == "data.example.org" and not results[3].refused_host
+    assert (found["left_out"], found["left_out_share"]) == (1, 0.25)
+    assert (found["rolled_share"], found["trained_share"], found["unhelpful_errors"]) == (0.667, 0.5, 1)
+
+
+def test_advice_to_authors_is_no_help_for_code_of_others():
+    told = "It raised ValueError.\nFix the environment's code."
+    assert Result(Candidate("trl", "x"), failed_at="checked", error=told).unhelpful
