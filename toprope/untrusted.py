@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from toprope.text_format import clip
 
-__all__ = ["RULE", "marked", "marked_lines", "named"]
+__all__ = ["RULE", "cleaned", "marked", "marked_lines", "named"]
 
 OPENS, CLOSES, LINE = "«", "»", "| "
 _NAME = re.compile(r"[\w./:@+%#-]{1,80}")
@@ -41,3 +41,15 @@ def marked_lines(lines: Iterable[str], limit: int = 500) -> list[str]:
 def _line(line: str, limit: int) -> str:
     indent = line[: len(line) - len(line.lstrip(" "))][:40]
     return indent + clip(line, limit)
+
+
+def cleaned(text: str, limit: int, *, lines: bool = False) -> str:
+    """Return foreign text without marks, for readers that mark it themselves: cut, without invisible characters.
+
+    Args:
+        lines: Keep line ends and the indents of lines.
+    """
+    if not lines:
+        return clip(text, limit)
+    whole = "\n".join(_line(line, limit) for line in text.splitlines())
+    return whole if len(whole) <= limit else whole[: limit - 1] + "…"

@@ -124,6 +124,28 @@ class AuditTrail:
             if isinstance(data, dict):
                 yield data
 
+    def newest(self, most: int) -> list[dict[str, Any]]:
+        """The newest entries, newest first, from the end of the newest file that has any."""
+        found: list[dict[str, Any]] = []
+        for part in range(PARTS + 1):
+            try:
+                with self._part(part).open("rb") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    start = file.seek(max(0, size - most * _LONGEST_LINE))
+                    lines = file.read().split(b"\n")
+            except FileNotFoundError:
+                continue
+            for raw in reversed(lines[1:] if start else lines):
+                try:
+                    data = json.loads(raw)
+                except ValueError:
+                    continue
+                if isinstance(data, dict):
+                    found.append(data)
+            if len(found) >= most:
+                break
+        return found[:most]
+
     def verify(self) -> Trail:
         """Check the chain from the oldest line kept to the head."""
         problems: list[str] = []

@@ -1,15 +1,18 @@
 """Approvals of starts that the owner wants a person to confirm.
 
-A refused start leaves a request, named by the hash of its preview. `toprope approve HASH` turns it into an approval,
-and nothing else does: what an agent types confirms nothing. An approval is used by one start and expires.
+A refused start leaves a request, named by the hash of its preview. A person turns it into an approval, with `toprope
+approve HASH` or in the dashboard, or refuses it there; what an agent types confirms nothing. An approval is used by one
+start and expires.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
@@ -32,6 +35,10 @@ class Request:
     at: float
     """Seconds since the epoch."""
     approved: bool = False
+    refused: bool = False
+    """A person decided against it; the same start is refused until the request expires or is approved after all."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What would start and what it may take, for a page: see `toprope.workbench.launch.preview.details_of`."""
 
 
 class Approvals:
@@ -40,39 +47,58 @@ class Approvals:
     def __init__(self, home: Home) -> None:
         self._folder = home.path / "approvals"
 
-    def ask(self, hash: str, text: str) -> None:
-        """Note a start that waits for a person."""
+    def ask(self, hash: str, text: str, details: Mapping[str, Any] | None = None) -> bool:
+        """Note a start that waits for a person; return whether nobody was asked about it yet."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for old in self._read()[_MOST_REQUESTS:]:
             self._path(old.hash).unlink(missing_ok=True)
-        if not self.has(hash):
-            write_json(self._path(hash), {"text": text, "at": time.time(), "approved": False})
+        known = self._find(hash)
+        if known is None or not (known.approved or known.refused):
+            write_json(
+                self._path(hash), {"text": text, "at": time.time(), "approved": False, "details": dict(details or {})}
+            )
+        return known is None
 
     def pending(self) -> list[Request]:
-        """The requests and unused approvals that have not expired, newest first."""
-        return self._read()
+        """The requests and unused approvals that have not expired, newest first, without those that were refused."""
+        return [one for one in self._read() if not one.refused]
 
     def approve(self, hash: str) -> Request:
-        """Approve a start, once. Only the command line calls this, for the person who types it.
+        """Approve a start, once. Only the command line and the dashboard call this, for the person there.
 
         Raises:
             InvalidValue: Not a hash.
             NotFound: No start with this hash waits.
         """
+        return self._decide(hash, approved=True)
+
+    def refuse(self, hash: str) -> Request:
+        """Refuse a start, approved or not. Raises: as `approve`."""
+        return self._decide(hash, approved=False)
+
+    def refused(self, hash: str) -> bool:
+        """True if a person refused the start with this hash."""
+        known = self._find(hash)
+        return known is not None and known.refused
+
+    def _decide(self, hash: str, *, approved: bool) -> Request:
         if not _HASH.fullmatch(hash):
             raise InvalidValue(f"{shown(hash)} is not the hash of a start.", hint="toprope approve lists them.")
-        found = next((one for one in self._read() if one.hash == hash), None)
+        found = self._find(hash)
         if found is None:
             raise NotFound(
                 f"No start with the hash {hash} waits for approval; requests expire after {EXPIRES_S / 3600:.0f} h.",
                 hint="toprope approve lists them.",
             )
-        write_json(self._path(hash), {"text": found.text, "at": time.time(), "approved": True})
+        decided = {"approved": approved, "refused": not approved}
+        entry = {"text": found.text, "at": time.time(), "details": found.details, **decided}
+        write_json(self._path(hash), entry)
         return found
 
     def has(self, hash: str) -> bool:
         """True if an approval with this hash is unused and valid."""
-        return any(one.hash == hash and one.approved for one in self._read())
+        known = self._find(hash)
+        return known is not None and known.approved
 
     def use(self, hash: str) -> bool:
         """Use up the approval with this hash; False if there is none."""
@@ -84,6 +110,9 @@ class Approvals:
             return False
         return True
 
+    def _find(self, hash: str) -> Request | None:
+        return next((one for one in self._read() if one.hash == hash), None)
+
     def _path(self, hash: str) -> Path:
         return self._folder / f"{hash}.json"
 
@@ -92,8 +121,16 @@ class Approvals:
         for path in self._folder.glob("*.json"):
             try:
                 entry = read_json(path)
-                one = Request(path.stem, str(entry["text"]), float(entry["at"]), entry["approved"] is True)
-            except (NotFound, Corrupt, KeyError, TypeError, ValueError):
+                details = entry.get("details")
+                one = Request(
+                    path.stem,
+                    str(entry["text"]),
+                    float(entry["at"]),
+                    entry["approved"] is True,
+                    entry.get("refused") is True,
+                    details if isinstance(details, dict) else {},
+                )
+            except (NotFound, Corrupt, KeyError, TypeError, ValueError, AttributeError):
                 continue
             if not -60.0 <= time.time() - one.at < EXPIRES_S:
                 path.unlink(missing_ok=True)

@@ -54,7 +54,7 @@ def build() -> typer.Typer:
             typer.echo(f"toprope {toprope.__version__}")
             raise typer.Exit()
 
-    watching = (runs, status, watch, logs, results, rollouts, chat, report)
+    watching = (dashboard, runs, status, watch, logs, results, rollouts, chat, report)
     from toprope_server.cli import data, rope
 
     control = (stop, resume, rope.approve, rope.freeze, rope.thaw, rope.audit)
@@ -104,6 +104,18 @@ def serve(
         from toprope_server.http.app import serve_http
 
         serve_http(host or "127.0.0.1", port, role=role)
+
+
+def dashboard(
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="The port; 0 for any free one.")] = 0,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Only print the address.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Show everything, change nothing.")] = False,
+) -> None:
+    """Show runs live in the browser, on this machine alone, until Ctrl-C."""
+    with open_workshop() as workshop:
+        from toprope_server.dashboard.serve import main
+
+        main(workshop, port=port, open_browser=not no_open, read_only=read_only)
 
 
 def runs() -> None:

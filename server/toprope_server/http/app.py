@@ -118,19 +118,25 @@ def serve_http(
     tokens = Tokens(home.configuration)
     tokens.owners.ensure()
     config = _tls(settings.http, home)
-    listening = _listen(host, settings.http.port if port is None else port)
+    listening = listen_on(host, settings.http.port if port is None else port)
     port = listening.getsockname()[1]
     allowed = (role or Role()).within(role_of_settings(settings))
     app = build_app(tokens, config, host, port, role=allowed, capture=home if allowed.runs else None)
     url = f"{'https' if config.certificate else 'http'}://{in_url(host)}:{port}{PATH}"
     anyio.run(
-        _serve, _loaded(uvicorn_config(app, config)), listening, lambda: (say or _print)(_instructions(url)), home
+        serve_on, _loaded(uvicorn_config(app, config)), listening, lambda: (say or _print)(_instructions(url)), home
     )
     # A worker thread that still waits must not keep the process alive.
     leave()
 
 
-async def _serve(config: uvicorn.Config, listening: socket.socket, ready: Callable[[], None], home: Home) -> None:
+async def serve_on(config: uvicorn.Config, listening: socket.socket, ready: Callable[[], None], home: Home) -> None:
+    """Serve on a socket until a signal.
+
+    Args:
+        ready: Called once the server answers.
+        home: Lost runs in it are resumed if the owner's limits allow it.
+    """
     server = _Server(config, ready)
 
     async def watch() -> None:
@@ -225,7 +231,13 @@ def _check_host(host: str, settings: HttpSettings, home: Home) -> None:
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen_on(host: str, port: int) -> socket.socket:
+    """Listen on an address; 0 for any free port.
+
+    Raises:
+        InvalidValue: Not an address.
+        NotPossibleNow: The port is taken.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,8 @@ class Gate:
     ) -> HandlerResult:
         name, arguments = str(params.get("name", "")), params.get("arguments") or {}
         spec = self._specs.get(name)
-        outcome, changed = "failed", dict[str, Any]()
+        outcome, changed, said = "failed", dict[str, Any](), ""
+        began = time.monotonic()
         try:
             if principal is not None and spec is not None and not role.allows(spec):
                 outcome = "refused"
@@ -130,6 +132,7 @@ class Gate:
                 )
             result = await call_next(ctx)
             outcome, changed = _outcome(result, spec)
+            said = _first_line(result)
             return result
         finally:
             entry = {
@@ -137,6 +140,8 @@ class Gate:
                 "did": name[:80],
                 "outcome": outcome,
                 **({"changed": changed} if changed else {}),
+                "ms": round(1000 * (time.monotonic() - began)),
+                **({"said": said} if said else {}),
             }
             with anyio.CancelScope(shield=True):  # a cancelled call may have started something
                 await to_thread.run_sync(self._record, entry, arguments)
@@ -146,7 +151,10 @@ class Gate:
             home = self._workshop().home
             if entry["outcome"] != "done" and not home.path.exists():
                 return  # a refused call makes nothing, not even a home
-            AuditTrail(home.path).append({**entry, "arguments": shorten(arguments, self._known_secrets())})
+            secrets = self._known_secrets()
+            if "said" in entry:
+                entry["said"] = shorten(entry["said"], secrets)
+            AuditTrail(home.path).append({**entry, "arguments": shorten(arguments, secrets)})
         except Exception as error:  # the caller must still get the answer
             logger.warning("The audit trail could not be written: %s", error)
 
@@ -194,6 +202,16 @@ def _principal_of(ctx: ServerRequestContext[Any, Any]) -> Principal | None:
 def _client(ctx: ServerRequestContext[Any, Any]) -> dict[str, str]:
     params = ctx.session.client_params
     return {"client": params.client_info.name[:80]} if params is not None else {}
+
+
+def _first_line(result: HandlerResult) -> str:
+    """The beginning of an answer's text, for the diary of calls."""
+    parts = result.get("content") if isinstance(result, Mapping) else getattr(result, "content", None)
+    for part in parts or ():
+        text = part.get("text") if isinstance(part, Mapping) else getattr(part, "text", None)
+        if isinstance(text, str):
+            return text.partition("\n")[0]
+    return ""
 
 
 def _outcome(result: HandlerResult, spec: ToolSpec | None) -> tuple[str, dict[str, Any]]:

@@ -113,25 +113,27 @@ async def note_experiment(
 async def get_handoff(workshop: Workshop) -> Answer:
     """Answer the text that lets an agent without context continue."""
 
-    def work() -> Answer:
-        runs = workshop.statuses()[:_HANDOFF_RUNS]
-        ledger = ledger_of(workshop)
-        experiments = [refreshed(workshop, entry) for entry in ledger.entries(limit=200)]
-        drafts = []
-        for draft in workshop.drafts.recent(6):
-            history = workshop.drafts.history(draft.id)
-            last = f"; last edit: {clip(said_changes(history[-1].changes), 160)}" if history else ""
-            drafts.append(f"{draft.id}: {draft.environment.name}, revision {draft.revision}{last}")
-        locked = [lock.field for lock in workshop.home.locks()]
-        text = handoff(Standing(_limit_numbers(workshop, runs), experiments, ledger.goals(), drafts, locked))
-        data = answers.Handoff(
-            live_runs=[run.run_id for run in runs if not run.ended][:20],
-            experiments=len(experiments),
-            environments=list(dict.fromkeys(entry.environment for entry in experiments))[:20],
-        )
-        return Answer(text, data)
+    return await to_thread.run_sync(handoff_of, workshop)
 
-    return await to_thread.run_sync(work)
+
+def handoff_of(workshop: Workshop) -> Answer:
+    """Answer the handoff. See `get_handoff`."""
+    runs = workshop.statuses()[:_HANDOFF_RUNS]
+    ledger = ledger_of(workshop)
+    experiments = [refreshed(workshop, entry) for entry in ledger.entries(limit=200)]
+    drafts = []
+    for draft in workshop.drafts.recent(6):
+        history = workshop.drafts.history(draft.id)
+        last = f"; last edit: {clip(said_changes(history[-1].changes), 160)}" if history else ""
+        drafts.append(f"{draft.id}: {draft.environment.name}, revision {draft.revision}{last}")
+    locked = [lock.field for lock in workshop.home.locks()]
+    text = handoff(Standing(_limit_numbers(workshop, runs), experiments, ledger.goals(), drafts, locked))
+    data = answers.Handoff(
+        live_runs=[run.run_id for run in runs if not run.ended][:20],
+        experiments=len(experiments),
+        environments=list(dict.fromkeys(entry.environment for entry in experiments))[:20],
+    )
+    return Answer(text, data)
 
 
 def _limit_numbers(workshop: Workshop, runs: list[Status]) -> list[Status]:

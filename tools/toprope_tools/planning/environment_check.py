@@ -15,6 +15,7 @@ from toprope.settings.fields import KNOBS
 from toprope.text_format import call, clip, number, plural
 from toprope.untrusted import marked
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
+from toprope.workbench.catalog.kept_checks import KeptChecks, KeptFinding
 from toprope.workbench.launch.mixture_sources import hold_locks, own_source
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.planning import CheckAnswer, CheckFinding
@@ -90,6 +91,10 @@ async def check_environment(
     )
     text, data = _text(report, draft_id, others, knobs), _data(report, draft_id)
     data.not_checked = [*data.not_checked, *others]
+    kept = [KeptFinding(rule=one.rule, level=one.level, what=one.what) for one in data.findings]
+    await to_thread.run_sync(
+        lambda: KeptChecks(workshop.home.path).keep(report.name, report.worst, kept, full=report.full)
+    )
     return Answer(text, data)
 
 

@@ -38,10 +38,11 @@ async def compare_runs(workshop: Workshop, *, a: Sequence[str], b: Sequence[str]
         NotPossibleNow: A run has not been evaluated.
         InvalidValue: The sides cannot be compared; the message lists every reason.
     """
-    return await to_thread.run_sync(_compared, workshop, list(a), list(b))
+    return await to_thread.run_sync(compared_sides, workshop, list(a), list(b))
 
 
-def _compared(workshop: Workshop, a: list[str], b: list[str]) -> Answer:
+def compared_sides(workshop: Workshop, a: list[str], b: list[str]) -> Answer:
+    """Answer the comparison. Raises: as `compare_runs`."""
     sides = [_side(workshop, ids, which) for ids, which in ((a, "a"), (b, "b"))]
     one, other = sides
     if problems := unlike(one, other):

@@ -146,7 +146,7 @@ def _group(found: FoundGroup, query: Query, limit: int) -> answers.BrowsedGroup:
         for one in (rollout for name in how for rollout in _picked(group, name, query, limit)):
             if one not in picked:
                 picked.append(one)
-    prompt = None if group is None else _prompt(group)
+    prompt = None if group is None else prompt_of(group)
     return answers.BrowsedGroup(
         group=entry.seq,
         task=clip(entry.task, min(limit, 130)),
@@ -177,7 +177,7 @@ def _picked(group: Group | None, which: str, query: Query, limit: int) -> list[a
         bad = [place for place in places if _is_failed(group, outcomes, place)]
         places = (bad or places)[:1]
     place = {"best": places[-1], "worst": places[0], "failed": places[0], "typical": places[len(places) // 2]}[which]
-    outcome, text = outcomes[place], _text(group, place)
+    outcome, text = outcomes[place], answer_of(group, place)
     return [
         answers.ShownRollout(
             reward=round(outcome.reward, 4),
@@ -191,20 +191,21 @@ def _picked(group: Group | None, which: str, query: Query, limit: int) -> list[a
 
 
 def _is_failed(group: Group, outcomes: list[Outcome], place: int) -> bool:
-    text = _text(group, place)
+    text = answer_of(group, place)
     unread = outcomes[place].parts.get("parsed", 1.0) <= 0 or (text is not None and not text.strip())
     return outcomes[place].error is not None or unread
 
 
-def _prompt(group: Group) -> str | None:
+def prompt_of(group: Group) -> str | None:
+    """The task's question; None if no text was kept."""
     if group.prompt is not None:
         return group.prompt
     told = list(itertools.takewhile(lambda one: one[0] != "assistant", _conversation(group, 0)))
     return "\n".join(text for _, text in told) or None
 
 
-def _text(group: Group, place: int) -> str | None:
-    """Return the answer; groups from outside environments have it in their messages, if at all."""
+def answer_of(group: Group, place: int) -> str | None:
+    """Return an answer's text; groups from outside environments have it in their messages, if at all."""
     if group.answers is not None and place < len(group.answers):
         return group.answers[place]
     rows = [row for row in range(len(group.tokens)) if group.outcome_of(row) == place]

@@ -67,8 +67,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
 
 
-def read_history(path: Path, rows: int = _ROWS) -> History:
-    """About `rows` rows over a whole run, in milliseconds; all rows of a small file.
+def read_history(path: Path, rows: int = _ROWS, *, whole_bytes: int = _WHOLE_BYTES) -> History:
+    """About `rows` rows over a whole run, in milliseconds; all rows of a file of at most `whole_bytes`.
 
     Raises:
         TooNew: A newer version wrote the file.
@@ -78,7 +78,7 @@ def read_history(path: Path, rows: int = _ROWS) -> History:
         size = path.stat().st_size
     except FileNotFoundError:
         return History([], True)
-    if size <= _WHOLE_BYTES:
+    if size <= whole_bytes:
         return History(read_rows(path), True)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

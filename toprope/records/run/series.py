@@ -188,9 +188,7 @@ class SeriesFollower:
                     self._forget()
                 return had
             except OSError as error:
-                raise Corrupt(
-                    f"{self._path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT
-                ) from None
+                raise Corrupt(f"{self._path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
 
     def piece(
         self, generation: int = 0, seen: int = 0, *, most: int = MOST_BUCKETS, until: int | None = None

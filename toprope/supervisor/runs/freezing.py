@@ -31,24 +31,33 @@ def thaw(home: Path) -> bool:
     return True
 
 
+def frozen_since(home: Path) -> tuple[float, str] | None:
+    """Return since when a home is frozen, and the owner's reason; None if it is not. Both are 0 and empty if the file
+    cannot be read: its presence decides."""
+    try:
+        raw = (home / _NAME).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        raw = b""
+    try:
+        told = json.loads(raw)
+        return float(told["at"]), visible(str(told["reason"]), 300)
+    except (ValueError, KeyError, TypeError):
+        return 0.0, ""
+
+
 def require_thawed(home: Path) -> None:
     """Refuse a start while the home is frozen.
 
     Raises:
         NotPossibleNow: It is frozen.
     """
-    try:
-        raw = (home / _NAME).read_bytes()
-    except FileNotFoundError:
+    found = frozen_since(home)
+    if found is None:
         return
-    except OSError:
-        raw = b""
-    since, reason = "", ""
-    try:
-        told = json.loads(raw)
-        since, reason = f" since {moment(told['at'])}", visible(str(told["reason"]), 300)
-    except (ValueError, KeyError, TypeError):
-        pass  # the file's presence decides
+    at, reason = found
+    since = f" since {moment(at)}" if at else ""
     raise NotPossibleNow(
         f"The owner froze this home{since}: nothing starts or resumes{f' ({reason})' if reason else ''}.",
         hint="Only the owner lifts that, with: toprope thaw",

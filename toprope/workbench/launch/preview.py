@@ -148,6 +148,25 @@ def summarize(specifications: Sequence[Specification], shown: Preview) -> str:
     )
 
 
+def details_of(specifications: Sequence[Specification], shown: Preview, why: str) -> dict[str, Any]:
+    """What would start, why a person is asked, and what it may take, for a page that shows it."""
+    first = specifications[0]
+    return {
+        "what": first.run_kind.title,
+        "why": why,
+        "environment": first.environment.name,
+        "draft_id": first.draft_id,
+        "runs": shown.count,
+        "steps": shown.steps,
+        "caps": shown.caps,
+        "estimates": {
+            name: None if one is None else {"value": one.value, "low": one.low, "high": one.high}
+            for name, one in shown.estimates.items()
+        },
+        "basis": shown.basis,
+    }
+
+
 def needs_confirmation(limits: Limits, shown: Preview) -> str:
     """Return why the owner wants a start confirmed; empty if not. An unknown quantity counts as its cap."""
     if limits.confirm == "never":

@@ -29,7 +29,7 @@ from toprope.workbench.drafts import Draft
 from toprope.workbench.history import beside_preset
 from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.open_runs import variables_of
-from toprope.workbench.launch.preview import Preview, needs_confirmation, preview, summarize
+from toprope.workbench.launch.preview import Preview, details_of, needs_confirmation, preview, summarize
 from toprope.workbench.launch.reserve_budget import demand, reserve
 from toprope.workbench.launch.seeds import as_group, check_seeds, members, seeded
 from toprope.workbench.launch.sweep_budget import require_room_for_members
@@ -86,8 +86,9 @@ class ConfirmationNeeded(NotPossibleNow):
 def how_to_approve(hash: str) -> str:
     """Return what a person and then the agent do to start what has this hash."""
     return (
-        f"Show this to the person you work for. They approve it with: toprope approve {hash}. Then repeat the call; "
-        "what you type confirms nothing, and a change needs another approval."
+        f"Show this to the person you work for. They approve it with: toprope approve {hash}. The page of `toprope "
+        "dashboard` has a button. Then repeat the call; what you type confirms nothing, and a change needs another "
+        "approval."
     )
 
 
@@ -160,7 +161,7 @@ class RunStarter:
             found = make_preview()
             why = needs_confirmation(self._home.limits(), found)
             if why:
-                self._approvals.ask(found.hash, summarize(specifications, found))
+                self._ask(specifications, found, why)
         return found, why, specifications
 
     def consent_wanted(self, request: StartRequest) -> Preview | None:
@@ -214,9 +215,17 @@ class RunStarter:
             raise ConfirmationNeeded(found, "", confirm, limits.source)
         if not (why := needs_confirmation(limits, found)) or agreed == found.hash:
             return
+        if self._approvals.refused(found.hash):
+            raise NotPossibleNow(
+                f"Nothing was started: the owner refused this start ({found.hash}).",
+                hint="Ask the owner what to change; another draft, or an edited one, is another start.",
+            )
         if not self._approvals.use(found.hash):
-            self._approvals.ask(found.hash, summarize(specifications, found))
+            self._ask(specifications, found, why)
             raise ConfirmationNeeded(found, why, None, limits.source)
+
+    def _ask(self, specifications: Sequence[Specification], found: Preview, why: str) -> None:
+        self._approvals.ask(found.hash, summarize(specifications, found), details_of(specifications, found, why))
 
     def _record(self, specifications: Sequence[Specification], request: StartRequest) -> StartKey | None:
         """Take the request's key and record the starts; record nothing and return the key if another run holds it."""

@@ -1,0 +1,159 @@
+"""What changed in a home, told to all open pages: one task looks once a second while there is a page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import anyio
+from anyio import to_thread
+
+from toprope.errors import TopropeError
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+logger = logging.getLogger("toprope.server")
+
+EVERY_S = 1.0
+_BEAT_S = 15.0
+_KEPT = 256
+_FILES = {"status": "status.json", "events": "events.jsonl", "metrics": "metrics.jsonl"}
+
+_Stamp = tuple[int, int, int] | None
+
+
+@dataclass
+class _Seen:
+    """A home at one moment."""
+
+    runs: dict[str, str] = field(default_factory=dict)
+    """States by run."""
+    files: dict[str, dict[str, _Stamp]] = field(default_factory=dict)
+    """Stamps of the files of live runs, and of those that were live at the last look."""
+    home: dict[str, _Stamp] = field(default_factory=dict)
+
+
+class Pulse:
+    """Changes of one home.
+
+    Args:
+        every_s: Seconds between two looks.
+    """
+
+    def __init__(self, workshop: Workshop, every_s: float = EVERY_S) -> None:
+        self._workshop, self._every_s = workshop, every_s
+        self._seen: _Seen | None = None
+        self._changes: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_KEPT)
+        self._number, self._pages = 0, 0
+        self._task: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def beating(self) -> bool:
+        """True while a task looks for changes."""
+        return self._task is not None and not self._task.done()
+
+    async def messages(self, after: int | None) -> AsyncIterator[tuple[int, dict[str, Any] | None]]:
+        """Changes after a number, as they come; None in place of a change is a sign of life.
+
+        Args:
+            after: The last change that the page knows; None: those from now on. A change that says `all` stands for
+                those that are no longer known.
+        """
+        self._pages += 1
+        if not self.beating:
+            self._task = asyncio.get_running_loop().create_task(self._beat())
+        try:
+            at = self._number if after is None else after
+            yield self._number, None
+            while True:
+                news = self._news
+                first = self._changes[0][0] if self._changes else self._number + 1
+                if at > self._number or at < first - 1:
+                    at = self._number
+                    yield at, {"all": True}
+                for number, change in list(self._changes):
+                    if number > at:
+                        at = number
+                        yield number, change
+                with anyio.move_on_after(_BEAT_S) as scope:
+                    await news.wait()
+                if scope.cancelled_caught:
+                    yield at, None
+        finally:
+            self._pages -= 1
+            if self._pages == 0 and self._task is not None:
+                self._task.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            with suppress(TopropeError):
+                try:
+                    found = await to_thread.run_sync(self._look)
+                except OSError:
+                    logger.exception("a look for changes failed; the next one follows")
+                    found = None
+                if found:
+                    self._number += 1
+                    self._changes.append((self._number, found))
+                    news, self._news = self._news, asyncio.Event()
+                    news.set()
+            await anyio.sleep(self._every_s)
+
+    def _look(self) -> dict[str, Any] | None:
+        """What changed since the last look; None if nothing did."""
+        home, before = self._workshop.home, self._seen
+        now = _Seen({one.run_id: one.state for one in self._workshop.statuses()})
+        live = [one.run_id for one in self._workshop.statuses() if not one.ended]
+        watched = dict.fromkeys([*live, *(before.files if before else ())])
+        now.files = {
+            run_id: {what: _stamp(home.runs / run_id / name) for what, name in _FILES.items()}
+            for run_id in watched
+            if run_id in now.runs
+        }
+        places = {"asks": home.path / "approvals", "diary": home.path / "audit.jsonl", "ledger": home.ledger}
+        now.home = {what: _stamp(path) for what, path in places.items()}
+        self._seen = _Seen(now.runs, {run_id: now.files[run_id] for run_id in live if run_id in now.files}, now.home)
+        if before is None:
+            return None
+        changed: dict[str, list[str]] = {}
+        for run_id, files in now.files.items():
+            known = before.files.get(run_id, {})
+            what = [name for name, one in files.items() if one != known.get(name)]
+            if what:
+                changed[run_id] = what
+        for run_id, state in now.runs.items():
+            if before.runs.get(run_id) != state:
+                changed[run_id] = sorted({*changed.get(run_id, ()), "status"})
+        gone = before.runs.keys() - now.runs.keys()
+        changed |= {run_id: ["gone"] for run_id in gone}
+        told: dict[str, Any] = {"runs": changed} if changed else {}
+        if before.runs != now.runs:
+            told["list"] = True
+        told |= {what: True for what, one in now.home.items() if one != before.home.get(what)}
+        return told or None
+
+
+def _stamp(path: os.PathLike[str]) -> _Stamp:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def lines_of(number: int, change: dict[str, Any] | None, encode: Callable[[Any], bytes], first: bool) -> bytes:
+    """A message of the event stream."""
+    if first:
+        return b"event: hello\ndata: " + encode({"cursor": number, "at": time.time()}) + b"\n\n"
+    if change is None:
+        return b": beat\n\n"
+    return b"id: %d\nevent: change\ndata: %s\n\n" % (number, encode(change))

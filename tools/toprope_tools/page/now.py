@@ -1,0 +1,234 @@
+"""The first screen: what waits for the owner, what is live, the best so far, the diary of calls, the rope."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from toprope.analysis.budget import spent
+from toprope.analysis.reports.headline import headline
+from toprope.errors import InvalidValue, TopropeError
+from toprope.records.audit import AuditTrail
+from toprope.records.run.status import Status
+from toprope.records.sweep_journal import sweep_of
+from toprope.settings.limits import UNITS, Limits
+from toprope.supervisor.capacity.budget_ledger import read_accounts
+from toprope.supervisor.runs.freezing import frozen_since
+from toprope.text_format import clip, value
+from toprope.workbench.approvals import EXPIRES_S, Approvals
+from toprope_tools.page import shapes
+from toprope_tools.page.items import Items, Remembered, stamp
+from toprope_tools.page.run import share_of
+from toprope_tools.page.shapes import foreign
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+_MOST_BEST = 8
+_MOST_CALLS = 60
+_MOST_LIVE = 32
+_PAGE = 50
+_ACCOUNTS_S = 5.0
+"""Seconds for which the accounts of all runs are remembered: they are read from every run's folder."""
+_LABELS = {
+    "concurrent_runs": "runs at once",
+    "disk_gb": "disk, GB",
+    "per_run.wall_hours": "hours a run",
+    "per_run.steps": "steps a run",
+    "per_run.cpu_hours": "CPU hours a run",
+    "per_run.gpu_hours": "GPU hours a run",
+    "per_run.cost_usd": "USD a run",
+    "per_run.disk_gb": "disk a run, GB",
+    "per_day.runs": "runs today",
+    "per_day.cpu_hours": "CPU hours today",
+    "per_day.gpu_hours": "GPU hours today",
+    "per_day.cost_usd": "USD today",
+}
+
+
+def now(workshop: Workshop, items: Items, remembered: Remembered, *, owner: bool, read_only: bool) -> shapes.Now:
+    """The whole screen; a client's page is not shown what waits for the owner, nor the diary."""
+    statuses = workshop.statuses()
+    own = [one for one in statuses if sweep_of(one.run_id) is None]
+    live = [one for one in statuses if not one.ended]
+    ended = [one.ended_at for one in statuses if one.ended_at is not None]
+    sums = _today(workshop, remembered)
+    return shapes.Now(
+        what="now",
+        at=time.time(),
+        read_only=read_only,
+        may_act=owner and not read_only,
+        waiting=_waiting(workshop) if owner else [],
+        live=[items.item(one) for one in live[:_MOST_LIVE]],
+        best=_best(items, own),
+        diary=_diary(workshop, remembered) if owner else [],
+        rope=_rope(workshop, sums, len(live)),
+        last_end=max(ended, default=None),
+        today={name: sums[name] for name in ("runs", "cpu_hours", "gpu_hours", "cost_usd")},
+        frozen=_frozen(workshop),
+        counts={
+            "runs": len(statuses),
+            "live": len(live),
+            "sweeps": sum(one.run_kind.starts_runs for one in statuses),
+        },
+    )
+
+
+def runs(
+    workshop: Workshop, items: Items, *, state: str = "any", query: str | None = None, cursor: str | None = None
+) -> shapes.Runs:
+    """A page of runs, newest first. Members of sweeps are shown with their sweep, and here only to a query.
+
+    Raises:
+        InvalidValue: Not a state or a cursor of this list.
+    """
+    if state not in ("any", "live", "ended"):
+        raise InvalidValue(f"state is any, live or ended, not {clip(state, 40)!r}.")
+    found = workshop.statuses()
+    if state != "any":
+        found = [one for one in found if one.ended == (state == "ended")]
+    if query:
+        words = query.lower().split()
+        found = [one for one in found if all(word in _searched(one) for word in words)]
+    else:
+        found = [one for one in found if sweep_of(one.run_id) is None]
+    start = 0
+    if cursor is not None:
+        at, _, run_id = cursor.partition("@")
+        try:
+            place = float(at), run_id
+        except ValueError:
+            raise InvalidValue("That is not a cursor of this list.", hint="Omit it for the first page.") from None
+        start = next((number for number, one in enumerate(found) if (one.created_at, one.run_id) < place), len(found))
+    page = found[start : start + _PAGE]
+    more = f"{page[-1].created_at!r}@{page[-1].run_id}" if page and start + len(page) < len(found) else None
+    told = [items.item(one) for one in page]
+    return shapes.Runs(what="runs", at=time.time(), runs=told, total=len(found), next_cursor=more)
+
+
+def _searched(status: Status) -> str:
+    return f"{status.run_id} {status.environment} {status.kind} {status.state}".lower()
+
+
+def _waiting(workshop: Workshop) -> list[shapes.Ask]:
+    return [
+        shapes.Ask(one.hash, one.text, one.at, one.at + EXPIRES_S, one.approved, one.details or None)
+        for one in Approvals(workshop.home).pending()
+    ]
+
+
+def _best(items: Items, statuses: Sequence[Status]) -> list[shapes.Best]:
+    """The runs with the highest held-out accuracy, each environment's best before the second best of another."""
+    measured = [(found, one) for one in statuses if (found := headline(one)) is not None and found.heldout]
+    measured.sort(key=lambda pair: -pair[0].accuracy)
+    ranks: dict[str, int] = {}
+    ordered = []
+    for place, (_, one) in enumerate(measured):
+        ranks[one.environment] = ranks.get(one.environment, 0) + 1
+        ordered.append((ranks[one.environment] > 3, place, one))
+    best = []
+    for _, _, one in sorted(ordered, key=lambda entry: entry[:2])[:_MOST_BEST]:
+        item = items.item(one, spark=False)
+        if item.accuracy is not None:
+            best.append(shapes.Best(item, share_of(one.evaluations.get("before") or {}), item.accuracy))
+    return best
+
+
+def _diary(workshop: Workshop, remembered: Remembered) -> list[shapes.Call]:
+    trail = AuditTrail(workshop.home.path)
+    return remembered.get("diary", stamp(trail.path), lambda: [_call(one) for one in trail.newest(_MOST_CALLS)])
+
+
+def _call(entry: Mapping[str, Any]) -> shapes.Call:
+    by, given = entry.get("by"), entry.get("arguments")
+    who = " ".join(str(one) for one in by.values()) if isinstance(by, dict) else ""
+    arguments = ", ".join(f"{name}={value(one)}" for name, one in given.items()) if isinstance(given, dict) else ""
+    if isinstance(given, list):
+        arguments = " ".join(map(str, given))
+    ids: list[str] = []
+    for source in (entry.get("changed"), given):
+        for name in ("run_id", "run_ids"):
+            named = source.get(name) if isinstance(source, dict) else None
+            ids += [one for one in (named if isinstance(named, list) else [named]) if isinstance(one, str)]
+    outcome = str(entry.get("outcome"))
+    seconds, took = entry.get("seconds"), entry.get("ms")
+    return shapes.Call(
+        n=int(entry.get("n") or 0),
+        at=float(entry.get("at") or 0),
+        by=foreign(who, 80),
+        tool=foreign(entry.get("did", ""), 80),
+        arguments=foreign(arguments, 300),
+        outcome=outcome if outcome in ("done", "refused", "failed", "asked") else "failed",
+        said=foreign(entry["said"], 300) if entry.get("said") else None,
+        ms=took if isinstance(took, int | float) else (1000 * seconds if isinstance(seconds, int | float) else None),
+        run_ids=list(dict.fromkeys(one[:64] for one in ids))[:16],
+    )
+
+
+def _today(workshop: Workshop, remembered: Remembered) -> dict[str, float | None]:
+    """Use of the day and of the disk, over all runs."""
+
+    def read() -> dict[str, float | None]:
+        accounts = read_accounts(workshop.home.runs)
+        costs = [one.used_today["cost_usd"] for one in accounts if "cost_usd" in one.used_today]
+        return {
+            "runs": float(sum(one.started_today and one.is_run for one in accounts)),
+            "cpu_hours": sum(one.used_today.get("cpu_hours", 0.0) for one in accounts),
+            "gpu_hours": sum(one.used_today.get("gpu_hours", 0.0) for one in accounts),
+            "cost_usd": sum(costs) if costs else None,
+            "disk_gb": sum(spent(one.usage)["disk_gb"] for one in accounts),
+        }
+
+    return remembered.get("today", int(time.monotonic() / _ACCOUNTS_S), read)
+
+
+def _rope(workshop: Workshop, sums: Mapping[str, float | None], live: int) -> shapes.Rope:
+    home = workshop.home
+    try:
+        limits, locks, by = home.limits(), list(home.locks()), home.settings().confirm_by
+    except TopropeError as error:  # the owner sees what every start is refused for
+        return shapes.Rope(str(home.limits_file), str(home.locks_file), "", clip(str(error), 300), [], [])
+    used: dict[str, float | None] = {"concurrent_runs": float(live), "disk_gb": sums["disk_gb"]}
+    used |= {f"per_day.{name}": sums[name] for name in ("runs", "cpu_hours", "gpu_hours", "cost_usd")}
+    return shapes.Rope(
+        limits_file=str(home.limits_file),
+        locks_file=str(home.locks_file),
+        confirm_by=by,
+        confirm=_confirm(limits),
+        limits=[
+            shapes.Limited(
+                one.name,
+                _LABELS.get(one.name, one.name),
+                UNITS.get(one.name.rpartition(".")[2], ""),
+                one.max,
+                used.get(one.name),
+                foreign(one.reason, 200) if one.reason else None,
+            )
+            for one in limits
+        ],
+        locks=[shapes.Held(clip(one.field, 120), foreign(one.says, 120), foreign(one.reason, 300)) for one in locks],
+    )
+
+
+def _confirm(limits: Limits) -> str:
+    if limits.confirm == "above":
+        above = ", ".join(f"{most:g} {UNITS.get(name, name)}" for name, most in limits.above.items())
+        return f"a person confirms starts above {above}"
+    return {"always": "a person confirms every start", "never": "starts need no confirmation"}[limits.confirm]
+
+
+def _frozen(workshop: Workshop) -> shapes.Frozen | None:
+    found = frozen_since(workshop.home.path)
+    return None if found is None else shapes.Frozen(foreign(found[1], 300), found[0])
+
+
+def text_of(told: shapes.Now) -> str:
+    """The screen in a few lines, for clients that show no page."""
+    lines = [f"{told.counts['runs']} runs, {told.counts['live']} live."]
+    for one in told.live[:5]:
+        step = f", step {one.progress.step}" if one.progress.step is not None else ""
+        lines.append(f"{one.run_id}: {one.state}{step}")
+    for best in told.best[:3]:
+        lines.append(f"{best.run.run_id}: held-out accuracy {100 * best.accuracy.value:.1f}%")
+    return "\n".join(lines)

@@ -1,0 +1,335 @@
+"""Rollouts, groups with whole conversations, and logs for the page. Held-out tasks are in no journal."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+import msgspec
+
+from toprope.errors import InvalidValue, NotFound
+from toprope.records.journal.groups import Group, Outcome
+from toprope.records.journal.rollout_browser import FoundGroup, Order, Query, find_group, find_rollouts
+from toprope.records.run.specification import Specification
+from toprope.supervisor.environment_variables import secret_values
+from toprope.text_format import clip, said
+from toprope.trajectories.capture.run_reader import RunReader
+from toprope_tools.page.shapes import Answer, Foreign, foreign
+from toprope_tools.results.rollouts import answer_of, prompt_of
+from toprope_tools.runs.logs import COMPONENTS
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+_PAGE = 12
+_GROUP_PAGE = 8
+_MOST_MESSAGES = 60
+_ORDERS = cast("tuple[str, ...]", get_args(Order))
+
+
+class Part(msgspec.Struct):
+    """One part of a reward."""
+
+    name: Foreign
+    value: float
+
+
+class Shown(msgspec.Struct):
+    """One rollout in a list."""
+
+    reward: float
+    success: bool
+    truncated: bool
+    error: Foreign | None
+    parts: list[Part]
+    answer: Foreign | None
+
+
+class Found(msgspec.Struct):
+    """One group in a list. To the order most_changed, `then` is the task's first answer and `shown` the present one."""
+
+    group: int
+    task: Foreign
+    version: int | None
+    reward: float
+    successes: int
+    size: int
+    change: float | None
+    prompt: Foreign | None
+    then: Shown | None
+    shown: list[Shown]
+
+
+class Rollouts(Answer, kw_only=True):
+    """A page of a run's groups."""
+
+    run_id: str
+    order: str
+    groups: list[Found]
+    matching: int
+    scanned: int
+    complete: bool
+    parts: list[Foreign]
+    next_cursor: str | None
+    why_none: str | None
+
+
+class Message(msgspec.Struct):
+    """One message of a conversation."""
+
+    role: Foreign
+    text: Foreign
+
+
+class Conversation(msgspec.Struct):
+    """One rollout with all its turns."""
+
+    n: int
+    reward: float
+    success: bool
+    truncated: bool
+    error: Foreign | None
+    parts: list[Part]
+    turns: int
+    messages: list[Message]
+
+
+class WholeGroup(Answer, kw_only=True):
+    """The rollouts of one group."""
+
+    run_id: str
+    group: int
+    task: Foreign
+    policy_version: int | None
+    asked: list[Message]
+    rollouts: list[Conversation]
+    note: str | None
+    size: int
+    successes: int
+    next_cursor: str | None
+
+
+class Log(Answer, kw_only=True):
+    """The end of a component's log, oldest line first."""
+
+    run_id: str
+    component: str
+    lines: list[Foreign]
+
+
+def rollouts(
+    workshop: Workshop,
+    run_id: str,
+    *,
+    order: str = "newest",
+    task: str | None = None,
+    part: str | None = None,
+    failed: bool = False,
+    cursor: str | None = None,
+    characters: int = 700,
+) -> Rollouts:
+    """A page of a run's groups.
+
+    Args:
+        characters: Longest text.
+
+    Raises:
+        NotFound: There is no such run.
+        InvalidValue: Not an order, a part or a cursor.
+    """
+    if order not in _ORDERS:
+        raise InvalidValue(f"order is one of {', '.join(_ORDERS)}, not {clip(order, 40)!r}.")
+    folder = workshop.runs.folder(run_id)
+    if not Specification.read(folder).run_kind.samples:
+        return _none(run_id, order, "Runs of this kind store no rollouts.")
+    after = None
+    if cursor is not None:
+        value, _, seq = cursor.partition("/")
+        try:
+            after = float(value), int(seq)
+        except ValueError:
+            raise InvalidValue("That is not a cursor of this page.", hint="Omit it for the first page.") from None
+    query = Query(order=cast("Order", order), task=task, part=part, failed=failed, after=after, limit=_PAGE)
+    found = find_rollouts(folder, query)
+    why = None
+    if not found.groups:
+        why = "No rollouts match." if found.scanned else "No rollouts are journaled yet."
+        if order == "most_changed" and found.matching:
+            why = "No task was played twice so far, so nothing can have changed."
+    last = found.groups[-1].key if found.groups else None
+    return Rollouts(
+        what="rollouts",
+        at=time.time(),
+        run_id=run_id,
+        order=order,
+        groups=[_found(one, query, characters) for one in found.groups],
+        matching=found.matching,
+        scanned=found.scanned,
+        complete=found.complete,
+        parts=[foreign(name, 60) for name in found.parts[:16]],
+        next_cursor=f"{last[0]!r}/{last[1]}" if last is not None and found.more else None,
+        why_none=why,
+    )
+
+
+def _none(run_id: str, order: str, why: str) -> Rollouts:
+    return Rollouts(
+        what="rollouts",
+        at=time.time(),
+        run_id=run_id,
+        order=order,
+        groups=[],
+        matching=0,
+        scanned=0,
+        complete=True,
+        parts=[],
+        next_cursor=None,
+        why_none=why,
+    )
+
+
+def _found(one: FoundGroup, query: Query, characters: int) -> Found:
+    entry, group = one.entry, one.group
+    prompt = None if group is None else prompt_of(group)
+    changed = query.order == "most_changed"
+    which = {"best": [-1], "worst": [0], "newest": [-1, 0]}.get(query.order, [])
+    return Found(
+        group=entry.seq,
+        task=foreign(entry.task, 160),
+        version=None if entry.version < 0 else entry.version,
+        reward=round(entry.mean, 4),
+        successes=entry.wins,
+        size=entry.size,
+        change=None if one.change is None else round(one.change, 4),
+        prompt=None if prompt is None else foreign(prompt, characters),
+        then=next(iter(_picked(one.before, [], query, characters)), None) if changed else None,
+        shown=_picked(group, which, query, characters),
+    )
+
+
+def _picked(group: Group | None, which: Sequence[int], query: Query, characters: int) -> list[Shown]:
+    """The rollouts at these places in the order of worth; the middle one if none is named."""
+    if group is None:
+        return []
+    outcomes = _outcomes(group)
+
+    def worth(place: int) -> float:
+        outcome = outcomes[place]
+        return outcome.reward if query.part is None else outcome.parts.get(query.part, 0.0)
+
+    ordered = sorted(range(len(outcomes)), key=worth)
+    if query.failed:
+        ordered = [place for place in ordered if outcomes[place].error is not None] or ordered
+    places = [ordered[one] for one in which] if which else ordered[len(ordered) // 2 : len(ordered) // 2 + 1]
+    return [_shown(group, outcomes, place, characters) for place in dict.fromkeys(places)] if ordered else []
+
+
+def _shown(group: Group, outcomes: Sequence[Outcome], place: int, characters: int) -> Shown:
+    outcome, text = outcomes[place], answer_of(group, place)
+    return Shown(
+        reward=round(outcome.reward, 4),
+        success=outcome.success,
+        truncated=outcome.truncated,
+        error=None if outcome.error is None else foreign(outcome.error, 300),
+        parts=_parts(outcome),
+        answer=None if text is None else foreign(text, characters),
+    )
+
+
+def _outcomes(group: Group) -> list[Outcome]:
+    return group.outcomes or [Outcome(score, success=score >= 1) for score in group.scores]
+
+
+def _parts(outcome: Outcome) -> list[Part]:
+    return [Part(foreign(name, 60), round(one, 4)) for name, one in sorted(outcome.parts.items())[:8]]
+
+
+def whole_group(
+    workshop: Workshop, run_id: str, seq: int, *, cursor: str | None = None, characters: int = 4000, page: int = 0
+) -> WholeGroup:
+    """The rollouts of a group with whole conversations.
+
+    Args:
+        characters: Longest message.
+        page: Rollouts on a page; 0 for the usual number.
+
+    Raises:
+        NotFound: There is no such group, or it can no longer be read.
+        InvalidValue: Not a cursor of this group.
+    """
+    folder = workshop.runs.folder(run_id)
+    group, _, complete = find_group(folder, seq)
+    words = None if group is None else RunReader(folder).words_of(group)
+    if group is None or words is None:
+        more = "" if complete else " Not all groups are indexed yet: ask again."
+        raise NotFound(f"{run_id} has no readable group {seq}.{more}", hint="The list of rollouts names groups.")
+    outcomes = _outcomes(group)
+    start = 0 if cursor is None else int(cursor) if cursor.isdecimal() and len(cursor) < 7 else -1
+    if not 0 <= start < max(1, len(outcomes)):
+        raise InvalidValue("That is not a cursor of this group.", hint="Omit it for the first page.")
+    end = min(len(outcomes), start + (page or _GROUP_PAGE))
+    sources = {one.source for one in words[start:end]}
+    note = "Texts were cut when they were stored." if "cut" in sources else None
+    return WholeGroup(
+        what="group",
+        at=time.time(),
+        run_id=run_id,
+        group=seq,
+        task=foreign(group.task_id or "", 160),
+        policy_version=group.oldest_version(),
+        asked=_messages(words[start].state, characters) if words else [],
+        rollouts=[
+            Conversation(
+                n=place + 1,
+                reward=round(outcomes[place].reward, 4),
+                success=outcomes[place].success,
+                truncated=outcomes[place].truncated,
+                error=None if outcomes[place].error is None else foreign(outcomes[place].error, 300),
+                parts=_parts(outcomes[place]),
+                turns=outcomes[place].turns,
+                messages=_messages(words[place].action, characters),
+            )
+            for place in range(start, end)
+        ],
+        note="No text was kept (logging.keep_rollouts)." if sources == {"none"} else note,
+        size=len(outcomes),
+        successes=sum(one.success for one in outcomes),
+        next_cursor=str(end) if end < len(outcomes) else None,
+    )
+
+
+def _messages(words: str | list[dict[str, Any]], characters: int) -> list[Message]:
+    talk = [{"role": "text", "content": words}] if isinstance(words, str) else words
+    if len(talk) > _MOST_MESSAGES:
+        half = _MOST_MESSAGES // 2
+        left = {"role": "left-out", "content": f"{len(talk) - 2 * half} messages left out"}
+        talk = [*talk[:half], left, *talk[-half:]]
+    return [
+        Message(foreign(one.get("role", ""), 20), foreign(said(one), characters, lines=True))
+        for one in talk
+        if said(one)
+    ]
+
+
+def log(workshop: Workshop, run_id: str, component: str, *, lines: int = 200) -> Log:
+    """The last lines of a component's log, without the owner's keys.
+
+    Raises:
+        NotFound: There is no such run, or the component has no log.
+        InvalidValue: There is no such component.
+    """
+    if component not in COMPONENTS:
+        raise InvalidValue(f"There is no component {clip(component, 40)!r}.", hint=f"They are {', '.join(COMPONENTS)}.")
+    if not workshop.runs.folder(run_id).log(component).is_file():
+        raise NotFound(f"{run_id} has no log of {component}.")
+    secrets = secret_values(os.environ, *workshop.settings().variables.values())
+    found = workshop.runs.read_log(run_id, component, lines=max(1, min(lines, 500)), secrets=secrets)
+    return Log(
+        what="log",
+        at=time.time(),
+        run_id=run_id,
+        component=component,
+        lines=[foreign(line, 500, lines=True) for line in found.lines],
+    )

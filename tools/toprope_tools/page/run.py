@@ -1,0 +1,433 @@
+"""One run for the page: what is fixed, and what changes while it lives, after a reader's cursor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from toprope.analysis.reports.headline import HELDOUT, headline
+from toprope.analysis.statistics.intervals import rose, wilson
+from toprope.errors import Corrupt, InvalidValue, NotFound
+from toprope.records.purse import read_spending
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.series import Followers, Piece
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import RESUMABLE, Event, Status
+from toprope.records.run.tested_models import read_models
+from toprope.records.run.usage import SPENDING, Usage
+from toprope.settings.fields import all_fields, get_value
+from toprope.settings.schema import Config
+from toprope.text_format import accuracy, clip, duration, number, percent, plural, value
+from toprope_tools.page import shapes
+from toprope_tools.page.items import LEVELS, Items
+from toprope_tools.page.shapes import Foreign, Share, Value, foreign
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+_EVENTS = 200
+_FOLLOW_S = 0.3
+"""Longest reading of a metrics file for one look."""
+
+
+def fixed_part(workshop: Workshop, specification: Specification) -> shapes.RunFixed:
+    """What does not change while the run lives."""
+    config, beside = specification.config, specification
+    return shapes.RunFixed(
+        preset=specification.preset,
+        model=clip(config.policy.model, 200),
+        algorithm=config.algorithm.name,
+        seed=config.algorithm.seed,
+        draft_id=specification.draft_id,
+        settings=_settings(specification),
+        lineage={
+            "base_run": beside.base_run,
+            "continues": None if beside.continues is None else beside.continued_run,
+            "reproduces": beside.reproduces,
+            "dataset": None if beside.dataset is None else clip(beside.dataset.name, 80),
+            "group": None if beside.seed_group is None else beside.seed_group.id,
+            "sweep": None if beside.member is None else beside.member.sweep,
+        },
+        limits=[
+            {"quantity": quantity, "cap": cap.value, "limit": cap.limit}
+            for quantity, cap in (specification.limits.caps if specification.limits else {}).items()
+        ],
+        folder=str(workshop.runs.folder(specification.run_id).path),
+    )
+
+
+def _settings(specification: Specification) -> list[shapes.Setting]:
+    config, default, found = specification.config, Config(), []
+    for name, field in all_fields().items():
+        given, usual = get_value(config, field), get_value(default, field)
+        if given != usual or name in specification.locks:
+            found.append(_setting(specification, name, given, usual))
+    for name, given in config.environment.knobs.items():
+        found.append(_setting(specification, f"environment.knobs.{clip(name, 60)}", given, None))
+    return found
+
+
+def _setting(specification: Specification, name: str, given: Any, usual: Any) -> shapes.Setting:
+    lock = specification.locks.get(name)
+    says = None
+    if isinstance(lock, dict):
+        bounds = [f"≥ {lock['min']}"] if "min" in lock else []
+        bounds += [f"≤ {lock['max']}"] if "max" in lock else []
+        says = clip(" ".join(bounds), 60) if bounds else "fixed"
+    reason = foreign(lock.get("reason", ""), 200) if isinstance(lock, dict) else None
+    return shapes.Setting(name, _plain(given), _plain(usual), says, reason)
+
+
+def _plain(given: Any) -> Foreign | Value:
+    if given is None or isinstance(given, bool | int | float):
+        return given
+    return foreign(given if isinstance(given, str) else value(given), 200)
+
+
+class RunLooks:
+    """Makes the changing part of runs.
+
+    Args:
+        buckets: Most buckets of a series.
+        owner: Show the newest numbers; otherwise those that check_status may tell.
+    """
+
+    def __init__(
+        self, workshop: Workshop, items: Items, followers: Followers, *, owner: bool, buckets: int, may_act: bool
+    ) -> None:
+        self._workshop, self._items, self._followers = workshop, items, followers
+        self._owner, self._buckets, self._may_act = owner, buckets, may_act
+
+    def look(self, run_id: str, after: str | None = None) -> shapes.RunLive:
+        """The run now; events and series after a cursor.
+
+        Raises:
+            NotFound: There is no such run.
+            Corrupt: Its records cannot be read.
+            InvalidValue: Not a cursor.
+        """
+        seq, generation, seen = _places(after)
+        workshop, folder = self._workshop, self._workshop.runs.folder(run_id)
+        status = workshop.runs.status(run_id)
+        events = workshop.runs.events(run_id)
+        numbers = self._items.numbers(status)
+        until = None if self._owner or status.ended else int(numbers.get("step") or 0)
+        piece = self._piece(folder, status, generation, seen, until)
+        if piece is not None:
+            generation, seen = piece.generation, piece.rows
+        new = [event for event in events if event.seq > seq]
+        told = new if after is not None else new[-_EVENTS:]
+        results = _results(folder) if status.ended else None
+        last = events[-1].seq if events else 0
+        return shapes.RunLive(
+            cursor=f"{last}.{generation}.{seen}",
+            run=self._items.item(status),
+            state=shapes.Standing(
+                reason=foreign(status.reason, 400) if status.reason else None,
+                since=status.since,
+                attempt=status.attempt,
+                resume_at=status.resume_at,
+                evaluating=clip(str(numbers["what"]), 80) if "what" in numbers else None,
+            ),
+            verdict=_verdict(status),
+            facts=_facts(folder, status, numbers, results),
+            integrity=_integrity(results),
+            evaluations=_evaluations(status),
+            models=_models(folder) if status.run_kind.name == "test" else [],
+            checkpoints=[
+                {"step": event.data["step"], "at": event.at}
+                for event in events
+                if event.kind == "checkpoint" and isinstance(event.data.get("step"), int)
+            ][-_EVENTS:],
+            findings=findings_of(events, status),
+            crew=[
+                shapes.Member(clip(name, 40), one.state, one.since, one.restarts, one.worker_restarts, one.exit_code)
+                for name, one in status.crew.items()
+            ],
+            account=_account(status),
+            failure=_failure(status),
+            may={
+                "stop": self._may_act and not status.ended,
+                "resume": self._may_act and self._owner and status.state in RESUMABLE,
+                "go_on": self._may_act and self._owner and status.state == "completed" and status.run_kind.trains,
+            },
+            events=[_happened(event) for event in told],
+            events_before=len(new) - len(told),
+            series=None if piece is None else series_of(piece),
+        )
+
+    def _piece(self, folder: RunFolder, status: Status, generation: int, seen: int, until: int | None) -> Piece | None:
+        if not status.run_kind.trains:
+            return None
+        follower = self._followers.of(folder.metrics)
+        follower.read(_FOLLOW_S)
+        return follower.piece(generation, seen, most=self._buckets, until=until)
+
+
+def series_of(piece: Piece) -> shapes.Series:
+    """A piece of a series as the page reads it."""
+    return shapes.Series(
+        generation=piece.generation,
+        start=piece.start,
+        width=piece.width,
+        rows=piece.rows,
+        last_step=piece.last_step,
+        complete=piece.complete,
+        x=piece.x,
+        columns={name: {"mean": one.mean, "low": one.low, "high": one.high} for name, one in piece.columns.items()},
+        names={f"part:{place}": foreign(name, 60) for place, name in enumerate(piece.parts)},
+    )
+
+
+def findings_of(events: Sequence[Event], status: Status) -> list[shapes.Span]:
+    """The findings of a run with the steps over which they held; open ones first, the gravest first."""
+    found: list[shapes.Span] = []
+    open_now: dict[str, shapes.Span] = {}
+    for event in events:
+        if event.kind != "finding":
+            continue
+        data, rule = event.data, clip(str(event.data.get("rule", "")), 60)
+        step = data.get("step") if isinstance(data.get("step"), int) else None
+        if data.get("level") == "over":
+            if (span := open_now.pop(rule, None)) is not None:
+                span.to_step, span.open = step, False
+            continue
+        span = _span(rule, data, step)
+        if (known := open_now.get(rule)) is not None:
+            span.from_step = known.from_step
+            found.remove(known)
+        open_now[rule] = span
+        found.append(span)
+    present = {one.rule for one in status.findings}
+    for rule, span in open_now.items():
+        span.open = span.open and rule in present
+    return sorted(found, key=lambda one: (not one.open, LEVELS.index(one.level) if one.level in LEVELS else 9))
+
+
+def _span(rule: str, data: Mapping[str, Any], step: int | None) -> shapes.Span:
+    observed = data.get("observed") if isinstance(data.get("observed"), dict) else {}
+    return shapes.Span(
+        rule=rule,
+        level=str(data.get("level", "note")),
+        what=clip(str(data.get("what", "")), 400),
+        observed={clip(str(name), 60): _plain(one) for name, one in (observed or {}).items()},
+        threshold=clip(str(data.get("threshold", "")), 300),
+        source=clip(str(data.get("source", "")), 300),
+        confidence=clip(str(data.get("confidence", "")), 10),
+        next=clip(str(data.get("next", "")), 400),
+        follows=clip(str(data["follows"]), 60) if data.get("follows") else None,
+        from_step=step,
+        to_step=None,
+        open=True,
+    )
+
+
+def _places(after: str | None) -> tuple[int, int, int]:
+    if after is None:
+        return 0, 0, 0
+    parts = after.split(".")
+    if len(parts) != 3 or not all(part.isdecimal() and len(part) < 16 for part in parts):
+        raise InvalidValue("That is not a cursor of this run.", hint="Ask for the whole run, without a cursor.")
+    return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+def share_of(summary: Mapping[str, Any], name: str = "accuracy") -> Share | None:
+    """The accuracy in an evaluation's summary with its interval."""
+    share, tasks = summary.get(name), summary.get("tasks")
+    if not isinstance(share, int | float):
+        return None
+    if not isinstance(tasks, int) or tasks < 1 or not 0 <= share <= 1:
+        return Share(float(share))
+    found = wilson(share * tasks, tasks)
+    return Share(found.value, found.low, found.high, tasks)
+
+
+def _verdict(status: Status) -> shapes.Verdict | None:
+    found = headline(status)
+    label = next((one for one in ("after", HELDOUT, "test") if one in status.evaluations), None)
+    if found is None or label is None:
+        return None
+    before, after = status.evaluations.get("before") or {}, status.evaluations[label]
+    first = share_of(before) if label == "after" else None
+    last = share_of(after)
+    judged = None
+    if first is not None and last is not None and first.tasks and last.tasks:
+        judged = rose(wilson(first.value * first.tasks, first.tasks), wilson(last.value * last.tasks, last.tasks))
+    where = f"held-out accuracy, {found.tasks} sealed tasks" if found.heldout else f"{found.split} accuracy"
+    words = {True: "rose by more than the intervals", False: "no difference shown", None: ""}[judged]
+    return shapes.Verdict(
+        split=found.split,
+        before=first,
+        after=last,
+        greedy=share_of(after, "greedy_accuracy"),
+        rose=judged,
+        sentence=" · ".join(filter(None, (where, words))),
+    )
+
+
+def _facts(
+    folder: RunFolder, status: Status, numbers: Mapping[str, Any], results: Mapping[str, Any] | None
+) -> shapes.Facts:
+    try:
+        usage = Usage.read(folder)
+    except Corrupt:
+        usage = None
+    seconds = (results or {}).get("seconds") or {}
+    end = status.ended_at or time.time()
+    spent = usage.cost_usd if usage is not None else sum(read_spending(folder.path / SPENDING).values()) or None
+    return shapes.Facts(
+        steps=int(numbers.get("step") or 0),
+        total_steps=numbers.get("total_steps"),
+        rollouts=None if numbers.get("rollouts") is None else int(numbers["rollouts"]),
+        rollouts_per_second=numbers.get("rollouts_per_second"),
+        training_s=seconds.get("training"),
+        to_first_step_s=seconds.get("to_first_step"),
+        total_s=end - (status.started_at or status.created_at),
+        cpu_s=None if usage is None else usage.cpu_s,
+        gpu_s=None if usage is None else usage.gpu_s,
+        usd=spent,
+        disk_bytes=None if usage is None else usage.disk_bytes,
+    )
+
+
+def _results(folder: RunFolder) -> Mapping[str, Any] | None:
+    try:
+        found = read_json(folder.results)
+    except (NotFound, Corrupt):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _integrity(results: Mapping[str, Any] | None) -> list[shapes.Check] | None:
+    checks = ((results or {}).get("integrity") or {}).get("checks")
+    if not isinstance(checks, list):
+        return None
+    return [
+        shapes.Check(clip(str(one.get("name")), 40), clip(str(one.get("state")), 10), clip(str(one.get("what")), 400))
+        for one in checks
+        if isinstance(one, dict)
+    ]
+
+
+def _evaluations(status: Status) -> list[shapes.Measured]:
+    last = status.progress.get("step")
+    found = []
+    for label, summary in status.evaluations.items():
+        tail = label.removeprefix("step-")
+        step = {"before": 0, "after": last}.get(label, int(tail) if tail.isdecimal() else None)
+        measured = shapes.Measured(
+            clip(label, 40),
+            step,
+            clip(str(summary.get("split", "")), 20),
+            share_of(summary),
+            share_of(summary, "greedy_accuracy"),
+        )
+        found.append(measured)
+    return sorted(found, key=lambda one: (one.step is None, one.step or 0))
+
+
+def _models(folder: RunFolder) -> list[shapes.Model]:
+    found = []
+    for one in read_models(folder):
+        share = None
+        if one.sampled and one.sampled.get("tasks"):
+            rollouts = one.sampled.get("rollouts") or one.sampled["tasks"]
+            share = share_of({"accuracy": one.sampled["successes"] / rollouts, "tasks": one.sampled["tasks"]})
+        error = None if one.error is None else foreign(one.error, 300)
+        found.append(shapes.Model(foreign(one.name, 80), share, error, one.seconds, one.cost_usd))
+    return found
+
+
+def _account(status: Status) -> shapes.Account | None:
+    making, counts = status.making, status.counts
+    if not making and not counts:
+        return None
+    return shapes.Account(
+        begun=int(making.get("begun") or 0),
+        posted=int(making.get("posted") or 0),
+        unanswered=int(making.get("unanswered") or 0),
+        given_up=_counted(making.get("given_up")),
+        accepted=int(counts.get("accepted") or 0),
+        waiting=int(counts.get("waiting") or 0),
+        delivered=int(counts.get("delivered") or 0),
+        committed=int(counts.get("committed") or 0),
+        dropped=_counted(counts.get("dropped")),
+    )
+
+
+def _counted(given: Any) -> dict[str, int]:
+    return {clip(str(name), 60): int(one) for name, one in (given or {}).items()}
+
+
+def _failure(status: Status) -> shapes.Failed | None:
+    failure = status.failure
+    if failure is None:
+        return None
+    return shapes.Failed(
+        component=clip(failure.component, 40),
+        kind=clip(failure.kind, 40),
+        reason=foreign(failure.reason, 600),
+        hint=clip(failure.hint, 400),
+        excerpt=[foreign(line, 300) for line in failure.excerpt[-20:]],
+    )
+
+
+def _happened(event: Event) -> shapes.Happened:
+    data, text, detail, level = event.data, event.kind.replace("_", " "), None, None
+    step = data.get("step") if isinstance(data.get("step"), int) else None
+    if event.kind == "state":
+        text = f"{data.get('from')} → {data.get('to')}"
+        detail = foreign(data["reason"], 200) if data.get("reason") else None
+    elif event.kind == "evaluation":
+        found = data.get("summary")
+        summary: Mapping[str, Any] = found if isinstance(found, dict) else data
+        share = share_of(summary)
+        text = f"evaluation {clip(str(data.get('label', '')), 40)}"
+        text += "" if share is None else f": {percent(share.value)}"
+    elif event.kind == "finding":
+        level = str(data.get("level"))
+        text = f"{clip(str(data.get('rule', '')), 60)} {'is over' if level == 'over' else f'({level})'}"
+    elif event.kind == "checkpoint":
+        text = f"checkpoint at step {step}"
+    elif event.kind == "first_step":
+        text = f"first step after {duration(float(data.get('seconds') or 0))}"
+    elif event.kind == "end":
+        text = f"ended: {data.get('state')}"
+    elif isinstance(data.get("what"), str):
+        detail = foreign(data["what"], 300)
+    else:
+        told = ", ".join(f"{key} {value(one)}" for key, one in data.items())
+        detail = foreign(told, 300) if told else None
+    return shapes.Happened(event.seq, event.at, event.kind, clip(text, 120), detail, level, step)
+
+
+def text_of(live: shapes.RunLive) -> str:
+    """The run in a few lines, for clients that show no page."""
+    run, verdict = live.run, live.verdict
+    head = f"{run.run_id}: {run.state}, {run.kind} on {run.environment}"
+    done = run.progress
+    if done.step is not None:
+        head += f", step {done.step}{f' of {done.total_steps}' if done.total_steps else ''}"
+    if done.reward is not None:
+        head += f", reward {number(done.reward)}"
+    if done.eta_s is not None:
+        head += f", {duration(done.eta_s)} to go"
+    lines = [f"{head}."]
+    if verdict is not None and verdict.after is not None:
+        start = "" if verdict.before is None else f"{percent(verdict.before.value)} -> "
+        after = verdict.after
+        share = percent(after.value)
+        if after.low is not None and after.high is not None:
+            share = accuracy(_Measured(after.value, after.low, after.high))
+        lines.append(f"{start}{share}, {verdict.sentence}.")
+    still = [one for one in live.findings if one.open]
+    lines += [f"{one.level}: {one.rule}: {one.what}" for one in still[:3]]
+    if len(still) > 3:
+        lines.append(f"And {plural(len(still) - 3, 'more finding')}.")
+    return "\n".join(lines)
+
+
+class _Measured:
+    def __init__(self, accuracy: float, low: float, high: float) -> None:
+        self.accuracy, self.low, self.high = accuracy, low, high

@@ -1,0 +1,213 @@
+"""The page's one source: answers every question of a page, in a browser and in a client.
+
+In the browser the owner sees everything as it is now. In a client the page belongs to whoever works there: numbers of
+live runs are those that check_status may tell, what waits for the owner and the diary are left out, and no answer has
+more than 60,000 characters, because clients replace longer results by a file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from toprope.errors import InvalidValue, NotFound
+from toprope.records.run.series import MOST_BUCKETS, Followers
+from toprope.records.run.specification import Specification
+from toprope.text_format import clip
+from toprope_tools.page import comparing, library, now, rollouts, shapes
+from toprope_tools.page.items import Items, Remembered
+from toprope_tools.page.run import RunLooks, fixed_part
+
+if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+MOST_CHARACTERS = 60_000
+"""Of a whole result of an app tool."""
+_ROOM = 58_000
+"""Of the structure, so that the text and the frame of the message fit beside it."""
+_OWNERS_ALONE = frozenset({"log", "sweeps", "datasets", "dataset", "ledger", "environments", "environment"})
+
+
+@dataclass(frozen=True)
+class _Size:
+    """How much an answer may hold: buckets of a series, characters of a text, candidates of a sweep."""
+
+    buckets: int
+    characters: int
+    message: int
+    group: int
+    candidates: int
+
+
+_WHOLE = _Size(MOST_BUCKETS, 700, 4000, 0, 400)
+_SMALLER = (_Size(120, 300, 1500, 4, 60), _Size(60, 160, 600, 2, 30), _Size(30, 80, 200, 1, 12))
+
+
+class PageSource:
+    """Answers questions of pages about one home.
+
+    Args:
+        owner: The page is the owner's dashboard.
+        read_only: The dashboard changes nothing.
+    """
+
+    def __init__(self, workshop: Workshop, *, owner: bool, read_only: bool = False) -> None:
+        self.workshop, self.owner, self.read_only = workshop, owner, read_only
+        self._remembered, self._followers = Remembered(), Followers()
+        self._items = Items(workshop, owner=owner, remembered=self._remembered)
+
+    def ask(self, question: Mapping[str, Any]) -> shapes.Answer:
+        """Answer a question: `what`, and the arguments of that.
+
+        Raises:
+            InvalidValue: There is no such question, or an argument is wrong.
+            NotFound: There is no such run, data set or environment.
+            Corrupt: Records cannot be read.
+        """
+        if self.owner:
+            return self._answer(question, _WHOLE)
+        for size in _SMALLER:
+            found = self._answer(question, size)
+            if len(msgspec.json.encode(found)) <= _ROOM:
+                return found
+        return _without_the_largest(found)
+
+    def _answer(self, question: Mapping[str, Any], size: _Size) -> shapes.Answer:
+        what = question.get("what")
+        answers: dict[object, Callable[[], shapes.Answer]] = {
+            "now": lambda: now.now(
+                self.workshop, self._items, self._remembered, owner=self.owner, read_only=self.read_only
+            ),
+            "runs": lambda: now.runs(
+                self.workshop,
+                self._items,
+                state=_text(question, "state") or "any",
+                query=_text(question, "query"),
+                cursor=_text(question, "cursor"),
+            ),
+            "run": lambda: self._run(_run_id(question), _text(question, "after"), size),
+            "rollouts": lambda: rollouts.rollouts(
+                self.workshop,
+                _run_id(question),
+                order=_text(question, "order") or "newest",
+                task=_text(question, "task"),
+                part=_text(question, "part"),
+                failed=question.get("failed") in (True, "1"),
+                cursor=_text(question, "cursor"),
+                characters=size.characters,
+            ),
+            "group": lambda: rollouts.whole_group(
+                self.workshop,
+                _run_id(question),
+                _whole(question, "group"),
+                cursor=_text(question, "cursor"),
+                characters=size.message,
+                page=size.group,
+            ),
+            "compare": lambda: comparing.compare(
+                self.workshop,
+                self._items,
+                self._followers,
+                _names(question, "a"),
+                _names(question, "b"),
+                owner=self.owner,
+                buckets=size.buckets,
+            ),
+            "sweep": lambda: comparing.sweep(self.workshop, self._items, _run_id(question), most=size.candidates),
+            "log": lambda: rollouts.log(
+                self.workshop,
+                _run_id(question),
+                _text(question, "component") or "",
+                lines=_whole(question, "lines", 200),
+            ),
+            "sweeps": lambda: comparing.sweeps(self.workshop, self._items),
+            "datasets": lambda: library.datasets(self.workshop),
+            "dataset": lambda: library.dataset(self.workshop, self._items, _text(question, "name") or ""),
+            "ledger": lambda: library.ledger(self.workshop, self._items),
+            "environments": lambda: library.environments(
+                self.workshop, self._remembered, query=_text(question, "query"), cursor=_text(question, "cursor")
+            ),
+            "environment": lambda: library.environment(
+                self.workshop, self._items, self._remembered, _text(question, "name") or ""
+            ),
+        }
+        known = [one for one in answers if self.owner or one not in _OWNERS_ALONE]
+        if what not in known:
+            raise InvalidValue(
+                f"{clip(str(what), 40)!r} is no question.", hint=f"what is one of {', '.join(map(str, known))}."
+            )
+        return answers[what]()
+
+    def _run(self, run_id: str, after: str | None, size: _Size) -> shapes.Answer:
+        looks = RunLooks(
+            self.workshop,
+            self._items,
+            self._followers,
+            owner=self.owner,
+            buckets=size.buckets,
+            may_act=not self.read_only,
+        )
+        try:
+            live = looks.look(run_id, after)
+            fixed = None
+            if after is None:
+                fixed = fixed_part(self.workshop, Specification.read(self.workshop.runs.folder(run_id)))
+        except NotFound:
+            if after is None:
+                raise
+            return shapes.Run(what="run", at=time.time(), run_id=run_id, gone=True)
+        return shapes.Run(what="run", at=time.time(), run_id=run_id, gone=False, fixed=fixed, live=live)
+
+
+def _without_the_largest(found: shapes.Answer) -> shapes.Answer:
+    """Empty the longest lists of an answer that is too long even at its smallest, until it fits."""
+    part: Any = found.live if isinstance(found, shapes.Run) and found.live is not None else found
+    while len(msgspec.json.encode(found)) > _ROOM:
+        sizes = {
+            name: len(msgspec.json.encode(one))
+            for name, one in msgspec.structs.asdict(part).items()
+            if isinstance(one, list) and one
+        }
+        if not sizes:
+            break
+        longest = max(sizes, key=lambda name: sizes[name])
+        kept = getattr(part, longest)
+        setattr(part, longest, kept[: len(kept) // 2])
+    return found
+
+
+def _text(question: Mapping[str, Any], name: str) -> str | None:
+    given = question.get(name)
+    if given is None or given == "":
+        return None
+    if not isinstance(given, str) or len(given) > 400:
+        raise InvalidValue(f"{name} must be a text of at most 400 characters.")
+    return given
+
+
+def _run_id(question: Mapping[str, Any]) -> str:
+    run_id = _text(question, "run_id")
+    if run_id is None:
+        raise InvalidValue("run_id is missing.")
+    return run_id
+
+
+def _whole(question: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    given = question.get(name, default)
+    if isinstance(given, str) and given.isdecimal() and len(given) < 16:
+        given = int(given)
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise InvalidValue(f"{name} must be a whole number.")
+    return given
+
+
+def _names(question: Mapping[str, Any], name: str) -> list[str]:
+    given = question.get(name)
+    given = [given] if isinstance(given, str) else given
+    if not isinstance(given, list) or not all(isinstance(one, str) and len(one) <= 100 for one in given):
+        raise InvalidValue(f"{name} must be a list of run ids.")
+    return given[:32]
