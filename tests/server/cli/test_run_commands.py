@@ -9,6 +9,7 @@ import time
 import pytest
 from toprope_server.cli.app import build
 from toprope_server.cli.context import showing_work
+from toprope_server.cli.runs.follow import LogTail
 from toprope_server.cli.runs.naming import complete_component, complete_environment, complete_run, find_run
 from typer.testing import CliRunner
 
@@ -61,7 +62,7 @@ def test_runs_are_found_by_beginning_and_last_part(shop, ended):
 
 def test_shell_completes_runs_components_and_environments(shop, ended):
     assert complete_run("sort-") == [ended.run_id] and complete_run("x") == []
-    assert complete_component("tr") == ["trainer"]
+    assert complete_component("tr") == ["trainer", "tracker"] and complete_component("k") == ["keeper"]
     assert complete_environment("sort_") == ["sort_letters"]
     done = CliRunner().invoke(
         build(), [], prog_name="toprope", env={"_TOPROPE_COMPLETE": "complete_bash", "COMP_WORDS": "toprope status sor",
@@ -76,6 +77,22 @@ def test_logs_of_all_components_are_shown_with_their_names(ended):
     assert toprope("logs", ended.run_id, "trainer").stdout.splitlines() == ["loss 3", "loss 2"]
     assert "logs of: trainer, environment" in toprope("logs", ended.run_id, "inference").stderr
     assert "Did you mean trainer" in toprope("logs", ended.run_id, "trainr").stderr
+
+
+def test_keys_of_the_owner_are_masked_in_logs_also_while_they_are_followed(ended, tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "canary-of-the-surroundings")
+    (tmp_path / "config").mkdir(exist_ok=True)
+    (tmp_path / "config" / "settings.yaml").write_text(
+        "variables:\n  trainer: {WANDB_API_KEY: canary-of-the-settings}\n"
+    )
+    (tmp_path / "config" / "settings.yaml").chmod(0o600)
+    ended.log("trainer").write_text("sent canary-of-the-settings\nand canary-of-the-surroundings\n")
+    for words in ([], ["trainer"], ["trainer", "--follow"]):
+        shown = toprope("logs", ended.run_id, *words).stdout
+        assert "canary" not in shown and shown.count("[secret]") == 2
+    tail = LogTail(ended.log("trainer"), secrets=["canary-of-the-settings"])
+    assert tail.lines() == ["sent [secret]", "and canary-of-the-surroundings"]
+    tail.close()
 
 
 def test_results_and_rollouts_are_shown_in_the_words_of_commands(ended):

@@ -28,6 +28,11 @@ _MOST_BYTES = TOKEN_BUDGET * 4 // 2 - 2000
 """Every line appears twice, in the text and in the structure."""
 
 
+def owners_secrets(workshop: Workshop) -> list[str]:
+    """The owner's keys, which no shown log may contain."""
+    return secret_values(os.environ, *workshop.settings().variables.values())
+
+
 async def read_logs(
     workshop: Workshop, *, run_id: str, component: str, lines: int = 50, before: int | None = None
 ) -> Answer:
@@ -53,7 +58,7 @@ async def read_logs(
             else "It has no logs yet; check_status answers its state.",
         )
     lines = max(1, min(lines, _MOST_LINES))
-    secrets = secret_values(os.environ, *workshop.settings().variables.values())
+    secrets = owners_secrets(workshop)
 
     def look(count: int) -> LogPage:
         return workshop.runs.read_log(run_id, component, lines=count, before=before, secrets=secrets)

@@ -1,7 +1,7 @@
 """`toprope logs`: print the end of logs, and with --follow what is written until the run ends.
 
-Components print untrusted text, so it is cleaned as everywhere. A log is followed through its rotation: the open file
-is read to its end before the new one of the same name.
+Components print untrusted text, so it is cleaned as everywhere, and the owner's keys are masked. A log is followed
+through its rotation: the open file is read to its end before the new one of the same name.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import difflib
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from toprope_tools.runs.logs import COMPONENTS
+from toprope_tools.runs.logs import COMPONENTS, owners_secrets
 
 from toprope.errors import InvalidValue, NotFound
 from toprope.supervisor.keeper.logs import clean_line, read_page
@@ -31,10 +32,11 @@ class LogTail:
     Args:
         path: The log; it need not exist yet.
         start: The first byte to read.
+        secrets: Texts to mask.
     """
 
-    def __init__(self, path: Path, start: int = 0) -> None:
-        self._path = path
+    def __init__(self, path: Path, start: int = 0, secrets: Sequence[str] = ()) -> None:
+        self._path, self._secrets = path, secrets
         self._file: IO[bytes] | None = None
         self._start = start
         self._rest = b""
@@ -50,7 +52,7 @@ class LogTail:
         if last and self._rest:
             whole.append(self._rest)
             self._rest = b""
-        return [clean_line(line.decode(errors="replace")) for line in whole]
+        return [clean_line(line.decode(errors="replace"), self._secrets) for line in whole]
 
     def close(self) -> None:
         if self._file is not None:
@@ -105,12 +107,12 @@ def show_logs(workshop: Workshop, run_id: str, component: str | None, lines: int
     there = [name for name in COMPONENTS if folder.log(name).is_file()]
     if not follow and component not in (None, *there):
         raise NotFound(f"{run_id} has no log of {component}.", hint=f"It has logs of: {', '.join(there) or 'nothing'}.")
-    tails = {}
+    tails, secrets = {}, owners_secrets(workshop)
     for name in COMPONENTS if component is None else (component,):
-        page = read_page(folder.log(name), lines=lines)
+        page = read_page(folder.log(name), lines=lines, secrets=secrets)
         for line in page.lines:
             _print(name if component is None else None, line)
-        tails[name] = LogTail(folder.log(name), page.size)
+        tails[name] = LogTail(folder.log(name), page.size, secrets)
     if follow:
         _follow(workshop, run_id, tails, named=component is None)
     elif not there:
