@@ -8,9 +8,9 @@ calls leaves and returns as another; one in ten leaves without closing. One in t
 with a reason. All random numbers come from the printed seed.
 
 A call's time is what the client sees, from the call to the answer; calls that wait count separately, with their time
-beyond the wait. Memory, descriptors and threads of the server are measured at rest, with no client connected: once
-after a warm-up that used everything, and once at the end. They are sampled in between too. Takes ten minutes of load,
-warm-up and rests not counted; needs nothing else.
+beyond the wait. Memory, descriptors and threads of the server are sampled each second; `rss_growth_percent` is the
+growth from the sixth minute to the last one, under the same load, and there is one at rest, with no client connected,
+after a warm-up and at the end. Takes half an hour of load; needs nothing else.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from rich.table import Table
 from toprope_server.http.token import TokenFile
 
 from benchmarks.faults.lives import RealHarness, RunHarness, eventually
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
@@ -54,6 +55,8 @@ CALLS_A_VISIT = (25, 55)
 RUDE = 0.1
 STORED_RUNS = 40
 SEED = 20261121
+SETTLED_MINUTES = 5
+"""Until then the threads of the server make their first buffers."""
 WARM_UP_SHARE, LONGEST_WARM_UP_S = 0.2, 60.0
 _LEAVES_WITHIN_S = 60.0
 _ENVIRONMENTS = ("sort_letters", "number_guess", "reasoning_gym/chain_sum")
@@ -316,8 +319,10 @@ async def _session(url: str, token: str, live: list[str], looks: Looks, tally: T
         "waits": tally.waits,
         "p99_beyond_wait_ms": _share(sorted(tally.beyond_wait), 0.99),
         "rss_mb": after[0] / 2**20,
-        "rss_growth_percent": 100.0 * (after[0] - before[0]) / before[0],
+        "rss_growth_percent": _settled_growth([(row[0] - began, row[1]) for row in during], took),
+        "rss_growth_at_rest_percent": 100.0 * (after[0] - before[0]) / before[0],
         "rss_growth_under_load_percent": 100.0 * _growth([row[1] for row in during]),
+        "rss_mb_by_minute": _by_minute([(row[0] - began, row[1]) for row in during]),
         "descriptors_growth": after[1] - before[1],
         "threads_growth": after[2] - before[2],
         "descriptors_peak": max(row[2] for row in during),
@@ -340,6 +345,24 @@ def _growth(values: list[int]) -> float:
     tenth = max(1, len(values) // 10)
     first, last = statistics.median(values[:tenth]), statistics.median(values[-tenth:])
     return (last - first) / first
+
+
+def _settled_growth(samples: list[tuple[float, int]], seconds: float) -> float | None:
+    """Percent from the sixth minute to the last one, medians; None if the load was shorter than eight minutes."""
+    if seconds < 60 * (SETTLED_MINUTES + 3):
+        return None
+    begin = 60 * SETTLED_MINUTES
+    first = statistics.median(memory for at, memory in samples if begin <= at < begin + 60)
+    last = statistics.median(memory for at, memory in samples if at >= seconds - 60)
+    return 100.0 * (last - first) / first
+
+
+def _by_minute(samples: list[tuple[float, int]]) -> list[float]:
+    """Megabytes, the median of each minute."""
+    minutes = defaultdict(list)
+    for at, memory in samples:
+        minutes[int(at // 60)].append(memory / 2**20)
+    return [round(statistics.median(minutes[minute]), 1) for minute in sorted(minutes)]
 
 
 def _share(ordered: list[float], share: float) -> float:
@@ -365,7 +388,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -P -m benchmarks.server.load", description="Many agents at one server."
     )
-    parser.add_argument("--minutes", type=float, default=float(os.environ.get("MINUTES", "10")))
+    parser.add_argument("--minutes", type=float, default=float(os.environ.get("MINUTES", "30")))
     parser.add_argument("--clients", type=int, default=int(os.environ.get("CLIENTS", "50")))
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--real", action="store_true", help="live runs with the real programs, niced")
@@ -415,8 +438,10 @@ def main() -> int:
         console.print(f"unexpected: {text}", markup=False)
     if said:
         console.print(f"the server's log:\n{said[-2000:]}", markup=False)
-    print(json.dumps({name: round(one, 3) if isinstance(one, float) else one for name, one in figures.items()}))
-    return 1 if tally.unexpected else 0
+    goals = {"unexpected_errors": "== 0"}
+    if figures["rss_growth_percent"] is not None:
+        goals["rss_growth_percent"] = "<= 5"
+    return report("Load", figures, goals=goals)
 
 
 if __name__ == "__main__":
