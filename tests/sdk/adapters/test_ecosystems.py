@@ -95,7 +95,7 @@ def test_verifiers_rewards_and_metrics_become_weighted_parts(tmp_path: Path) -> 
 @pytest.mark.engines
 def test_openenv_server_is_started_shared_and_ended(tmp_path: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:
-        assert card["parts"].keys() == {"reward"} and card["max_turns"] == 16
+        assert card["parts"].keys() == {"reward", "invalid"} and card["max_turns"] == 16
         found = await link.call("tasks", timeout=SLOW_S, split="train", start=0, count=1)
         word = found["tasks"][0]["messages"][0]["content"].removeprefix("Copy: ")
         good, bad = await scores(link, word, "zz")
