@@ -7,6 +7,7 @@ settings, which name folders with environments.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from toprope.errors import Corrupt, NotFound
 from toprope.records.index.database import Index
@@ -43,6 +44,8 @@ class Workshop:
     """Environments that are being loaded for a call."""
     samples: dict[str, TaskSample] = field(default_factory=dict, repr=False)
     """A few tasks of described environments, by environment and knobs, for the fit check."""
+    pages: dict[str, Any] = field(default_factory=dict, repr=False)
+    """What answers pages in clients (`toprope_tools.page.source`), made at its first use."""
     _lengths: dict[str, float | None] = field(default_factory=dict, repr=False)
     """Longest training by run, cached because it is frozen with the run."""
 

@@ -20,6 +20,7 @@ import toprope
 from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound, NotPossibleNow, TopropeError
 from toprope_server.dashboard.door import Door, Keys
 from toprope_server.dashboard.pulse import Pulse, lines_of
+from toprope_server.mcp.page_app import BUNDLE
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toprope.server")
 
-BUNDLE = Path(__file__).parent.parent / "page"
-"""The built page; see `page/` in the repository."""
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),

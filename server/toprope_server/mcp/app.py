@@ -19,6 +19,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -33,11 +34,13 @@ from toprope.records.run.full_disk import NO_ROOM
 from toprope_server.mcp.arguments import check
 from toprope_server.mcp.auto_resume import resume_lost_runs
 from toprope_server.mcp.gate import Gate
+from toprope_server.mcp.page_app import BUNDLE, PageExtension, is_built, page_resource, read_page
 from toprope_server.mcp.prompts import complete, prompts_for
 from toprope_server.mcp.resources import TEMPLATES, Resources
 from toprope_server.mcp.roles import Role, owners_role
 from toprope_server.mcp.tool_registry import ALL_TOOLS, INSTRUCTIONS
 from toprope_server.tool_specs.base import ToolSpec, client_of
+from toprope_server.tool_specs.page import PAGE_URI, page_tools
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel.helper_types import ReadResourceContents
@@ -54,15 +57,24 @@ class TopropeServer(MCPServer[Any]):
     Args:
         open_workshop: Opens the workshop; called once, by the first call that needs it.
         role: The tools to offer; all by default.
+        bundle: Folder of the built page; without it there is no app.
         options: Of MCPServer.
     """
 
     def __init__(
-        self, open_workshop: Callable[[], Workshop] | None = None, role: Role | None = None, **options: Any
+        self,
+        open_workshop: Callable[[], Workshop] | None = None,
+        role: Role | None = None,
+        *,
+        bundle: Path = BUNDLE,
+        **options: Any,
     ) -> None:
         role = role or Role()
+        self._bundle = bundle
+        shown = [*ALL_TOOLS, *(page_tools if is_built(bundle) else ())]
         self._open_workshop = open_workshop or _owners_workshop
-        self._specs = {spec.name: spec for spec in ALL_TOOLS if role.allows(spec)}
+        self._specs = {spec.name: spec for spec in shown if role.allows(spec)}
+        self._has_page = any(spec.for_pages for spec in self._specs.values())
         self._tools = {name: spec.build() for name, spec in self._specs.items()}
         super().__init__(
             name="toprope",
@@ -71,6 +83,7 @@ class TopropeServer(MCPServer[Any]):
             instructions=role.preamble + INSTRUCTIONS,
             version=toprope.__version__,
             tools=list(self._tools.values()),
+            extensions=[PageExtension()] if self._has_page else None,
             **options,
         )
         self._resources = Resources(lambda: self.workshop)
@@ -112,7 +125,8 @@ class TopropeServer(MCPServer[Any]):
                 changed = [] if isinstance(cause, ComponentFailed) else unchanged
                 return _failure("\n".join([f"{name} failed: {cause.message}", cause.hint or spec.on_failure, *changed]))
             return self._unexpected(spec, cause)
-        if isinstance(result, CallToolResult) and context is not None and not client_of(context).takes_structure:
+        takes = context is None or spec.for_pages or client_of(context).takes_structure
+        if isinstance(result, CallToolResult) and not takes:
             result.structured_content = None
         return result
 
@@ -129,7 +143,7 @@ class TopropeServer(MCPServer[Any]):
 
     async def list_resources(self) -> list[Resource]:
         """The list of runs, and the newest runs one by one."""
-        return await self._resources.listed()
+        return [*await self._resources.listed(), *([page_resource()] if self._has_page else [])]
 
     async def list_resource_templates(self) -> list[ResourceTemplate]:
         """The resources of every run and data set."""
@@ -139,6 +153,8 @@ class TopropeServer(MCPServer[Any]):
         self, uri: AnyUrl | str, context: Context[Any, Any] | None = None
     ) -> Iterable[ReadResourceContents]:
         """A resource's content. See `Resources.read` for errors."""
+        if self._has_page and str(uri) == PAGE_URI:
+            return await read_page(self._bundle)
         return await self._resources.read(str(uri))
 
     async def run_stdio_async(self) -> None:

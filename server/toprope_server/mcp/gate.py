@@ -26,6 +26,7 @@ from mcp.types import (
 
 from toprope.errors import TopropeError
 from toprope.records.audit import AuditTrail, shorten
+from toprope_server.mcp.page_app import is_of_a_page, shows_pages
 from toprope_server.mcp.roles import Role
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Gate:
             uris = notifications.get("resourceSubscriptions") if isinstance(notifications, Mapping) else None
             for uri in uris if isinstance(uris, list) else []:
                 self.require_readable(str(uri), role)
-        return self._for_role(await call_next(ctx), role)
+        return self._for_role(await call_next(ctx), role, pages=shows_pages(ctx))
 
     def require_readable(self, uri: str, role: Role) -> None:
         """Refuse a resource whose tool the role lacks.
@@ -94,8 +95,8 @@ class Gate:
                 data={"uri": uri[:200]},
             )
 
-    def _for_role(self, result: HandlerResult, role: Role) -> HandlerResult:
-        """Leave out the tools and resources that the role lacks."""
+    def _for_role(self, result: HandlerResult, role: Role, *, pages: bool) -> HandlerResult:
+        """Leave out the tools and resources that the role lacks, and those of the page if the client shows none."""
         told = (
             result.model_dump(by_alias=True, mode="json", exclude_none=True) if isinstance(result, _LISTS) else result
         )
@@ -104,7 +105,9 @@ class Gate:
         found = dict(told)
         for field, tool_of in _LISTED.items():
             if isinstance(found.get(field), list):
-                found[field] = [one for one in found[field] if self._offers(tool_of(one), role)]
+                found[field] = [
+                    one for one in found[field] if self._offers(tool_of(one), role) and (pages or not is_of_a_page(one))
+                ]
         return found
 
     def _offers(self, tool: str, role: Role) -> bool:
@@ -143,8 +146,9 @@ class Gate:
                 "ms": round(1000 * (time.monotonic() - began)),
                 **({"said": said} if said else {}),
             }
-            with anyio.CancelScope(shield=True):  # a cancelled call may have started something
-                await to_thread.run_sync(self._record, entry, arguments)
+            if spec is None or not spec.polled or outcome == "failed":
+                with anyio.CancelScope(shield=True):  # a cancelled call may have started something
+                    await to_thread.run_sync(self._record, entry, arguments)
 
     def _record(self, entry: dict[str, Any], arguments: Any) -> None:
         try:
@@ -177,6 +181,8 @@ class Gate:
 
 def needed_tool(uri: str) -> str:
     """The tool that tells the same as a resource."""
+    if uri.startswith("ui://"):
+        return "show"
     words = uri.removeprefix("toprope://").split("/")
     if words[0] == "datasets":
         return NEEDED_TOOLS["datasets"]

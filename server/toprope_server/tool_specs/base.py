@@ -71,6 +71,8 @@ class ToolSpec:
     hints: dict[str, bool]
     toolset: Toolset
     on_failure: str
+    meta: dict[str, Any] | None = None
+    """Sent with the tool; an app's tools name its page there."""
 
     @property
     def name(self) -> str:
@@ -81,6 +83,16 @@ class ToolSpec:
     def reads_only(self) -> bool:
         """True if it changes nothing."""
         return self.hints.get("read_only_hint", False)
+
+    @property
+    def for_pages(self) -> bool:
+        """True if it belongs to a page, and only clients that show pages are listed it."""
+        return bool(self.meta)
+
+    @property
+    def polled(self) -> bool:
+        """True if a page alone calls it, every few seconds."""
+        return self.for_pages and "model" not in (self.meta or {})["ui"]["visibility"]
 
     @property
     def structure(self) -> type[BaseModel]:
@@ -97,6 +109,7 @@ class ToolSpec:
                 description=inspect.cleandoc(self.function.__doc__ or ""),
                 annotations=ToolAnnotations(**self.hints),
                 structured_output=False,
+                meta=self.meta,
             )
         )
 
@@ -104,11 +117,19 @@ class ToolSpec:
 class ToolGroup(list[ToolSpec]):
     """The tools of one module, in the order in which clients list them."""
 
-    def tool(self, title: str, hints: dict[str, bool], *, toolset: Toolset, on_failure: str) -> Callable[[F], F]:
+    def tool(
+        self,
+        title: str,
+        hints: dict[str, bool],
+        *,
+        toolset: Toolset,
+        on_failure: str,
+        meta: dict[str, Any] | None = None,
+    ) -> Callable[[F], F]:
         """Decorator: add a function to this group. See `ToolSpec`."""
 
         def add(function: F) -> F:
-            self.append(ToolSpec(function, title, hints, toolset, on_failure))
+            self.append(ToolSpec(function, title, hints, toolset, on_failure, meta))
             return function
 
         return add

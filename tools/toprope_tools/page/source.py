@@ -163,6 +163,14 @@ class PageSource:
         return shapes.Run(what="run", at=time.time(), run_id=run_id, gone=False, fixed=fixed, live=live)
 
 
+def source_of(workshop: Workshop) -> PageSource:
+    """The source of pages in clients, one for each workshop."""
+    found = workshop.pages.get("client")
+    if not isinstance(found, PageSource):
+        found = workshop.pages["client"] = PageSource(workshop, owner=False)
+    return found
+
+
 def _without_the_largest(found: shapes.Answer) -> shapes.Answer:
     """Empty the longest lists of an answer that is too long even at its smallest, until it fits."""
     part: Any = found.live if isinstance(found, shapes.Run) and found.live is not None else found
