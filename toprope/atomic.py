@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_ZEROS = 1 << 20
+
 
 @contextmanager
 def replacing(
@@ -92,7 +94,7 @@ def append(path: Path, lines: bytes, *, header: bytes = b"", wait: bool = True) 
             while lines:
                 lines = lines[os.write(descriptor, lines) :]
             if wait:
-                os.fsync(descriptor)
+                sync(descriptor)
         except OSError:
             os.ftruncate(descriptor, size)
             raise
@@ -104,6 +106,42 @@ def fsync(path: Path) -> None:
     """Wait until the bytes of a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        if not _full_sync(descriptor):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync(descriptor: int) -> None:
+    """Wait until the bytes of an open file are on disk; its times may come later.
+
+    Raises:
+        OSError: The disk failed; bytes may be lost.
+    """
+    if not _full_sync(descriptor):
+        getattr(os, "fdatasync", os.fsync)(descriptor)
+
+
+def allocate(descriptor: int, size: int) -> None:
+    """Give an empty file its size and room on disk for it, so that writing to a mapping of it cannot fail.
+
+    Raises:
+        OSError: The disk has no room.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+        return
+    for start in range(0, size, _ZEROS):
+        os.pwrite(descriptor, bytes(min(_ZEROS, size - start)), start)
+
+
+def _full_sync(descriptor: int) -> bool:
+    """Empty the disk's own cache too, which fsync does not on macOS; False if that is not possible or not needed."""
+    command = getattr(fcntl, "F_FULLFSYNC", None)
+    if command is None:
+        return False
+    try:
+        fcntl.fcntl(descriptor, command)
+    except OSError:  # file systems of other machines lack it; fsync then reports what is wrong
+        return False
+    return True

@@ -78,6 +78,7 @@ def engines() -> list[Engine]:
         _ecosystem("openenv", "openenv==0.10.*"),
         _ecosystem("verifiers", "verifiers==0.4.*", "uv"),
         Engine("wheel with downloads", ("tests/packaging",)),
+        Engine("macOS, simulated", ("tests/whole/test_darwin.py",)),
         Engine(
             "atroposlib",
             ("tests/training/api", "tests/sdk/adapters/test_ecosystems.py"),

@@ -28,8 +28,8 @@ inheritable descriptors pass through. The guard exits with the component's code,
 A process can escape in these cases only. In a pid namespace: never, because the kernel ends all processes of the
 namespace with its first process. Otherwise, on Linux: a process that outlives a SIGKILL of this guard (the keeper, a
 subreaper too, then kills it), one that gained another user's rights, and one that is stuck in the kernel for longer
-than REAP_LIMIT_S. On macOS, which has no subreaper: any process that left the component's process group (by setsid, or
-as a double-forked daemon).
+than REAP_LIMIT_S. On macOS, which has no subreaper, a process that left the component's process group (by setsid) and
+outlived its parent escapes the guard; the keeper then finds it by its variables, unless it cleared them.
 """
 
 from __future__ import annotations
@@ -46,17 +46,22 @@ from collections.abc import Callable
 REAP_LIMIT_S = 30.0
 """After so long the guard gives up on processes that survive SIGKILL."""
 
+ADOPTS = sys.platform.startswith("linux")
+"""Whether a process can be made the parent of all orphans below it."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 _CAUGHT = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_NAMES = {int(one): one.name for one in signal.Signals}
 _RESET = (*_CAUGHT, signal.SIGPIPE, signal.SIGXFSZ)
 _OPTIONS = ("--control", "--report", "--hold", "--proc", "--log", "--log-bytes", "--log-keep", "--grace", "--detached")
 _CHUNK = 1 << 16
+_PS, _PS_S = ("/bin/ps", "-A", "-o", "pid=", "-o", "ppid="), 10.0
 _DRAIN_BYTES = 1 << 20
 
 
 def become_subreaper() -> bool:
     """Make this process the parent of all orphans below it. False if the system cannot do that."""
-    if not sys.platform.startswith("linux"):
+    if not ADOPTS:
         return False
     import ctypes
 
@@ -65,7 +70,9 @@ def become_subreaper() -> bool:
 
 
 def children_by_parent() -> dict[int, list[int]]:
-    """Return the process ids of the whole machine by the id of their parent; empty without a Linux /proc."""
+    """Return the process ids of the whole machine by the id of their parent; empty if the system does not show them."""
+    if not sys.platform.startswith("linux"):
+        return _listed_by_ps()
     found: dict[int, list[int]] = {}
     try:
         names = os.listdir("/proc")
@@ -83,6 +90,22 @@ def children_by_parent() -> dict[int, list[int]]:
     return found
 
 
+def _listed_by_ps() -> dict[int, list[int]]:
+    """Ask ps, which every POSIX system has; slower than /proc."""
+    import subprocess
+
+    found: dict[int, list[int]] = {}
+    try:
+        ps = subprocess.Popen(_PS, stdout=subprocess.PIPE)
+        listed = ps.communicate(timeout=_PS_S)[0]
+    except (OSError, subprocess.SubprocessError):
+        return found
+    for pid, parent in (map(int, line.split()) for line in listed.splitlines()):
+        if pid != ps.pid:
+            found.setdefault(parent, []).append(pid)
+    return found
+
+
 def descendants(roots: list[int], tree: dict[int, list[int]]) -> list[int]:
     """Return `roots` and everything below them in `tree`, parents first."""
     found = list(roots)
@@ -92,7 +115,7 @@ def descendants(roots: list[int], tree: dict[int, list[int]]) -> list[int]:
 
 
 def kill(pids: list[int]) -> None:
-    """Send SIGKILL to each process; ignore those that are gone or belong to another user."""
+    """Send SIGKILL to each process, or group if negative; ignore those that are gone or belong to another user."""
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)
@@ -185,6 +208,7 @@ class Guard:
         self._status: int | None = None
         self._deadline: float | None = None
         self._stop_signalled = False
+        self._adopts = False
 
     def run(self) -> int:
         """Start the component, wait for its end or an order to stop, kill its descendants; return the exit code."""
@@ -194,7 +218,7 @@ class Guard:
         for number in _CAUGHT:
             signal.signal(number, self._handle_signal)
         if not self._releases_detached:
-            become_subreaper()
+            self._adopts = become_subreaper()
         self._selector.register(self._wake, selectors.EVENT_READ, self._drain_wake)
         self._selector.register(self._control, selectors.EVENT_READ, self._read_order)
         self._start()
@@ -224,7 +248,7 @@ class Guard:
             {
                 "type": "guard_exited",
                 "code": code if code >= 0 else None,
-                "signal": _signal_name(-code) if code < 0 else None,
+                "signal": _NAMES.get(-code, f"signal {-code}") if code < 0 else None,
             }
         )
         self._kill_descendants()
@@ -324,19 +348,12 @@ class Guard:
 
     def _kill_all(self) -> None:
         if self._proc >= 0 and os.getpid() == 1:
-            try:
-                os.kill(-1, signal.SIGKILL)  # everything in the namespace but this process
-            except (ProcessLookupError, PermissionError):
-                pass
+            kill([-1])  # everything in the namespace but this process
             return
         tree = children_by_parent()
-        if tree:
-            kill(descendants(tree.get(os.getpid(), []), tree))
-        else:
-            try:
-                os.killpg(self._pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
+        kill(descendants(tree.get(os.getpid(), []), tree))
+        if not tree or not (self._adopts or self._releases_detached):
+            kill([-self._pid])
 
     def _kill_descendants(self) -> None:
         """Kill everything below this process until no child is left."""
@@ -344,8 +361,8 @@ class Guard:
         wait = 0.01
         waiting = selectors.DefaultSelector()
         waiting.register(self._wake, selectors.EVENT_READ)
-        if not children_by_parent():
-            self._kill_all()
+        if not self._adopts:
+            self._kill_all()  # before orphans of the component's group are out of sight
         while self._collect_children():
             if time.monotonic() > limit:
                 self._log_line("the guard gave up: some processes survive SIGKILL")
@@ -393,13 +410,6 @@ class Guard:
                 os.write(self._report, line)
         except OSError:
             pass
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def main(arguments: list[str], program: Callable[[], None] | None = None) -> int:

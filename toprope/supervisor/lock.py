@@ -83,14 +83,6 @@ def is_held(path: Path) -> bool:
         os.close(descriptor)
 
 
-def boot_id() -> str:
-    """Return an id of the present boot of this machine; empty if the system has none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 def _flock(descriptor: int, operation: int) -> bool:
     try:
         fcntl.flock(descriptor, operation | fcntl.LOCK_NB)

@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from tests.support.run_harness import ended, eventually
+from toprope.machine import gpu_names
 from toprope.records.run.status import read_events
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import Cap, FrozenLimits
-from toprope.supervisor.capacity.budget_ledger import gpu_names, ledger_lock, read_accounts, reserved
+from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts, reserved
 from toprope.supervisor.watchers.budget import BudgetWatcher
 from toprope.supervisor.watchers.group import WatcherGroup
 from toprope.supervisor.watchers.watcher import Watcher

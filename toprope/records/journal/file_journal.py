@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from toprope.atomic import fsync, replacing, write_text
+from toprope.atomic import fsync, replacing, sync, write_text
 from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow
 from toprope.records.journal.frames import FRAME, GROUP, MARK, Frame, pack, scan
 from toprope.records.journal.journal import Keep, Record
@@ -76,7 +76,7 @@ class Unsynced(NamedTuple):
             OSError: It failed; records may be lost.
         """
         for descriptor in self.files:
-            os.fdatasync(descriptor)
+            sync(descriptor)
         if self.folder is not None:
             fsync(self.folder)
 
@@ -353,7 +353,7 @@ class FileJournal:
                 while rest:
                     rest = rest[os.write(descriptor, rest) :]
             if self._sync == "always":
-                os.fdatasync(descriptor)
+                sync(descriptor)
         except OSError as error:
             os.ftruncate(descriptor, start)  # half a record would hide later ones
             raise self._unwritable(error) from error

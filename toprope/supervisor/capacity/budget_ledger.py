@@ -200,21 +200,3 @@ def folder_bytes(path: Path) -> int:
         except OSError:
             continue
     return total
-
-
-def processor_count() -> int:
-    """Return the number of processors that this process may use."""
-    usable = getattr(os, "sched_getaffinity", None)
-    return len(usable(0)) if usable else os.cpu_count() or 1
-
-
-def gpu_names(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """Return the names of this machine's NVIDIA GPUs, as the driver reports them, in the order of their addresses."""
-    names = []
-    for path in sorted(root.glob("*/information")):
-        try:
-            lines = path.read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
-    return names

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, TooNew
+from toprope.machine import processor_count
 from toprope.records.run.folder import RUN_ID, read_json
 from toprope.records.run.specification import Specification
 from toprope.supervisor.lock import RunLock, is_held
@@ -75,8 +76,7 @@ class Machine(BaseModel):
             disk_floor: The owner's floor in bytes.
         """
         if threads is None:
-            usable = getattr(os, "sched_getaffinity", None)
-            threads = len(usable(0)) if usable else os.cpu_count() or 1
+            threads = processor_count()
         if gpus is None and visible is not None:
             gpus = [name for name in (part.strip() for part in visible.split(",")) if name and name != "-1"]
         if gpus is None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -113,6 +115,12 @@ class Component:
         """Kill a guard that does not react. The keeper then has to reap the processes that it kept."""
         if not self.gone.is_set():
             self._guard.kill()
+
+    def kill_group(self) -> None:
+        """Kill what is left in the program's process group, after its guard was killed."""
+        if self.pid is not None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def excerpt(self, lines: int = 20, secrets: Sequence[str] = ()) -> list[str]:
         """Return the last lines that the program printed."""

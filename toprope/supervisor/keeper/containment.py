@@ -28,8 +28,8 @@ from typing import Any, Literal
 
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, TopropeError
+from toprope.machine import boot_id
 from toprope.records.run.folder import read_json
-from toprope.supervisor.lock import boot_id
 
 Level = Literal["bubblewrap", "guard"]
 ContainmentSetting = Literal["auto", "bubblewrap", "guard"]

@@ -259,14 +259,17 @@ class Crew:
         if component.name in STARTS_RUNS:
             await self._reap_marked()
         elif component.exit == Exit():
-            await reap_orphans(list(self._components.values()))
+            if guard.ADOPTS:
+                await reap_orphans(list(self._components.values()))
+            else:
+                component.kill_group()
 
     async def _reap_marked(self) -> None:
         """Kill processes that carry this run's mark. Keepers that a member started carry another one and live on."""
         await asyncio.to_thread(reap_marked, {str(self._folder.path.resolve()): self._attempt})
 
     async def _reap_unguarded(self) -> None:
-        if STARTS_RUNS & self._components.keys():
+        if STARTS_RUNS & self._components.keys() or not guard.ADOPTS:
             if all(component.gone.is_set() for component in self._components.values()):
                 await self._reap_marked()
             return

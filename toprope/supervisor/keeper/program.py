@@ -20,7 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toprope.supervisor.lock import RunLock, boot_id
+from toprope.machine import boot_id
+from toprope.supervisor.lock import RunLock
 
 ALREADY_KEPT = 75
 """Exit code of a keeper that found another one (EX_TEMPFAIL of sysexits)."""

@@ -14,10 +14,10 @@ import time
 from dataclasses import dataclass
 
 from toprope.errors import Corrupt, NotFound, TopropeError
+from toprope.machine import boot_id
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
-from toprope.supervisor.lock import boot_id
 
 _LONGEST_WAIT_S = 3600.0
 """Waiting times double up to this limit. A note further ahead was written before the clock was set back."""

@@ -8,6 +8,7 @@ runs takes a single pass over the machine's processes.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -102,7 +103,7 @@ def _candidates(last_attempts: Mapping[str, int | None], spared: set[int]) -> It
 
     needles = [f"{ENV_FOLDER}={folder}\0".encode() for folder in last_attempts]
     proc = Path("/proc")
-    if not (proc / "self" / "environ").exists():
+    if not sys.platform.startswith("linux") or not (proc / "self" / "environ").exists():
         yield from (pid for pid in psutil.pids() if pid not in spared)
         return
     for name in os.listdir(proc):

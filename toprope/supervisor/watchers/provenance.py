@@ -21,6 +21,7 @@ from typing import Any
 
 import toprope
 from toprope.analysis.reproduction import differing_inputs
+from toprope.machine import gpu_names, processor_name
 from toprope.records.messages import Checked, Ready, Report
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import (
@@ -36,7 +37,6 @@ from toprope.records.run.manifest import (
 )
 from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
 from toprope.settings.environment import members_of
-from toprope.supervisor.capacity.budget_ledger import gpu_names
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
 CHANGES = "toprope.diff"
@@ -271,7 +271,7 @@ def _hardware(threads: int) -> Hardware:
     import psutil
 
     return Hardware(
-        cpu=_cpu(),
+        cpu=processor_name(),
         architecture=platform.machine(),
         system=f"{platform.system()} {platform.release()}",
         threads=threads,
@@ -279,13 +279,3 @@ def _hardware(threads: int) -> Hardware:
         memory_gb=round(psutil.virtual_memory().total / 2**30, 1),
         gpus=gpu_names(),
     )
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor()

@@ -17,7 +17,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toprope.atomic import write_json
+from toprope.atomic import allocate, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -52,11 +52,7 @@ class WeightFile:
         descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             size = _ALIGN + 2 * max(offset, _ALIGN)
-            if hasattr(os, "posix_fallocate"):
-                # Writing to a mapped file on a full disk would kill the trainer.
-                os.posix_fallocate(descriptor, 0, size)
-            else:
-                os.ftruncate(descriptor, size)
+            allocate(descriptor, size)  # writing to a mapped file on a full disk would kill the trainer
             self._map = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from toprope.atomic import sync
 from toprope.errors import DiskFull, InvalidValue
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.trajectories.datasets.store import DatasetStore, check_name
@@ -90,7 +91,7 @@ class Inbox:
                 done = 0
                 while done < len(data):
                     done += os.write(descriptor, data[done:])
-                os.fsync(descriptor)
+                sync(descriptor)
             except OSError as error:
                 os.ftruncate(descriptor, size)
                 if error.errno in NO_ROOM:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from toprope.atomic import fsync
+from toprope.atomic import fsync, sync
 from toprope.errors import DiskFull, InvalidValue
 from toprope.extras import require
 from toprope.records.run.full_disk import NO_ROOM
@@ -128,7 +128,7 @@ class _Csv(Writer):
 
     def _close(self) -> None:
         self._text.flush()
-        os.fsync(self._text.fileno())
+        sync(self._text.fileno())
         self._text.close()
 
 
@@ -248,7 +248,7 @@ def _table(items: Sequence[TrajectoryItem], schema: Any, writer: Writer) -> Any:
 
 def _sync(file: BinaryIO) -> None:
     file.flush()
-    os.fsync(file.fileno())
+    sync(file.fileno())
     file.close()
 
 

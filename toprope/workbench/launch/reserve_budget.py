@@ -8,12 +8,13 @@ from pathlib import Path
 
 from toprope.analysis.budget import Demand, Refusal, demand_of, freeze_limits, spent
 from toprope.errors import NotPossibleNow
+from toprope.machine import gpu_names, processor_count
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import UNITS, FrozenLimits, Limits
-from toprope.supervisor.capacity.budget_ledger import gpu_names, processor_count, read_accounts
+from toprope.supervisor.capacity.budget_ledger import read_accounts
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.programs import members_of
 from toprope.workbench.launch.token_costs import token_costs, unpriced

@@ -115,9 +115,10 @@ def containment(home: Home) -> Iterator[Finding]:
         yield Finding(
             "containment",
             "warning",
-            f"guard without subreaper, because {found.why}: a process that leaves its component's group (a daemon, "
-            "setsid) outlives the run",
-            "Check for leftovers after runs of environments that you do not trust; Linux would catch them.",
+            f"guard without subreaper, because {found.why}: a process that leaves its component's group "
+            "(setsid) and outlives its parent is ended by the keeper at the end of the run; one that also cleared its "
+            "environment escapes",
+            "Use only environments that you trust; Linux would catch it.",
         )
 
 

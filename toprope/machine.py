@@ -1,0 +1,66 @@
+"""What this machine is, on Linux and macOS: its boot, its processors, their name, its GPUs. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+_SYSCTL = "/usr/sbin/sysctl"
+_SYSCTL_S = 5.0
+
+
+@cache
+def boot_id() -> str:
+    """Return an id of the present boot of this machine; empty if the system has none."""
+    if sys.platform == "darwin":
+        return _sysctl("kern.bootsessionuuid")
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def processor_count() -> int:
+    """Return the number of processors that this process may use; macOS does not restrict them."""
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable else os.cpu_count() or 1
+
+
+@cache
+def processor_name() -> str:
+    """Return what the processor calls itself; empty if the system does not say."""
+    if sys.platform == "darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.processor()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def gpu_names(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """Return the names of this machine's NVIDIA GPUs as Linux's driver reports them, ordered by address."""
+    if sys.platform == "darwin":
+        return []
+    names = []
+    for path in sorted(root.glob("*/information")):
+        try:
+            lines = path.read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return names
+
+
+def _sysctl(name: str) -> str:
+    try:
+        done = subprocess.run([_SYSCTL, "-n", name], capture_output=True, text=True, timeout=_SYSCTL_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
