@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from toprope.sdk.errors import LoadError
+from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.worker.service import Service
 
 RESPONSE = {"id", "created_at", "object", "model", "output", "parallel_tool_calls", "tool_choice", "tools"}
@@ -35,6 +35,11 @@ class Gym(ThreadingHTTPServer):
         self.open.set()
         self.together = threading.Barrier(1)
         """Verifications that must be in progress at once."""
+        self.steps = False
+        """Whether it is played by steps."""
+        self.mcp = False
+        """Whether `increment` is served over MCP as `add`."""
+        self.closed: list[str] = []
         self.lock = threading.Lock()
 
     @property
@@ -48,6 +53,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: Any) -> None:
         pass
+
+    def do_GET(self) -> None:
+        paths = ("/reset", "/step") if self.server.steps else ("/seed_session", "/verify")
+        data = json.dumps({"paths": dict.fromkeys(paths, {})}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -69,7 +82,20 @@ class Handler(BaseHTTPRequestHandler):
             with self.server.lock:
                 session = f"s{len(self.server.counts)}"
                 self.server.counts[session] = body["start"]
-            return 200, {}, session
+            access = {"url_path": "/tools", "headers": {"X-Rollout": session}}
+            return 200, {"mcp": access} if self.server.mcp else {}, session
+        if path == "/tools":
+            return self.over_mcp(body, self.headers["X-Rollout"])
+        if path == "/reset":
+            session = f"s{len(self.server.counts)}"
+            self.server.counts[session] = body["start"]
+            info = {"supports_explicit_close": True, "supports_step_idempotency": True}
+            return 200, {"observation": f"At {body['start']}", "info": info}, session
+        if path == "/step":
+            return self.stepped(body, session)
+        if path == "/close":
+            self.server.closed.append(session)
+            return 200, {}, ""
         if path == "/increment":
             if not isinstance(body.get("by"), int):
                 return 422, {"detail": "by must be a number"}, ""
@@ -86,6 +112,34 @@ class Handler(BaseHTTPRequestHandler):
             return 200, {**body, "reward": float(count == body["target"]), "score": count}, ""
         return 404, {"detail": "Not Found"}, ""
 
+    def stepped(self, body: dict[str, Any], session: str) -> tuple[int, Any, str]:
+        assert len(body["_ng_step_request_id"]) == 32 and not RESPONSE - body["response"].keys()
+        outputs, calls = body["response"]["output"], []
+        for one in outputs:
+            if one["type"] == "function_call":
+                self.server.counts[session] += json.loads(one["arguments"])["by"]
+                calls.append({"call_id": one["call_id"], "output": str(self.server.counts[session])})
+        said = [one["content"][0]["text"] for one in outputs if one["type"] == "message"]
+        info = {"tool_outputs": calls} if calls else {}
+        seen = None if calls else f"Said {said[0]}"
+        return 200, {"observation": seen, "reward": -0.5, "terminated": "stop" in said, "info": info}, ""
+
+    def over_mcp(self, body: dict[str, Any], session: str) -> tuple[int, Any, str]:
+        if body["method"] == "tools/list":
+            result: dict[str, Any] = {"tools": [{"name": "add", "description": "Add.", "inputSchema": BY}]}
+        elif body["method"] == "tools/call":
+            failed = body["params"]["arguments"].get("by") is None
+            if not failed:
+                self.server.counts[session] += body["params"]["arguments"]["by"]
+            text = "by is missing" if failed else str(self.server.counts[session])
+            result = {"content": [{"type": "text", "text": text}], "isError": failed}
+        elif body["method"] == "initialize":
+            result = {"protocolVersion": "2025-06-18"}
+        else:
+            assert body["method"] == "notifications/initialized" and "id" not in body
+            return 202, "", ""
+        return 200, {"jsonrpc": "2.0", "id": body["id"], "result": result}, ""
+
 
 @pytest.fixture
 def gym() -> Iterator[Gym]:
@@ -98,8 +152,9 @@ def gym() -> Iterator[Gym]:
     thread.join(10)
 
 
+BY = {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]}
 TOOL = {"type": "function", "name": "increment", "description": "Adds to the counter.", "strict": True,
-        "parameters": {"type": "object", "properties": {"by": {"type": "integer"}}, "required": ["by"]}}  # fmt: skip
+        "parameters": BY}  # fmt: skip
 
 
 def row(number: int, **more: Any) -> dict[str, Any]:
@@ -242,3 +297,77 @@ def test_nemo_gym_converts_inputs_or_explains(gym: Gym, tmp_path: Path) -> None:
     for bad, said in (({"input": image}, "other than text"), ({}, "has no responses_create_params with an input")):
         with pytest.raises(Exception, match=said):
             begun(opened(gym, tmp_path, [row(1, responses_create_params=bad)]), 1)
+
+
+def test_server_with_steps_is_played_by_steps(gym: Gym, tmp_path: Path) -> None:
+    gym.steps = True
+    rows = [row(number, responses_create_params={"input": [], "tools": [TOOL]}) for number in range(20)]
+    service = opened(gym, tmp_path, rows)
+    (a, b), first = begun(service, 2)
+    start = int(first[-1]["content"].removeprefix("At "))
+    assert [one["role"] for one in first] == ["system", "user"] and '"increment"' in first[0]["content"]
+    one, two = say(service, [a, CALL % 2], [b, "hm"])
+    assert one["messages"] == [{"role": "tool", "content": str(start + 2)}]
+    assert two["messages"] == [{"role": "user", "content": "Said hm"}]
+    say(service, [b, "stop"])
+    [last] = say(service, [a, "stop"])
+    assert gym.closed == ["s1", "s0"], "each episode is closed once"
+    assert (last["outcome"]["error"], last["outcome"]["reward"], last["outcome"]["turns"]) == (None, -1.0, 2)
+    assert last["outcome"]["parts"]["tool_calls"] == 1 and not last["outcome"]["success"]
+
+
+def test_episode_that_reaches_the_limit_is_closed_and_bounded(gym: Gym, tmp_path: Path) -> None:
+    gym.steps = True
+    service = opened(gym, tmp_path, max_turns=2, range=[-0.7, 0])
+    (a,), first = begun(service, 1)
+    assert first[-2]["content"].startswith("From ") and first[-1]["content"].startswith("At ")
+    say(service, [a, "x"])
+    [last] = say(service, [a, "x"])
+    assert gym.closed == ["s0"] and "the sum of steps gave -1, beyond -0.7 to 0" in last["outcome"]["error"]
+
+
+def test_tools_over_mcp_act_on_the_session_of_their_rollout(gym: Gym, tmp_path: Path) -> None:
+    gym.mcp = True
+    rows = [row(n, responses_create_params={"input": f"From {n}", "tools": []}) for n in range(20)]
+    service = opened(gym, tmp_path, rows)
+    (a, b), first = begun(service, 2)
+    assert '"add"' in first[0]["content"]
+    add = '<tool_call>{"name": "add", "arguments": %s}</tool_call>'
+    one, two = say(service, [a, add % '{"by": 3}'], [b, add % "{}"])
+    assert one["messages"][0]["content"] == str(int(first[1]["content"].split()[1]) + 3)
+    assert "by is missing" in two["messages"][0]["content"]
+    say(service, [b, "Done"])
+    [last] = say(service, [a, "Done"])
+    [early] = service.answer("settle", {"rollouts": [b]})
+    assert (last["outcome"]["reward"], early["reward"]) == (1.0, 0.0)
+
+
+def test_rows_choose_among_several_servers(gym: Gym, tmp_path: Path) -> None:
+    other = Gym()
+    thread = threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        names = ("first_agent", "second_agent")
+        files = []
+        for place, name in enumerate(names):
+            files.append(tmp_path / f"{name}.jsonl")
+            reference = {"type": "responses_api_agents", "name": name}
+            lines = [json.dumps(row(100 * place + number, agent_ref=reference)) for number in range(12)]
+            files[-1].write_text("\n".join(lines))
+        both = {"url": {names[0]: gym.url, names[1]: other.url}, "rows": list(map(str, files))}
+        service = opened(gym, tmp_path, **both)
+        for index in range(12):
+            service.answer("begin", {"split": "train", "index": index, "count": 1})
+        assert gym.counts and other.counts and max(gym.counts.values()) < 100 <= min(other.counts.values())
+        with pytest.raises(EnvironmentMistake, match=r"Row 1 of rows.jsonl has the agent_ref 'None'.* first_agent"):
+            begun(opened(gym, tmp_path, url=both["url"]), 1)
+    finally:
+        other.shutdown()
+        other.server_close()
+        thread.join(10)
+
+
+def test_bare_reference_of_another_form_does_not_refuse_a_server(gym: Gym, tmp_path: Path) -> None:
+    service = opened(gym, tmp_path)  # expected_answer is a number, but the server wants calls
+    assert service.answer("open", {"source": {"adapter": "nemo_gym", "target": json.dumps(
+        {"url": gym.url, "rows": str(tmp_path / "rows.jsonl")})}})["guessed_reference"]  # fmt: skip

@@ -1,11 +1,13 @@
-"""Resources servers of NeMo Gym by address: `/seed_session`, the server's tools, `/verify`.
+"""Resources servers of NeMo Gym by address: `/seed_session`, tools and `/verify`, or `/reset` and `/step`.
 
-The owner starts the server in its own interpreter. The target is a JSON object:
+The owner starts the servers in their own interpreters. The target is a JSON object:
 
-    {"url": "http://127.0.0.1:8000",    the resources server
-     "rows": "/path/train.jsonl",       NeMo Gym's rows: each with `responses_create_params` and what `/verify` needs
-     "range": [0, 1], "clip": false,    bounds of the reward; a value outside is an error of its rollout, or clipped
-     "success": 1.0,                    reward from which a rollout counts as solved; the highest by default
+    {"url": "http://127.0.0.1:8000",    the resources server; or several, by the name of the rows' `agent_ref`
+     "rows": "/path/train.jsonl",       NeMo Gym's rows: each with `responses_create_params` and what `/verify` needs;
+                                        or a list of files
+     "range": [0, 1], "clip": false,    bounds of the reward; a value outside is an error of its rollout, or clipped;
+                                        not known by default with `/step`
+     "success": 1.0,                    reward from which a rollout counts as solved; the highest by default, or 1
      "shown": ["score"],                further numbers of `/verify`, recorded with each rollout
      "reference": "expected_answer",    column of the right answer, for people and checks
      "max_turns": 10, "timeout_s": 60, "name": "...", "description": "..."}
@@ -14,26 +16,30 @@ A short form is an address with the rows: `http://127.0.0.1:8000#/path/train.jso
 
 The adapter acts as NeMo Gym's simple agent: `/seed_session` with the row, the row's messages and tools to the policy,
 each tool call as `POST /<tool>`, and at the end `/verify` with the row and the whole response in OpenAI's Responses
-form. Cookies hold a rollout's session. The verifications of a group run concurrently.
+form. If `/seed_session` gives access to tools over MCP, these are offered too. A server with `/reset` and `/step` is
+played as by NeMo Gym's gymnasium agent: each answer is a step, and the reward is their sum. Cookies hold a rollout's
+session. The verifications of a group run concurrently.
 """
 
 from __future__ import annotations
 
 import json
-import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from toprope.sdk.adapters._servers.nemo_gym import messages_of, response_of
 from toprope.sdk.adapters._shared import rows as _rows
-from toprope.sdk.adapters._shared.json_http import JsonServer, Unreachable
+from toprope.sdk.adapters._shared.json_http import Answer, JsonServer, Unreachable
+from toprope.sdk.adapters._shared.mcp_http import McpSession
 from toprope.sdk.adapters._shared.user_files import Bounds, parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.orchestration.tools import Tool
-from toprope.sdk.tooled import TOOL_PARTS, ToolEnvironment, calls_in
+from toprope.sdk.tooled import TOOL_PARTS, Called, ToolEnvironment, calls_in
 
 __all__ = ["KEYS", "NemoGym", "make"]
 
@@ -42,73 +48,164 @@ KEYS = ("url", "rows", "range", "clip", "success", "shown", "reference", "max_tu
 """Keys of a target, and of an owner's YAML file."""
 _PARAMETERS = "responses_create_params"
 _REFERENCES = ("expected_answer", "answer", "reference", "ground_truth")
-_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _BESIDE = 16
+_WITHOUT_INPUT = "Begin."
+"""Shown for a row without input if the server gives no observation either."""
 _MANY = 1e9
+_UNDECLARED = (-1000.0, 1000.0)
+"""Bounds of the sum of steps if the owner gives none."""
 
 
 class NemoGym(ToolEnvironment):
-    """A resources server of NeMo Gym."""
+    """Resources servers of NeMo Gym."""
 
+    guessed_reference = True  # A server may want the right answer in a form that the column does not have.
     tags = ("nemo-gym", "server")
 
     def __init__(self, target: Mapping[str, Any]) -> None:
         timeout = target.get("timeout_s", 60)
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or timeout <= 0:
             raise LoadError(f"timeout_s must be a number of seconds, not {timeout!r}.")
-        self._server = JsonServer(str(target.get("url") or ""), float(timeout))
-        self._rows = Path(str(target.get("rows") or "")).expanduser().absolute()
-        if not self._rows.is_file():
-            raise LoadError(f"rows: no file {str(target.get('rows') or '')!r}; give NeMo Gym's JSON lines file.")
-        self.files = (str(self._rows),)
+        url = target.get("url") or ""
+        addresses = url if isinstance(url, Mapping) else {"": url}
+        self._servers = {str(name): JsonServer(str(one or ""), float(timeout)) for name, one in addresses.items()}
+        if not self._servers:
+            raise LoadError("url names no server.")
+        given = target.get("rows") or ""
+        files = [str(one) for one in given] if isinstance(given, list) else [str(given)]
+        if missing := [one for one in files if not Path(one).expanduser().is_file()] or (not files and [""]):
+            raise LoadError(f"rows: no file {missing[0]!r}; give NeMo Gym's JSON lines file.")
+        self._rows = [Path(one).expanduser().absolute() for one in files]
+        self.files = tuple(map(str, self._rows))
         self.name = str(target.get("name") or "nemo_gym")  # type: ignore[misc]
-        self.__doc__ = str(target.get("description") or f"NeMo Gym's server at {self._server.url}: {self._rows.name}")
-        self._bounds = Bounds(target.get("range"), bool(target.get("clip")), "`range`")
-        self._solved = float(target.get("success", self._bounds.high))
-        self._shown = [str(name) for name in target.get("shown") or ()]
-        self._reference = str(target.get("reference") or "")
+        places = ", ".join(one.url for one in self._servers.values())
+        rows = ", ".join(one.name for one in self._rows)
+        self.__doc__ = str(target.get("description") or f"NeMo Gym's server at {places}: {rows}")
+        self._given = target
         self.max_turns = int(target.get("max_turns") or 10)
         self.tool_timeout_s = float(timeout) + 5
-        shown = {name: Part(0.0, -_MANY, _MANY, "from /verify; shown") for name in self._shown}
-        self.parts = {"reward": self._bounds.part(1.0, "the reward of /verify"), **shown, **TOOL_PARTS}
+        self._stepped: dict[str, bool] = {}
+        """By server: whether each answer is a step."""
 
     def setup(self) -> None:
+        target = self._given
         try:
-            self._server.check()
+            for name, server in self._servers.items():
+                server.check()
+                self._stepped[name] = _has_steps(server)
         except Unreachable as error:
             raise LoadError(f"{error} Start the resources server first, or fix `url` in the target.") from None
+        unknown = target.get("range") is None and any(self._stepped.values())
+        self._bounds = Bounds(_UNDECLARED if unknown else target.get("range"), bool(target.get("clip")), "`range`")
+        self._solved = float(target.get("success", 1.0 if unknown else self._bounds.high))
+        self._shown = [str(name) for name in target.get("shown") or ()]
+        shown = {name: Part(0.0, -_MANY, _MANY, "from /verify; shown") for name in self._shown}
+        what = "the sum of the steps' rewards" if all(self._stepped.values()) else "the reward of /verify"
+        self.parts = {"reward": self._bounds.part(1.0, what), **shown, **TOOL_PARTS}
 
     def tasks(self) -> Iterator[Task]:
-        rows = _rows.rows_of(str(self._rows), [self._rows.parent], [self._rows], "", "train")
-        for number, row in enumerate(rows, 1):
-            parameters = row.get(_PARAMETERS)
-            if not isinstance(parameters, Mapping) or not parameters.get("input"):
-                raise EnvironmentMistake(
-                    f"Row {number} of {self._rows.name} has no {_PARAMETERS} with an input; it has {', '.join(row)}."
-                )
-            column = self._reference or next((name for name in _REFERENCES if name in row), "")
-            yield Task(_messages(parameters, number), reference=row.get(column), data={"row": row})
+        column = str(self._given.get("reference") or "")
+        for file in self._rows:
+            rows = _rows.rows_of(str(file), [file.parent], [file], "", "train")
+            for number, row in enumerate(rows, 1):
+                parameters = row.get(_PARAMETERS)
+                name = self._server_of(row, f"Row {number} of {file.name}")
+                if not isinstance(parameters, Mapping) or not parameters.get("input") and not self._stepped[name]:
+                    raise EnvironmentMistake(
+                        f"Row {number} of {file.name} has no {_PARAMETERS} with an input; it has {', '.join(row)}."
+                    )
+                right = column or next((one for one in _REFERENCES if one in row), "")
+                prompt = messages_of(parameters, number) or [{"role": "user", "content": _WITHOUT_INPUT}]
+                # Rows with equal prompts differ in what the server makes of them.
+                key = f"{prompt}\n{json.dumps(row, sort_keys=True, default=str)}" if self._stepped[name] else None
+                yield Task(prompt, reference=row.get(right), data={"row": row, "server": name}, key=key)
 
     def reset(self, task: Task) -> Messages:
         self._cookies: dict[str, str] = {}
-        answer = self._server.post("seed_session", task.data["row"], self._cookies)
-        if answer.status != 404:  # a stateless server may lack it
-            answer.value("/seed_session")
-        first = self.with_tools(task.prompt)
+        self._mcp: McpSession | None = None
+        self._server, self._total, self._over = self._servers[task.data["server"]], 0.0, False
+        told: Messages = []
+        if self._stepped[task.data["server"]]:
+            found = self._post("reset", task.data["row"]).value("/reset")
+            self._info = _info(found)
+            if isinstance(found, Mapping) and found.get("observation"):
+                told = [{"role": "user", "content": str(found["observation"])}]
+        else:
+            answer = self._post("seed_session", task.data["row"])
+            found = {} if answer.status == 404 else answer.value("/seed_session")  # a stateless server may lack it
+            if isinstance(found, Mapping) and isinstance(access := found.get("mcp"), Mapping):
+                headers = {str(name): str(value) for name, value in dict(access.get("headers") or {}).items()}
+                self._mcp = McpSession(self._server, str(access.get("url_path") or "/mcp"), headers)
+        prompt = [one for one in task.messages if one.get("content") != _WITHOUT_INPUT or not told]
+        first = [*self.with_tools(prompt), *told]
         self._first = len(first)
         return first
 
+    def step(self, text: str) -> tuple[Messages | None, bool]:
+        """Carry out the calls in an answer, or take it as a step."""
+        if not self._stepped[self.task.data["server"]]:
+            return super().step(text)
+        row = self.task.data["row"]
+        newest = [{"role": "assistant", "content": text}]
+        asked = {**row, "response": response_of(newest, row[_PARAMETERS], self.task.id, self.truncated)}
+        if self._info.get("supports_step_idempotency") is True:
+            asked["_ng_step_request_id"] = uuid.uuid4().hex
+        found = self._post("step", asked).value("/step")
+        if not isinstance(found, Mapping):
+            raise EnvironmentMistake(f"/step returned {str(found)[:200]}")
+        self._total += float(found.get("reward") or 0.0)
+        for call in calls_in(text):
+            self.toolbox  # noqa: B018 - makes the list of calls
+            self.calls.append(Called(call.name, call.arguments, "", 0.0, 0.0, bool(call.problem)))
+        if found.get("terminated") or found.get("truncated"):
+            self._close()
+            return None, True
+        outputs = _info(found).get("tool_outputs") or ()
+        said: Messages = [{"role": "tool", "content": str(one.get("output", ""))} for one in outputs]
+        if found.get("observation") or not said:
+            said.append({"role": "user", "content": str(found.get("observation") or "Go on.")})
+        return said, False
+
     def own_tools(self) -> list[Tool]:
-        return [self._tool(given) for given in self.task.data["row"][_PARAMETERS].get("tools") or ()]
+        row = self.task.data["row"]
+        tools = [self._tool(given) for given in row[_PARAMETERS].get("tools") or ()]
+        known = {one.name for one in tools}
+        listed = self._mcp.tools() if self._mcp is not None else ()
+        return [*tools, *(self._over_mcp(given) for given in listed if given["name"] not in known)]
 
     def score_group(self, rollouts: Sequence[Environment]) -> list[Any]:
         """Verify rollouts concurrently; a failed verification is an error of its rollout alone."""
         played = [one for one in rollouts if isinstance(one, NemoGym)]
+        if not played:
+            return []
         with ThreadPoolExecutor(min(_BESIDE, len(played)), thread_name_prefix="verify") as threads:
             return list(threads.map(_verified, played))
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["reward"] >= self._solved - 1e-9
+
+    def _server_of(self, row: Mapping[str, Any], what: str) -> str:
+        """Return the name of the server that a row belongs to."""
+        if len(self._servers) == 1:
+            return next(iter(self._servers))
+        reference = row.get("agent_ref")
+        name = str(reference.get("name") if isinstance(reference, Mapping) else reference)
+        if name not in self._servers:
+            raise EnvironmentMistake(
+                f"{what} has the agent_ref {name!r}, for which `url` names no server; it names "
+                f"{', '.join(self._servers)}."
+            )
+        return name
+
+    def _post(self, path: str, body: Any) -> Answer:
+        return self._server.post(path, body, self._cookies)
+
+    def _close(self) -> None:
+        """End the episode on a server that asks for it."""
+        if self._over or self._info.get("supports_explicit_close") is not True:
+            return
+        self._over = True
+        self._post("close", {})
 
     def _tool(self, given: Mapping[str, Any]) -> Tool:
         name = given.get("name")
@@ -116,9 +213,19 @@ class NemoGym(ToolEnvironment):
             raise EnvironmentMistake(f"The row has a tool that the server does not provide: {str(given)[:120]}.")
 
         def call(arguments: str) -> str:
-            return self._server.post(quote(name), json.loads(arguments), self._cookies).text
+            return self._post(quote(name), json.loads(arguments)).text
 
         schema = given.get("parameters") or {"type": "object", "properties": {}}
+        return Tool(name, str(given.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
+
+    def _over_mcp(self, given: Mapping[str, Any]) -> Tool:
+        session, name = self._mcp, str(given["name"])
+        assert session is not None  # it has listed the tool
+
+        def call(arguments: str) -> str:
+            return session.call(name, json.loads(arguments))
+
+        schema = given.get("inputSchema") or {"type": "object", "properties": {}}
         return Tool(name, str(given.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
 
     def verify(self) -> dict[str, float]:
@@ -127,8 +234,12 @@ class NemoGym(ToolEnvironment):
         Raises:
             EnvironmentMistake: The server does not answer, or gives no reward.
         """
+        if self._stepped[self.task.data["server"]]:
+            self._close()
+            return {"reward": self._bounds.value(self._total, "the sum of steps"), **dict.fromkeys(self._shown, 0.0)}
         row = self.task.data["row"]
-        found = self._server.post("verify", {**row, "response": self._response()}, self._cookies).value("/verify")
+        response = response_of(self.messages[self._first :], row[_PARAMETERS], self.task.id, self.truncated)
+        found = self._post("verify", {**row, "response": response}).value("/verify")
         if not isinstance(found, Mapping) or found.get("reward") is None:
             raise EnvironmentMistake(f"/verify returned no reward: {str(found)[:200]}")
         if found.get("mask_sample"):
@@ -139,30 +250,6 @@ class NemoGym(ToolEnvironment):
             value = found.get(name)
             values[name] = float(value) if isinstance(value, int | float) else 0.0
         return values
-
-    def _response(self) -> dict[str, Any]:
-        """Return the conversation in the form of OpenAI's Responses, as NeMo Gym's agents send it."""
-        parameters = self.task.data["row"][_PARAMETERS]
-        output: list[dict[str, Any]] = []
-        waiting: list[str] = []
-        for number, message in enumerate(self.messages[self._first :]):
-            if message["role"] == "assistant":
-                output += _said(message["content"], number, self.truncated, waiting)
-            elif message["role"] == "tool" and waiting:
-                called = {"call_id": waiting.pop(0), "output": message["content"]}
-                output.append({"type": "function_call_output", **called})
-        return {
-            "id": f"resp_{self.task.id}",
-            "created_at": time.time(),
-            "object": "response",
-            "model": "policy",
-            "status": "incomplete" if self.truncated else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if self.truncated else None,
-            "output": output,
-            "parallel_tool_calls": parameters.get("parallel_tool_calls", True),
-            "tool_choice": parameters.get("tool_choice", "auto"),
-            "tools": parameters.get("tools") or [],
-        }
 
 
 def make(target: str) -> NemoGym:
@@ -181,57 +268,23 @@ def make(target: str) -> NemoGym:
     return NemoGym(parsed(target, "nemo_gym", KEYS))
 
 
+def _has_steps(server: JsonServer) -> bool:
+    """Return True if a server says that it is played by `/reset` and `/step`."""
+    answer = server.get("openapi.json")
+    try:
+        paths = answer.value("/openapi.json").get("paths", {}) if answer.status == 200 else {}
+    except (EnvironmentMistake, AttributeError):
+        return False
+    return "/step" in paths and "/reset" in paths
+
+
+def _info(found: Any) -> Mapping[str, Any]:
+    info = found.get("info") if isinstance(found, Mapping) else None
+    return info if isinstance(info, Mapping) else {}
+
+
 def _verified(rollout: NemoGym) -> Any:
     try:
         return rollout.verify()
     except Exception as error:  # is the rollout's own
         return error
-
-
-def _messages(parameters: Mapping[str, Any], number: int) -> Messages:
-    """Return the input of a row as messages."""
-    given, messages = parameters["input"], []
-    if parameters.get("instructions"):
-        messages.append({"role": "system", "content": str(parameters["instructions"])})
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    for item in given:
-        kind = item.get("type") or "message"
-        if kind == "function_call":
-            called = f'{{"name": {json.dumps(item.get("name"))}, "arguments": {item.get("arguments") or "{}"}}}'
-            messages.append({"role": "assistant", "content": f"<tool_call>\n{called}\n</tool_call>"})
-        elif kind == "function_call_output":
-            messages.append({"role": "tool", "content": str(item.get("output", ""))})
-        elif kind == "message" and item.get("role") in _ROLES:
-            messages.append({"role": _ROLES[item["role"]], "content": _text(item.get("content"), number)})
-        elif kind != "reasoning":
-            raise EnvironmentMistake(f"Row {number} has an input of the type {kind!r}, which cannot be shown as text.")
-    return messages
-
-
-def _text(content: Any, number: int) -> str:
-    if isinstance(content, str):
-        return content
-    texts = [part.get("text") for part in content or () if isinstance(part, Mapping)]
-    words = [text for text in texts if isinstance(text, str)]
-    if len(words) != len(texts):
-        raise EnvironmentMistake(f"Row {number} has content other than text, such as an image; only text is supported.")
-    return "".join(words)
-
-
-def _said(text: str, number: int, cut: bool, waiting: list[str]) -> list[dict[str, Any]]:
-    """Convert an answer of the policy into response items; append the ids of its calls to `waiting`."""
-    calls = calls_in(text)
-    plain = text.split("<tool_call>", 1)[0].strip() if calls else text
-    items: list[dict[str, Any]] = []
-    if plain or not calls:
-        content = [{"type": "output_text", "text": plain, "annotations": []}]
-        status = "incomplete" if cut else "completed"
-        items.append({"id": f"msg_{number}", "type": "message", "role": "assistant", "status": status,
-                      "content": content})  # fmt: skip
-    for place, call in enumerate(calls):
-        waiting.append(f"call_{number}_{place}")
-        named = {"name": call.name or "unreadable", "arguments": json.dumps(call.arguments or {})}
-        items.append({"type": "function_call", "id": f"fc_{number}_{place}", "call_id": waiting[-1],
-                      "status": "completed", **named})  # fmt: skip
-    return items

@@ -10,7 +10,7 @@ import json
 import socket
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,6 +32,8 @@ class Answer:
 
     status: int
     text: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """By lower-case name."""
 
     def value(self, what: str) -> Any:
         """Return the JSON of a successful answer.
@@ -84,18 +86,39 @@ class JsonServer:
         except OSError as error:
             raise Unreachable(f"Nothing answers at {self.url}: {error.strerror or error}.") from None
 
-    def post(self, path: str, body: Any, cookies: dict[str, str] | None = None) -> Answer:
+    def get(self, path: str) -> Answer:
+        """Request a path.
+
+        Raises:
+            Unreachable: No answer in time.
+        """
+        return self._asked("GET", path, None, {"Accept": "application/json"}, None)
+
+    def post(
+        self,
+        path: str,
+        body: Any,
+        cookies: dict[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
         """Send JSON and return the answer.
 
         Args:
             path: Path below the address.
             body: A JSON value.
             cookies: Cookies to send; updated with those of the answer.
+            headers: Further headers.
 
         Raises:
             Unreachable: No answer in time.
         """
-        headers = {**self._headers, "Content-Type": "application/json", "Accept": "application/json"}
+        sent = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
+        return self._asked("POST", path, json.dumps(body), sent, cookies)
+
+    def _asked(
+        self, method: str, path: str, body: str | None, more_headers: Mapping[str, str], cookies: dict[str, str] | None
+    ) -> Answer:
+        headers = {**self._headers, **more_headers}
         if cookies:
             headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
         kind: Any = http.client.HTTPConnection
@@ -104,7 +127,7 @@ class JsonServer:
             kind, more = http.client.HTTPSConnection, {"context": ssl.create_default_context()}
         connection = kind(self._host, self._port, timeout=self._timeout, **more)
         try:
-            connection.request("POST", f"{self._path}/{path.lstrip('/')}", json.dumps(body), headers)
+            connection.request(method, f"{self._path}/{path.lstrip('/')}", body, headers)
             answer = connection.getresponse()
             text = answer.read(_LONGEST).decode("utf-8", "replace")
         except TimeoutError:
@@ -116,7 +139,7 @@ class JsonServer:
         if cookies is not None:
             for value in answer.headers.get_all("Set-Cookie") or ():
                 _take(value, cookies)
-        return Answer(answer.status, text)
+        return Answer(answer.status, text, {name.lower(): value for name, value in answer.headers.items()})
 
 
 def _take(value: str, cookies: dict[str, str]) -> None:
