@@ -296,6 +296,8 @@ def test_paths_of_sources_and_targets(tmp_path: Path, monkeypatch: pytest.Monkey
     found = paths.data_paths(json.dumps(target))
     assert str(package / "rows.jsonl") in found and str(tmp_path) not in found
     assert str(package / "env.py") in paths.data_paths(f"{package}/env.py:Name")
+    rows = str(package / "rows.jsonl")
+    assert paths.data_paths(f"http://127.0.0.1:80#{rows}") == [rows]
     assert paths.data_paths("https://example.org/x") == paths.data_paths(None) == []
     left = paths.without([str(tmp_path)], [str(package)])
     assert set(left) == {str(tmp_path / "env.py"), str(tmp_path / ".ssh")}

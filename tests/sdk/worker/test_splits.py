@@ -192,3 +192,43 @@ def test_the_id_of_a_task_is_that_of_its_source():
     assert ids[0] == ids[1]
     old = TaskSplits(first, rule=PROMPT_RULE)
     assert [old.id_of(task) for task in old.page("train", 0, 5)] == [task.id for task in old.page("train", 0, 5)]
+
+
+class ListedRows(Environment):
+    """A few rows."""
+
+    listed = True
+    rows = 5
+    broken_at = -1
+
+    def tasks(self):
+        for number in range(self.rows):
+            if number == self.broken_at:
+                raise ValueError("no such row")
+            yield Task(f"Row {number}")
+
+
+@pytest.mark.parametrize("rows", [3, 5, 29, 30, 200])
+def test_few_listed_tasks_fill_every_split(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ListedRows, "rows", rows)
+    splits = splits_of(ListedRows)
+    splits.get("train", 0)  # whatever is asked for first
+    found = contents(splits, 500)
+    assert all(found.values()) and sum(map(len, found.values())) == rows == len(set.union(*found.values()))
+    other = splits_of(ListedRows)
+    other.page("heldout", 0, 1)
+    assert contents(other, 500) == found, "the same in every process"
+    if rows >= 30:
+        assert all(split_of(content) == split for split, of in found.items() for content in of)
+
+
+def test_two_listed_tasks_are_too_few_and_a_failure_keeps_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ListedRows, "rows", 2)
+    with pytest.raises(InvalidRequest, match="split has no tasks"):
+        [splits_of(ListedRows).get(split, 0) for split in SPLITS]
+    monkeypatch.setattr(ListedRows, "rows", 9)
+    monkeypatch.setattr(ListedRows, "broken_at", 6)
+    splits = splits_of(ListedRows)
+    with pytest.raises(ValueError, match="no such row"):
+        splits.get("train", 0)
+    assert sum(splits.known(split) for split in SPLITS) == 6

@@ -50,6 +50,7 @@ class InspectKnobs:
 class Inspect(OwnLoop):
     """A task of inspect-ai."""
 
+    listed = True
     packages = ("inspect-ai",)
     tags = ("inspect", "evaluation")
     Knobs = InspectKnobs  # type: ignore[assignment]

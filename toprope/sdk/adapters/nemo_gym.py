@@ -59,6 +59,7 @@ _UNDECLARED = (-1000.0, 1000.0)
 class NemoGym(ToolEnvironment):
     """Resources servers of NeMo Gym."""
 
+    listed = True
     guessed_reference = True  # A server may want the right answer in a form that the column does not have.
     tags = ("nemo-gym", "server")
 

@@ -168,6 +168,8 @@ class Environment:
     """Names of distributions that the tasks depend on; every run records their versions."""
     files: tuple[str, ...] = ()
     """Paths of further files that the environment depends on; every run records their hashes."""
+    listed: bool = False
+    """True if `tasks` is quick to read to its end, like the rows of a file. Few tasks then fill all splits."""
     wants_tokens: bool = False
     """True to fill in `tokens`, at a small cost per answer."""
 

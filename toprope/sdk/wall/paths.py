@@ -119,7 +119,8 @@ def source_paths(file: str) -> list[str]:
 
 
 def data_paths(target: str | None) -> list[str]:
-    """The files that an adapter's target names: absolute paths, alone, with `:attribute` or `@name`, or in JSON.
+    """The files that an adapter's target names: absolute paths, alone, with `:attribute` or `@name`, behind a server's
+    address and `#`, or in JSON.
 
     Commands in it are found like a shell finds them.
     """
@@ -147,6 +148,8 @@ def _texts(said: Any) -> Iterator[str]:
 
 
 def _named(text: str) -> list[str]:
+    if text.startswith(("http://", "https://")):
+        text = text.partition("#")[2]
     if not text.startswith("/"):
         return []
     for mark in ("", ":", "@"):

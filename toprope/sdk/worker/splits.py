@@ -3,7 +3,8 @@
 Seeds do not separate tasks: generators repeat themselves, and neighbouring seeds give shifted copies of one stream. The
 split of a task is therefore decided by its content: a hash of its normalised text, the same in every process and for
 every seed; or by a hash of its `source`, if settings decide how the text is made of that (SOURCE_RULE). Of 100 tasks
-about 80 go to `train`, 10 to `validation` and 10 to `heldout`. Equal content counts once.
+about 80 go to `train`, 10 to `validation` and 10 to `heldout`. Equal content counts once. If an environment with
+`listed` tasks has few, each split gets at least one, in the order of the hashes.
 
 An environment that defines `tasks(self, split)` brings its own splits. Held-out content is then removed elsewhere:
 content of `heldout` is dropped from `validation`, content of either is dropped from `train`. Both are read in full for
@@ -34,6 +35,8 @@ so that a template cannot move a task to another split."""
 PATIENCE = 500
 """After this many repeated tasks in a row, the stream counts as exhausted."""
 OWN_SPLIT_LIMIT = 10_000
+FEW = 30
+"""Below so many listed tasks, chance may leave a split empty."""
 _STRICTEST = ("heldout", "validation", "train")
 
 
@@ -112,6 +115,7 @@ class TaskSplits:
         self._orders: dict[int, list[int]] = {}
         self._repeats = 0
         self._own = bool(inspect.signature(environment.tasks).parameters)
+        self._maybe_few = bool(environment.listed) and not self._own
         if self._own:
             tasks: Callable[[str], Iterable[Task]] = environment.tasks  # type: ignore[assignment]
             self._streams = {split: _Stream(functools.partial(tasks, split)) for split in SPLITS}
@@ -190,6 +194,8 @@ class TaskSplits:
         if self._own:
             self._scan_own(split, wanted)
             return
+        if self._maybe_few:
+            self._divide_few()
         found = self._found[split]
         while len(found) < wanted and not self.exhausted(split):
             task = self._streams[split].next()
@@ -197,8 +203,30 @@ class TaskSplits:
                 return
             content = _content(task)
             if self._is_new(content):
-                h = _bucket(self._deciding(task, content))
-                self._found["train" if h < 80 else "validation" if h < 90 else "heldout"].append(task)
+                self._found[self._split_by_hash(task)].append(task)
+
+    def _split_by_hash(self, task: Task) -> str:
+        h = _bucket(self._deciding(task, _content(task)))
+        return "train" if h < 80 else "validation" if h < 90 else "heldout"
+
+    def _divide_few(self) -> None:
+        """Read the first tasks; if there are no others, and enough for all splits, divide them."""
+        self._maybe_few = False
+        stream = self._streams["train"]
+        first: list[Task] = []
+        try:
+            while len(first) < FEW and self._repeats < PATIENCE and (task := stream.next()) is not None:
+                if self._is_new(_content(task)):
+                    first.append(task)
+        finally:  # Tasks from before a failure stay available.
+            chosen = [self._split_by_hash(task) for task in first]
+            if stream.ended and len(SPLITS) <= len(first) < FEW and len(set(chosen)) < len(SPLITS):
+                ids = sorted(map(self.id_of, first))
+                held = max(1, len(first) // 10)
+                stricter = dict.fromkeys(ids[:held], "heldout") | dict.fromkeys(ids[held : 2 * held], "validation")
+                chosen = [stricter.get(self.id_of(task), "train") for task in first]
+            for task, split in zip(first, chosen, strict=True):
+                self._found[split].append(task)
 
     def _scan_own(self, split: str, wanted: int) -> None:
         for name in _STRICTEST:
