@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import importlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +34,8 @@ class Adapter:
     """Package that an interpreter needs; empty: the standard library suffices."""
     requirements: tuple[str, ...] = ()
     """Requirements of a separate interpreter; empty: none is needed."""
+    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Extras of packages of environments that are taken unless others are named."""
     problem: str = ""
     """Reason why the adapter cannot be used; empty if it can."""
     module: ModuleType | None = None
@@ -94,6 +96,7 @@ def adapters(folder: Path = _FOLDER, load: Callable[[str], ModuleType] | None = 
                     description=first_line(module.__doc__),
                     package=str(getattr(module, "PACKAGE", "") or ""),
                     requirements=_texts(getattr(module, "REQUIREMENTS", ())),
+                    extras=dict(getattr(module, "EXTRAS", {})),
                     module=module,
                 )
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace as Thing
 from typing import Any
 
@@ -12,12 +13,16 @@ import pytest
 from toprope.sdk.adapters import inspect_ai
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Task
-from toprope.sdk.errors import EnvironmentMistake
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 from toprope.sdk.rollouts import configure
 
 
 def session(**other: Any) -> Session:
     return Session(**{"base_url": "http://x/v1", "api_key": "k", "model": "m"} | other)
+
+
+class PrerequisiteError(Exception):
+    pass
 
 
 class Sample(Thing):
@@ -38,25 +43,38 @@ def sample(text: str, **fields: Any) -> Sample:
 def inspect(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
     """A function that makes the environment of a task; its evaluations call `evaluate(samples, sessions)`."""
 
-    def make(samples: list[Sample], evaluate: Any = None, scorers: tuple[str, ...] = ("exact",)) -> OwnLoop:
-        task = Thing(dataset=samples, sandbox=None, scorer=list(scorers))
+    def make(
+        samples: list[Sample],
+        evaluate: Any = None,
+        scorers: tuple[str, ...] = ("exact",),
+        failure: BaseException | None = None,
+    ) -> OwnLoop:
+        task = Thing(dataset=samples, sandbox=None, scorer=list(scorers), model_roles={"critic": "other/model"})
 
-        async def eval_async(asked: list[Sample], model: dict[str, Session], **settings: Any) -> list[Thing]:
+        async def eval_async(asked: list[Sample], model: dict[str, Any], **settings: Any) -> list[Thing]:
+            assert settings["model_roles"].keys() == {"grader", "critic"} and model["judge"] is False
+            assert all(one["judge"] is True for one in settings["model_roles"].values())
             if evaluate is not None:
-                await evaluate(asked, model)
+                await evaluate(asked, model["sessions"])
             return [Thing(samples=asked, error=None, status="success")]
+
+        def load_tasks(targets: list[str], arguments: dict[str, Any]) -> list[Thing]:
+            if failure is not None:
+                raise failure
+            return [task]
 
         values = {"C": 1.0, "I": 0.0}
         for name, members in {
             "openai": {},
             "inspect_ai": {"eval_async": eval_async, "task_with": lambda task, dataset, epochs: dataset},
-            "inspect_ai._eval.loader": {"load_tasks": lambda targets, arguments: [task]},
+            "inspect_ai._eval.loader": {"load_tasks": load_tasks},
+            "inspect_ai._util.error": {"PrerequisiteError": PrerequisiteError},
             "inspect_ai._util.registry": {
                 "registry_info": lambda scorer: Thing(name=scorer), "registry_lookup": lambda kind, name: name,
             },
             "inspect_ai.dataset": {"MemoryDataset": list},
             "inspect_ai.log._samples": {"sample_active": None},
-            "inspect_ai.model": {"get_model": lambda name, sessions, **settings: sessions, "modelapi": None},
+            "inspect_ai.model": {"get_model": lambda name, **settings: settings, "modelapi": None},
             "inspect_ai.model._providers.openai_compatible": {"OpenAICompatibleAPI": object},
             "inspect_ai.scorer": {"value_to_float": lambda: lambda value: values.get(value, value)},
             "inspect_ai.util._display": {"init_display_type": lambda kind: None},
@@ -113,19 +131,38 @@ def test_inspect_converts_scores_to_parts(inspect: Callable[..., OwnLoop]) -> No
     call = Thing(id="c1", function="add", arguments={"a": 1})
     messages = [Thing(role="user", text="x"), Thing(role="assistant", text="", tool_calls=[call])]
     both = {"exact": Thing(value="C"), "several": Thing(value={"a": "I", "b": 1.0})}
-    broken = Thing(message="Traceback\nValueError: it broke")
+    trace = "Traceback (most recent call last):\n  File x\nKeyError: 1\n\nDuring ...\nValueError: it\n  broke\n"
+    broken = Thing(message="ValueError('it')", traceback=trace)
     environment = inspect(
         [
             sample("good", messages=messages, scores=both),
             sample("long", limit=Thing(type="token"), error=broken),
             sample("beyond", scores={"exact": Thing(value=3.0)}),
+            sample("unread", scores={"exact": Thing(value=float("nan"), explanation="Grade not found in: hm")}),
         ],
         scorers=("exact", "several"),
     )
     found = [asyncio.run(environment.group(task, [session()]))[0] for task in environment.tasks()]
-    good, failed, beyond = found
+    good, failed, beyond, unread = found
     assert isinstance(good, Played) and isinstance(failed, Played)
     assert good.parts == {"exact": 1.0, "several": 0.5} and good.turns == 1 and not good.truncated
     assert good.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     assert failed.error == "ValueError: it broke" and failed.truncated
     assert isinstance(beyond, EnvironmentMistake) and "reward_low and reward_high" in str(beyond)
+    assert isinstance(unread, Played) and unread.error == "the scorer exact gave no score: Grade not found in: hm"
+
+
+def test_inspect_names_what_a_task_needs(
+    inspect: Callable[..., OwnLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "package-1.0.dist-info"
+    info.mkdir()
+    lines = ["Name: package", "Version: 1.0", 'Requires-Dist: rouge_score>=0.1; extra == "b3"', "Requires-Dist: numpy"]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(LoadError, match=r"imports rouge_score, .*toprope env add 'package\[b3\]' -r inspect_ai"):
+        inspect([], failure=ModuleNotFoundError("no", name="rouge_score"))
+    with pytest.raises(LoadError, match="toprope env add package -r gensim"):
+        inspect([], failure=ModuleNotFoundError("no", name="gensim.models"))
+    with pytest.raises(InvalidRequest, match="these parameters: Set a KEY first"):
+        inspect([], failure=PrerequisiteError("Set a [bold blue]KEY[/bold blue] first"))

@@ -316,6 +316,13 @@ def test_server_with_steps_is_played_by_steps(gym: Gym, tmp_path: Path) -> None:
     assert last["outcome"]["parts"]["tool_calls"] == 1 and not last["outcome"]["success"]
 
 
+def test_equal_rows_of_a_server_with_steps_are_tasks_of_their_own(gym: Gym, tmp_path: Path) -> None:
+    gym.steps = True
+    service = opened(gym, tmp_path, [row(1)] * 5)
+    found = [service.answer("tasks", {"split": split, "start": 0, "count": 9}) for split in ("train", "heldout")]
+    assert [len(one["tasks"]) for one in found] == [3, 1]
+
+
 def test_episode_that_reaches_the_limit_is_closed_and_bounded(gym: Gym, tmp_path: Path) -> None:
     gym.steps = True
     service = opened(gym, tmp_path, max_turns=2, range=[-0.7, 0])

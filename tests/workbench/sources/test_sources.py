@@ -79,6 +79,22 @@ def test_file_is_listed_by_its_adapter_and_interpreter(tmp_path: Path) -> None:
     assert (own.status, own.environment.interpreter) == ("ready", "/other/python")
 
 
+def test_equal_names_in_several_files_are_told_apart(tmp_path: Path) -> None:
+    for name in ("One.py", "two.py", "two/two.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("def a_task(): ...\n")
+    found, names = [stub("alpha", declared=declares("a"))], Names()
+    places = [tmp_path / name for name in ("One.py", "two.py", "two/two.py")]
+    entries = [
+        entry
+        for place in places
+        for entry in FolderSource(place, "folder", FileReader(lambda: found), lambda: [], "/x/python").entries(names)
+    ]
+    assert [entry.name for entry in entries] == ["a_task", "two-a_task", "two-two-a_task"]
+    assert [entry.environment.target for entry in entries] == [f"{place}:a_task" for place in places]
+    assert not any(entry.problem for entry in entries)
+
+
 def test_failing_adapter_hides_no_other_entry(tmp_path: Path) -> None:
     mine, site = tmp_path / "mine", install(tmp_path / "site", "alpha", "beta")
     mine.mkdir()

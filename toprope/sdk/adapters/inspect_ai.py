@@ -10,8 +10,9 @@ This relies on an undocumented interface of inspect (its OpenAI-compatible provi
 
 from __future__ import annotations
 
-import ast
 import asyncio
+import math
+import re
 import shutil
 import sys
 import tempfile
@@ -20,18 +21,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._inspect_ai.listing import declared, installed
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
-from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "Inspect", "declared", "installed", "make"]
 
 REQUIREMENTS = ("inspect-ai>=0.3.285,<0.4", "openai")
 PACKAGE = "inspect_ai"
+EXTRAS = {
+    "inspect-evals": (
+        "agentdojo", "agentic-misalignment", "b3", "bfcl", "core-bench", "gdm-stealth", "healthbench", "ifeval",
+        "makemesay", "math", "medqa", "mind2web", "niah", "personality", "usaco", "worldsense",
+    )
+}  # fmt: skip
+"""Extras that `toprope env add PACKAGE` takes unless others are named: what tasks import, without torch and Docker."""
 _PROVIDER = "toprope"
+_GRADER = "grader"
+"""The role of inspect's model-graded scorers."""
+_LONGEST_REASON = 500
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b")
 _TOGETHER = 256
 """Most rollouts in one evaluation."""
 
@@ -67,12 +78,19 @@ class Inspect(OwnLoop):
 
     def setup(self) -> None:
         from inspect_ai._eval.loader import load_tasks
+        from inspect_ai._util.error import PrerequisiteError
         from inspect_ai._util.registry import registry_info
 
         try:
             tasks = load_tasks([self._target], dict(self.knobs.args))
-        except (TypeError, ValueError, LookupError, FileNotFoundError) as error:
-            raise InvalidRequest(f"inspect does not load {self._target} with these parameters: {error}") from error
+        except ModuleNotFoundError as error:
+            raise LoadError(
+                f"{self._target} imports {error.name}, which is not installed. The owner adds it: "
+                f"toprope env add {_needed(self._target, str(error.name))}"
+            ) from error
+        except (TypeError, ValueError, LookupError, FileNotFoundError, PrerequisiteError) as error:
+            why = re.sub(r"\[/?[a-z ]+\]", "", str(error))  # the markup of its terminal
+            raise InvalidRequest(f"inspect does not load {self._target} with these parameters: {why}") from error
         if len(tasks) != 1:
             names = ", ".join(str(task.name) for task in tasks) or "none"
             raise InvalidRequest(f"{self._target} names {len(tasks)} tasks ({names}): name one with @.")
@@ -110,16 +128,17 @@ class Inspect(OwnLoop):
         messages = [_message(message) for message in sample.messages]
         turns = sum(message["role"] == "assistant" for message in messages)
         truncated = sample.limit is not None or sample.output.stop_reason == "max_tokens"
+        said: dict[str, Any] = {"messages": messages, "turns": turns, "truncated": truncated}
         if sample.error is not None:
-            last = (sample.error.message or "").strip().rpartition("\n")[2]
-            return Played(
-                {}, messages=messages, turns=turns, truncated=truncated, error=last or "inspect gives no reason"
-            )
+            return Played({}, error=_reason(sample.error), **said)
         to_float, parts = value_to_float(), {}
         scores = list((sample.scores or {}).values())
         for place, name in enumerate(self.parts):
-            value = scores[place].value if place < len(scores) else None
-            parts[name] = _number(value, to_float)
+            score = scores[place] if place < len(scores) else None
+            parts[name] = _number(None if score is None else score.value, to_float)
+            if math.isnan(parts[name]):
+                why = " ".join(str(getattr(score, "explanation", None) or "it gives no reason").split())
+                return Played({}, error=f"the scorer {name} gave no score: {why}"[:_LONGEST_REASON], **said)
             if not self.parts[name].low <= parts[name] <= self.parts[name].high:
                 raise EnvironmentMistake(
                     f"Score {name!r} is {parts[name]:g}: set the knobs reward_low and reward_high to hold it."
@@ -187,16 +206,22 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
     some = asked[0][1]
     folder = tempfile.mkdtemp(prefix="toprope-inspect-")
     try:
-        model = get_model(
-            f"{_PROVIDER}/{some.model}",
-            base_url=some.base_url,
-            api_key="of the rollout",
-            memoize=False,
-            sessions=sessions,
+        policy, judge = (
+            get_model(
+                f"{_PROVIDER}/{some.model}",
+                base_url=some.base_url,
+                api_key="of the rollout",
+                memoize=False,
+                sessions=sessions,
+                judge=judging,
+            )
+            for judging in (False, True)
         )
+        roles = {_GRADER, *(getattr(task, "model_roles", None) or ())}
         logs = await eval_async(
             task_with(_copied(task), dataset=MemoryDataset(samples), epochs=1),
-            model=model,
+            model=policy,
+            model_roles=dict.fromkeys(sorted(roles), judge),
             log_dir=folder,
             log_format="json",
             log_level="warning",
@@ -233,7 +258,7 @@ def _copied(task: Any) -> Any:
 
 
 def _register() -> None:
-    """Register a provider that uses the key of the sample's rollout."""
+    """Register a provider that uses the key of the sample's rollout, or its key for judges."""
     from inspect_ai._util.registry import registry_lookup
     from inspect_ai.log._samples import sample_active
     from inspect_ai.model import modelapi
@@ -243,15 +268,17 @@ def _register() -> None:
         return
 
     class SessionAPI(OpenAICompatibleAPI):  # type: ignore[misc]
-        def __init__(self, model_name: str, sessions: dict[str, Session], **arguments: Any) -> None:
-            self._sessions = sessions
+        def __init__(self, model_name: str, sessions: dict[str, Session], judge: bool, **arguments: Any) -> None:
+            self._sessions, self._judge = sessions, judge
             super().__init__(model_name=model_name, service=_PROVIDER, **arguments)
 
         def service_model_name(self) -> str:
             return str(self.model_name)
 
         def request_headers(self, config: Any) -> dict[str, str]:
-            return {**super().request_headers(config), "Authorization": f"Bearer {self._session().api_key}"}
+            session = self._session()
+            key = session.judge_key if self._judge and session.judge_key else session.api_key
+            return {**super().request_headers(config), "Authorization": f"Bearer {key}"}
 
         def completion_params(self, config: Any, tools: bool) -> dict[str, Any]:
             params: dict[str, Any] = super().completion_params(config, tools)
@@ -287,52 +314,6 @@ def make(target: str) -> Inspect:
     return Inspect(target)
 
 
-def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """List functions with inspect's `@task` in a user's file."""
-    decorators = set()
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE:
-            decorators |= {one.asname or one.name for one in node.names if one.name == "task"}
-        elif isinstance(node, ast.Import):
-            decorators |= {f"{one.asname or one.name}.task" for one in node.names if one.name == PACKAGE}
-    found = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        and any(ast.unparse(one).partition("(")[0] in decorators for one in node.decorator_list)
-    ]
-    return [_listed(node.name, f"{file}@{node.name}", ast.get_docstring(node)) for node in found]
-
-
-def installed(site_packages: Path) -> list[Listed]:
-    """List tasks that installed packages register with inspect."""
-    from toprope.sdk.discovery import parse
-
-    found = []
-    for file in sorted(site_packages.glob("*.dist-info/entry_points.txt")):
-        try:
-            section = file.read_text(errors="replace").partition("[inspect_ai]")[2].partition("\n[")[0]
-        except OSError:
-            continue
-        for line in section.splitlines():
-            module = line.partition("=")[2].strip().partition(":")[0]
-            registry = site_packages / (module.replace(".", "/") + ".py")
-            if not module or not registry.is_file():
-                continue
-            try:
-                tree = parse(registry)
-            except (OSError, SyntaxError, ValueError):
-                continue
-            names = [one for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names]
-            package = module.split(".")[0]
-            found += [_listed(f"{package}/{one.name}", f"{package}/{one.name}", "") for one in names if one.name != "*"]
-    return found
-
-
-def _listed(name: str, target: str, text: str | None) -> Listed:
-    return Listed(name, target, first_line(text), tags=("inspect", "evaluation"))
-
-
 def _asked(sample: Any) -> Messages:
     if isinstance(sample.input, str):
         text = sample.input
@@ -350,6 +331,32 @@ def _message(message: Any) -> dict[str, Any]:
             for call in calls
         ]
     return said
+
+
+def _reason(error: Any) -> str:
+    """Return the last exception of a failed sample, with the start of its message."""
+    lines = [line.strip() for line in (getattr(error, "traceback", None) or error.message or "").splitlines()]
+    places = [place for place, line in enumerate(lines) if _RAISED.match(line)]
+    text = " ".join(lines[places[-1] :]) if places else error.message or ""
+    return " ".join(text.split())[:_LONGEST_REASON] or "inspect gives no reason"
+
+
+def _needed(target: str, module: str) -> str:
+    """Return what to add for a missing module: the extra of the task's package that has it, or the module itself."""
+    from importlib import metadata
+
+    package = target.partition("/")[0].replace("_", "-")
+    word = module.partition(".")[0].replace("_", "-").lower()
+    try:
+        required = metadata.requires(package) or []
+    except metadata.PackageNotFoundError:
+        required = []
+    for line in required:
+        name, _, condition = line.partition(";")
+        extra = re.search(r"extra == ['\"]([\w.-]+)['\"]", condition)
+        if extra and re.split(r"[\s\[<>=!~@]", name.strip(), maxsplit=1)[0].replace("_", "-").lower() == word:
+            return f"'{package}[{extra[1]}]' -r inspect_ai"
+    return f"{package if required else 'inspect_ai'} -r {word}"
 
 
 def _number(value: Any, to_float: Any) -> float:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -105,7 +106,7 @@ class NemoGym(ToolEnvironment):
         self.parts = {"reward": self._bounds.part(1.0, what), **shown, **TOOL_PARTS}
 
     def tasks(self) -> Iterator[Task]:
-        column = str(self._given.get("reference") or "")
+        column, again = str(self._given.get("reference") or ""), Counter[str]()
         for file in self._rows:
             rows = _rows.rows_of(str(file), [file.parent], [file], "", "train")
             for number, row in enumerate(rows, 1):
@@ -117,8 +118,11 @@ class NemoGym(ToolEnvironment):
                     )
                 right = column or next((one for one in _REFERENCES if one in row), "")
                 prompt = messages_of(parameters, number) or [{"role": "user", "content": _WITHOUT_INPUT}]
-                # Rows with equal prompts differ in what the server makes of them.
-                key = f"{prompt}\n{json.dumps(row, sort_keys=True, default=str)}" if self._stepped[name] else None
+                key = None
+                if self._stepped[name]:  # Equal rows are episodes of their own, because the server may draw them.
+                    text = f"{prompt}\n{json.dumps(row, sort_keys=True, default=str)}"
+                    again[text] += 1
+                    key = f"{text}\n{again[text]}"
                 yield Task(prompt, reference=row.get(right), data={"row": row, "server": name}, key=key)
 
     def reset(self, task: Task) -> Messages:

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from toprope.errors import InvalidValue, NotFound, shown
 from toprope.sdk.discovery import NAME
@@ -71,7 +72,17 @@ def target_of(
         raise NotFound(
             f"{shown(given)} is not an ecosystem, requirement, path or URL.", hint=nearest(plain, _ecosystems(adapters))
         ) from None
-    return Target("packages", given, _name_from(requirement.name), (plain,))
+    return Target("packages", given, _name_from(requirement.name), _with_extras(requirement, plain, adapters))
+
+
+def _with_extras(requirement: Requirement, plain: str, adapters: Sequence[Adapter]) -> tuple[str, ...]:
+    """Return a requirement with the extras and the ecosystem that a known package of environments needs."""
+    name = canonicalize_name(requirement.name)
+    for adapter in adapters:
+        if name in adapter.extras and not requirement.extras and not requirement.url:
+            full = f"{requirement.name}[{','.join(adapter.extras[name])}]{requirement.specifier}"
+            return (full, *adapter.requirements)
+    return (plain,)
 
 
 def module_name(name: str) -> str:

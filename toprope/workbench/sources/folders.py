@@ -6,7 +6,8 @@ Changed files are read again. An unreadable file becomes an entry with the reaso
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from toprope.records.run.specification import EnvironmentSource
@@ -138,11 +139,25 @@ class FolderSource:
                 problem = f"It needs {adapter.package}. The owner installs it: {install_command(adapter.name)}"
                 listed = dataclasses.replace(listed, problem=problem, needs="install")
             python = known.python if known is not None else None
-        entry = entry_of(listed, listed.name, self.kind, adapter, python)
-        if holder := names.claim(listed.name, f"{file}:{listed.target}"):
-            problem = f"The name {listed.name!r} is taken by {holder}. Rename the one in {file}."
+        # Files of several authors often have tasks of equal names: later ones are told apart by their files.
+        holder = f"{file}:{listed.target}"
+        free = next((name for name in _longer_names(listed.name, file) if not names.claim(name, holder)), None)
+        entry = entry_of(listed, free or listed.name, self.kind, adapter, python)
+        if free is None:
+            taken = names.claim(listed.name, holder)
+            problem = f"The name {listed.name!r} is taken by {taken}. Rename the one in {file}."
             return dataclasses.replace(entry, status="broken", problem=problem)
         return entry
+
+
+def _longer_names(name: str, file: Path) -> Iterator[str]:
+    """Yield the valid names for an environment: its own, then with its file, then with the folders above as well."""
+    yield name
+    longer = name
+    for place in (file.stem, *(folder.name for folder in list(file.parents)[:2])):
+        longer = f"{re.sub(r'[^a-z0-9_-]+', '-', place.lower()).strip('-_')}-{longer}"
+        if NAME.fullmatch(longer):
+            yield longer
 
 
 def own_folders(folders: Iterable[Path], shipped: Path) -> list[Path]:
