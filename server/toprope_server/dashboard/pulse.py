@@ -92,6 +92,7 @@ class Pulse:
             self._pages -= 1
             if self._pages == 0 and self._task is not None:
                 self._task.cancel()
+                self._task = None  # a page that comes before the task has ended needs one of its own
 
     async def _beat(self) -> None:
         while True:
