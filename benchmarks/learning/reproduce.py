@@ -4,8 +4,9 @@
 
 Deterministic runs of one specification are started one after the other, each with a real crew of its own: keeper,
 trajectory API, inference, trainer, rollout driver, worker. Every column of metrics.jsonl is compared at every step,
-except times, which are printed; and so is every evaluation. Control: two runs without the deterministic mode. Estimated
-time: five minutes; needs nothing else.
+except times, which are printed; and so is every evaluation. One more run is stopped in the middle and resumed, and one
+loses its trainer to SIGKILL: their columns are compared with the first one's, too. Control: two runs without the
+deterministic mode. Estimated time: seven minutes; needs nothing else.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 from rich.console import Console
 
-from benchmarks.faults.lives import RealHarness, harness_at
+from benchmarks.faults.lives import RealHarness, eventually, harness_at
 from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.analysis.reproduction import compare_runs_of_one, is_timing
 from toprope.records.run.folder import RunFolder, read_json
-from toprope.records.run.metrics import read_rows
+from toprope.records.run.metrics import last_row, read_rows
 from toprope.records.run.status import Status
 
 LIMIT_S = 180.0
@@ -42,12 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         harness = RealHarness(harness_at(path).path)
         try:
             same = [_run(harness, given.steps, deterministic=True) for _ in range(given.runs)]
+            stopped, _ = _run(harness, given.steps, deterministic=True, disturb="stop")
+            killed, _ = _run(harness, given.steps, deterministic=True, disturb="kill")
             loose = [_run(harness, given.steps, deterministic=False) for _ in range(2)]
             found = [_difference(same[0][0], other[0], True) for other in same[1:]]
             control = _difference(loose[0][0], loose[1][0], False)
+            resumed, restarted = (_difference(same[0][0], other, True) for other in (stopped, killed))
             figures: dict[str, Any] = {
                 "differing_metrics": len({name for one in found for name in one["differing"]}),
                 "differing_evaluations": sum(one["evaluations"] for one in found),
+                "differing_after_resume": len(resumed["differing"]) + resumed["evaluations"],
+                "differing_after_restart": len(restarted["differing"]) + restarted["evaluations"],
                 "steps": min(one["steps"] for one in found),
                 "compared_metrics": min(one["compared"] for one in found),
                 "runs": given.runs,
@@ -58,11 +65,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             excluded = sorted({name for row in read_rows(same[0][0].metrics) for name in row if is_timing(name)})
         finally:
             harness.close()
-    for one in found:
+    for one in (*found, resumed, restarted):
         for name in one["differing"]:
             console.print(f"differs: {name}")
     console.print(f"Left out because they are times: {', '.join(excluded)}.")
-    goals = {"differing_metrics": "== 0", "differing_evaluations": "== 0", "steps": f">= {given.steps}"}
+    equal = ("differing_metrics", "differing_evaluations", "differing_after_resume", "differing_after_restart")
+    goals = dict.fromkeys(equal, "== 0") | {"steps": f">= {given.steps}"}
     return report(
         "The same run twice",
         figures,
@@ -72,17 +80,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def _run(harness: RealHarness, steps: int, *, deterministic: bool) -> tuple[RunFolder, float]:
-    """Run once from start to end; return the folder and the seconds of training."""
+def _run(harness: RealHarness, steps: int, *, deterministic: bool, disturb: str = "") -> tuple[RunFolder, float]:
+    """Run once from start to end; return the folder and the seconds of training.
+
+    Args:
+        disturb: `stop` stops and resumes the run in the middle, `kill` kills its trainer there.
+    """
     specification = harness.specification(steps=steps)
     config = specification.config
     config.algorithm.deterministic, config.algorithm.drop_zero_signal = deterministic, True
     config.optimizer.learning_rate = 1e-3
+    config.launcher.restarts, config.launcher.stop_grace_s, config.logging.save_steps = 3, 20.0, 5
     config.evaluation.every_steps, config.evaluation.validation_tasks = max(1, steps // 2), 8
     config.environment.knobs = {"shortest": 3, "longest": 4, "alphabet": "abcdefghij"}
     runs = harness.runs()
     folder = runs.start(specification)
     harness.started.append(folder)
+    if disturb:
+        eventually(lambda: last_row(folder.metrics).get("step", 0) >= steps // 2, "the middle of the run", LIMIT_S)
+        if disturb == "kill":
+            psutil.Process(runs.status(folder.run_id).crew["trainer"].pid or 0).kill()
+        else:
+            runs.stop(folder.run_id)
+            eventually(lambda: runs.status(folder.run_id).ended_at is not None, "the end of the run", LIMIT_S)
+            runs.resume(folder.run_id)
     limit = time.monotonic() + LIMIT_S
     while not (status := runs.status(folder.run_id)).ended_at:
         if time.monotonic() > limit:
