@@ -9,10 +9,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from mcp.client import Client
 from starlette.testclient import TestClient
 from toprope_server.cli.app import build
 from toprope_server.http.app import build_app
 from toprope_server.http.principals import Tokens
+from toprope_server.mcp.app import TopropeServer
 from toprope_tools import data
 from toprope_tools.resources.resources import read, resource_at
 from typer.testing import CliRunner
@@ -61,6 +63,30 @@ def settings(shop):
 
     yield write
     file.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments"),
+    [
+        ("export_trajectories", {"sources": ["run-a"], "format": "csv"}),
+        ("build_dataset", {"name": "told", "sources": ["run-a"], "recipe": {"split": [0.5, 0.5]}}),
+    ],
+)
+def test_client_hears_of_progress(shop, tool, arguments):
+    heard = []
+
+    async def hear(progress, total, message):
+        heard.append((progress, message))
+
+    async def work():
+        async with Client(TopropeServer(lambda: shop)) as client:
+            return await client.call_tool(tool, arguments, progress_callback=hear)
+
+    answer = asyncio.run(work())
+    assert not answer.is_error, answer.content
+    assert heard and all("read" in message and "kept" in message for _, message in heard)
+    assert [one for one, _ in heard] == sorted(one for one, _ in heard)
+    assert len({message for _, message in heard}) == len(heard)
 
 
 def test_rollouts_are_exported_by_own_program(shop):

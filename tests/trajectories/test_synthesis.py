@@ -101,6 +101,18 @@ def test_split_dataset_separates_near_duplicates_and_tasks():
         split_dataset(whole, {"train": 0.0})
 
 
+def test_ratios_may_be_a_list():
+    whole = items(texts(40))
+    split = split_dataset(whole, [0.8, 0.1, 0.1], seed=1)
+    assert split == split_dataset(whole, {"train": 0.8, "validation": 0.1, "test": 0.1}, seed=1)
+    assert [len(split[name]) for name in ("train", "validation", "test")] == [32, 4, 4]
+    assert list(split_dataset(whole, [0.5, 0, 0.5])) == ["train", "test"]
+    assert parse_recipe({"split": [0.9, 0.1]}).split == {"train": 0.9, "validation": 0.1}
+    for wrong in ([0.1] * 4, ["a"], []):
+        with pytest.raises(InvalidValue, match="split"):
+            parse_recipe({"split": wrong}) if wrong else split_dataset(whole, wrong)
+
+
 def test_split_dataset_keeps_derived_items_together():
     seeds = [TrajectoryItem(state, f"answer {state}", 1.0) for state in texts(60, 10)]
     made = add_noise(seeds, 0.5)

@@ -7,7 +7,7 @@ it; the first call after its end reports the outcome.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -25,6 +25,8 @@ from toprope_tools.answers.answer import Answer
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
+Progress = Callable[[float, float | None, str | None], Awaitable[None]]
+"""Takes how much is done, of how much if that is known, and a sentence."""
 _WAIT_S = 40.0
 """Clients drop a call after a minute, some after 45 s."""
 _SLICE_S = 0.5
@@ -45,6 +47,7 @@ async def export_trajectories(
     format: str = "jsonl",
     where: dict[str, Any] | None = None,
     wait_s: float = _WAIT_S,
+    progress: Progress | None = None,
 ) -> Answer:
     """Export rollouts to a file below the home.
 
@@ -53,6 +56,7 @@ async def export_trajectories(
         format: jsonl, json, csv, parquet or datasets.
         where: Filters.
         wait_s: Seconds to wait for the end.
+        progress: Told the number of items read, and what is being done.
 
     Raises:
         LockedField: The owner forbids it.
@@ -60,7 +64,7 @@ async def export_trajectories(
         NotPossibleNow: The disk is full, or too many exports and builds are running.
     """
     arguments = {"sources": sources, "format": format, **({"where": where} if where else {})}
-    standing = await _done(workshop, lambda: export_order(workshop.home, sources, format, where), wait_s)
+    standing = await _done(workshop, lambda: export_order(workshop.home, sources, format, where), wait_s, progress)
     if (outcome := standing.outcome) is None:
         text = _going_on(standing, "export_trajectories", arguments)
         return Answer(text, answers.Exported(state="running", format=format, read=standing.read, items=standing.kept))
@@ -95,6 +99,7 @@ async def build_dataset(
     where: dict[str, Any] | None = None,
     recipe: dict[str, Any] | None = None,
     wait_s: float = _WAIT_S,
+    progress: Progress | None = None,
 ) -> Answer:
     """Build the next version of a data set.
 
@@ -103,14 +108,17 @@ async def build_dataset(
         sources: Names of runs, seed groups and data sets, or `name@inbox`.
         where: Filters.
         recipe: See `toprope.trajectories.synthesis.recipe`.
-        wait_s: Seconds to wait for the end.
+        wait_s, progress: See `export_trajectories`.
 
     Raises: See `export_trajectories`.
     """
     given = {"sources": sources, "where": where, "recipe": recipe}
     arguments = {"name": name, **{key: one for key, one in given.items() if one}}
     standing = await _done(
-        workshop, lambda: build_order(workshop.home, workshop.catalog, name, sources or [], where, recipe), wait_s
+        workshop,
+        lambda: build_order(workshop.home, workshop.catalog, name, sources or [], where, recipe),
+        wait_s,
+        progress,
     )
     if (outcome := standing.outcome) is None:
         text = _going_on(standing, "build_dataset", arguments)
@@ -143,7 +151,9 @@ async def build_dataset(
     return Answer("\n".join(lines), data)
 
 
-async def _done(workshop: Workshop, order: Callable[[], DataOrder], wait_s: float) -> Standing:
+async def _done(
+    workshop: Workshop, order: Callable[[], DataOrder], wait_s: float, progress: Progress | None
+) -> Standing:
     """Begin a job and wait for it. Raises: the error that ended it."""
     if not wait_s >= 0:
         raise InvalidValue(f"wait_s must be at least 0, not {wait_s}.")
@@ -153,8 +163,12 @@ async def _done(workshop: Workshop, order: Callable[[], DataOrder], wait_s: floa
         return begin(workshop.home, order())
 
     job = await to_thread.run_sync(started)
-    deadline = time.monotonic() + wait_s
+    deadline, told = time.monotonic() + wait_s, ""
     while not (standing := await to_thread.run_sync(job.standing)).ended:
+        doing = f"{standing.doing or 'starting'}: {standing.read} read, {standing.kept} kept"
+        if progress is not None and doing != told:
+            told = doing
+            await progress(standing.read + standing.kept, None, doing)
         if time.monotonic() >= deadline:
             return standing
         await anyio.sleep(min(_SLICE_S, max(0.02, (deadline - time.monotonic()) / 50)))

@@ -119,9 +119,17 @@ _ALL = (
     ),
     Algorithm(
         "rloo",
-        "REINFORCE with the mean of the task's other answers as the baseline; rewards are not scaled.",
-        "Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740",
-        **_loss("dr_grpo", scale="none", baseline="leave_one_out", epsilon=0.2, epsilon_high=0.28),
+        "REINFORCE with the mean of the task's other answers as the baseline and one importance ratio per answer; "
+        "rewards are not scaled, and there is no KL term.",
+        "Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740; TRL 1.16, RLOOTrainer with beta 0",
+        means={
+            "algorithm.loss_type": "rloo",
+            "algorithm.importance_sampling_level": "sequence",
+            "algorithm.scale_rewards": "none",
+            "algorithm.baseline": "leave_one_out",
+            "algorithm.beta": 0.0,
+        },
+        advises={"algorithm.epsilon": 0.2, "algorithm.epsilon_high": 0.2},
     ),
     Algorithm(
         "ppo",

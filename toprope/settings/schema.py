@@ -57,7 +57,7 @@ class AlgorithmSection(Section):
         "", description="For custom: 'file.py:Class' in a folder that the owner named under trainers in settings.yaml."
     )
     trainer_settings: dict[str, Any] = Field(default_factory=dict, description="For custom: the class's own settings.")
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"] = Field(
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo", "rloo"] = Field(
         "dapo", description="How token losses are formed and averaged."
     )
     beta: float = Field(0.0, ge=0, le=10, description="Weight of the KL term against the starting policy; 0: none.")

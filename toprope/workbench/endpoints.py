@@ -1,17 +1,19 @@
 """Models at endpoints that an agent may test, and their keys.
 
 The owner names the models: entries under `models` in settings.yaml, or the models of a preset. An agent gives names,
-never URLs. A key is read from the owner's settings when a run starts and passed to the run's driver alone, in a
-variable that workers do not inherit. It is in no specification, log or result.
+never URLs. `name:vendor/model` is any other model at the endpoint of a name, with its key and without its prices. A key
+is read from the owner's settings when a run starts and passed to the run's driver alone, in a variable that workers do
+not inherit. It is in no specification, log or result.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toprope.errors import InvalidValue, NotFound
+from toprope.errors import InvalidValue, NotFound, shown
 from toprope.records.run.specification import ModelUnderTest, Specification
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.settings.endpoints import BASE, Endpoint
@@ -20,6 +22,7 @@ from toprope.settings.presets import list_presets, load_preset
 from toprope.settings.yamlfiles import nearest
 
 MOST_MODELS = 8
+_MODEL_ID = re.compile(r"[A-Za-z0-9][\w./:@+-]{0,149}", re.ASCII)
 _URLISH = ("://", "http:", "https:", "www.")
 
 
@@ -58,15 +61,31 @@ def resolve_models(names: Sequence[str], settings: OwnerSettings, presets: Seque
             found[name] = ModelUnderTest(name=BASE)
         elif name in known:
             found |= {one: ModelUnderTest(name=one, endpoint=endpoint) for one, endpoint in known[name].items()}
+        elif (other := _at_endpoint(name, known)) is not None:
+            found[name] = ModelUnderTest(name=name, endpoint=other)
         else:
             raise NotFound(
-                f"There is no model {name!r}.",
-                hint=f"{nearest(name, [BASE, *known])} {BASE!r} is the draft's own policy; the owner adds others "
-                "under `models` in settings.yaml.",
+                f"There is no model {shown(name)}.",
+                hint=f"{nearest(name, [BASE, *known])} {BASE!r} is the draft's own policy; NAME:MODEL is another model "
+                "at the endpoint of a name; the owner adds others under `models` in settings.yaml.",
             )
     if not 1 <= len(found) <= MOST_MODELS:
         raise InvalidValue(f"{len(found)} models were asked for.", hint=f"From 1 to {MOST_MODELS} at a time.")
     return list(found.values())
+
+
+def _at_endpoint(name: str, known: Mapping[str, Mapping[str, Endpoint]]) -> Endpoint | None:
+    """Return another model at the endpoint of a known name, such as `openrouter:qwen/qwen3-8b`; None if `name` is no
+    such model, or the name means several endpoints. Its prices are unknown."""
+    place, _, model = name.partition(":")
+    if place not in known or not _MODEL_ID.fullmatch(model):
+        return None
+    endpoints = {(one.base_url, one.key) for one in known[place].values()}
+    if len(endpoints) != 1:
+        return None
+    first = next(iter(known[place].values()))
+    same = next((one for one in known[place].values() if one.model == model), None)
+    return same or Endpoint(base_url=first.base_url, model=model, key=first.key)
 
 
 def resolve_teacher(name: str, settings: OwnerSettings, presets: Sequence[Path], file: Path) -> ModelUnderTest | None:

@@ -8,7 +8,7 @@ person approves the hash on the command line (`toprope approve`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from anyio import to_thread
 from mcp.server.elicitation import AcceptedElicitation, ElicitationResult
@@ -59,11 +59,50 @@ async def preview_to_show(
     return None if found is None else Preview(said(found), found.hash)
 
 
+async def sweep_preview_to_show(
+    ctx: Context,
+    draft_id: str,
+    space: dict[str, Any],
+    strategy: str,
+    population: int,
+    epochs: int,
+    options: dict[str, Any],
+) -> Preview | None:
+    """`preview_to_show` for a sweep: what all of its runs take together.
+
+    Raises:
+        TopropeError: The sweep cannot start.
+    """
+    if not _can_ask(ctx):
+        return None
+    from toprope_tools.runs import sweeps
+
+    found = await sweeps.consent_wanted(
+        workshop_of(ctx),
+        draft_id=draft_id,
+        space=space,
+        strategy=strategy,
+        population=population,
+        epochs=epochs,
+        options=options,
+    )
+    return None if found is None else Preview(*found)
+
+
+def ask_sweep_consent(shown: Annotated[Preview | None, Resolve(sweep_preview_to_show)]) -> Elicit[Consent] | Consent:
+    """See `ask_consent`."""
+    return _question("Start this sweep?", shown)
+
+
 def ask_consent(shown: Annotated[Preview | None, Resolve(preview_to_show)]) -> Elicit[Consent] | Consent:
     """The question to ask; consent at once if there is nothing to show."""
+    return _question("Start this training run?", shown)
+
+
+def _question(asked: str, shown: Preview | None) -> Elicit[Consent] | Consent:
     if shown is None:
         return Consent(start=True)
-    return Elicit(f"Start this training run?\n{shown.text}\n(hash {shown.hash})", Consent)
+    return Elicit(f"{asked}\n{shown.text}\n(hash {shown.hash})", Consent)
 
 
 def confirmed_hash(shown: Preview, consent: ElicitationResult[Consent]) -> str:

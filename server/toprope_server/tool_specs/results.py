@@ -117,7 +117,11 @@ async def export_trajectories(
     """
     from toprope_tools import data
 
-    return result_of(await data.export_trajectories(workshop_of(ctx), sources=sources, format=format, where=where))
+    return result_of(
+        await data.export_trajectories(
+            workshop_of(ctx), sources=sources, format=format, where=where, progress=ctx.report_progress
+        )
+    )
 
 
 @result_tools.tool("Build a data set", STARTS, toolset="run", on_failure=_LISTED)
@@ -137,7 +141,16 @@ async def build_dataset(
     """Makes a versioned data set of rollouts and generated items. sft.dataset trains on it. Repeat if running."""
     from toprope_tools import data
 
-    return result_of(await data.build_dataset(workshop_of(ctx), name=name, sources=sources, where=where, recipe=recipe))
+    return result_of(
+        await data.build_dataset(
+            workshop_of(ctx),
+            name=name,
+            sources=sources,
+            where=where,
+            recipe=recipe,
+            progress=ctx.report_progress,
+        )
+    )
 
 
 @result_tools.tool("Ask a policy", ADDS, toolset="run", on_failure=_LISTED)

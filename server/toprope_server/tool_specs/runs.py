@@ -20,7 +20,15 @@ from toprope_server.tool_specs.base import (
     result_of,
     workshop_of,
 )
-from toprope_server.tool_specs.consent import Consent, Preview, ask_consent, confirmed_hash, preview_to_show
+from toprope_server.tool_specs.consent import (
+    Consent,
+    Preview,
+    ask_consent,
+    ask_sweep_consent,
+    confirmed_hash,
+    preview_to_show,
+    sweep_preview_to_show,
+)
 
 run_tools = ToolGroup()
 
@@ -33,7 +41,7 @@ async def test_inference(
         NamesOrNone,
         Field(
             description="At most 8 of: base (the draft's policy, the default), models that the owner named, a preset "
-            "of models such as openrouter."
+            "of models such as openrouter, openrouter:VENDOR/MODEL."
         ),
     ] = None,
     tasks: Annotated[
@@ -117,6 +125,8 @@ async def start_training(
 @run_tools.tool("Search settings", STARTS, toolset="run", on_failure="get_config shows the fields of the draft.")
 async def start_sweep(
     ctx: Context,
+    shown: Annotated[Preview | None, Resolve(sweep_preview_to_show)],
+    consent: Annotated[ElicitationResult[Consent], Resolve(ask_sweep_consent)],
     draft_id: DraftId,
     space: Annotated[
         dict[str, Any],
@@ -150,6 +160,7 @@ async def start_sweep(
             population=population,
             epochs=epochs,
             options=options,
+            agreed=None if shown is None else confirmed_hash(shown, consent),
         )
     )
 

@@ -104,6 +104,26 @@ NOTHING = {"reward": 0.0, "success": 0.0, "reward_std": 0.0, "zero": 1.0, "wrong
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "nan": ({"nan": lambda row: row > 40}, "critical", {"grad_norm": 40.0}),
     "scorer_errors": ({"errors": lambda row: 0.3 if row > 20 else 0.0}, "critical", {"errors": 0.02}),
+    "environment_errors": (
+        {"environments/a/errors_share": 0.3, "environments/b/errors_share": 0.0},
+        "critical",
+        {"environments/a/errors_share": 0.02, "environments/b/errors_share": 0.0},
+    ),
+    "environment_silent": (
+        {
+            "environments/a/c/frac_reward_zero_std": 1.0,
+            "environments/a/c/success": 0.0,
+            "environments/b/frac_reward_zero_std": 0.3,
+            "environments/b/success": 0.5,
+        },
+        "warning",
+        {"environments/a/c/frac_reward_zero_std": 0.6, "environments/b/frac_reward_zero_std": 0.3},
+    ),
+    "environment_forgotten": (
+        {"environments/a/success": lambda row: 0.8 if row < 50 else 0.1, "environments/b/success": 0.5},
+        "warning",
+        {"environments/a/success": lambda row: 0.8 if row < 50 else 0.6, "environments/b/success": 0.5},
+    ),
     "constant_reward": (
         {"reward": 0.5, "reward_std": 0.0, "zero": 1.0, "other": 1.0, "wrong": 0.0, "right": 0.0},
         "critical",

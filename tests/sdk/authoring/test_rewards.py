@@ -61,6 +61,10 @@ async def judged(answer):
     return 7 if answer == "seven" else 0.5
 
 
+def exclaims(output):
+    return float(output.endswith("!"))
+
+
 def wants(answer, wisdom):
     return 0
 
@@ -115,6 +119,15 @@ def test_reward_functions_do_not_change_success(folder: Path) -> None:
     # Where its own part weighs nothing, it still says what is solved.
     _, (plain, _) = worked(folder, work, rewards=[reward(folder, "short")], reward_weights={"exact": 0.0, "short": 1.0})
     assert plain[0]["reward"] == 1.0 and plain[0]["success"] and not plain[1]["success"]
+
+
+def test_function_of_output_alone_scores_the_answer(folder: Path) -> None:
+    async def work(link: WorkerClient) -> Any:
+        return await played(link, "hey!", "hey")
+
+    _, outcomes = worked(folder, work, rewards=[reward(folder, "exclaims", 0.5)])
+    assert [one["parts"]["exclaims"] for one in outcomes] == [1.0, 0.0]
+    assert [one["reward"] for one in outcomes] == [0.5, 0.0]
 
 
 def test_async_reward_functions_run_concurrently(folder: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -14,9 +16,10 @@ import pytest
 
 from toprope.sdk.adapters.orchestrator import make
 from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.orchestration import energy
 from toprope.sdk.orchestration.energy import Meter
 from toprope.sdk.orchestration.search import provider
-from toprope.sdk.orchestration.tools import Toolbox, calculator, web_search
+from toprope.sdk.orchestration.tools import Tool, Toolbox, calculator, web_search
 from toprope.sdk.rollouts import Rollout, configure
 
 KEY = "key-very-secret-012345"
@@ -133,6 +136,42 @@ def test_energy_is_estimated_without_counter(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "zeus", ModuleType("zeus"))
     monkeypatch.setitem(sys.modules, "zeus.monitor", SimpleNamespace(ZeusMonitor=refuses))
-    observation = Toolbox([calculator()], Meter(watts=10.0)).call("calculator", "1 + 1")
-    assert observation.energy_source == "estimate"
-    assert observation.energy_joules == pytest.approx(10 * observation.latency_seconds)
+    monkeypatch.setattr(energy, "_POWERCAP", Path("/nowhere"))
+    meter = Meter(watts=10.0)
+    meter._rapl = energy.Rapl(Path("/nowhere"))
+
+    def busy(text: str) -> str:
+        until = time.process_time() + 0.5
+        while time.process_time() < until:
+            pass
+        return "done"
+
+    def waits(text: str) -> str:
+        time.sleep(0.5)
+        return "done"
+
+    toolbox = Toolbox([Tool("busy", "Computes.", busy), Tool("waits", "Waits.", waits)], meter)
+    worked, waited = toolbox.call("busy", ""), toolbox.call("waits", "")
+    assert worked.energy_source == waited.energy_source == "estimate" and not meter.measures
+    # Power follows utilisation: 3 W for a core that waits, 10 W for one that computes.
+    assert waited.power_watts == pytest.approx(3.0, abs=1.0)
+    assert worked.energy_joules == pytest.approx(3 * worked.latency_seconds + 7 * 0.5, rel=0.15)
+
+
+def test_energy_is_read_from_rapl_where_it_is_readable(tmp_path):
+    for name, before in (("intel-rapl:0", 1_000_000), ("intel-rapl:1", 9_000_000), ("intel-rapl:0:0", 5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{before}\n")
+        (tmp_path / name / "max_energy_range_uj").write_text("10000000\n")
+    (tmp_path / "intel-rapl:2").mkdir()  # not readable
+    meter = Meter()
+    meter._monitor, meter._rapl = None, energy.Rapl(tmp_path)
+
+    def work(text: str) -> str:
+        (tmp_path / "intel-rapl:0" / "energy_uj").write_text("3500000")
+        (tmp_path / "intel-rapl:1" / "energy_uj").write_text("500000")  # it began again at zero
+        return "done"
+
+    observation = Toolbox([Tool("work", "Computes.", work)], meter).call("work", "")
+    assert meter.measures and observation.energy_source == "measured"
+    assert observation.energy_joules == pytest.approx(2.5 + 1.5)

@@ -102,3 +102,48 @@ def test_unstartable_worker_does_not_blame_environment(tmp_path):
         assert "was not loaded" in str(error) and "ulimit" in str(error)
     else:
         raise AssertionError(f"described by an interpreter that is not there ({sys.executable})")
+
+
+HANGING = '''
+import time
+from toprope.sdk import Task
+from toprope.sdk.tooled import ToolEnvironment
+
+def waits() -> str:
+    """Never answers."""
+    while True:
+        time.sleep(1000)
+
+class Hanging(ToolEnvironment):
+    """Has a tool that hangs."""
+
+    tools = (waits,)
+    tool_timeout_s = 0.1
+
+    def tasks(self):
+        for i in range(300):
+            yield Task(f"Say {i}", reference=str(i))
+
+    def score(self):
+        return {"score": 1.0}
+'''
+
+
+def test_thread_of_hung_tool_ends_with_its_process(tmp_path):
+    """A call that hangs is abandoned; the worker still exits by itself when it is closed, without being killed."""
+    (tmp_path / "hanging.py").write_text(HANGING)
+
+    async def work():
+        link = await WorkerClient.start()
+        process = psutil.Process(link.pid)
+        await link.call("open", timeout=60, source={"file": str(tmp_path / "hanging.py"), "attribute": "Hanging"})
+        begun = await link.call("begin", split="train", index=0, count=1)
+        call = '<tool_call>{"name": "waits", "arguments": {}}</tool_call>'
+        [moved] = await link.call("advance", moves=[[begun["rollouts"][0], call]])
+        assert "did not answer within 0.1 s" in moved["messages"][-1]["content"]
+        assert process.num_threads() >= 3, "the abandoned call has a thread still"
+        await link.close(grace=20)
+        return link._process.returncode, process
+
+    code, process = asyncio.run(work())
+    assert code == 0 and not process.is_running()

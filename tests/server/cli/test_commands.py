@@ -244,6 +244,34 @@ def test_prune_keeps_checkpoint_used_by_live_run(tmp_path):
         lock.release()
 
 
+def test_prune_keeps_members_of_live_and_kept_sweeps(tmp_path):
+    sweep, other = "letters-251122-2036-ab12", "letters-251101-2036-cd34"
+    for run_id in (f"{sweep}-m01", f"{other}-m01", f"{other}-final", "old"):
+        make_run(tmp_path, run_id, "completed", ended=40 * DAY)
+    make_run(tmp_path, other, "completed", ended=60.0)
+    living = make_run(tmp_path, sweep, "training", created=90 * DAY)
+    lock = RunLock.acquire(living.lock)
+    try:
+        shown = toprope(tmp_path, "prune").stdout
+        assert "old: " in shown and f"{other}-m01: " in shown and f"{sweep}-m01: " not in shown
+        kept = toprope(tmp_path, "prune", "--keep", "1", "--older-than", "30d").stdout
+        assert "old: " in kept and f"{other}-m01: " not in kept and f"{other}-final: " not in kept
+    finally:
+        lock.release()
+
+
+def test_prune_knows_exports(tmp_path):
+    make_run(tmp_path, "new", "completed", ended=60.0)
+    exports = tmp_path / "home" / "exports"
+    for name, age in (("old-1.jsonl", 40), ("new-2.jsonl", 1), (".jobs", 40)):
+        exports.mkdir(exist_ok=True)
+        (exports / name).write_text("{}") if "." in name[1:] else (exports / name).mkdir()
+        os.utime(exports / name, (time.time() - age * DAY,) * 2)
+    assert "old-1.jsonl: an export, made 40 d" in toprope(tmp_path, "prune").stdout
+    assert toprope(tmp_path, "prune", "--older-than", "30d", "--yes").returncode == 0
+    assert sorted(path.name for path in exports.iterdir()) == [".jobs", "new-2.jsonl"]
+
+
 def test_prune_finishes_interrupted_prune_and_removes_leftovers(tmp_path):
     make_run(tmp_path, "new", "completed", ended=60.0)
     home = tmp_path / "home"

@@ -101,6 +101,25 @@ def test_an_agent_cannot_confirm_itself(house, mode):
     assert len(house.statuses()) == 1
 
 
+SPACE = {"optimizer.learning_rate": {"min": 1e-4, "max": 1e-2, "log": True}}
+
+
+@pytest.mark.parametrize("mode", ERAS)
+@pytest.mark.parametrize("agrees", [True, False])
+def test_sweep_asks_for_consent_as_training_does(house, mode, agrees):
+    asked = []
+
+    async def work(client):
+        arguments = {"draft_id": drafted(house), "space": SPACE, "population": 3, "epochs": 1, "options": {"steps": 5}}
+        return await client.call_tool("start_sweep", arguments)
+
+    result = talk(house, mode, work, **answering("accept", {"start": agrees}, asked))
+    [question] = asked
+    assert "Start this sweep?" in question.message and "4 runs" in question.message and "(hash " in question.message
+    assert result.is_error is not agrees, result.content
+    assert len(house.statuses()) == int(agrees)
+
+
 def test_a_client_is_not_asked_if_the_owner_confirms_on_the_command_line(house):
     house.home.settings_file.write_text("confirm_by: cli\n")
     asked = []

@@ -96,6 +96,25 @@ def test_unknown_model_is_answered_with_nearest_name(house):
                 do(start_test, shop, draft_id=drafted(shop), models=models)
 
 
+def test_any_model_at_a_named_endpoint_takes_its_key_and_no_prices(house):
+    shop, launcher = house
+    settle(shop, models={"mine": {**ENDPOINT, "prompt_usd": 1.0}}, variables={"models": {"MY_API_KEY": KEY}})
+    draft_id = drafted(shop)
+    names = ["mine:qwen/qwen3-8b:free", "mine:vendor/x"]
+    tested = do(start_test, shop, draft_id=draft_id, models=names, tasks=3, group_size=2).data.run_id
+    plan = Specification.read(shop.runs.folder(tested)).test
+    first, second = plan.models
+    assert (first.name, first.endpoint.model) == (names[0], "qwen/qwen3-8b:free")
+    assert first.endpoint.base_url == ENDPOINT["base_url"] and first.endpoint.key == "MY_API_KEY"
+    assert first.endpoint.prompt_usd is None and second.endpoint.prompt_usd == 1.0
+    assert KEY in launcher.variables[tested]["environment"].values()
+    for wrong in ("other:qwen/x", "mine:", "mine:a b", "base:x"):
+        with pytest.raises(NotFound, match="NAME:MODEL"):
+            do(start_test, shop, draft_id=draft_id, models=[wrong])
+    with pytest.raises(InvalidValue, match="OPENROUTER_API_KEY for openrouter:qwen/qwen3-8b"):
+        do(start_test, shop, draft_id=draft_id, models=["openrouter:qwen/qwen3-8b"])
+
+
 @pytest.mark.parametrize("place", ["models", "*", "surroundings"])
 def test_key_goes_to_driver_of_that_test_only(house, place, monkeypatch):
     shop, launcher = house

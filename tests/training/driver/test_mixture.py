@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy
-from toprope.errors import ComponentFailed, LockedField
+from toprope.errors import ComponentFailed, InvalidValue, LockedField
 from toprope.records.journal.groups import Group
 from toprope.records.messages import ENV_CHECKPOINT, Leveled, Renewed
 from toprope.records.run.curriculum import Curricula
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource, RewardSource, Specification
 from toprope.sdk.errors import WorkerDied
+from toprope.sdk.wall import network_refusal
 from toprope.settings.schema import Config
 from toprope.training.driver.producer import GroupProducer
 from toprope.training.evaluation.evaluator import Evaluator
@@ -341,3 +342,44 @@ def test_evaluation_uses_measured_level(tmp_path: Path) -> None:
     assert [text.rpartition(" ")[2] for text in hosted(member, ScriptedPolicy(told), work)] == ["7", "3"]
     member.spec.config.environment.curriculum = {**CLIMB, "measured_level": 1}
     assert [text.rpartition(" ")[2] for text in hosted(member, ScriptedPolicy(told), work)] == ["5", "3"]
+
+
+PLAYER = """
+import socket, urllib.request
+from toprope.sdk import OwnLoop, Part, Played, Task
+
+class Player(OwnLoop):
+    parts = {"reached": Part()}
+
+    def tasks(self):
+        for number in range(60):
+            yield Task(f"task {number}")
+
+    async def rollout(self, session):
+        return Played({"reached": 1.0}, messages=[*self.task.messages, {"role": "assistant", "content": "x"}])
+"""
+
+
+def test_denied_network_leaves_loopback_to_environments_that_run_their_rollouts(tmp_path: Path) -> None:
+    (tmp_path / "player.py").write_text(PLAYER)
+    config = Config()
+    config.environment.name, config.environment.network = "player", "deny"
+    spec = Specification(
+        run_id="run-a", kind="train", created_at=0.0, toprope_version="0", config=config, policy_cache="",
+        environment=EnvironmentSource(name="player", file=str(tmp_path / "player.py"), attribute="Player"),
+    )  # fmt: skip
+
+    async def run() -> Any:
+        [(plan, source)] = environment_plans(spec)
+        host = await EnvironmentHost.start(spec, plan, source, lambda report: None)
+        try:
+            return (await host.worker.current()).enclosure, host.card.own_loop
+        finally:
+            await host.close()
+
+    if network_refusal("own"):
+        with pytest.raises(InvalidValue, match="a network with the policy alone, which cannot be had here"):
+            asyncio.run(run())
+        return
+    enclosure, own_loop = asyncio.run(run())
+    assert own_loop and enclosure.relay is not None, "it has a network with loopback, and ports relayed to the policy"

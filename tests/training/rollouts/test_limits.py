@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from toprope.records.messages import Renewed
@@ -20,10 +21,19 @@ from toprope.training.rollouts import restarting_worker as workers
 from toprope.training.rollouts import worker_watch
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.restarting_worker import RestartingWorker
-from toprope.training.rollouts.worker_watch import used_by, watch_worker
+from toprope.training.rollouts.worker_watch import Family, used_by, watch_worker
 
-GREEDY = """import socket, subprocess, sys, tempfile, threading, time
+GREEDY = '''import socket, subprocess, sys, tempfile, threading, time
 from toprope.sdk import Environment, Task
+LEAVE = """import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.close(0); os.close(1); os.close(2)
+        held = bytearray(b"x" * (int(sys.argv[1]) << 20))
+        time.sleep(120)
+    os._exit(0)
+"""
 kept = []
 class Greedy(Environment):
     def tasks(self):
@@ -35,9 +45,10 @@ class Greedy(Environment):
         if word == "start": subprocess.run([sys.executable, "-c", f"import socket; socket.create_connection(('127.0.0.1', {size}))"], check=True)
         if word == "threads": [threading.Thread(target=time.sleep, args=(60,), daemon=True).start() for _ in range(int(size))]
         if word == "fill": tempfile.NamedTemporaryFile(delete=False).write(b"x" * (int(size) << 20))
+        if word == "leave": subprocess.run([sys.executable, "-c", LEAVE, size], check=True)
         if word == "pair": [end.close() for end in socket.socketpair()]
         return 1.0
-"""  # noqa: E501
+'''  # noqa: E501
 
 
 async def opened(folder: Path, **limits: Any) -> EnvironmentWorker:
@@ -83,7 +94,7 @@ def test_large_allocation_is_error_of_rollout(tmp_path: Path) -> None:
 def test_memory_growth_ends_worker_with_reason(tmp_path: Path) -> None:
     async def run() -> None:
         link = await opened(tmp_path)
-        limit = round(used_by(link.pid).memory_mb) + 60
+        limit = round(used_by(Family(link.pid).look()).memory_mb) + 60
         watch = asyncio.create_task(watch_worker(link, limit, 0.02))
         with pytest.raises(WorkerDied, match=r"more than environment.memory_mb \(\d+\)") as ended:
             async with asyncio.timeout(60):
@@ -94,6 +105,30 @@ def test_memory_growth_ends_worker_with_reason(tmp_path: Path) -> None:
         await link.close()
 
     asyncio.run(run())
+
+
+def test_process_that_left_the_family_counts_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon, found without a control group: by the folder for temporary files that it inherited."""
+
+    async def run() -> set[psutil.Process]:
+        link = await opened(tmp_path)
+        assert link.enclosure is not None
+        family = Family(link.pid, None, link.enclosure.scratch)
+        limit = round(used_by(family.look()).memory_mb) + 150
+        await said(link, "leave 300")
+        monkeypatch.setattr(link.enclosure, "group", None)
+        left = {one for one in family.look() if one.pid != link.pid}
+        assert left and not set(psutil.Process(link.pid).children(recursive=True)) & left
+        watch = asyncio.create_task(watch_worker(link, limit, 0.02))
+        async with asyncio.timeout(30):
+            await watch
+        with pytest.raises(WorkerDied, match="more than environment.memory_mb"):
+            await said(link, "fine")
+        await link.close()
+        return left
+
+    left = asyncio.run(run())
+    assert not psutil.wait_procs(left, timeout=10)[1], "the daemon is still there"
 
 
 @pytest.mark.parametrize(("answer", "why"), [("threads 60", "processes and threads"), ("fill 60", "MB of its folders")])

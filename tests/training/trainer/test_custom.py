@@ -264,6 +264,26 @@ class Letters(Environment):
 
 
 @pytest.mark.slow
+def test_trainer_is_found_by_name_of_its_method(tmp_path):
+    mine = tmp_path / "mine"
+    made = source(mine)
+    file = mine / "mine.py"
+    file.write_text(
+        file.read_text() + '\n\nclass Other:\n    """Registered."""\n\n    method: str = "orchestrator_grpo"\n'
+    )
+    (mine / "broken.py").write_text("class (")
+
+    def found(named: str) -> TrainerSource | None:
+        config = custom()
+        config.algorithm.trainer = named
+        return trainer_of(config, [mine], tmp_path / "settings.yaml")
+
+    by_name = found("orchestrator_grpo")
+    assert by_name is not None and (by_name.file, by_name.attribute) == (made.file, "Other")
+    with pytest.raises(InvalidValue, match="nor the name of a method"):
+        found("orchestrator_sft")
+
+
 def test_custom_trainer_learns_in_real_crew(tmp_path, tiny_policy):
     runs = RunManager(tmp_path / "runs", LocalLauncher(), lambda: Machine(threads=64))
     folder = runs.start(specification(tmp_path, tiny_policy, source(tmp_path / "trainers")))

@@ -81,6 +81,7 @@ async def start_sweep(
     population: int = 8,
     epochs: int = 3,
     options: Mapping[str, Any] | None = None,
+    agreed: str | None = None,
 ) -> Answer:
     """Freeze a draft and start a sweep over some of its fields; answer as soon as it has its keeper.
 
@@ -91,6 +92,7 @@ async def start_sweep(
         population: Candidates per epoch.
         epochs: Number of epochs.
         options: See `Options`.
+        agreed: The hash of the preview that the client showed a person, who agreed.
 
     Raises:
         NotFound, LockedField, InvalidValue: Not a valid draft, space or strategy; nothing was started.
@@ -104,28 +106,7 @@ async def start_sweep(
         # Before planning: draft and locks may have changed since the first call with this key.
         if not chosen.preview and (earlier := workshop.starter.find_earlier(chosen.key, draft.id)) is not None:
             return _answer_repeated(earlier.specifications[0])
-        plan = make_plan(
-            draft,
-            workshop.home.locks(),
-            space=space,
-            strategy=strategy,
-            population=population,
-            epochs=epochs,
-            selection_ratio=chosen.selection_ratio,
-            mutation_rate=chosen.mutation_rate,
-            steps=chosen.steps,
-            evaluate=chosen.evaluate,
-            strategies=workshop.home.strategies,
-        )
-        request = StartRequest(
-            draft,
-            plan,
-            chosen.name,
-            again=chosen.again,
-            key=chosen.key,
-            confirm=chosen.confirm,
-            longest_member_steps=longest_run_steps(plan),
-        )
+        request, plan = _request(workshop, draft, space, strategy, population, epochs, chosen, agreed)
         if chosen.preview:
             return _answer_preview(workshop, request, plan)
         try:
@@ -138,6 +119,71 @@ async def start_sweep(
         return _answer_started(sweep, plan, _warnings(workshop, draft, plan))
 
     return await to_thread.run_sync(work)
+
+
+async def consent_wanted(
+    workshop: Workshop,
+    *,
+    draft_id: str,
+    space: Mapping[str, Any],
+    strategy: str,
+    population: int,
+    epochs: int,
+    options: Mapping[str, Any],
+) -> tuple[str, str] | None:
+    """Return the preview of a sweep and its hash if a person must agree first; None if nobody has to be asked.
+
+    Raises: See `start_sweep`.
+    """
+    chosen = _options(options)
+    if chosen.preview:
+        return None
+
+    def work() -> tuple[str, str] | None:
+        draft = workshop.drafts.get(draft_id)
+        if workshop.starter.find_earlier(chosen.key, draft.id) is not None:
+            return None
+        request, plan = _request(workshop, draft, space, strategy, population, epochs, chosen, None)
+        found = workshop.starter.consent_wanted(request)
+        return None if found is None else (_said(found, plan), found.hash)
+
+    return await to_thread.run_sync(work)
+
+
+def _request(
+    workshop: Workshop,
+    draft: Draft,
+    space: Mapping[str, Any],
+    strategy: str,
+    population: int,
+    epochs: int,
+    chosen: Options,
+    agreed: str | None,
+) -> tuple[StartRequest, SweepPlan]:
+    plan = make_plan(
+        draft,
+        workshop.home.locks(),
+        space=space,
+        strategy=strategy,
+        population=population,
+        epochs=epochs,
+        selection_ratio=chosen.selection_ratio,
+        mutation_rate=chosen.mutation_rate,
+        steps=chosen.steps,
+        evaluate=chosen.evaluate,
+        strategies=workshop.home.strategies,
+    )
+    request = StartRequest(
+        draft,
+        plan,
+        chosen.name,
+        again=chosen.again,
+        key=chosen.key,
+        confirm=chosen.confirm,
+        agreed=agreed,
+        longest_member_steps=longest_run_steps(plan),
+    )
+    return request, plan
 
 
 def _answer_preview(workshop: Workshop, request: StartRequest, plan: SweepPlan) -> Answer:

@@ -17,6 +17,7 @@ from toprope.analysis.findings.causes import Explanation, explanation, preset_va
 from toprope.analysis.findings.configured import CONFIGURED
 from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.learning import LEARNING
+from toprope.analysis.findings.mixture import MIXTURE
 from toprope.analysis.findings.preset_distance import FAR_FROM_PRESET
 from toprope.analysis.findings.rewards import REWARDS
 from toprope.analysis.findings.rules import Rule, Symptom
@@ -27,6 +28,7 @@ from toprope.settings.schema import Config
 _CAUSES_FIRST = (
     "nan",
     "scorer_errors",
+    "environment_errors",
     "constant_reward",
     "scorer_ignores_answers",
     "rewards_shuffled",
@@ -46,11 +48,13 @@ _CAUSES_FIRST = (
     "far_from_preset",
     "all_wrong",
     "all_right",
+    "environment_silent",
+    "environment_forgotten",
     "staleness",
 )
 RULES: tuple[Rule, ...] = tuple(
     sorted(
-        (*REWARDS, *LEARNING, *SAMPLING, *CONFIGURED, FAR_FROM_PRESET),
+        (*REWARDS, *MIXTURE, *LEARNING, *SAMPLING, *CONFIGURED, FAR_FROM_PRESET),
         key=lambda rule: _CAUSES_FIRST.index(rule.id) if rule.id in _CAUSES_FIRST else len(_CAUSES_FIRST),
     )
 )

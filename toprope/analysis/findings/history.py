@@ -43,6 +43,11 @@ _OTHER_NAMES = {"clip_ratio/region_mean": ("cispo_clip_ratio",), "time/wait": ("
 _SHORTEST, _LONGEST = 5, 20
 
 
+BY_ENVIRONMENT = ("reward", "success", "frac_reward_zero_std", "errors_share")
+"""Metrics of each environment of a mixture that the rules read."""
+_ENVIRONMENT = "environments/"
+
+
 class Series:
     """One metric over the course of a run."""
 
@@ -143,6 +148,8 @@ class TrainingHistory:
         self.row: Mapping[str, Any] = {}
         """The newest row."""
         self._series = {name: Series(self.window) for name in TRACKED}
+        self.environments: dict[str, dict[str, Series]] = {}
+        """The series of each environment of a mixture, by label and name (`BY_ENVIRONMENT`)."""
         self.entropy_at_best: float | None = None
         """Entropy of the window in which the reward was highest."""
         self.dropped: deque[tuple[float, float]] = deque(maxlen=self.window + 1)
@@ -176,6 +183,7 @@ class TrainingHistory:
                 value = next((row[other] for other in _OTHER_NAMES[name] if row.get(other) is not None), None)
             if value is not None and math.isfinite(value):
                 series.add(value, self.rows)
+        self._add_environments(row)
         reward = self._series["reward"]
         if reward.best_at == self.rows:
             self.entropy_at_best = self._series["entropy"].mean
@@ -185,6 +193,17 @@ class TrainingHistory:
         moved = self.moved_per_version
         if moved is not None and self["policy/moved"].count >= _SHORTEST:
             self.peak_move = moved if self.peak_move is None else max(self.peak_move, moved)
+
+    def _add_environments(self, row: Mapping[str, Any]) -> None:
+        for key, value in row.items():
+            head, _, name = key.rpartition("/")
+            label = head.removeprefix(_ENVIRONMENT)
+            if label == head or name not in BY_ENVIRONMENT or value is None or not math.isfinite(value):
+                continue
+            known = self.environments.get(label)
+            if known is None:
+                known = self.environments[label] = {one: Series(self.window) for one in BY_ENVIRONMENT}
+            known[name].add(value, self.rows)
 
     @property
     def planned_steps(self) -> int:

@@ -8,9 +8,9 @@
 
 A function is called once per rollout, after the environment has scored it. It takes any of these arguments by name:
 `prompt` (the task's messages), `messages` (the whole conversation), `answer` (the newest answer), `reference` and
-`data` (of the task), `parts` (values from the environment's own scoring), `turns`, `truncated`. It returns a number
-between its `low` and `high`. If it raises, the rollout ends with that error, as if `score` had raised it. Async
-functions of many rollouts run concurrently.
+`data` (of the task), `parts` (values from the environment's own scoring), `turns`, `truncated`. A function of one
+argument named `output` gets the newest answer, too. It returns a number between its `low` and `high`. If it raises, the
+rollout ends with that error, as if `score` had raised it. Async functions of many rollouts run concurrently.
 
 The environment alone decides whether a rollout counts as solved: functions change the reward, not the accuracy.
 """
@@ -46,6 +46,8 @@ __all__ = [
 FIELDS = ("prompt", "messages", "answer", "reference", "data", "parts", "turns", "truncated")
 """Names of the arguments that a function can take."""
 
+_OUTPUT = "output"
+"""Another name of `answer`, which `**` does not get."""
 _T = TypeVar("_T")
 _LONGEST_ERROR = 500
 _TOLERANCE = 1e-9
@@ -105,7 +107,7 @@ def _load(one: Mapping[str, Any]) -> RewardFunction:
         if parameter.kind is parameter.VAR_KEYWORD:
             takes = list(FIELDS)
             break
-        if parameter.name in FIELDS and parameter.kind is not parameter.POSITIONAL_ONLY:
+        if parameter.name in (*FIELDS, _OUTPUT) and parameter.kind is not parameter.POSITIONAL_ONLY:
             takes.append(parameter.name)
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
             known = nearest(parameter.name, FIELDS, "A reward function can take")
@@ -157,7 +159,13 @@ class RewardFunctions:
         """
         if outcome.error is not None:
             return outcome
-        given = {**seen, "parts": outcome.parts, "turns": outcome.turns, "truncated": outcome.truncated}
+        given = {
+            **seen,
+            _OUTPUT: seen["answer"],
+            "parts": outcome.parts,
+            "turns": outcome.turns,
+            "truncated": outcome.truncated,
+        }
         values: dict[str, Any] = {}
         for one in self._functions:
             try:

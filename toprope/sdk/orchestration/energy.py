@@ -1,19 +1,29 @@
 """Energy of tool calls: measured if this machine can, else estimated, and always labelled.
 
-The `zeus` library measures (NVML for NVIDIA GPUs, RAPL for the processor), if the environment's interpreter has it. The
-estimate is seconds times a fixed number of watts, labelled `estimate`.
+The `zeus` library measures (NVML for NVIDIA GPUs, RAPL for the processor), if the environment's interpreter has it.
+Without it, the processor's RAPL counters are read if this user may (Linux, admin-guide/pm/powercap). Else power follows
+utilisation, as in Fan, Weber and Barroso, Power Provisioning for a Warehouse-Sized Computer, ISCA 2007:
+
+    watts = idle + (busy - idle) * seconds of processor time / seconds
+
+with the processor time of this process and of the programs that it waited for. That is labelled `estimate`.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 __all__ = ["Meter", "Used"]
 
 CPU_WATTS = 15.0
 """One busy core with its share of memory: an order of magnitude."""
+IDLE_WATTS = 3.0
+"""The share of a core that waits, with its memory."""
+_POWERCAP = Path("/sys/class/powercap")
 
 
 @dataclass(frozen=True)
@@ -31,23 +41,26 @@ class Meter:
     """Measures one call at a time.
 
     Args:
-        watts: Power assumed by the estimate.
+        watts: Power of a busy core in the estimate.
         measure: Whether to look for an energy counter at all.
     """
 
     def __init__(self, watts: float = CPU_WATTS, measure: bool = True) -> None:
-        self._watts = watts
+        self._watts, self._idle = watts, min(IDLE_WATTS, watts)
         self._monitor = _monitor() if measure else None
-        self._began = 0.0
+        self._rapl = Rapl() if measure and self._monitor is None else None
+        self._began = self._cpu_s = 0.0
 
     @property
     def measures(self) -> bool:
         """True if this machine has a readable energy counter."""
-        return self._monitor is not None
+        return self._monitor is not None or (self._rapl is not None and bool(self._rapl.zones))
 
     def start(self) -> None:
         """Begin a measurement."""
-        self._began = time.perf_counter()
+        self._began, self._cpu_s = time.perf_counter(), _processor_seconds()
+        if self._rapl is not None:
+            self._rapl.start()
         if self._monitor is not None:
             self._monitor.begin_window("call")
 
@@ -58,7 +71,52 @@ class Meter:
             joules = _joules(self._monitor.end_window("call"))
             if joules > 0:
                 return Used(seconds, joules, joules / seconds if seconds > 0 else 0.0, "measured")
-        return Used(seconds, seconds * self._watts, self._watts, "estimate")
+        if self._rapl is not None and (joules := self._rapl.stop()) > 0:
+            return Used(seconds, joules, joules / seconds if seconds > 0 else 0.0, "measured")
+        busy = max(_processor_seconds() - self._cpu_s, 0.0)
+        joules = self._idle * seconds + (self._watts - self._idle) * busy
+        return Used(seconds, joules, joules / seconds if seconds > 0 else 0.0, "estimate")
+
+
+class Rapl:
+    """The energy counters of the processor packages.
+
+    Args:
+        place: Folder of the zones.
+    """
+
+    def __init__(self, place: Path = _POWERCAP) -> None:
+        # Zones with two numbers are parts of a package, which counts them.
+        self.zones = [zone for zone in sorted(place.glob("intel-rapl:[0-9]*")) if zone.name.count(":") == 1]
+        self.zones = [zone for zone in self.zones if _microjoules(zone, "energy_uj") is not None]
+        self._before: list[float] = []
+
+    def start(self) -> None:
+        """Begin a measurement."""
+        self._before = [_microjoules(zone, "energy_uj") or 0.0 for zone in self.zones]
+
+    def stop(self) -> float:
+        """Joules of all packages since `start`."""
+        total = 0.0
+        for zone, before in zip(self.zones, self._before, strict=True):
+            used = (_microjoules(zone, "energy_uj") or before) - before
+            if used < 0:  # the counter began again at zero
+                used += _microjoules(zone, "max_energy_range_uj") or 0.0
+            total += max(used, 0.0)
+        return total / 1e6
+
+
+def _microjoules(zone: Path, name: str) -> float | None:
+    try:
+        return float((zone / name).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _processor_seconds() -> float:
+    """Processor time of this process with its threads, and of the programs that it has waited for."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def _monitor() -> Any:

@@ -71,7 +71,7 @@ class ProcessGroup:
         with contextlib.suppress(OSError):
             _write(self.path, "cgroup.kill", "1")  # v2, Linux 5.14
             return
-        for pid in self._members():
+        for pid in self.members():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -88,7 +88,8 @@ class ProcessGroup:
             except OSError:
                 time.sleep(0.01)
 
-    def _members(self) -> list[int]:
+    def members(self) -> list[int]:
+        """The ids of the processes in it."""
         try:
             with open(os.path.join(self.path, "cgroup.procs")) as file:
                 return [int(line) for line in file]

@@ -22,6 +22,8 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.trained_tasks import content_id
 from toprope.records.worker_messages import Card, TaskView
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
+from toprope.sdk.wall import network_refusal
+from toprope.sdk.wall.plan import Network
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.environment import MemberPlan, members_of
 from toprope.settings.locks import require_allowed_knobs
@@ -94,6 +96,7 @@ class EnvironmentHost:
         self._watch: asyncio.Task[None] | None = None
         """Limits what the current worker uses; ends with it."""
         self._is_marked = False
+        self._network: Network = plan.section.network
 
     @property
     def label(self) -> str:
@@ -179,15 +182,30 @@ class EnvironmentHost:
         worker = None
         try:
             memory_mb = round(ADDRESS_SPACE_FACTOR * section.memory_mb)
-            wall = environment_wall(passed_on(), self.source, network=section.network, memory_mb=memory_mb)
-            worker = await EnvironmentWorker.behind(
-                wall,
-                self.source.interpreter,
-                env=worker_environment(variables),
-                stderr=_ComponentLog(),
-                timeout=section.load_timeout_s,
-            )
+
+            async def start(network: Network) -> EnvironmentWorker:
+                return await EnvironmentWorker.behind(
+                    environment_wall(passed_on(), self.source, network=network, memory_mb=memory_mb),
+                    self.source.interpreter,
+                    env=worker_environment(variables),
+                    stderr=_ComponentLog(),
+                    timeout=section.load_timeout_s,
+                )
+
+            worker = await start(self._network)
             await self._open_environment(worker)
+            if self._network == "deny" and self.card.own_loop:
+                # Its code reaches the policy over loopback; a network of its own has that and nothing else.
+                if refusal := network_refusal("own"):
+                    raise InvalidValue(
+                        "environment.network is deny, and this environment runs its rollouts itself: it needs a "
+                        f"network with the policy alone, which cannot be had here: {refusal}.",
+                        hint="edit_config sets environment.network to allow, if the owner does.",
+                    )
+                self._network = "own"
+                await worker.close()
+                worker = await start(self._network)
+                await self._open_environment(worker)
         except BaseException as error:
             if worker is not None:
                 await worker.close()
@@ -215,12 +233,6 @@ class EnvironmentHost:
             rewards=[one.model_dump() for one in self.source.rewards],
             split_rule=self.source.split_rule,
         )
-        if section.network == "deny" and card.own_loop:
-            raise InvalidValue(
-                "environment.network is deny, and this environment runs its rollouts itself: it needs the network to "
-                "reach the policy.",
-                hint="edit_config sets environment.network to own (the policy alone) or allow.",
-            )
         for name in section.reward_weights_end:
             if name not in card.parts:
                 raise InvalidValue(

@@ -9,19 +9,21 @@ the other rollouts begin anew in the next worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import psutil
 
 from toprope.sdk.wall.enclosure import most_tasks
+from toprope.sdk.wall.groups import ProcessGroup
 from toprope.sdk.worker.client import WorkerClient
 
 ADDRESS_SPACE_FACTOR = 2.0
 """The kernel's bound as a multiple of the limit: address space that is never touched counts there, and not here."""
 _POLL_S = 0.5
-_DISK_EVERY = 4
+_DISK_EVERY = _EVERYWHERE_EVERY = 4
 _MB = 1 << 20
 _MEMORY_SHARE = 0.8
 """Of the machine's memory: the limit of a worker without one of its own."""
@@ -31,7 +33,7 @@ _DISK_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Used:
-    """The use of a worker with all its descendants."""
+    """The use of a worker with everything that it started."""
 
     memory_mb: float = 0.0
     """Resident."""
@@ -39,13 +41,52 @@ class Used:
     """Processes and threads."""
 
 
-def used_by(pid: int) -> Used:
-    """Measure a process and all its descendants; nothing if it is gone."""
-    try:
-        first = psutil.Process(pid)
-        family = [first, *first.children(recursive=True)]
-    except psutil.Error:
-        return Used()
+class Family:
+    """The processes of a worker: its descendants, and those that left it because their parents ended.
+
+    A process that has left is known by the worker's control group, by having been a descendant at an earlier look, or
+    by the worker's own folder for temporary files, which it inherits as TMPDIR.
+
+    Args:
+        pid: The worker's process.
+        group: Its control group, if there is one.
+        scratch: Its folder for temporary files; empty: it has none of its own.
+    """
+
+    def __init__(self, pid: int, group: ProcessGroup | None = None, scratch: str = "") -> None:
+        self._pid, self._group, self._scratch = pid, group, scratch
+        self._known: set[psutil.Process] = set()
+
+    def look(self, *, everywhere: bool = True) -> list[psutil.Process]:
+        """Its living processes.
+
+        Args:
+            everywhere: Search all processes of this machine for its TMPDIR.
+        """
+        try:
+            self._known.add(psutil.Process(self._pid))
+        except psutil.Error:
+            return []
+        for pid in self._group.members() if self._group is not None else ():
+            with contextlib.suppress(psutil.Error):
+                self._known.add(psutil.Process(pid))
+        if everywhere and self._scratch:
+            self._known.update(filter(self._inherited, psutil.process_iter()))
+        self._known = {one for one in self._known if one.is_running()}
+        for one in list(self._known):
+            with contextlib.suppress(psutil.Error):
+                self._known.update(one.children(recursive=True))
+        return list(self._known)
+
+    def _inherited(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("TMPDIR") == self._scratch
+        except (psutil.Error, OSError):
+            return False
+
+
+def used_by(family: Iterable[psutil.Process]) -> Used:
+    """Measure processes; those that are gone count nothing."""
     memory, tasks = 0, 0
     for member in family:
         try:
@@ -55,6 +96,10 @@ def used_by(pid: int) -> Used:
         except psutil.Error:
             continue
     return Used(memory / _MB, tasks)
+
+
+def _measure(family: Family, everywhere: bool) -> Used:
+    return used_by(family.look(everywhere=everywhere))
 
 
 class DiskWatch:
@@ -96,7 +141,7 @@ async def watch_worker(worker: WorkerClient, memory_mb: int = 0, poll_s: float =
 
     Args:
         worker: The worker.
-        memory_mb: Most memory of it and its descendants in MB; 0: most of the machine's.
+        memory_mb: Most memory of it and what it started in MB; 0: most of the machine's.
         poll_s: Seconds between two looks.
     """
     limit_mb = memory_mb or _MEMORY_SHARE * psutil.virtual_memory().total / _MB
@@ -107,15 +152,22 @@ async def watch_worker(worker: WorkerClient, memory_mb: int = 0, poll_s: float =
         if built is None
         else await asyncio.to_thread(DiskWatch, [place for place in (built.scratch, built.home) if place])
     )
+    family = Family(worker.pid, built.group if built else None, built.scratch if built else "")
+
+    def end(reason: str) -> None:
+        left = family.look()
+        worker.kill(reason)
+        for process in left:  # those that left its process group
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
     while worker.alive:
-        used = used_by(worker.pid)
+        used = await asyncio.to_thread(_measure, family, looks % _EVERYWHERE_EVERY == 0)
         if used.memory_mb > limit_mb:
-            worker.kill(
-                f"The worker had {used.memory_mb:.0f} MB with what it started, more than {named}, and was ended."
-            )
+            end(f"The worker had {used.memory_mb:.0f} MB with what it started, more than {named}, and was ended.")
             return
         if used.tasks > most_tasks():
-            worker.kill(
+            end(
                 f"The worker had {used.tasks} processes and threads with what it started, more than {most_tasks()}, "
                 "and was ended."
             )
@@ -123,7 +175,7 @@ async def watch_worker(worker: WorkerClient, memory_mb: int = 0, poll_s: float =
         looks += 1
         if disk is not None and looks % _DISK_EVERY == 0 and (grown := await asyncio.to_thread(disk.grown_mb)):
             if grown > disk.limit_mb:
-                worker.kill(
+                end(
                     f"The worker filled {grown:.0f} MB of its folders, more than half of the room that was left, and "
                     "was ended."
                 )

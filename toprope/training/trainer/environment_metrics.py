@@ -1,8 +1,8 @@
 """Per-environment metrics of a step, for runs that train on several environments.
 
-Names follow TRL's for the whole step: `environments/<label>/reward`, `/success`, `/frac_reward_zero_std` and `/errors`
-over the groups delivered for the step, and `/share`, the share of groups trained over the last steps. An environment
-without a group in a step reports its share alone.
+Names follow TRL's for the whole step: `environments/<label>/reward`, `/success`, `/frac_reward_zero_std`, `/errors` and
+`/errors_share` over the groups delivered for the step, and `/share`, the share of groups trained over the last steps.
+An environment without a group in a step reports its share alone.
 """
 
 from __future__ import annotations
@@ -67,5 +67,6 @@ class EnvironmentMetrics:
             outcomes = [outcome for group in own for outcome in group.outcomes or []]
             if outcomes:
                 metrics[f"{prefix}/success"] = sum(outcome.success for outcome in outcomes) / len(outcomes)
-                metrics[f"{prefix}/errors"] = float(sum(outcome.error is not None for outcome in outcomes))
+                errors = sum(outcome.error is not None for outcome in outcomes)
+                metrics |= {f"{prefix}/errors": float(errors), f"{prefix}/errors_share": errors / len(outcomes)}
         return metrics

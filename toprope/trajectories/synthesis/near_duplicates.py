@@ -17,7 +17,7 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 from toprope.errors import InvalidValue
@@ -257,9 +257,26 @@ def clusters(texts: Sequence[str], threshold: float) -> list[int]:
     return [joined.root(owner) for owner in owners]
 
 
+SPLITS = ("train", "validation", "test")
+"""The splits that a list of ratios means."""
+
+
+def named_ratios(given: Any) -> Any:
+    """Ratios by split for a list in the order of SPLITS, such as [0.8, 0.1, 0.1]; anything else unchanged.
+
+    Raises:
+        ValueError: The list has more ratios than there are splits.
+    """
+    if not isinstance(given, list | tuple):
+        return given
+    if len(given) > len(SPLITS):
+        raise ValueError(f"a list of ratios has at most {len(SPLITS)}: {', '.join(SPLITS)}; name others")
+    return {name: ratio for name, ratio in zip(SPLITS, given, strict=False) if ratio}
+
+
 def split_dataset(
     items: Sequence[TrajectoryItem],
-    ratios: Mapping[str, float],
+    ratios: Mapping[str, float] | Sequence[float],
     *,
     seed: int = 0,
     dedup_threshold: float = 0.85,
@@ -273,7 +290,8 @@ def split_dataset(
 
     Args:
         items: Items to split.
-        ratios: Ratio by split (`{"train": 0.9, "validation": 0.1}`); they need not add up to 1.
+        ratios: Ratio by split (`{"train": 0.9, "validation": 0.1}`), or a list (`named_ratios`); they need not add
+            up to 1.
         seed: Seed of the order.
         dedup_threshold: See `Deduplicator`.
         text: Returns the text to compare; by default the question.
@@ -281,6 +299,10 @@ def split_dataset(
     Raises:
         InvalidValue: A ratio is not positive, or there are none.
     """
+    try:
+        ratios = cast("Mapping[str, float]", named_ratios(ratios))
+    except ValueError as error:
+        raise InvalidValue(f"{error}.") from None
     for name, ratio in ratios.items():
         if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio < float("inf"):
             raise InvalidValue(f"The ratio of {name} must be a number above 0, not {ratio!r}.", hint="train: 0.9")

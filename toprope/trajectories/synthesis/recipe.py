@@ -17,11 +17,12 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from toprope.errors import InvalidValue, shown
+from toprope.trajectories.synthesis.near_duplicates import named_ratios
 
 
 class _Plan(BaseModel):
@@ -97,8 +98,8 @@ class Recipe(_Plan):
     """Required by steps that generate."""
     min_score: float | None = Field(None, strict=False)
     dedup_threshold: float | None = Field(None, gt=0, le=1, strict=False)
-    split: dict[str, float] = {}
-    """Ratio by split; near duplicates stay in one split."""
+    split: Annotated[dict[str, float], BeforeValidator(named_ratios)] = {}
+    """Ratio by split, or a list in the order of SPLITS; near duplicates stay in one split."""
     seed: int = 0
     concurrency: int = Field(8, ge=1, le=64)
     retries: int = Field(2, ge=0, le=10)

@@ -1,10 +1,12 @@
-"""Lookup of the owner's own trainers: `file.py:Class` in a folder that settings.yaml lists under `trainers`.
+"""Lookup of the owner's own trainers in the folders that settings.yaml lists under `trainers`: by `file.py:Class`, or
+by the name under which a class registers its learning method (`method = "reinforce"` in its body).
 
 Files are parsed and never run; the run itself checks the class in the trainer's process.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import re
 from collections.abc import Sequence
@@ -17,6 +19,7 @@ from toprope.sdk.errors import LoadError
 from toprope.settings.schema import Config
 from toprope.settings.yamlfiles import nearest
 
+_METHOD = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _FORM = re.compile(r"(?P<file>[^:\\]+\.py):(?P<attribute>[A-Za-z_]\w*)")
 
 
@@ -34,10 +37,13 @@ def trainer_of(config: Config, folders: Sequence[Path], settings_file: Path) -> 
     if config.algorithm.name != "custom":
         return None
     named = config.algorithm.trainer
+    if _METHOD.fullmatch(named):
+        named = _registered(named, folders) or named
     form = _FORM.fullmatch(named)
     if form is None or Path(form["file"]).is_absolute() or ".." in Path(form["file"]).parts:
         raise InvalidValue(
-            f"algorithm.trainer is {shown(named)}, which is not a 'file.py:Class' in one of the owner's folders.",
+            f"algorithm.trainer is {shown(named)}, which is neither a 'file.py:Class' nor the name of a method "
+            "in one of the owner's folders.",
             hint=_known(folders, settings_file),
         )
     for folder in folders:
@@ -59,6 +65,28 @@ def _classes(file: Path) -> list[str]:
         return fitting_definitions(file, [])
     except LoadError as error:
         raise InvalidValue(str(error), hint="Correct the file.") from None
+
+
+def _registered(name: str, folders: Sequence[Path]) -> str | None:
+    """Return the `file.py:Class` of the class that registers a method of this name, the first in the folders' order."""
+    for folder in folders:
+        for file in sorted(folder.glob("*.py")):
+            try:
+                tree = ast.parse(file.read_bytes())
+            except (OSError, SyntaxError, ValueError):
+                continue
+            for one in tree.body:
+                if isinstance(one, ast.ClassDef) and name in map(_method, one.body):
+                    return f"{file.name}:{one.name}"
+    return None
+
+
+def _method(line: ast.stmt) -> str | None:
+    """The name in a line `method = "name"` of a class."""
+    if not isinstance(line, ast.Assign | ast.AnnAssign) or not isinstance(line.value, ast.Constant):
+        return None
+    target = line.targets[0] if isinstance(line, ast.Assign) else line.target
+    return str(line.value.value) if isinstance(target, ast.Name) and target.id == "method" else None
 
 
 def _known(folders: Sequence[Path], settings_file: Path) -> str:

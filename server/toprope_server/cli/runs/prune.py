@@ -1,4 +1,4 @@
-"""`toprope prune`: delete old runs and leftovers of crashes.
+"""`toprope prune`: delete old runs, old exports and leftovers of crashes.
 
 Nothing is deleted without --yes. A live run is never touched: its lock decides, not its status, and is held during the
 deletion. A folder is renamed before it is emptied, so that an interruption leaves no partial run in the list; the next
@@ -23,6 +23,7 @@ from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
 from toprope.records.index.stamps import forget_stamps
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
+from toprope.records.sweep_journal import members_in, sweep_of
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.text_format import ago
 from toprope.workbench.interpreters.adding import Interpreters
@@ -87,10 +88,13 @@ def old_runs(workshop: Workshop, *, older_than_s: float, keep: int | None) -> li
     """
     now, found, statuses = time.time(), [], workshop.statuses()
     needed = _policies_in_use(workshop, [status.run_id for status in statuses if not status.ended])
+    kept = {status.run_id for status in statuses[: keep or 0]}
     for status in statuses[keep or 0 :]:
         folder = RunFolder(workshop.home.runs / status.run_id)
         if any(policy.is_relative_to(folder.path.resolve()) for policy in needed):
             continue
+        if (sweep := sweep_of(status.run_id)) is not None and sweep[0] in kept:
+            continue  # the sweep's results name its runs
         if not status.ended or status.ended_at is None or now - status.ended_at < older_than_s or is_held(folder.lock):
             continue
         why = f"{status.state} {ago(status.ended_at, now)}, {status.kind} {status.environment}".rstrip()
@@ -99,15 +103,29 @@ def old_runs(workshop: Workshop, *, older_than_s: float, keep: int | None) -> li
 
 
 def _policies_in_use(workshop: Workshop, run_ids: list[str]) -> list[Path]:
-    """Folders of policies that live runs started from; one may be an older run's checkpoint."""
+    """Folders of policies that live runs started from (one may be an older run's checkpoint), and of the runs that a
+    live sweep measures its candidates with."""
     found = []
     for run_id in run_ids:
+        found += [(workshop.home.runs / member).resolve() for member in members_in(workshop.home.runs, run_id)]
         try:
-            policy = Specification.read(workshop.runs.folder(run_id)).config.policy.model
+            specification = Specification.read(workshop.runs.folder(run_id))
         except (NotFound, Corrupt):
             continue
-        if os.path.isabs(policy):
+        if os.path.isabs(policy := specification.config.policy.model):
             found.append(Path(policy).resolve())
+        if specification.continued_run:
+            found.append((workshop.home.runs / specification.continued_run).resolve())
+    return found
+
+
+def old_exports(workshop: Workshop, older_than_s: float) -> list[Leftover]:
+    """Exports that nobody wrote to for so many seconds; not those that are being made."""
+    now, found = time.time(), []
+    for path in _entries(workshop.home.exports):
+        changed = max((_changed(one) for one in [path, *_below(path)]), default=now)
+        if not path.name.startswith(".") and now - changed >= max(older_than_s, _SETTLED_S):
+            found.append(Leftover(path, f"an export, made {ago(changed, now)}", size(path)))
     return found
 
 
@@ -143,7 +161,9 @@ def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete
     """
     age = older_than or (DEFAULT_AGE if keep is None else "0m")
     runs = old_runs(workshop, older_than_s=age_seconds(age), keep=keep)
-    rest = leftovers(workshop)
+    # The number of runs to keep says nothing about exports.
+    exports_s = age_seconds(older_than or DEFAULT_AGE)
+    rest = [*old_exports(workshop, exports_s), *leftovers(workshop)]
     if not runs and not rest:
         spared = f" and were not among the newest {keep}" if keep is not None else ""
         typer.echo(f"There is nothing to delete: no run ended more than {age} ago{spared}, and nothing is left over.")

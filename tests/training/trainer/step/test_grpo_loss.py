@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from tests.support.trainer_stand_ins import small_config
 from toprope.settings.algorithms import ALGORITHMS
@@ -21,7 +21,7 @@ from toprope.training.trainer.collate import collate
 from toprope.training.trainer.step.forward import PolicyForward
 from toprope.training.trainer.step.grpo_loss import GrpoMetrics, StepSize, grpo_loss
 
-NAMES = [one.name for one in ALGORITHMS.values() if one.program.endswith(":GrpoRun")]
+NAMES = [one.name for one in ALGORITHMS.values() if one.program.endswith(":GrpoRun") and one.name != "rloo"]
 
 
 def some_rows(per_token: bool = False) -> list[TrainingRow]:
@@ -165,6 +165,39 @@ def test_loss_gradient_and_metrics_are_trls(
             assert found_metrics.keys() == metrics.keys()
             for key, number in metrics.items():
                 assert found_metrics[key] == pytest.approx(number, rel=1e-4, abs=1e-6), (key, shared, micro)
+
+
+def test_rloo_is_trls(tiny_policy: Path, tmp_path: Path) -> None:
+    """One ratio per answer: TRL sums the log-probabilities of an answer, and averages over answers."""
+    config, _ = apply_changes(small_config(), {"algorithm.name": "rloo"})
+    rows, model = some_rows(), load_model(tiny_policy, config)
+    for row in rows:  # TRL's loss has no tokens of the environment, and its clip would hide the gradient
+        row.trained[:] = [True] * len(row.trained)
+        row.logprobs[:] = [-5.3 - 0.01 * place for place in range(len(row.trained))]
+    trainer = RLOOTrainer(
+        model=load_model(tiny_policy, config),
+        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+        args=RLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, activation_checkpointing=False,
+                        report_to=[], temperature=0.8, epsilon=config.algorithm.epsilon),
+        train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+        processing_class=load_tokenizer(tiny_policy),
+    )  # fmt: skip
+    assert trainer.epsilon_low == config.algorithm.epsilon and trainer.epsilon_high == config.algorithm.epsilon_high
+    trainer.model.train()
+    trainer.model.zero_grad()
+    expected = trainer._compute_loss(
+        trainer.model, trl_batch(rows) | {"old_logps": collate(rows, None).sampled.sum(-1)}
+    )
+    expected.backward()
+    gradients = _gradients(trainer.model)
+    metrics = {name: values[0] for name, values in trainer._metrics["train"].items()}
+    scale = max(float(value.abs().max()) for value in gradients.values())
+    assert scale > 1e-3, "there is something to compare"
+    for shared, micro in ((False, 7), (True, 3)):
+        loss, found, found_metrics = of_ours(model, config, rows, None, shared=shared, micro=micro)
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-4, abs=1e-6)
+        assert all(torch.allclose(found[key], one, rtol=1e-3, atol=1e-5 * scale) for key, one in gradients.items())
+        assert found_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
 def test_other_logprobs_of_the_sampler_change_the_loss(tiny_policy: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from toprope.settings.schema import AlgorithmSection
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo")
 """Losses that clip the importance ratio on both sides."""
 _SAPO_TEMPERATURE, _SAPO_TEMPERATURE_NEGATIVE = 1.0, 1.05
 _VESPO, _VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
@@ -73,7 +73,9 @@ def grpo_loss(
     lengths = weight.sum(-1)
     log_ratio = (logps - sampled) * weight
     per_sequence = section.importance_sampling_level == "sequence"
-    if per_sequence:
+    if section.loss_type == "rloo":  # the ratio of the whole answer, without GSPO's root
+        ratio = torch.exp(log_ratio.sum(-1, keepdim=True))
+    elif per_sequence:
         ratio = torch.exp((log_ratio.sum(-1) / lengths.clamp(min=1.0)).unsqueeze(-1))
     else:
         ratio = torch.exp(log_ratio)
@@ -111,7 +113,7 @@ def grpo_loss(
         loss = loss + section.beta * divergence
     note("entropy", entropies)
     loss = loss * weight
-    if kind in ("grpo", "sapo"):
+    if kind in ("grpo", "sapo", "rloo"):
         total = (loss.sum(-1) / lengths.clamp(min=1.0)).sum() / max(size.rows, 1)
     elif kind == "luspo":
         total = loss.sum() / max(size.rows, 1)

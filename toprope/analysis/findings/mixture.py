@@ -1,0 +1,98 @@
+"""Rules about single environments of a mixture, whose trouble the means over all of them hide."""
+
+from __future__ import annotations
+
+import math
+
+from toprope.analysis.findings.history import Series, TrainingHistory
+from toprope.analysis.findings.rules import CHOSEN, Rule, Symptom, share
+
+_ERRORS, _FORGOTTEN, _SILENT = 0.05, 0.5, 0.9
+_LEAST_FALL = 0.1
+
+
+def environment_errors(history: TrainingHistory) -> Symptom | None:
+    """Rollouts of some environments end in errors, and those of others do not."""
+    found = {
+        label: mean
+        for label, mean in _means(history, "errors_share").items()
+        if mean >= _ERRORS and history.environments[label]["errors_share"].count >= 5
+    }
+    if not found or len(found) == len(history.environments):
+        return None  # if all of them fail, scorer_errors says so
+    told = _listed(found)
+    return Symptom(
+        "critical" if max(found.values()) >= 0.25 else "warning",
+        f"Rollouts that end in an error, by environment: {told}.",
+        {f"errors_share/{label}": mean for label, mean in found.items()},
+        'read_logs(component="environment") and describe_environment show the error; fix it, or take the environment '
+        "out of environment.mixture",
+        "high",
+    )
+
+
+def environment_silent(history: TrainingHistory) -> Symptom | None:
+    """Answers to each task of an environment all score the same, while another environment gives signal."""
+    equal = {
+        label: series["frac_reward_zero_std"].mean
+        for label, series in history.environments.items()
+        if series["frac_reward_zero_std"].full
+    }
+    silent = {label: mean for label, mean in equal.items() if mean is not None and mean >= _SILENT}
+    if not silent or len(silent) == len(history.environments):
+        return None
+    success = _means(history, "success")
+    hard = {label: mean for label, mean in silent.items() if success.get(label, 0.0) < 0.5}
+    easy = {label: mean for label, mean in silent.items() if label not in hard}
+    said = [f"never solved: {_listed(hard)}"] if hard else []
+    said += [f"solved: {_listed(easy)}"] if easy else []
+    return Symptom(
+        "warning" if hard else "note",
+        f"Share of groups without signal, in environments that are {'; '.join(said)}.",
+        {f"zero_std_share/{label}": mean for label, mean in silent.items()},
+        "change their level (describe_environment lists the knobs) or a curriculum in environment.mixture, or give "
+        "their share to the others",
+    )
+
+
+def environment_forgotten(history: TrainingHistory) -> Symptom | None:
+    """Success of an environment fell far below its best while the reward over all of them did not fall."""
+    found: dict[str, float] = {}
+    observed: dict[str, float | int | str] = {}
+    for label, series in history.environments.items():
+        success = series["success"]
+        if success.best is None or success.mean is None or not success.full:
+            continue
+        noise = 3.0 * max(success.spread, success.start_spread) * math.sqrt(2.0 / history.window)
+        fall = success.best - success.mean
+        if fall >= max(_LEAST_FALL, noise, _FORGOTTEN * success.best):
+            found[label] = success.mean
+            observed |= {f"success/{label}": success.mean, f"best/{label}": success.best}
+    if not found or len(found) == len(history.environments) or history.gain < -history.noise:
+        return None
+    return Symptom(
+        "warning",
+        f"Success fell by more than half from its best while the others kept theirs: {_listed(found)}.",
+        observed,
+        "raise the weight of these environments in environment.mixture, or lower optimizer.learning_rate",
+    )
+
+
+def _means(history: TrainingHistory, name: str) -> dict[str, float]:
+    means = {label: _mean(series[name]) for label, series in history.environments.items()}
+    return {label: mean for label, mean in means.items() if mean is not None}
+
+
+def _mean(series: Series) -> float | None:
+    return series.mean
+
+
+def _listed(found: dict[str, float]) -> str:
+    return ", ".join(f"{label} ({share(mean)})" for label, mean in list(found.items())[:8])
+
+
+MIXTURE = (
+    Rule("environment_errors", environment_errors, "5 % of one environment's rollouts, critical 25 %", CHOSEN),
+    Rule("environment_silent", environment_silent, "90 % of one environment's groups, not of all", CHOSEN, 10),
+    Rule("environment_forgotten", environment_forgotten, "success at half of its best, 10 points below", CHOSEN),
+)
