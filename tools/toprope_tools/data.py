@@ -1,4 +1,4 @@
-"""Tools that export rollouts to files and build named data sets.
+"""Tools that export rollouts and trained policies, and build named data sets.
 
 A separate program (`toprope.trajectories`) does the work and goes on when a call ends. The same call again waits for
 it; the first call after its end reports the outcome.
@@ -148,6 +148,49 @@ async def build_dataset(
         complete=outcome.complete,
         warnings=outcome.warnings,
     )
+    return Answer("\n".join(lines), data)
+
+
+async def export_policy(
+    workshop: Workshop,
+    *,
+    run_id: str,
+    form: str = "merged",
+    hub: str | None = None,
+    wait_s: float = _WAIT_S,
+    progress: Progress | None = None,
+) -> Answer:
+    """Export a trained policy to a folder below the home, and to the Hub if `hub` names a repository.
+
+    Args:
+        run_id: A run, or `RUN@STEP`.
+        form: merged, adapter or gguf.
+        hub: `account/name`; a repository that does not exist is made, and is private.
+        wait_s: Seconds to wait for the end.
+        progress: Called with the numbers of items read and kept while it waits.
+
+    Raises:
+        LockedField: The owner forbids it.
+        NotFound, InvalidValue, Corrupt: See `policy_order`.
+        ComponentFailed: Merging, converting or uploading failed.
+    """
+    from toprope.workbench.policies import policy_order
+
+    arguments = {"run_id": run_id, "form": form, **({"hub": hub} if hub else {})}
+    standing = await _done(
+        workshop, lambda: policy_order(workshop.home, run_id, form, repository=hub or "", agent=True), wait_s, progress
+    )
+    if (outcome := standing.outcome) is None:
+        again = call("export_policy", **arguments)
+        text = f"Still running ({standing.doing or 'starting'}).\nNext: the same call waits for it: {again}"
+        return Answer(text, answers.ExportedPolicy(state="running", form=form))
+    lines = [
+        f"Exported {named(run_id)} to {outcome.path} ({form}, {_bytes(outcome.bytes)}, {duration(outcome.seconds)}); "
+        "README.md there is its card."
+    ]
+    if outcome.url:
+        lines.append(f"Uploaded to {outcome.url}.")
+    data = answers.ExportedPolicy(state="done", form=form, path=outcome.path, bytes=outcome.bytes, url=outcome.url)
     return Answer("\n".join(lines), data)
 
 

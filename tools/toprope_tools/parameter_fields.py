@@ -68,6 +68,7 @@ SETS_NOTHING: Mapping[str, frozenset[str]] = {
     "get_results": frozenset({"run_id", "detail", "plot"}),
     "compare_runs": frozenset({"a", "b"}),
     "browse_rollouts": frozenset({"run_id", "order", "task", "part", "failed", "group", "cursor"}),
+    "export_policy": frozenset({"run_id", "form", "hub"}),
     "export_trajectories": frozenset({"sources", "format", "where"}),
     "build_dataset": frozenset({"name", "sources", "where"}),
     "ask_checkpoint": frozenset({"prompts"}),

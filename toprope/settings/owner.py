@@ -22,23 +22,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from toprope.atomic import write_text
 from toprope.errors import InvalidValue
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
 from toprope.settings.tools import LentTool
-from toprope.settings.yamlfiles import check_keys, edited_yaml, read_yaml
+from toprope.settings.yamlfiles import check_keys, read_yaml
 from toprope.shipped import CONFIGS
 
 MODELS = "models"
 """In the owner's variables: keys of models at endpoints. Only a test of such a model gets them."""
 
-RECIPIENTS = ("*", "policy", "api", "inference", "trainer", "environment", "tracker", MODELS)
-"""Recipients of variables: `*` for every component, or one."""
+RECIPIENTS = ("*", "policy", "api", "inference", "trainer", "environment", "tracker", "export", MODELS)
+"""Recipients of variables: `*` for every component, or one; `export` is the program that uploads policies."""
 
 
 class StatusLimit(BaseModel):
@@ -93,12 +91,18 @@ class ServeRole(BaseModel):
 
 
 class DataLimit(BaseModel):
-    """Limits on exports and data sets made of rollouts."""
+    """Limits on exports of rollouts and policies, and on data sets made of rollouts."""
 
     model_config = ConfigDict(extra="forbid")
 
     export: bool = True
     """True if export_trajectories is allowed."""
+    policies: bool = True
+    """True if export_policy is allowed."""
+    hub: list[str] = Field(default_factory=list)
+    """Accounts and repositories of the Hub (me, me/model) to which export_policy may upload; empty: none."""
+    llama_cpp: str | None = None
+    """Folder of llama.cpp, whose convert_hf_to_gguf.py makes GGUF files; else the PATH is searched."""
     build: bool = True
     """True if build_dataset is allowed."""
     max_items: int = Field(5_000_000, ge=1)
@@ -398,53 +402,3 @@ def _folder(named: str | None, default: str) -> Path:
 
     found: Any = getattr(platformdirs, default)("toprope", appauthor=False)
     return Path(found)
-
-
-def set_variable(path: Path, component: str, name: str, value: str) -> bool:
-    """Set variables.<component>.<name> in a settings file; create the file if it is missing.
-
-    Comments, order and quotes in the file stay as they are. The result is read back before it replaces the file: if it
-    does not say exactly what was meant, nothing is written. The file holds keys, so only its owner may read it.
-
-    Args:
-        path: The owner's settings.yaml.
-        component: The component that gets the variable; `*` for every component.
-        name: The variable's name.
-        value: Its value. No message contains it.
-
-    Returns:
-        Whether anything changed.
-
-    Raises:
-        InvalidValue: The file is wrong, too unusual to be edited, or cannot be written.
-    """
-    try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        before = read_yaml(path) if path.exists() else {}
-    except OSError as error:
-        raise InvalidValue(f"{path} cannot be read: {error.strerror or error}.") from None
-    known = before.get("variables") or {}
-    if not isinstance(known, dict) or not isinstance(known.get(component) or {}, dict):
-        raise InvalidValue(f"{path}: variables must map components to names and values.", hint="Fix the file.")
-    wanted = {**before, "variables": {**known, component: {**(known.get(component) or {}), name: value}}}
-    if wanted == before:
-        return False
-    try:
-        edited = edited_yaml(text, ("variables", component, name), value)
-        sound = yaml.safe_load(edited) == wanted
-    except Exception:  # whatever the library makes of an unusual file
-        sound = False
-    if not sound:
-        raise InvalidValue(
-            f"{path} is written in a way that cannot be edited safely; it was left as it is.",
-            hint=f"Add {name} below variables, {component!r} yourself.",
-        )
-    target = path.resolve()  # an owner may keep settings elsewhere, behind a link
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_text(target, edited)
-    except OSError as error:
-        raise InvalidValue(
-            f"{path} cannot be written: {error.strerror or error}.", hint="Check the folder and the room on the disk."
-        ) from None
-    return True

@@ -26,7 +26,8 @@ class PolicySection(Section):
         "embedded",
         min_length=1,
         description="'embedded' (a tiny policy made on this machine), 'embedded-tools' (an untrained one for the "
-        "orchestrator), a Hugging Face model id, a folder, or 'run:<run_id>' (the weights that this run trained).",
+        "orchestrator), a Hugging Face model id, a folder, or 'run:<run_id>' (the weights that this run trained; "
+        "'run:<run_id>@<step>' those of an earlier checkpoint).",
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from toprope.atomic import write_text
 from toprope.errors import InvalidValue
 
 
@@ -117,3 +118,53 @@ def check_keys(data: Any, allowed: Iterable[str], where: str) -> dict[str, Any]:
         if key not in allowed:
             raise InvalidValue(f"{where}: there is no key {key!r}.", hint=nearest(str(key), allowed))
     return data
+
+
+def set_variable(path: Path, component: str, name: str, value: str) -> bool:
+    """Set variables.<component>.<name> in a settings file; create the file if it is missing.
+
+    Comments, order and quotes in the file stay as they are. The result is read back before it replaces the file: if it
+    does not say exactly what was meant, nothing is written. The file holds keys, so only its owner may read it.
+
+    Args:
+        path: The owner's settings.yaml.
+        component: The component that gets the variable; `*` for every component.
+        name: The variable's name.
+        value: Its value. No message contains it.
+
+    Returns:
+        Whether anything changed.
+
+    Raises:
+        InvalidValue: The file is wrong, too unusual to be edited, or cannot be written.
+    """
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        before = read_yaml(path) if path.exists() else {}
+    except OSError as error:
+        raise InvalidValue(f"{path} cannot be read: {error.strerror or error}.") from None
+    known = before.get("variables") or {}
+    if not isinstance(known, dict) or not isinstance(known.get(component) or {}, dict):
+        raise InvalidValue(f"{path}: variables must map components to names and values.", hint="Fix the file.")
+    wanted = {**before, "variables": {**known, component: {**(known.get(component) or {}), name: value}}}
+    if wanted == before:
+        return False
+    try:
+        edited = edited_yaml(text, ("variables", component, name), value)
+        sound = yaml.safe_load(edited) == wanted
+    except Exception:  # whatever the library makes of an unusual file
+        sound = False
+    if not sound:
+        raise InvalidValue(
+            f"{path} is written in a way that cannot be edited safely; it was left as it is.",
+            hint=f"Add {name} below variables, {component!r} yourself.",
+        )
+    target = path.resolve()  # an owner may keep settings elsewhere, behind a link
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_text(target, edited)
+    except OSError as error:
+        raise InvalidValue(
+            f"{path} cannot be written: {error.strerror or error}.", hint="Check the folder and the room on the disk."
+        ) from None
+    return True

@@ -1,6 +1,8 @@
-"""Export or build a data set: `python -P -m toprope.trajectories FOLDER` executes the order in that folder.
+"""Export rollouts or a policy, or build a data set.
 
-This is a separate process because it loads pyarrow and a tokenizer, which the server never does, and may take an hour.
+`python -P -m toprope.trajectories FOLDER` executes the order in that folder.
+This is a separate process because it loads pyarrow, a tokenizer or a model, which the server never does, and may take
+an hour.
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ def main(arguments: list[str]) -> int:
         def tell(doing: str, read: int, kept: int) -> None:
             write_json(folder / "progress.json", {"doing": doing, "read": read, "kept": kept})
 
-        outcome = asyncio.run(Work(order, folder, tell).do())
+        if order.policy is not None:
+            from toprope.trajectories.jobs.policies import export_trained
+
+            outcome = export_trained(order.policy, Path(order.target), tell)
+        else:
+            outcome = asyncio.run(Work(order, folder, tell).do())
     except TopropeError as error:
         failure = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     except (KeyboardInterrupt, SystemExit):

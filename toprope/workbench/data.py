@@ -290,7 +290,7 @@ def _places(home: Home) -> tuple[Path, Path]:
 def job_of(home: Home, order: Order) -> Job:
     """Return the job of an order; equal orders share one."""
     exports, datasets = _places(home)
-    return Job.of(exports if order.kind == "export" else datasets, order)
+    return Job.of(datasets if order.kind == "build" else exports, order)
 
 
 def live_jobs(home: Home) -> Iterator[Job]:

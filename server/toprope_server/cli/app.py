@@ -54,8 +54,10 @@ def build() -> typer.Typer:
             typer.echo(f"toprope {toprope.__version__}")
             raise typer.Exit()
 
-    watching = (dashboard, runs, status, watch, logs, results, rollouts, chat, report)
-    from toprope_server.cli import data, rope
+    from toprope_server.cli import data, policies, rope
+
+    using = (policies.chat, policies.serve_model, policies.export)
+    watching = (dashboard, runs, status, watch, logs, results, rollouts, *using, report)
 
     control = (stop, resume, rope.approve, rope.freeze, rope.thaw, rope.audit)
     for command in (serve, *watching, *control, doctor, prune, install, clients, demo):
@@ -228,21 +230,6 @@ def rollouts(
                 cursor=cursor,
             ),
         )
-
-
-def chat(
-    run: Run,
-    temperature: Annotated[float, typer.Option(min=0, max=5, help="0 takes the likeliest token each time.")] = 0.0,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer. Default: as in the run.")] = None,
-    whole: Annotated[
-        bool, typer.Option("--conversation", help="Keep earlier lines; otherwise each line is asked alone.")
-    ] = False,
-) -> None:
-    """Put questions to the policy that a run trained, one a line. Keeps nothing."""
-    with open_workshop() as workshop:
-        from toprope_server.cli.runs.chat import chat as talk
-
-        talk(workshop, find_run(workshop, run), temperature=temperature, max_tokens=max_tokens, whole=whole)
 
 
 def stop(run: Run) -> None:

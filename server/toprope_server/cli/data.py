@@ -60,7 +60,7 @@ def export(
         chosen = form or (endings.get(output.suffix, "datasets") if output is not None else "jsonl")
         target = None if output is None else output.expanduser().absolute()
         home = workshop.home.ensure()
-        outcome = _run(home, export_order(home, sources, chosen, filters(where), target=target))
+        outcome = run_order(home, export_order(home, sources, chosen, filters(where), target=target))
         typer.echo(f"{plural(outcome.items, 'item')} ({outcome.bytes} bytes) in {outcome.path}")
         _print_notes(outcome)
 
@@ -84,7 +84,7 @@ def build_version(
         order = build_order(
             home, workshop.catalog, name, sources or [], filters(where), given, anywhere=True, files=files
         )
-        outcome = _run(home, order)
+        outcome = run_order(home, order)
         new = "" if outcome.new else " (unchanged)"
         typer.echo(f"{outcome.version}{new}: {plural(outcome.items, 'item')} in {outcome.path}")
         for split, count in outcome.splits.items():
@@ -185,7 +185,7 @@ def filters(where: list[str] | None) -> dict[str, Any]:
     return found
 
 
-def _run(home: Home, order: DataOrder) -> Any:
+def run_order(home: Home, order: DataOrder) -> Any:
     """Run an order to its end and return its outcome; report progress every ten seconds."""
     from toprope.workbench.data import begin
 

@@ -306,7 +306,8 @@ def main(
     if remote is not None and not remove:
         lines.append(f"{remote.host} has {remote.check()}.")
     if kept:
-        from toprope.settings.owner import Home, set_variable
+        from toprope.settings.owner import Home
+        from toprope.settings.yamlfiles import set_variable
 
         file = Home.locate().settings_file
         for component, name in kept:

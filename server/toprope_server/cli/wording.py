@@ -64,6 +64,7 @@ COMMANDS = {
     "build_dataset": Command("data build", ("name",)),
     "check_environment": Command("env check", ("name",), {"full": "--full"}),
     "check_status": Command("watch", ("run_ids",)),
+    "export_policy": Command("export", ("run_id",), {"form": "--form", "hub": "--hub"}),
     "export_trajectories": Command("data export", ("sources",)),
     "get_results": Command("results", ("run_id",), {"detail": {"detailed": "--detailed"}}),
     "list_environments": Command("env list --all"),

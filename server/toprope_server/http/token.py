@@ -1,6 +1,6 @@
-"""The bearer token of the HTTP server, which permits all that an agent may do.
+"""Bearer tokens: of the HTTP server, which permits all that an agent may do, and of a served model.
 
-It is in one private file of the owner's configuration folder and nowhere else: not in argv, not in a log, not in an
+Each is in one private file of the owner's configuration folder and nowhere else: not in argv, not in a log, not in an
 environment that a crew inherits. The server reads the file at each request, so a new token holds at once, and a file
 that is missing or readable by others admits nobody.
 """
@@ -24,10 +24,11 @@ class TokenFile:
 
     Args:
         configuration: The owner's configuration folder; created with mode 0700 for the first token.
+        name: Name of the file.
     """
 
-    def __init__(self, configuration: Path) -> None:
-        self.path = configuration / "http-token"
+    def __init__(self, configuration: Path, name: str = "http-token") -> None:
+        self.path = configuration / name
 
     def read(self) -> str:
         """The token.

@@ -124,6 +124,23 @@ async def export_trajectories(
     )
 
 
+@result_tools.tool("Export a policy", STARTS | {"idempotent_hint": True}, toolset="run", on_failure=_LISTED)
+async def export_policy(
+    ctx: Context,
+    run_id: Annotated[str, Field(description="A run, or RUN@STEP for that checkpoint.")],
+    form: Annotated[
+        Literal["merged", "adapter", "gguf"], Field(description="merged: all weights; adapter: LoRA alone.")
+    ] = "merged",
+    hub: Annotated[
+        str | None, Field(max_length=200, description="account/name: also upload there, if the owner allows it.")
+    ] = None,
+) -> Annotated[CallToolResult, results_answers.ExportedPolicy]:
+    """Writes trained weights with a model card into a folder below the home; returns its path. Repeat if running."""
+    from toprope_tools import data
+
+    return result_of(await data.export_policy(workshop_of(ctx), run_id=run_id, form=form, hub=hub))
+
+
 @result_tools.tool("Build a data set", STARTS, toolset="run", on_failure=_LISTED)
 async def build_dataset(
     ctx: Context,
@@ -163,7 +180,7 @@ async def ask_checkpoint(
             "the environment does."
         ),
     ],
-    run_id: Annotated[str | None, Field(description="A run that ended with a checkpoint.")] = None,
+    run_id: Annotated[str | None, Field(description="A run that ended with a checkpoint; RUN@STEP: that one.")] = None,
     draft_id: Annotated[str | None, Field(description="Instead: a draft with its untrained policy.")] = None,
     temperature: Annotated[
         float | None, Field(ge=0, le=5, description="0 (default): greedy; 1: as in training.")

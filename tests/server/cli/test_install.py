@@ -12,7 +12,8 @@ from toprope_server.cli.install import configuration_file, server_command
 from typer.testing import CliRunner
 
 from toprope.errors import InvalidValue
-from toprope.settings.owner import OwnerSettings, set_variable
+from toprope.settings.owner import OwnerSettings
+from toprope.settings.yamlfiles import set_variable
 
 COMMAND = [sys.executable, "-P", "-m", "toprope_server.cli"]
 

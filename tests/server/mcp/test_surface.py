@@ -21,7 +21,7 @@ ORDER = [
     "diff_config", "fork_config", "test_inference", "start_training", "start_sweep",
     "stop_training", "resume_training",
     "reproduce_run", "check_status", "list_runs", "get_results", "compare_runs", "browse_rollouts",
-    "export_trajectories", "build_dataset", "ask_checkpoint",
+    "export_trajectories", "export_policy", "build_dataset", "ask_checkpoint",
     "read_logs", "note_experiment", "get_handoff",
 ]  # fmt: skip
 ERAS = ["auto", "legacy"]

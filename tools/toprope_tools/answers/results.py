@@ -124,6 +124,16 @@ class Exported(Structure):
     warnings: Annotated[list[str], IN_TEXT] = []
 
 
+class ExportedPolicy(Structure):
+    """`state` as in Exported. `path`: a folder. `url`: of the upload, if one was asked for."""
+
+    state: str
+    form: str
+    path: str = ""
+    bytes: int = 0
+    url: str = ""
+
+
 class BuiltDataset(Structure):
     """`state` as in Exported. `new`: false where the newest version held exactly this already."""
 

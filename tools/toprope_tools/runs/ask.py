@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from toprope.errors import InvalidValue, NotPossibleNow
-from toprope.records.run.checkpoints import newest_sound, no_sound_checkpoint
+from toprope.records.run.checkpoints import checkpoint_of, newest_sound, no_sound_checkpoint, split_step
 from toprope.records.run.specification import AskPlan, Specification
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import AnsweredConversation, read_answers
@@ -49,7 +49,7 @@ async def ask_checkpoint(
 
     Args:
         prompts: Texts, or conversations: lists of messages with role and content.
-        run_id: An ended run with a checkpoint; its trained policy is asked.
+        run_id: An ended run with a checkpoint, or `RUN@STEP`; its trained policy is asked.
         draft_id: A draft; its untrained policy is asked.
         temperature: 0 takes the most likely token at each position; None: 0, or the nearest that the owner allows.
         max_new_tokens: Longest answer; rollout.max_new_tokens if None.
@@ -102,7 +102,8 @@ async def ask_checkpoint(
     return await to_thread.run_sync(lambda: _answer(workshop, specification, status))
 
 
-def _of_run(workshop: Workshop, run_id: str, plan: Callable[[Config, str], AskPlan]) -> Specification:
+def _of_run(workshop: Workshop, named: str, plan: Callable[[Config, str], AskPlan]) -> Specification:
+    run_id, step = split_step(named)
     status = workshop.runs.status(run_id)
     folder = workshop.runs.folder(run_id)
     if not status.ended:
@@ -117,7 +118,10 @@ def _of_run(workshop: Workshop, run_id: str, plan: Callable[[Config, str], AskPl
             hint="Ask a training run that wrote one (get_results names it), or a draft by draft_id.",
         )
     run = Specification.read(folder)
-    found, damaged = newest_sound(folder, below=int(status.checkpoint["step"]), hash_bytes=_HASH_BYTES)
+    if step is not None:
+        found, damaged = checkpoint_of(folder, step, hash_bytes=_HASH_BYTES), []
+    else:
+        found, damaged = newest_sound(folder, below=int(status.checkpoint["step"]), hash_bytes=_HASH_BYTES)
     if found is None:
         raise no_sound_checkpoint(folder, damaged)
     asked = f"step {found.step} of {run_id}"

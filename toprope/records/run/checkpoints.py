@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.atomic import fsync, write_json
-from toprope.errors import Corrupt, NotFound, TooNew
+from toprope.errors import Corrupt, InvalidValue, NotFound, TooNew, shown
 from toprope.records.run.folder import RunFolder, checkpoints_in, read_json
 
 MANIFEST = "manifest.json"
@@ -136,6 +136,51 @@ def newest_sound(
             return Checkpoint(path, step, cursor), damaged
         damaged.append(Damage(path, problem))
     return None, damaged
+
+
+def split_step(name: str) -> tuple[str, int | None]:
+    """Split `RUN@STEP` into the run and the step; the step is None for `RUN` alone.
+
+    Raises:
+        InvalidValue: What follows the @ is not the number of a step.
+    """
+    run, at, step = name.strip().partition("@")
+    if at and not (step.isdecimal() and step.isascii()):
+        raise InvalidValue(
+            f"{shown(name)} does not name a checkpoint.", hint="RUN names the last one, RUN@120 step 120."
+        )
+    return run, int(step) if at else None
+
+
+def checkpoint_of(folder: RunFolder, step: int | None = None, *, hash_bytes: int | None = None) -> Checkpoint:
+    """The checkpoint of a step, or the newest sound one if `step` is None.
+
+    Args:
+        hash_bytes: See `problem_of`.
+
+    Raises:
+        NotFound: There is none of that step, or none at all; the hint names those there are.
+        Corrupt: It is damaged, or every one is.
+    """
+    if step is None:
+        found, damaged = newest_sound(folder, hash_bytes=hash_bytes)
+        if found is None and damaged:
+            raise no_sound_checkpoint(folder, damaged)
+        if found is None:
+            raise NotFound(f"{folder.run_id} has no checkpoint.", hint="list_runs names other runs.")
+        return found
+    path = folder.checkpoints / f"step-{step:06d}"
+    if not path.is_dir():
+        steps = [str(int(one.name.removeprefix("step-"))) for one in checkpoints_in(folder.checkpoints)]
+        kept = f"It keeps those of step {', '.join(steps[-8:])}." if steps else "It has none."
+        raise NotFound(
+            f"{folder.run_id} has no checkpoint of step {step}.",
+            hint=f"{kept} logging.save_steps and logging.save_total_limit decide what a run keeps.",
+        )
+    if (problem := problem_of(path, hash_bytes=hash_bytes)) is not None:
+        raise Corrupt(str(Damage(path, problem)), hint="It was left as it is; name another step.")
+    number, cursor = _state(path)
+    return Checkpoint(path, number, cursor)
 
 
 def no_sound_checkpoint(folder: RunFolder, damaged: Sequence[Damage]) -> Corrupt:

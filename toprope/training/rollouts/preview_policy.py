@@ -1,30 +1,67 @@
-"""Serves a policy within this process, for a person who tries an environment without starting a run."""
+"""Serves a policy within this process, for a person who uses one without starting a run."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from toprope.errors import InvalidValue
 from toprope.settings.schema import Config
 from toprope.training.inference.client import PolicyClient
 
 
+@dataclass(frozen=True)
+class ServedPolicy:
+    """A served policy: its address on loopback and the bearer token for it."""
+
+    url: str
+    secret: str
+
+
 @asynccontextmanager
 async def serve_policy(config: Config, cache: Path, report: Callable[[str], None]) -> AsyncIterator[PolicyClient]:
-    """Serves the configured policy on loopback for the duration of the block.
+    """Serves the configured policy for the duration of the block; yields a client. See `serving`."""
+    async with serving(config, cache, report) as served:
+        client = PolicyClient(served.url, served.secret)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+@asynccontextmanager
+async def serving(
+    config: Config,
+    cache: Path,
+    report: Callable[[str], None],
+    *,
+    port: int = 0,
+    secret: str = "",
+    name: str = "",
+    ending: asyncio.Event | None = None,
+) -> AsyncIterator[ServedPolicy]:
+    """Serves the configured policy on loopback, in OpenAI's dialect, for the duration of the block.
 
     Args:
         config: Names the policy, its device and its context.
         cache: Folder for embedded policies.
         report: Called with a description of each slow step.
+        port: The port; 0 lets the system choose.
+        secret: The bearer token; a new one if empty.
+        name: The model's name for clients; `policy.model` if empty.
+        ending: Set when the server ends, by SIGTERM too.
 
     Raises:
+        InvalidValue: The port is taken.
         TopropeError: The policy cannot be fetched or loaded.
     """
+    listener = _listen(port)
     import torch
     import transformers
 
@@ -33,28 +70,41 @@ async def serve_policy(config: Config, cache: Path, report: Callable[[str], None
     from toprope.training.inference.embedded_engine import EmbeddedEngine
     from toprope.training.policy.loading import load_model, load_tokenizer, place
 
-    torch.set_num_threads(config.launcher.threads)
-    transformers.logging.set_verbosity(logging.ERROR)
-    transformers.logging.disable_progress_bar()
-    cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder = await asyncio.to_thread(place, config.policy, cache, lambda progress: report(progress.what))
-    tokenizer = load_tokenizer(folder)
-    model = load_model(folder, config).eval()
-    model.requires_grad_(False)
+    try:
+        torch.set_num_threads(config.launcher.threads)
+        transformers.logging.set_verbosity(logging.ERROR)
+        transformers.logging.disable_progress_bar()
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = await asyncio.to_thread(place, config.policy, cache, lambda progress: report(progress.what))
+        tokenizer = load_tokenizer(folder)
+        model = load_model(folder, config).eval()
+        model.requires_grad_(False)
+    except BaseException:
+        listener.close()
+        raise
     engine = EmbeddedEngine(model, tokenizer, max_context=config.policy.max_context, seed=config.algorithm.seed)
-    secret = secrets.token_hex(16)
-    server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=secret)
+    secret = secret or secrets.token_hex(16)
+    server = InferenceServer(engine, tokenizer, model_name=name or config.policy.model, secret=secret)
     engine.start()
-    ending, address = asyncio.Event(), asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(server.app, address.set_result, ending))
+    ending, address = ending or asyncio.Event(), asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(server.app, address.set_result, ending, listener=listener))
     try:
         await asyncio.wait({task, address}, return_when=asyncio.FIRST_COMPLETED)
-        client = PolicyClient(await address, secret)
-        try:
-            yield client
-        finally:
-            await client.close()
+        yield ServedPolicy(await address, secret)
     finally:
         ending.set()
         await task
         engine.stop(timeout_s=1.0)
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        raise InvalidValue(
+            f"Port {port} cannot be used: {error.strerror or error}.", hint="Choose another one, or 0 for any free one."
+        ) from None
+    return listener

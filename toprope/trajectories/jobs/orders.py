@@ -22,10 +22,34 @@ class Code(_Data):
     arguments: dict[str, Any] = {}
 
 
-class Order(_Data):
-    """An export, or the build of a data set."""
+class PolicyExport(_Data):
+    """A trained policy for other programs."""
 
-    kind: Literal["export", "build"]
+    checkpoint: str
+    """Folder of the checkpoint."""
+    form: Literal["merged", "adapter", "gguf"]
+    dtype: str = "as saved"
+    base: str = ""
+    """Hub id of the starting policy, if it has one."""
+    converter: list[str] = []
+    """Command line of llama.cpp's converter."""
+    card: str
+    """README.md."""
+    origin: dict[str, Any]
+    """Run, step and digests, for programs."""
+    repository: str = ""
+    """On the Hub; empty: no upload."""
+    private: bool = True
+    """Of a repository that the upload makes."""
+    message: str = ""
+    """Of the upload's commit."""
+
+
+class Order(_Data):
+    """An export of rollouts or of a policy, or the build of a data set."""
+
+    kind: Literal["export", "build", "policy"]
+    policy: PolicyExport | None = None
     runs: list[str] = []
     """Run folders to read."""
     versions: list[str] = []
@@ -76,6 +100,8 @@ class Outcome(_Data):
     new: bool = True
     """False if the newest version already had exactly these items."""
     splits: dict[str, int] = {}
+    url: str = ""
+    """Of an upload."""
     complete: bool = True
     """True if the target size was reached."""
     warnings: list[str] = []

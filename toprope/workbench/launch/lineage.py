@@ -1,5 +1,5 @@
-"""Inputs of a run that earlier work produced: another run's policy (`run:<run_id>` in `policy.model`) and a data set
-(`sft.dataset`)."""
+"""Inputs of a run that earlier work produced: another run's policy (`run:<run_id>`, or `run:<run_id>@<step>`, in
+`policy.model`) and a data set (`sft.dataset`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow
-from toprope.records.run.checkpoints import newest_sound
+from toprope.records.run.checkpoints import checkpoint_of, split_step
 from toprope.records.run.folder import RUN_ID, RunFolder, nearest_runs
 from toprope.records.run.specification import DatasetSource, Specification
 from toprope.records.run.status import Status
@@ -35,9 +35,11 @@ def policy_named(model: str, runs: Path) -> str:
     Raises:
         NotFound: It names no run, but has the form of a run's id, or is a seed group; the message names the nearest.
     """
-    run_id = model.removeprefix(RUN).strip()
+    named = model.removeprefix(RUN).strip()
+    run_id = named.partition("@")[0]
     if RUN_ID.fullmatch(run_id) and (runs / run_id).is_dir():
-        return f"{RUN}{run_id}"
+        split_step(named)
+        return f"{RUN}{named}"
     if not model.startswith(RUN) and not _LIKE_A_RUN.search(run_id):
         return model
     try:
@@ -61,24 +63,23 @@ def base_of(model: str, runs: Path) -> tuple[str, str] | None:
 
     Raises:
         NotFound, Corrupt: There is no such run, or its status cannot be read.
-        NotPossibleNow: The run still trains, or has no sound checkpoint.
+        NotPossibleNow: The run still trains, or has no sound checkpoint, or none of that step.
+        InvalidValue: The step is not a number.
     """
     if not model.startswith(RUN):
         return _run_of(model, runs)
-    folder = RunFolder.open(runs, model.removeprefix(RUN).strip())
+    run_id, step = split_step(model.removeprefix(RUN))
+    folder = RunFolder.open(runs, run_id)
     status = Status.read(folder)
     if not status.ended:
         raise NotPossibleNow(
             f"policy.model is {model}, which is still {status.state}: its final weights do not exist yet.",
             hint=f'check_status(run_ids=["{folder.run_id}"], wait_s=45, until="end") waits for it.',
         )
-    found, damaged = newest_sound(folder, hash_bytes=_HASH_BYTES)
-    if found is None:
-        why = str(damaged[0]) if damaged else "it wrote none"
-        raise NotPossibleNow(
-            f"policy.model is {model}, which has no checkpoint to begin with: {why}.",
-            hint="list_runs lists other runs.",
-        )
+    try:
+        found = checkpoint_of(folder, step, hash_bytes=_HASH_BYTES)
+    except (NotFound, Corrupt) as error:
+        raise NotPossibleNow(f"policy.model is {model}: {error.message}", hint=error.hint) from None
     return folder.run_id, str(found.path / "model")
 
 

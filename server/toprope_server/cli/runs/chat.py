@@ -12,6 +12,7 @@ import anyio
 from anyio import to_thread
 
 from toprope.errors import ComponentFailed, TopropeError, visible
+from toprope.records.run.checkpoints import split_step
 from toprope.records.run.specification import Specification
 from toprope.workbench.launch.lineage import RUN, base_of
 
@@ -25,10 +26,29 @@ if TYPE_CHECKING:
 _LONGEST = 20_000
 
 
+def trained_policy(workshop: Workshop, named: str) -> Config:
+    """The configuration that loads a trained policy: that of its run, with the checkpoint as the model.
+
+    Args:
+        named: `RUN`, or `RUN@STEP`.
+
+    Raises:
+        NotFound, NotPossibleNow: There is no such run, or it has no weights yet, or no checkpoint of that step.
+    """
+    run_id, _ = split_step(named)
+    config = Specification.read(workshop.runs.folder(run_id)).config.model_copy(deep=True)
+    base = base_of(f"{RUN}{named}", workshop.home.runs)
+    assert base is not None  # an id after `run:` names a run
+    # The checkpoint holds the adapters, where there are any.
+    config.policy = config.policy.model_copy(update={"model": base[1], "revision": None, "lora": False})
+    return config
+
+
 def chat(workshop: Workshop, run_id: str, *, temperature: float, max_tokens: int | None, whole: bool) -> None:
     """Answer each line of standard input until it ends.
 
     Args:
+        run_id: A run, or one of its checkpoints: `RUN@STEP`.
         temperature: 0 takes the most likely token at each position.
         max_tokens: Longest answer; as in the run if None.
         whole: Keep the conversation; otherwise each line begins anew, as tasks of one turn do.
@@ -36,11 +56,7 @@ def chat(workshop: Workshop, run_id: str, *, temperature: float, max_tokens: int
     Raises:
         NotFound, NotPossibleNow: There is no such run, or it has no weights yet.
     """
-    config = Specification.read(workshop.runs.folder(run_id)).config.model_copy(deep=True)
-    base = base_of(f"{RUN}{run_id}", workshop.home.runs)
-    assert base is not None  # an id after `run:` names a run
-    # The checkpoint holds the adapters, where there are any.
-    config.policy = config.policy.model_copy(update={"model": base[1], "revision": None, "lora": False})
+    config = trained_policy(workshop, run_id)
     anyio.run(_talk, workshop.home.policies, config, temperature, max_tokens or config.rollout.max_new_tokens, whole)
 
 

@@ -38,6 +38,12 @@ def find_run(workshop: Workshop, given: str) -> str:
     return found[0] if found else given
 
 
+def find_checkpoint(workshop: Workshop, given: str) -> str:
+    """Return `RUN` or `RUN@STEP` with the run's whole id. Raises: see `find_run`."""
+    run, at, step = given.partition("@")
+    return f"{find_run(workshop, run)}{at}{step}"
+
+
 def complete_run(incomplete: str) -> list[str]:
     """The runs for the shell's completion."""
     try:

@@ -1,0 +1,75 @@
+"""Commands that use what a run trained: `toprope chat`, `serve-model`, `export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toprope_server.cli.context import open_workshop
+from toprope_server.cli.data import run_order
+from toprope_server.cli.runs.naming import complete_run, find_checkpoint
+
+Checkpoint = Annotated[
+    str,
+    typer.Argument(help="The run, as 'toprope status' takes it, or RUN@STEP.", autocompletion=complete_run),
+]
+
+
+def chat(
+    run: Checkpoint,
+    temperature: Annotated[float, typer.Option(min=0, max=5, help="0 takes the likeliest token each time.")] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer. Default: as in the run.")] = None,
+    whole: Annotated[
+        bool, typer.Option("--conversation", help="Keep earlier lines; otherwise each line is asked alone.")
+    ] = False,
+) -> None:
+    """Put questions to the policy that a run trained, one a line. Keeps nothing."""
+    with open_workshop() as workshop:
+        from toprope_server.cli.runs.chat import chat as talk
+
+        talk(workshop, find_checkpoint(workshop, run), temperature=temperature, max_tokens=max_tokens, whole=whole)
+
+
+def serve_model(
+    run: Checkpoint,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 for any free one.")] = 0,
+    max_context: Annotated[
+        int | None, typer.Option(min=8, help="Longest prompt and answer, in tokens. Default: as in the run.")
+    ] = None,
+) -> None:
+    """Serve the policy that a run trained to other programs on this machine, in OpenAI's dialect, until Ctrl-C."""
+    with open_workshop() as workshop:
+        from toprope_server.cli.runs.serve_model import serve_model as serve_policy
+
+        serve_policy(workshop, find_checkpoint(workshop, run), port=port, max_context=max_context)
+
+
+def export(
+    run: Checkpoint,
+    to: Annotated[
+        str | None, typer.Option(metavar="FOLDER|hub", help="Default: a folder in the home. hub: upload to --hub.")
+    ] = None,
+    form: Annotated[
+        str, typer.Option(help="merged, adapter (LoRA alone) or gguf (by llama.cpp's converter).")
+    ] = "merged",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16 for merged weights.")] = "as saved",
+    hub: Annotated[str | None, typer.Option(metavar="ACCOUNT/NAME", help="Also upload to this repository.")] = None,
+    public: Annotated[bool, typer.Option("--public", help="If the repository does not exist: make it public.")] = False,
+) -> None:
+    """Write the policy that a run trained, with a model card, to a folder or to the Hugging Face Hub."""
+    if (to == "hub") > bool(hub):
+        raise typer.BadParameter("--to hub needs --hub ACCOUNT/NAME.")
+    with open_workshop() as workshop:
+        from toprope.workbench.policies import policy_order
+
+        target = None if to in (None, "hub") else Path(str(to)).expanduser().absolute()
+        home, named = workshop.home.ensure(), find_checkpoint(workshop, run)
+        outcome = run_order(
+            home,
+            policy_order(home, named, form, dtype=dtype, target=target, repository=hub or "", private=not public),
+        )
+        typer.echo(f"Wrote {outcome.path} ({outcome.bytes / 1e6:.1f} MB); README.md there is the model's card.")
+        if outcome.url:
+            typer.echo(f"Uploaded to {outcome.url}")

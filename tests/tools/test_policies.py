@@ -1,0 +1,281 @@
+"""Trained policies for other programs: checkpoints by step, export as folders, upload, serving, and who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from openai import AuthenticationError, OpenAI
+from toprope_server.cli.app import build
+from toprope_tools import data
+from typer.testing import CliRunner
+
+from tests.support.hub_stand_in import HubStandIn
+from tests.support.tiny_policy import make_tiny_policy
+from tests.support.tools_house import become, make_workshop, start_run
+from toprope.errors import ComponentFailed, InvalidValue, LockedField, NotFound
+from toprope.records.run.checkpoints import checkpoint_of, seal
+from toprope.settings.schema import Config
+from toprope.workbench.launch.lineage import base_of, policy_named
+
+WAIT_S = 120.0
+TOKEN = "hf_right"
+CONVERTER = """
+import pathlib, sys
+model = pathlib.Path(sys.argv[1])
+if (model / "refuse").exists(): sys.exit("no such architecture")
+weights = (model / "model.safetensors").read_bytes()
+assert sys.argv[2] == "--outfile" and sys.argv[4:] == ["--outtype", "auto"]
+pathlib.Path(sys.argv[3]).write_bytes(b"GGUF" + weights[:8])
+"""
+
+
+def evaluation(label, version, successes):
+    sampled = {"split": "heldout", "tasks": 100, "successes": successes}
+    return {"version": 1, "label": label, "policy_version": version, "sampled": sampled, "greedy": None}
+
+
+def trained(shop, steps, *, lora=False, base=None):
+    """An ended run with checkpoints; each step has weights of its own."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = Config()
+    config.policy.max_context, config.rollout.max_new_tokens, config.policy.lora = 64, 5, lora
+    config.policy.model = str(base)
+    folder = start_run(shop, config=config)
+    for number in steps:
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_pretrained(base)
+        if lora:
+            model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+        place = folder.checkpoints / f"step-{number:06d}"
+        model.save_pretrained(place / "model")
+        AutoTokenizer.from_pretrained(base).save_pretrained(place / "model")
+        (place / "state.json").write_text(
+            json.dumps({"step": number, "cursor": 0, "version": 2, "policy_version": number})
+        )
+        seal(place)
+    folder.evaluation("before").write_text(json.dumps(evaluation("before", 0, 10)))
+    folder.evaluation("after").write_text(json.dumps(evaluation("after", steps[-1], 60)))
+    last = {"step": steps[-1], "path": f"checkpoints/step-{steps[-1]:06d}", "cursor": 0}
+    become(folder, "completed", ended_at=time.time(), checkpoint=last)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("house")
+
+
+@pytest.fixture(scope="module")
+def shop(place):
+    shop, launcher = make_workshop(place)
+    shop.home.ensure()
+    shop.home.configuration.mkdir(parents=True, exist_ok=True)
+    yield shop
+    launcher.close()
+
+
+@pytest.fixture(scope="module")
+def base(place):
+    folder = place / "base"
+    folder.mkdir()
+    return make_tiny_policy(folder)
+
+
+@pytest.fixture(scope="module")
+def full(shop, base):
+    return trained(shop, [2, 4], base=base)
+
+
+@pytest.fixture(scope="module")
+def adapted(shop, base):
+    return trained(shop, [3], lora=True, base=base)
+
+
+@pytest.fixture
+def owner(shop, place, monkeypatch):
+    """Writes the owner's settings, and makes commands use this home."""
+    monkeypatch.setenv("TOPROPE_HOME", str(shop.home.path))
+    monkeypatch.setenv("TOPROPE_CONFIG", str(shop.home.configuration))
+    yield shop.home.settings_file.write_text
+    shop.home.settings_file.unlink(missing_ok=True)
+
+
+def export(shop, run, **arguments):
+    return asyncio.run(data.export_policy(shop, run_id=run, wait_s=WAIT_S, **arguments))
+
+
+def toprope(*arguments):
+    return CliRunner().invoke(build(), list(arguments), env={"COLUMNS": "200"})
+
+
+def logits(folder):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.inference_mode():
+        return AutoModelForCausalLM.from_pretrained(folder)(input_ids=torch.arange(4, 20)[None]).logits
+
+
+def test_checkpoints_are_named_by_run_and_step(shop, full):
+    runs = shop.home.runs
+    assert base_of(f"run:{full.run_id}@2", runs)[1].endswith("step-000002/model")
+    assert base_of(f"run:{full.run_id}", runs)[1].endswith("step-000004/model")
+    assert policy_named(f"{full.run_id}@2", runs) == f"run:{full.run_id}@2"
+    with pytest.raises(NotFound, match="no checkpoint of step 3") as refused:
+        checkpoint_of(full, 3)
+    assert "2, 4" in refused.value.hint
+    with pytest.raises(InvalidValue, match="does not name a checkpoint"):
+        policy_named(f"run:{full.run_id}@last", runs)
+
+
+def test_policy_is_exported_with_card_of_its_step(shop, full, base):
+    import torch
+
+    answer = export(shop, full.run_id)
+    folder = shop.home.exports / os.path.basename(answer.data.path)
+    assert torch.equal(logits(folder), logits(full.checkpoints / "step-000004" / "model"))
+    card = (folder / "README.md").read_text()
+    for said in ("60.0", "10.0", "environment `sort_letters`", "library_name: transformers"):
+        assert said in card
+    assert str(shop.home.path) not in card and str(base) not in card
+    record = json.loads((folder / "toprope.json").read_text())
+    assert record["step"] == 4 and {"model.safetensors", "README.md"} <= set(record["files"])
+    earlier = export(shop, f"{full.run_id}@2")
+    assert "step 2 was not evaluated" in (shop.home.exports / earlier.data.path / "README.md").read_text()
+    assert not torch.equal(logits(earlier.data.path), logits(folder))
+    assert export(shop, full.run_id).data.path == answer.data.path
+
+
+def test_adapters_are_merged_into_their_base_without_changing_the_policy(shop, adapted, tmp_path):
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    saved = adapted.checkpoints / "step-000003" / "model"
+    merged, alone = export(shop, adapted.run_id), export(shop, adapted.run_id, form="adapter")
+    assert torch.allclose(logits(merged.data.path), logits(saved), atol=1e-4)
+    assert not os.path.exists(f"{merged.data.path}/adapter_config.json")
+    named = json.loads((saved / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert not torch.allclose(logits(merged.data.path), logits(named), atol=1e-2)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(named), alone.data.path)
+    assert "library_name: peft" in Path(alone.data.path, "README.md").read_text() and loaded.peft_config
+
+
+def test_half_precision_and_other_folder_by_command(shop, full, owner, tmp_path):
+    import torch
+    from safetensors.torch import load_file
+
+    done = toprope("export", f"{full.run_id}@2", "--to", str(tmp_path / "mine"), "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.output
+    assert {one.dtype for one in load_file(tmp_path / "mine" / "model.safetensors").values()} == {torch.bfloat16}
+    again = toprope("export", full.run_id, "--to", str(tmp_path / "mine"))
+    assert again.exit_code == 1 and "is not empty" in again.output
+    refused = toprope("export", full.run_id, "--form", "adapter")
+    assert refused.exit_code == 1 and "trained full weights" in refused.output
+
+
+def test_gguf_is_made_by_the_converter_of_the_owner(shop, full, adapted, owner, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(InvalidValue, match=r"no convert_hf_to_gguf\.py on the PATH"):
+        export(shop, adapted.run_id, form="gguf")
+    (tmp_path / "llama").mkdir()
+    owner(f"data: {{llama_cpp: {tmp_path / 'llama'}}}\n")
+    (tmp_path / "llama" / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    made = export(shop, adapted.run_id, form="gguf")
+    assert sorted(os.listdir(made.data.path)) == ["README.md", "model.gguf", "toprope.json"]
+    assert Path(made.data.path, "model.gguf").read_bytes()[:4] == b"GGUF"
+    (tmp_path / "llama" / "convert_hf_to_gguf.py").write_text("raise SystemExit('no such architecture')")
+    with pytest.raises(ComponentFailed, match="no such architecture"):
+        export(shop, full.run_id, form="gguf")
+
+
+def test_uploads_need_permission_and_arrive_whole(shop, full, owner, monkeypatch):
+    with HubStandIn(TOKEN) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(shop.home.path / "hf"))
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        with pytest.raises(LockedField, match="does not allow uploads to 'me/model'"):
+            export(shop, full.run_id, hub="me/model")
+        owner(f"data: {{hub: [me]}}\nvariables: {{export: {{HF_TOKEN: {TOKEN}}}}}\n")
+        with pytest.raises(LockedField):
+            export(shop, full.run_id, hub="you/model")
+        done = export(shop, full.run_id, hub="me/model")
+        assert done.data.url.endswith("me/model") and "me/model" in hub.private
+        for name, content in hub.repositories["me/model"].items():
+            assert Path(done.data.path, name).read_bytes() == content
+        assert {"model.safetensors", "README.md", "config.json", "toprope.json"} <= set(hub.repositories["me/model"])
+        assert hub.messages == [f"Policy of {full.run_id} at step 4"]
+        owner("data: {hub: [me]}\nvariables: {export: {HF_TOKEN: hf_wrong}}\n")
+        with pytest.raises(ComponentFailed, match="did not take it") as refused:
+            export(shop, f"{full.run_id}@2", hub="me/other")
+        assert "hf_wrong" not in str(refused.value)
+        jobs = "".join(path.read_text(errors="replace") for path in shop.home.exports.rglob("*") if path.is_file())
+        assert TOKEN not in jobs and "hf_wrong" not in jobs
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        owner("data: {policies: false}\n")
+        with pytest.raises(LockedField, match=r"data\.policies"):
+            export(shop, full.run_id)
+        public = toprope("export", full.run_id, "--to", "hub", "--hub", "me/public", "--public")
+        assert public.exit_code == 0, public.output
+        assert "me/public" in hub.repositories and "me/public" not in hub.private
+
+
+def test_trained_policy_is_served_to_openai_clients(shop, full, owner):
+    named = f"{full.run_id}@2"
+    server = subprocess.Popen(
+        [sys.executable, "-P", "-m", "toprope_server.cli", "serve-model", named],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        lines = [server.stdout.readline(), server.stdout.readline()]
+        assert all(lines), server.stderr.read()
+        url = re.search(r"http://127\.0\.0\.1:\d+/v1", lines[0])[0]
+        key = (shop.home.configuration / "model-key").read_text().strip()
+        assert key not in "".join(lines)
+        client = OpenAI(base_url=url, api_key=key)
+        assert [model.id for model in client.models.list()] == [named]
+        asked = {"model": named, "messages": [{"role": "user", "content": "ab"}], "temperature": 0, "max_tokens": 6}
+        said = client.chat.completions.create(**asked).choices[0].message.content
+        streamed = client.chat.completions.create(**asked, stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in streamed) == said
+        assert said == greedy(full.checkpoints / "step-000002" / "model")
+        assert said != greedy(full.checkpoints / "step-000004" / "model")
+        with pytest.raises(AuthenticationError):
+            OpenAI(base_url=url, api_key="wrong").models.list()
+        taken = toprope("serve-model", named, "--port", url.split(":")[2].partition("/")[0])
+        assert taken.exit_code == 1 and "cannot be used" in taken.output
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        server.stdout.close()
+        server.stderr.close()
+
+
+def greedy(folder):
+    """The answer of a policy to the question of the test, by transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "ab"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    made = model.generate(**ids, do_sample=False, max_new_tokens=6)[0, ids["input_ids"].shape[1] :]
+    return tokenizer.decode(made, skip_special_tokens=True)

@@ -1,0 +1,219 @@
+"""The card of an exported policy: README.md with the front matter that the Hugging Face Hub reads.
+
+A pure function over a run's records. Local paths do not appear in it, because cards are made to be shared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toprope.analysis.reports.page import escape_markdown
+from toprope.analysis.reports.results import Accuracy, Evaluation, Results
+from toprope.records.run.manifest import Manifest
+from toprope.records.run.specification import Specification
+from toprope.settings.schema import EMBEDDED
+from toprope.text_format import accuracy, clip, number, plural
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_SHOWN = (
+    ("algorithm", ("name", "loss_type", "beta", "epsilon", "epsilon_high", "scale_rewards", "seed")),
+    ("optimizer", ("learning_rate", "lr_scheduler_type", "adam_beta2", "max_grad_norm")),
+    ("rollout", ("group_size", "groups_per_step", "max_new_tokens", "temperature", "top_p", "max_staleness")),
+)
+_SHOWN_SFT = (("algorithm", ("name", "seed")), ("sft", ("epochs", "batch_size", "learning_rate", "max_length")))
+_LIBRARIES = {"merged": "transformers", "adapter": "peft", "gguf": "gguf"}
+_RELATIONS = {"merged": "finetune", "adapter": "adapter", "gguf": "quantized"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What is exported: a checkpoint of a run, with the records of that run."""
+
+    results: Results
+    specification: Specification
+    manifest: Manifest | None
+    step: int
+    policy_version: int
+    form: str
+    """merged, adapter or gguf."""
+    ancestors: Sequence[Mapping[str, Any]] = ()
+    """As `toprope.analysis.integrity.lineage_of` returns them."""
+    dataset: Mapping[str, Any] = field(default_factory=dict)
+    """The lineage of the data set's version; empty without one."""
+
+
+def hub_id(model: str) -> str:
+    """Return a `policy.model` that is an id of the Hub, else an empty string."""
+    local = model in EMBEDDED or model.startswith((".", "/", "~", "run:")) or Path(model).is_dir()
+    return model if not local and _HUB_ID.fullmatch(model) else ""
+
+
+def root_model(one: Exported) -> str:
+    """Return the model that the first run of the line of descent started from."""
+    last = one.ancestors[-1] if one.ancestors else {}
+    return str(last.get("model") or one.specification.config.policy.model)
+
+
+def model_card(one: Exported) -> str:
+    """Compose the card."""
+    run_id, root = one.results.run_id, root_model(one)
+    name = f"{run_id} at step {one.step}"
+    own = {label: found for label, found in one.results.evaluations.items() if _is_own(one, found)}
+    front: dict[str, Any] = {"library_name": _LIBRARIES[one.form], "pipeline_tag": "text-generation"}
+    if hub_id(root):
+        front |= {"base_model": root, "base_model_relation": _RELATIONS[one.form]}
+    front["tags"] = ["toprope", one.specification.config.algorithm.name]
+    if index := _index(one, own):
+        front["model-index"] = [{"name": name, "results": index}]
+    lines = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).strip(), "---", "", f"# {name}", ""]
+    lines += [_summary(one, root), ""]
+    for title, part in (
+        ("Evaluation", _evaluations(one, own)),
+        ("Training", _training(one)),
+        ("Data", _data(one)),
+        ("Reproduction", _origin(one)),
+    ):
+        lines += [f"## {title}", "", *part, ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _is_own(one: Exported, found: Evaluation) -> bool:
+    return found.policy_version == one.policy_version and found.sampled is not None
+
+
+def _shown_model(model: str) -> str:
+    if model in EMBEDDED:
+        return f"`{model}` (a tiny policy that Toprope makes)"
+    return f"`{model}`" if hub_id(model) else "a local folder"
+
+
+def _code(text: object) -> str:
+    """A name that others chose, as code that it cannot end."""
+    return f"`{clip(str(text), 120).replace('`', chr(39))}`"
+
+
+def _summary(one: Exported, root: str) -> str:
+    specification = one.specification
+    how = "supervised fine-tuning" if one.results.kind == "sft" else "reinforcement learning"
+    environments = [specification.environment, *specification.mixture]
+    where = ", ".join(f"{_code(source.name)}" for source in environments)
+    what = {
+        "merged": "All weights, in safetensors.",
+        "adapter": "LoRA adapters, without the model that they belong to.",
+        "gguf": "One GGUF file for llama.cpp.",
+    }[one.form]
+    text = (
+        f"Trained by Toprope with {how} ({specification.config.algorithm.name}) on {where}, from "
+        f"{_shown_model(root)}. {what}"
+    )
+    if specification.config.algorithm.shuffle_rewards:
+        text += " **A control**: rewards were shuffled within their groups, so nothing was to be learned."
+    return text
+
+
+def _index(one: Exported, own: Mapping[str, Evaluation]) -> list[dict[str, Any]]:
+    found = []
+    for evaluation in own.values():
+        for way, measured in (("sampled", evaluation.sampled), ("greedy", evaluation.greedy)):
+            if measured is None:
+                continue
+            environment = one.specification.environment.name
+            found.append(
+                {
+                    "task": {"type": "text-generation"},
+                    "dataset": {"name": environment, "type": environment, "split": evaluation.split or "validation"},
+                    "metrics": [
+                        {"type": "accuracy", "name": f"accuracy ({way})", "value": round(measured.accuracy, 4)}
+                    ],
+                }
+            )
+    return found
+
+
+def _evaluations(one: Exported, own: Mapping[str, Evaluation]) -> list[str]:
+    lines = []
+    if not own:
+        lines += [f"The policy of step {one.step} was not evaluated.", ""]
+    shown = {label: found for label, found in one.results.evaluations.items() if label == "before" or label in own}
+    if shown:
+        lines += ["| policy | tasks | sampled | greedy |", "| --- | --- | --- | --- |"]
+    for label, found in shown.items():
+        policy = f"step {one.step}" if label in own else "before training"
+        tasks = f"{found.sampled.tasks if found.sampled else 0} {found.split}"
+        lines.append(f"| {policy} | {tasks} | {_share(found.sampled)} | {_share(found.greedy)} |")
+    if shown:
+        lines += [
+            "",
+            "Accuracy is the share of tasks that the environment's own success counts, with its 95 % interval.",
+        ]
+    integrity = one.results.integrity
+    for check in integrity.checks if integrity is not None else ():
+        if check.state == "warning":
+            lines += ["", f"Warning: {escape_markdown(check.what)}"]
+    return lines
+
+
+def _share(measured: Accuracy | None) -> str:
+    return "" if measured is None else accuracy(measured)
+
+
+def _training(one: Exported) -> list[str]:
+    config = one.specification.config
+    lines = ["| setting | value |", "| --- | --- |"]
+    for section, names in _SHOWN_SFT if one.results.kind == "sft" else _SHOWN:
+        for name in names:
+            value = getattr(getattr(config, section), name)
+            lines.append(f"| `{section}.{name}` | {number(value) if isinstance(value, float) else value} |")
+    if config.policy.lora:
+        rank, scale = config.policy.lora_rank, number(config.policy.lora_alpha)
+        lines.append(f"| `policy.lora_rank`, `policy.lora_alpha` | {rank}, {scale} |")
+    return lines
+
+
+def _data(one: Exported) -> list[str]:
+    specification, lines = one.specification, []
+    for source in (specification.environment, *specification.mixture):
+        known = one.manifest.environment if one.manifest and source is specification.environment else None
+        if one.manifest and known is None:
+            known = next((found for found in one.manifest.mixture.values() if found.name == source.name), None)
+        digest = f", SHA-256 `{known.sha256}`" if known and known.sha256 else ""
+        lines.append(f"- environment {_code(source.name)}{digest}")
+    if specification.config.environment.knobs:
+        written = yaml.safe_dump(specification.config.environment.knobs, default_flow_style=True).strip()
+        lines.append(f"- its knobs: {_code(written)}")
+    if specification.dataset is not None:
+        data = specification.dataset
+        lines.append(f"- data set `{data.name}`: {plural(data.items, 'item')}, SHA-256 `{data.sha256}`")
+        for run, told in (one.dataset.get("runs") or {}).items():
+            lines.append(f"  - from run `{run}` on {_code(told.get('environment', ''))}")
+        lines += [f"  - from data set `{name}`" for name in one.dataset.get("datasets") or ()]
+    if specification.teacher is not None:
+        lines.append(f"- demonstrations by the model {_code(specification.teacher.name)}")
+    for ancestor in one.ancestors:
+        if "run" in ancestor:
+            lines.append(f"- began with the weights of run `{ancestor['run']}` at step {ancestor['step']}")
+    lines += ["", "Tasks are split by content; held-out tasks were used for the evaluations before and after only."]
+    return lines
+
+
+def _origin(one: Exported) -> list[str]:
+    if one.manifest is None:
+        return ["The run has no manifest."]
+    found, lines = one.manifest, []
+    lines.append(f"- Toprope {found.code.version}" + (f", commit `{found.code.commit}`" if found.code.commit else ""))
+    if found.code.changes_sha256:
+        lines[-1] += ", with uncommitted changes"
+    lines.append(f"- configuration SHA-256 `{found.configuration.sha256}`, seed {found.configuration.seed}")
+    if found.policy.sha256:
+        lines.append(f"- starting weights SHA-256 `{found.policy.sha256}` (over {found.policy.hashed})")
+    hardware = [found.hardware.cpu, f"{found.hardware.cores} cores", *found.hardware.gpus]
+    lines.append(f"- {escape_markdown(', '.join(one for one in hardware if one))}; Python {found.python}")
+    versions = (f"{name} {version}" for name, version in found.libraries.items() if version)
+    lines.append(f"- {escape_markdown(', '.join(versions))}")
+    return lines

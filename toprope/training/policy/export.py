@@ -1,0 +1,154 @@
+"""A checkpoint's policy as a folder for other programs: merged weights, the adapters alone, or a GGUF file.
+
+Merged weights are verified before they are kept: their log-probabilities of a few tokens must be those of the
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from toprope.errors import ComponentFailed, InvalidValue
+
+Form = Literal["merged", "adapter", "gguf"]
+FORMS: tuple[Form, ...] = ("merged", "adapter", "gguf")
+DTYPES = ("as saved", "float32", "bfloat16", "float16")
+
+_ADAPTER = "adapter_config.json"
+_PROBED = 16
+"""Tokens of the verification."""
+_TOLERANCE = 2e-3
+"""Largest difference of a log-probability through merging in float32."""
+_CONVERTER_S = 3600.0
+_SAID = 400
+
+
+def export_policy(model: Path, target: Path, form: Form, *, dtype: str, base: str, converter: Sequence[str]) -> None:
+    """Write the policy in `model` into the empty folder `target`.
+
+    Args:
+        model: Folder `model/` of a checkpoint.
+        form: merged: a model that `from_pretrained` loads without peft; adapter: LoRA adapters; gguf: one file.
+        dtype: Number format of merged weights, one of DTYPES.
+        base: Hub id of the starting policy, which an adapter then names in place of a local path; empty if it has none.
+        converter: Command line of llama.cpp's `convert_hf_to_gguf.py`, without its arguments.
+
+    Raises:
+        InvalidValue: There are no adapters, their base is gone, or the model cannot be loaded.
+        ComponentFailed: Merging changed the policy, or the converter failed.
+    """
+    adapters = (model / _ADAPTER).is_file()
+    if form == "adapter":
+        if not adapters:
+            raise InvalidValue("This run trained full weights, so there are no adapters.", hint="Export form merged.")
+        _copy(model, target)
+        if base:
+            _name_base(target, base)
+        return
+    merged = target if form == "merged" else target / ".merged"
+    if adapters or dtype != DTYPES[0]:
+        _save_merged(model, merged, dtype)
+    else:
+        _copy(model, merged)
+    if form == "gguf":
+        _convert(merged, target / "model.gguf", converter)
+        shutil.rmtree(merged)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and path.name != "README.md":  # peft writes an empty card
+            shutil.copyfile(path, target / path.name)
+
+
+def _name_base(target: Path, base: str) -> None:
+    written = json.loads((target / _ADAPTER).read_bytes())
+    (target / _ADAPTER).write_text(json.dumps(written | {"base_model_name_or_path": base}, indent=2) + "\n")
+
+
+def _save_merged(model: Path, target: Path, dtype: str) -> None:
+    import torch
+
+    from toprope.training.policy.loading import load_pretrained, load_tokenizer
+
+    policy = load_pretrained(model, "cpu", dtype=torch.float32).eval()
+    ids = _probe(policy)
+    before = _logprobs(policy, ids)
+    stored = getattr(torch, dtype) if dtype != DTYPES[0] else _stored_dtype(model)
+    if (model / _ADAPTER).is_file():
+        policy = _merge(model)
+        difference = float((_logprobs(policy, ids) - before).abs().max())
+        if not difference <= _TOLERANCE:
+            raise ComponentFailed(
+                f"Merging the adapters changed the policy: log-probabilities differ by {difference:.2g}. Nothing was "
+                "kept.",
+                hint="Export form adapter instead.",
+            )
+    target.mkdir(parents=True, exist_ok=True)
+    policy.to(stored).save_pretrained(target, safe_serialization=True)
+    load_tokenizer(model).save_pretrained(target)
+
+
+def _merge(model: Path) -> Any:
+    """The base of a folder of adapters with these merged into it, in float32; the base may be such a folder too."""
+    import torch
+    from peft import PeftModel
+
+    from toprope.training.policy.loading import load_pretrained
+
+    if not (model / _ADAPTER).is_file():
+        return load_pretrained(model, "cpu", dtype=torch.float32)
+    base = Path(str(json.loads((model / _ADAPTER).read_bytes()).get("base_model_name_or_path") or ""))
+    if not base.is_dir():
+        raise InvalidValue(
+            f"The adapters belong to the model in {base}, which is no longer there. Nothing was written.",
+            hint="Restore that folder, or export form adapter.",
+        )
+    return PeftModel.from_pretrained(_merge(base), str(model)).merge_and_unload().eval()
+
+
+def _stored_dtype(model: Path) -> Any:
+    """The dtype of the base's weights, which merged weights get too."""
+    import torch
+    from transformers import AutoConfig
+
+    while (model / _ADAPTER).is_file():
+        model = Path(str(json.loads((model / _ADAPTER).read_bytes())["base_model_name_or_path"]))
+    return getattr(AutoConfig.from_pretrained(model), "dtype", None) or torch.float32
+
+
+def _probe(policy: Any) -> Any:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(policy.config.get_text_config().vocab_size, (1, _PROBED), generator=generator)
+
+
+def _logprobs(policy: Any, ids: Any) -> Any:
+    """Log-probabilities of the probe's tokens, shape (tokens - 1,)."""
+    import torch
+
+    with torch.inference_mode():
+        logits = policy(input_ids=ids).logits.float()
+    return torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[0, :, 0]
+
+
+def _convert(model: Path, file: Path, converter: Sequence[str]) -> None:
+    command = [*converter, str(model), "--outfile", str(file), "--outtype", "auto"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_CONVERTER_S)
+        said = (done.stderr or done.stdout).decode(errors="replace").strip()
+        failed = done.returncode != 0 or not file.is_file()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said, failed = str(error), True
+    if failed:
+        raise ComponentFailed(
+            f"llama.cpp's converter did not convert this model: {said[-_SAID:]}",
+            hint="Not every architecture and tokenizer has a GGUF form; export form merged works for all.",
+        )

@@ -1,0 +1,197 @@
+"""Orders to export a trained policy, to a folder and to the Hub, within what the owner allows agents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from toprope.analysis.integrity import lineage_of
+from toprope.analysis.reports.model_card import Exported, hub_id, model_card, root_model
+from toprope.analysis.reports.report import gather
+from toprope.errors import Corrupt, DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
+from toprope.records.run.checkpoints import MANIFEST, Checkpoint, checkpoint_of, split_step
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.manifest import Manifest
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import Status
+from toprope.settings.owner import Home, OwnerSettings
+from toprope.trajectories.datasets.store import DatasetStore
+from toprope.trajectories.jobs.orders import Order, PolicyExport
+from toprope.workbench.data import DataOrder
+
+FORMS = ("merged", "adapter", "gguf")
+DTYPES = ("as saved", "float32", "bfloat16", "float16")
+CONVERTER = "convert_hf_to_gguf.py"
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_TOKEN = "HF_TOKEN"
+_COPIES = {"merged": 1.5, "adapter": 1.5, "gguf": 4.0}
+"""Disk that an export may take, in checkpoints' weights. A base model, which merging adds, is counted apart."""
+_FLOOR = 256_000_000
+
+
+def policy_order(
+    home: Home,
+    named: str,
+    form: str = "merged",
+    *,
+    dtype: str = DTYPES[0],
+    target: Path | None = None,
+    repository: str = "",
+    private: bool = True,
+    agent: bool = False,
+) -> DataOrder:
+    """Make the order of a policy's export.
+
+    Args:
+        named: A run, for its newest sound checkpoint, or `RUN@STEP`.
+        form: One of FORMS.
+        dtype: Number format of merged weights, one of DTYPES.
+        target: The folder; below the home's exports if None.
+        repository: On the Hub, `account/name`; empty: no upload.
+        private: For a repository that does not exist yet.
+        agent: An agent asks: the owner's `data.policies` and `data.hub` decide.
+
+    Raises:
+        LockedField: The owner forbids it.
+        NotFound, Corrupt: There is no such run or checkpoint, or it is damaged.
+        InvalidValue: Unknown form or dtype, no adapters, not a repository, or llama.cpp's converter is missing.
+        DiskFull: There is too little room.
+    """
+    settings = home.settings()
+    if agent:
+        _require_allowed(settings, repository)
+    if form not in FORMS or dtype not in DTYPES:
+        raise InvalidValue(
+            f"There is no form {shown(form)}." if form not in FORMS else f"There is no dtype {shown(dtype)}.",
+            hint=f"Forms: {', '.join(FORMS)}. Number formats: {', '.join(DTYPES)}. Nothing was started.",
+        )
+    if repository and not _REPOSITORY.fullmatch(repository):
+        raise InvalidValue(f"{shown(repository)} is not a repository.", hint="It has the form account/name.")
+    run_id, step = split_step(named)
+    folder = RunFolder.open(home.runs, run_id)
+    found = checkpoint_of(folder, step)
+    model = found.path / "model"
+    adapters = (model / "adapter_config.json").is_file()
+    if not model.is_dir():
+        raise NotPossibleNow(
+            f"Step {found.step} of {run_id} holds no model: its trainer keeps weights in a form of its own.",
+            hint="Export a run of another trainer.",
+        )
+    if form == "adapter" and not adapters:
+        raise InvalidValue(f"{run_id} trained full weights, so there are no adapters.", hint="Use form merged.")
+    if form == "adapter" and dtype != DTYPES[0]:
+        raise InvalidValue("Adapters are exported as they were saved.", hint="dtype is for the other forms.")
+    exported = _exported(home, folder, found, form)
+    origin = _origin(exported, found, form, dtype)
+    digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:8]
+    place = target or home.exports / f"{run_id}-step-{found.step:06d}-{form}-{digest}"
+    _require_room(model, place, form)
+    order = PolicyExport(
+        checkpoint=str(found.path),
+        form=form,
+        dtype=dtype,
+        base=hub_id(root_model(exported)),
+        converter=_converter(settings) if form == "gguf" else [],
+        card=model_card(exported),
+        origin=origin,
+        repository=repository,
+        private=private,
+        message=f"Policy of {run_id} at step {found.step}",
+    )
+    keys = _keys(settings) if repository else {}
+    return DataOrder(Order(kind="policy", policy=order, target=str(place)), keys)
+
+
+def _require_allowed(settings: OwnerSettings, repository: str) -> None:
+    if not settings.data.policies:
+        raise LockedField("The owner does not allow it (data.policies in settings.yaml).", hint="Ask the owner.")
+    account = repository.partition("/")[0]
+    if repository and not {repository, account} & set(settings.data.hub):
+        allowed = ", ".join(settings.data.hub) or "none"
+        raise LockedField(
+            f"The owner does not allow uploads to {shown(repository)}. Nothing was started.",
+            hint=f"data.hub in settings.yaml names accounts and repositories for uploads: {allowed}. Ask the owner.",
+        )
+
+
+def _exported(home: Home, folder: RunFolder, found: Checkpoint, form: str) -> Exported:
+    specification, status = Specification.read(folder), Status.read(folder)
+    state = read_json(found.path / "state.json")
+    lineage: dict[str, Any] = {}
+    if specification.dataset is not None:
+        try:
+            lineage = DatasetStore(home.datasets).find(specification.dataset.name).record.lineage
+        except (NotFound, Corrupt):
+            lineage = {}  # deleted since: the specification still has its digest
+    return Exported(
+        results=gather(folder, specification, status),
+        specification=specification,
+        manifest=Manifest.read(folder),
+        step=found.step,
+        policy_version=int(state.get("policy_version", found.step)),
+        form=form,
+        ancestors=lineage_of(folder, specification.config.policy.model),
+        dataset=lineage,
+    )
+
+
+def _origin(exported: Exported, found: Checkpoint, form: str, dtype: str) -> dict[str, Any]:
+    sealed = found.path / MANIFEST
+    return {
+        "run": exported.results.run_id,
+        "step": found.step,
+        "form": form,
+        "dtype": dtype,
+        "checkpoint_sha256": hashlib.sha256(sealed.read_bytes()).hexdigest() if sealed.is_file() else "",
+        "inputs_sha256": ""
+        if exported.manifest is None
+        else hashlib.sha256(json.dumps(exported.manifest.inputs, sort_keys=True).encode()).hexdigest(),
+    }
+
+
+def _converter(settings: OwnerSettings) -> list[str]:
+    folder = Path(settings.data.llama_cpp).expanduser() if settings.data.llama_cpp else None
+    file = shutil.which(CONVERTER) if folder is None else str(folder / CONVERTER)
+    if file is None or not Path(file).is_file():
+        where = f"{folder} has no {CONVERTER}" if folder else f"there is no {CONVERTER} on the PATH"
+        raise InvalidValue(
+            f"GGUF files are made by llama.cpp's converter, and {where}. Nothing was started.",
+            hint="The owner names the folder of llama.cpp as data.llama_cpp in settings.yaml; form merged needs none.",
+        )
+    own = Path(file).parent / ".venv" / "bin" / "python"
+    return [str(own) if own.is_file() else sys.executable, "-P", file] if folder else [file]
+
+
+def _keys(settings: OwnerSettings) -> dict[str, str]:
+    """The Hub's token for the program: of the owner's settings, else of this process."""
+    for recipient in ("export", "*"):
+        if token := settings.variables.get(recipient, {}).get(_TOKEN):
+            return {_TOKEN: token}
+    return {_TOKEN: os.environ[_TOKEN]} if os.environ.get(_TOKEN) else {}
+
+
+def _require_room(model: Path, target: Path, form: str) -> None:
+    place = next((one for one in (target, *target.parents) if one.exists()), Path("/"))
+    size = _size(model)
+    base = model
+    while form != "adapter" and (base / "adapter_config.json").is_file():
+        base = Path(str(read_json(base / "adapter_config.json").get("base_model_name_or_path") or ""))
+        if not base.is_dir():
+            break
+        size += _size(base)
+    free, need = shutil.disk_usage(place).free, _FLOOR + round(_COPIES[form] * size)
+    if free < need:
+        raise DiskFull(
+            f"{place} has {free / 1e9:.1f} GB left, and this may take {need / 1e9:.1f} GB. Nothing was written.",
+            hint="Make room, or name a folder on another disk.",
+        )
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
