@@ -167,7 +167,7 @@ async def export_policy(
         form: merged, adapter or gguf.
         hub: `account/name`; a repository that does not exist is made, and is private.
         wait_s: Seconds to wait for the end.
-        progress: Called with the numbers of items read and kept while it waits.
+        progress: See `export_trajectories`.
 
     Raises:
         LockedField: The owner forbids it.

@@ -197,6 +197,11 @@ class RolloutSection(Section):
         8, ge=1, le=65536, description="Groups that may wait for the trainer before sampling pauses."
     )
     concurrency: int = Field(16, ge=1, le=4096, description="Groups sampled at the same time.")
+    difficulty_filter: bool = Field(
+        False,
+        description="Sample training tasks less often that were always or never solved lately; they are counted. A "
+        "step's batch is filled with groups that carry signal in any case (algorithm.drop_zero_signal).",
+    )
 
 
 class EvaluationSection(Section):

@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from toprope.analysis.findings.failed_groups import SKIPPED
 from toprope.errors import DiskFull
 from toprope.records.index.stamps import Stamp, read_stamps, write_stamps
 from toprope.records.run.status import ENDED, Event, Status
-from toprope.text_format import clip, duration, number, percent
+from toprope.text_format import clip, duration, number, percent, plural
 from toprope_tools.status.cursor import unknown_place
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ class Look:
             shown.pop("eta_s", None)  # it estimates the end of training alone
         if self.status.curricula:
             shown["curricula"] = self.status.curricula
+        given_up = self.status.making.get("given_up") or {}
+        if skipped := sum(given_up.get(reason, 0) for reason in SKIPPED):
+            shown["skipped"] = skipped
         if self.status.started_at is not None:
             shown["elapsed_s"] = round((self.status.ended_at or self.now) - self.status.started_at, 1)
         return shown
@@ -222,6 +226,8 @@ def numbers_line(numbers: Mapping[str, Any]) -> str:
     ]
     for label, one in list((numbers.get("curricula") or {}).items())[:_MOST_ENVIRONMENTS]:
         parts.append(f"{clip(label, 60)} at level {one.get('level', 0) + 1}/{one.get('levels')}")
+    if numbers.get("skipped"):
+        parts.append(f"{plural(numbers['skipped'], 'task')} skipped as always or never solved")
     if "elapsed_s" in numbers:
         parts.append(f"{duration(numbers['elapsed_s'])} so far")
     if "eta_s" in numbers:

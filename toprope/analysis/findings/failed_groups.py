@@ -13,7 +13,9 @@ from typing import Literal
 from toprope.analysis.findings.rules import MEASURED
 from toprope.records.run.status import Finding
 
-HARMLESS = frozenset({"training had ended", "inference was started again", "the environment's driver ended"})
+SKIPPED = ("skipped: always solved", "skipped: never solved")
+"""Reasons of rollout.difficulty_filter."""
+HARMLESS = frozenset({"training had ended", "inference was started again", "the environment's driver ended", *SKIPPED})
 """Reasons that are not the environment's fault."""
 
 _WINDOW, _FEWEST, _LEAST = 200, 20, 3

@@ -24,6 +24,7 @@ from toprope.training.component.member import CrewMember
 from toprope.training.evaluation.evaluator import Evaluator, newest_version
 from toprope.training.inference.client import PromptTooLong, Sampling, SessionLost
 from toprope.training.rollouts.curriculum import level_variant
+from toprope.training.rollouts.difficulty import TaskSkipped
 from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import SampledGroup, TaskRef
 from toprope.training.rollouts.task_sampler import TaskChoice, TaskSampler
@@ -132,6 +133,8 @@ class GroupProducer:
         self._environments, self._api, self._sampling = environments, api, sampling
         self._tasks, self._evaluator, self._validation_tasks = tasks, evaluator, validation_tasks
         self._on_group = on_group
+        for label, sampler in environments.samplers.items():
+            tasks.filter_by_difficulty(label, sampler)
         self._account = _Account(member)
         self._failures_in_a_row: Counter[str] = Counter()
         self._version = 0
@@ -215,6 +218,7 @@ class GroupProducer:
                 return self._count_failure(choice, _EMPTY, "no rollout of it contains a sampled token")
             self._failures_in_a_row[choice.label] = 0
             self._on_group(sampled)
+            self._tasks.note_difficulty(choice, sampled.task_id, sampled.outcomes)
             account.add_outcomes(sampled.outcomes)
             self._note_version(newest_version(sampled))
             account.start_post()
@@ -227,6 +231,10 @@ class GroupProducer:
             return self._count_failure(choice, failure_reason(error), error)
         except PromptTooLong as error:
             return self._count_failure(choice, _TOO_LONG, error)
+        except TaskSkipped as skipped:
+            account.give_up(str(skipped))
+            counts = False
+            return 0
         except SessionLost:
             account.give_up(_SESSION)
             counts = False

@@ -12,7 +12,7 @@ import itertools
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +139,8 @@ class GroupSampler:
         self._session_numbers = itertools.count() if session_numbers is None else session_numbers
         self.weights: dict[str, float] | None = None
         """Weights of reward parts for rollouts that begin from now on; None: the environment's own."""
+        self.check_task: Callable[[TaskRef, str], None] = lambda task, task_id: None
+        """Called with each task and its id before it is sampled; may raise to skip it."""
 
     async def sample(self, task: TaskRef, size: int, sampling: Sampling) -> SampledGroup:
         """Samples `size` rollouts of a task.
@@ -151,6 +153,7 @@ class GroupSampler:
             toprope.sdk.errors.WorkerFailure: The worker ended and its restarts are used up.
             SessionLost: Inference restarted during a rollout for training.
             ComponentFailed: Inference failed.
+            TaskSkipped: `check_task` skips it.
             ValueError: A held-out task was requested without a seal, which is a bug of ours.
         """
         if task.split == SEALED and not self.worker.is_sealed:
@@ -186,6 +189,7 @@ class GroupSampler:
         ]
         session = f"g{next(self._session_numbers)}" if self._multi_turn else ""
         try:
+            self.check_task(task, start.task_id)
             answers: Sequence[Answer | None]
             if start.per_rollout:
                 answers = await self._request_answers(rollouts, size, sampling, session)

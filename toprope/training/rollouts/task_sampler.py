@@ -11,13 +11,14 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
+from toprope.records.journal.groups import Outcome
 from toprope.records.messages import ENV_CHECKPOINT, Leveled
 from toprope.records.run.curriculum import Curricula, CurriculumState
 from toprope.records.run.folder import read_json
@@ -25,8 +26,9 @@ from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.metrics import last_row
 from toprope.training.component.member import CrewMember
 from toprope.training.rollouts.curriculum import CurriculumProgress, level_variant
+from toprope.training.rollouts.difficulty import DifficultyFilter
 from toprope.training.rollouts.environment_host import EnvironmentHost
-from toprope.training.rollouts.group_sampler import TaskRef
+from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
 from toprope.training.rollouts.mixture_weights import MixtureEntry, MixtureScheduler
 
 MIXTURE_VERSION = 1
@@ -78,6 +80,11 @@ class TaskSampler:
             if plan.curriculum is not None
         }
         """Progress of the curricula, by label."""
+        self._difficulty: DifficultyFilter | None = None
+        if config.rollout.difficulty_filter:
+            self._difficulty = DifficultyFilter(member.folder.path, config.algorithm.seed)
+            if member.attempt > 1 or member.life:
+                self._difficulty.restore()
         if self.curricula:
             self._save_curricula()
 
@@ -116,6 +123,21 @@ class TaskSampler:
         variant = level_variant(curriculum.next_level()) if curriculum is not None else ""
         return TaskChoice(label, TaskRef("train", index, variant))
 
+    def filter_by_difficulty(self, label: str, sampler: GroupSampler) -> None:
+        """Lets a sampler skip training tasks that taught nothing lately, if rollout.difficulty_filter asks for it."""
+        if (difficulty := self._difficulty) is not None:
+
+            def check(task: TaskRef, task_id: str) -> None:
+                if task.split == "train":
+                    difficulty.check(_key(label, task, task_id))
+
+            sampler.check_task = check
+
+    def note_difficulty(self, choice: TaskChoice, task_id: str, outcomes: Sequence[Outcome]) -> None:
+        """Records how hard a sampled task was."""
+        if self._difficulty is not None:
+            self._difficulty.add(_key(choice.label, choice.task, task_id), outcomes)
+
     def finish(self, choice: TaskChoice, *, posted: bool, counts: bool = True) -> None:
         """Ends a group in progress; `counts` is False if the environment's turn should be given back."""
         self._scheduler.finish(choice.label, counts=counts)
@@ -123,10 +145,14 @@ class TaskSampler:
         if posted:
             self._posted[choice.label] += 1
         now = time.monotonic()
-        if self._is_mixture and (self._deterministic or now - self._saved_at >= _SAVE_EVERY_S):
-            self._saved_at = now
+        if not (self._deterministic or now - self._saved_at >= _SAVE_EVERY_S):
+            return
+        self._saved_at = now
+        if self._is_mixture:
             state = {"version": MIXTURE_VERSION, "posted": dict(self._posted), "mixer": self._scheduler.state()}
             _write_if_room(lambda: write_json(self._path, state))
+        if self._difficulty is not None:
+            _write_if_room(self._difficulty.save)
 
     def add_measure(self, label: str, step: int, successes: int, tasks: int) -> None:
         """Records a measure of an environment's current level on validation tasks; reports the next level if it opens.
@@ -179,6 +205,10 @@ class TaskSampler:
     def _save_curricula(self) -> None:
         curricula = Curricula(environments={label: one.record for label, one in self.curricula.items()})
         _write_if_room(lambda: curricula.write(self._member.folder))
+
+
+def _key(label: str, task: TaskRef, task_id: str) -> str:
+    return f"{label}/{task.variant}/{task_id}"
 
 
 def _write_if_room(write: Callable[[], object]) -> None:
