@@ -9,17 +9,28 @@ from __future__ import annotations
 import ast
 import re
 import threading
+import tomllib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["DeclaredKnob", "Found", "NAME", "discover_file", "environment_files", "first_line", "literal"]
+__all__ = [
+    *("DeclaredKnob", "Found", "NAME", "TRAINING_PACKAGES", "discover_file", "environment_files", "first_line"),
+    *("literal", "script_requirements"),
+]
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 """Valid names of environments."""
 
+TRAINING_PACKAGES = (
+    *("peft", "vllm", "deepspeed", "bitsandbytes", "liger_kernel", "kernels", "flash_attn"),
+    *("trackio", "wandb", "swanlab", "tensorboard"),
+)
+"""Packages of training scripts that their environments and rewards do not use."""
+_METADATA = re.compile(r"^# /// script$(?P<block>(?:\n#(?: .*)?)*?)\n# ///$", re.MULTILINE)
+_SUBMODULE = re.compile(r"^\s*(?:from|import)\s+trl\.", re.MULTILINE)
 _BASES = ("Environment", "OwnLoop")
 _LARGEST = 4 << 20
 """Largest file in bytes: nobody writes more by hand, and its syntax tree takes a hundred times as much memory."""
@@ -179,3 +190,28 @@ def _knobs(node: ast.ClassDef) -> tuple[DeclaredKnob, ...]:
             DeclaredKnob(statement.target.id, ast.unparse(statement.annotation), literal(value), str(description))
         )
     return tuple(found)
+
+
+def script_requirements(source: str) -> list[str]:
+    """Requirements that a script names in its metadata (PEP 723), for what is not training; empty without metadata.
+
+    Args:
+        source: The script. TRL itself is replaced by `datasets`, unless the script imports a submodule of it.
+    """
+    found = _METADATA.search(source)
+    if found is None:
+        return []
+    lines = (line[2:] if line.startswith("# ") else line[1:] for line in found["block"].splitlines())
+    try:
+        named = tomllib.loads("\n".join(lines)).get("dependencies") or []
+    except tomllib.TOMLDecodeError:
+        return []
+    kept: list[str] = []
+    for requirement in named if isinstance(named, list) else []:
+        root = re.split(r"[^A-Za-z0-9_.-]", str(requirement).strip(), maxsplit=1)[0].replace("-", "_").lower()
+        if root == "trl":
+            extras = [] if _SUBMODULE.search(source) is None else [re.sub(r"\[.*?\]", "", str(requirement))]
+            kept += [*extras, "datasets"]
+        elif root and root not in TRAINING_PACKAGES:
+            kept.append(str(requirement).strip())
+    return list(dict.fromkeys(kept))

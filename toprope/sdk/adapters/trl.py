@@ -12,6 +12,8 @@ Code written for GRPOTrainer runs unchanged. The target is a JSON object:
      "tasks": 1000,                     number of tasks without rows
      "ranges": {"accuracy": [0, 1]},    bounds of a reward, 0 to 1 by default; a value outside is an error,
      "clip": false,                     or is clipped
+     "script": true,                    a training script: everything else is what it passes to its trainer,
+     "arguments": ["--env-url", "..."], run with these arguments; see toprope.sdk.adapters._trl.script
      "success": "accuracy",             the reward whose highest value counts as solved; the total by default
      "reference": "solution",           column of the right answer, for people and checks
      "max_turns": 10, "name": "...", "description": "..."}
@@ -25,26 +27,30 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import inspect
 import json
+import math
+import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.user_files import (
     Bounds,
     UserFile,
     data_beside,
-    functions,
     is_async,
     parsed,
     public_name,
 )
+from toprope.sdk.adapters._trl.listing import TURNS, declared
+from toprope.sdk.adapters._trl.script import run_script
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.event_loop import BackgroundLoop
-from toprope.sdk.authoring.knobs import nearest
+from toprope.sdk.authoring.knobs import knob, nearest
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.orchestration.tools import Tool
@@ -53,11 +59,12 @@ from toprope.sdk.tooled import TOOL_PARTS, ToolEnvironment, calls_in
 __all__ = ["KEYS", "Trl", "declared", "make"]
 
 KEYS = ("file", "reward_funcs", "weights", "environment", "tools", "rows", "tasks", "ranges", "clip", "success",
-         "reference", "max_turns", "name", "description")  # fmt: skip
+         "reference", "max_turns", "name", "description", "script", "arguments")  # fmt: skip
 """Keys of a target, and of an owner's YAML file."""
 _REFERENCES = ("solution", "answer", "reference", "ground_truth", "label")
 _TASKS = 1000
-_TURNS = 10
+_ANY = (-1e6, 1e6)
+"""Bounds of the rewards of a script."""
 
 
 class _NoTrainer:
@@ -76,12 +83,32 @@ class Trl(ToolEnvironment):
     tags = ("trl",)
 
     def __init__(self, target: Mapping[str, Any]) -> None:
-        self._user = user = UserFile(str(target.get("file") or ""))
-        self._factories = _factories(user, target.get("environment"))
-        self._functions = [_reward(user, name) for name in _listed(target, "reward_funcs")]
-        self.tools = [_callable(user, name, "a tool") for name in _listed(target, "tools")]  # type: ignore[misc]
-        self._rows = target.get("rows") or _own_rows(user)
-        if not self._rows and (not self._factories or None not in self._factories):
+        self._target, self._script = dict(target), bool(target.get("script"))
+        if self._script:
+            self._arguments = " ".join(map(shlex.quote, _listed(target, "arguments")))
+            self.Knobs = _script_knobs(self._arguments)  # type: ignore[assignment]
+        self._read()
+
+    def _read(self) -> None:
+        """Take rewards, environments, tools and rows from the names in the target, or from the script's trainer."""
+        target = self._target
+        if self._script:
+            path = Path(str(target.get("file") or "")).expanduser().absolute()
+            found = run_script(path, shlex.split(self._arguments))
+            self._user = user = UserFile(str(path), found.module)
+            self._factories = _given_factories(found.environment)
+            self._functions = [_checked_reward(one) for one in found.reward_funcs]
+            self.tools = found.tools  # type: ignore[misc]
+            self._rows = target.get("rows") or found.rows
+            target = {"weights": found.weights, "max_turns": found.max_turns, **target}
+        else:
+            self._user = user = UserFile(str(target.get("file") or ""))
+            self._factories = _factories(user, target.get("environment"))
+            self._functions = [_checked_reward(_callable(user, name, "a reward function"))
+                               for name in _listed(target, "reward_funcs")]  # fmt: skip
+            self.tools = [_callable(user, name, "a tool") for name in _listed(target, "tools")]  # type: ignore[misc]
+            self._rows = target.get("rows") or _own_rows(user)
+        if self._rows in (None, "") and (not self._factories or None not in self._factories):
             raise LoadError(
                 f"{user.path.name}: the target needs `rows`, a data file or the name of a list or data set."
             )
@@ -95,28 +122,36 @@ class Trl(ToolEnvironment):
             raise LoadError(f"`success` names {self._success!r}. {nearest(self._success, self._bounds, 'Rewards')}")
         self._reference = str(target.get("reference") or "")
         self.guessed_reference = not self._reference
-        self.max_turns = int(target.get("max_turns") or _TURNS) if self._factories or self.tools else 1
+        self.max_turns = int(target.get("max_turns") or TURNS) if self._factories or self.tools else 1
         self.wants_tokens = bool(self._functions)
         self.name = str(target.get("name") or user.path.stem)  # type: ignore[misc]
         self.__doc__ = str(target.get("description") or first_line(user.module.__doc__) or _said(self))
 
     def setup(self) -> None:
+        if self._script and self.knobs.arguments != self._arguments:
+            self._arguments = self.knobs.arguments
+            self._read()
         super().setup()
         self._own_random = OwnRandom(0)
 
     def tasks(self) -> Iterator[Task]:
-        if not self._rows:
+        if self._rows in (None, ""):
             for number in range(self._count):
                 empty = [{"role": "user", "content": ""}]
                 yield Task(f"Task {number} of {self.name}", data={"row": {"prompt": empty}, "own": True})
             return
+        alike: Counter[str] = Counter()
         for number, row in enumerate(self._user.rows(self._rows), 1):
             prompt = row.get("prompt")
             if prompt is None and not self._factories:
                 raise EnvironmentMistake(f"Row {number} has no column 'prompt'; it has {', '.join(map(str, row))}.")
             column = self._reference or next((name for name in _REFERENCES if name in row), "")
             reference = row.get(column)
-            key = None if prompt else json.dumps(row, sort_keys=True, default=str)
+            key = None
+            if self._factories or not prompt:  # equal prompts, and even equal rows, may begin in different states
+                written = json.dumps(row, sort_keys=True, default=str)
+                key = f"{written} {alike[written]}" if alike[written] else written
+                alike[written] += 1
             yield Task(
                 _chat(prompt, f"Row {number}") if prompt else "(the environment says)",
                 reference=reference if isinstance(reference, str | int | float | None) else str(reference),
@@ -195,11 +230,14 @@ class Trl(ToolEnvironment):
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         if self._success:
-            return parts[self._success] >= self._bounds[self._success].high - 1e-9
+            return parts[self._success] >= min(self._bounds[self._success].high, self._solved) - 1e-9
+        if self._script:
+            return reward >= self._solved - 1e-9
         return super().success(parts, reward)
 
     def _name_rewards(self, target: Mapping[str, Any]) -> None:
         """Set the parts of the reward: one per function, and one per class with `get_reward`."""
+        self._solved = 1.0 if self._script else math.inf
         weights = target.get("weights")
         if weights is not None and (not isinstance(weights, list) or len(weights) != len(self._functions)):
             raise LoadError(f"`weights` must have a number for each of {len(self._functions)} reward functions.")
@@ -214,20 +252,24 @@ class Trl(ToolEnvironment):
             described[name] = float(weights[place] if weights else 1.0), first_line(inspect.getdoc(function) or "")
         self._classes: list[type] = []
         for chosen in self._factories:
-            with OwnRandom(0):
-                probe = self._factories[chosen]()
-            if not callable(getattr(type(probe), "reset", None)):
-                raise LoadError(f"{type(probe).__name__} must define reset(**row), as TRL's environments do.")
-            self._pool[chosen].append(probe)
-            if hasattr(type(probe), "get_reward") and type(probe) not in self._classes:
-                self._classes.append(type(probe))
-                described[type(probe).__name__] = 1.0, "get_reward() of the environment"
+            kind: Any = self._factories[chosen]
+            if not isinstance(kind, type):  # a function, which alone knows the class
+                with OwnRandom(0):
+                    probe = kind()
+                self._pool[chosen].append(probe)
+                kind = type(probe)
+            if not callable(getattr(kind, "reset", None)):
+                raise LoadError(f"{kind.__name__} must define reset(**row), as TRL's environments do.")
+            if hasattr(kind, "get_reward") and kind not in self._classes:
+                self._classes.append(kind)
+                described[kind.__name__] = 1.0, "get_reward() of the environment"
         if not described:
             raise LoadError("No reward: give `reward_funcs`, or an environment with a get_reward() method.")
         for name in ranges:
             if name not in described:
                 raise LoadError(f"`ranges` names {name!r}. {nearest(name, described, 'Rewards')}")
-        self._bounds = {name: Bounds(ranges.get(name), clip, f"`ranges`.{name}") for name in described}
+        default = _ANY if self._script else None  # TRL knows no bounds
+        self._bounds = {name: Bounds(ranges.get(name, default), clip, f"`ranges`.{name}") for name in described}
         self.parts = {name: self._bounds[name].part(*described[name]) for name in described}
         for name, part in self.parts.items():  # 0 means that a reward does not apply
             self.parts[name] = Part(part.weight, min(part.low, 0.0), max(part.high, 0.0), part.description)
@@ -301,39 +343,6 @@ def make(target: str) -> Trl:
     return Trl(parsed(target, "trl", KEYS))
 
 
-def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """List a file with reward functions over `completions`, or a class with `reset` and `get_reward`, and rows."""
-    rewards = [name for name, taken in functions(tree).items() if "completions" in taken and not name.startswith("_")]
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and _looks_like_one(node)]
-    if not rewards and not classes:
-        return []
-    rows = data_beside(file, tree)
-    lone = classes[0] if len(classes) == 1 else None
-    problem = ""
-    if len(classes) > 1:
-        problem = f"{file.name} has {len(classes)} environment classes: keep one in a file."
-    elif not rows and lone is None:
-        problem = f"No rows: add a list `rows`, a function `rows()`, or {file.stem}.jsonl beside {file.name}."
-    target = {"file": str(file), "reward_funcs": rewards, "environment": lone.name if lone else "", "rows": rows}
-    said = first_line(ast.get_docstring(tree)) or (first_line(ast.get_docstring(lone)) if lone else "")
-    return [
-        Listed(
-            name=file.stem,
-            target=json.dumps({key: value for key, value in target.items() if value}),
-            description=said or f"Reward functions of {file.name}, as TRL has them",
-            turns=_TURNS if lone else 1,
-            tools=lone is not None,
-            tags=Trl.tags,
-            problem=problem,
-        )
-    ]
-
-
-def _looks_like_one(node: ast.ClassDef) -> bool:
-    methods = {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
-    return {"reset", "get_reward"} <= methods
-
-
 def _listed(target: Mapping[str, Any], key: str) -> list[str]:
     given = target.get(key) or []
     names = [given] if isinstance(given, str) else given
@@ -350,11 +359,26 @@ def _callable(user: UserFile, name: str, what: str) -> Callable[..., Any]:
     return function
 
 
-def _reward(user: UserFile, name: str) -> Callable[..., Any]:
-    found = _callable(user, name, "a reward function")
-    if any(kind.__name__ == "Module" and kind.__module__.startswith("torch") for kind in type(found).__mro__):
+def _checked_reward(found: Any) -> Callable[..., Any]:
+    models = (kind.__name__ == "Module" and kind.__module__.startswith("torch") for kind in type(found).__mro__)
+    if isinstance(found, str) or any(models):
+        name = found if isinstance(found, str) else public_name(found)
         raise LoadError(f"{name} is a model. Reward models are not run in an environment; give a function.")
-    return found
+    if not callable(found):
+        raise LoadError(f"A reward function is {type(found).__name__}, which cannot be called.")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _given_factories(given: Any) -> dict[str | None, Callable[[], Any]]:
+    """The factories that a script passes to its trainer."""
+    found = {str(name): one for name, one in given.items()} if isinstance(given, Mapping) else {None: given}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def _script_knobs(arguments: str) -> type:
+    said = "arguments of the script's command line, such as --env-url http://127.0.0.1:8000"
+    return dataclasses.make_dataclass("Knobs", [("arguments", str, knob(arguments, help=said))])
 
 
 def _factories(user: UserFile, given: Any) -> dict[str | None, Callable[[], Any]]:

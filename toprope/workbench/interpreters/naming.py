@@ -15,7 +15,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from toprope.errors import InvalidValue, NotFound, shown
-from toprope.sdk.discovery import NAME
+from toprope.sdk.discovery import NAME, script_requirements
 from toprope.sdk.worker.client import KEY_IN_URL
 from toprope.settings.yamlfiles import nearest
 from toprope.workbench.adapters import Adapter
@@ -159,6 +159,8 @@ def _path(given: str, path: Path) -> Target:
         return Target("packages", str(path), _name_from(name.split("-")[0]), (str(path),), path=path)
     listed = path / "requirements.txt"
     own = tuple(_lines(listed)) if listed.is_file() else ()
+    if path.is_file() and not own:
+        own = tuple(script_requirements(path.read_text("utf-8", "replace")))
     return Target("folder", str(path), name, own, path=path)
 
 

@@ -53,15 +53,19 @@ def parsed(target: str, adapter: str, keys: Iterable[str]) -> dict[str, Any]:
 class UserFile:
     """A loaded file of a user.
 
+    Args:
+        path: The file.
+        module: What it defines, if it was run already.
+
     Raises:
         LoadError: The file does not load.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, module: ModuleType | None = None) -> None:
         if not path:
             raise LoadError("The target needs `file`, the path of a Python file.")
         self.path = Path(path).expanduser().absolute()
-        self.module: ModuleType = module_of(self.path)
+        self.module: ModuleType = module_of(self.path) if module is None else module
 
     def get(self, name: str, what: str) -> Any:
         """Return a definition of the file by name, dotted for attributes: `rewards.accuracy`.

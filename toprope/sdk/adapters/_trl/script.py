@@ -1,0 +1,234 @@
+"""Training scripts of TRL, run up to the trainer that they construct.
+
+A script defines its rewards, environment and data set wherever it likes, often inside `main()`. Its trainer sees all of
+them, so the script is run as `__main__` with a trainer that records its arguments and ends the script. What only
+training needs (configurations, LoRA, loggers, vLLM) is replaced by placeholders, and need not be installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from toprope.sdk.discovery import TRAINING_PACKAGES, script_requirements
+from toprope.sdk.errors import Failure, LoadError
+
+__all__ = ["OWN_SAMPLING", "TRAINERS", "Recorded", "run_script", "trainer_call"]
+
+TRAINERS = ("GRPOTrainer", "RLOOTrainer", "AsyncGRPOTrainer")
+OWN_SAMPLING = "rollout_worker"
+"""Argument of a trainer whose rollouts are sampled by an agent program with TRL's own server."""
+_ASYNC = "trl.experimental.async_grpo"
+_FINISHED = "The script ended without constructing a trainer"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a script passes to its trainer."""
+
+    module: ModuleType
+    reward_funcs: list[Any]
+    weights: list[float] | None
+    environment: Any
+    """The `environment_factory`: None, a callable, or a dict of callables."""
+    tools: list[Any]
+    rows: Any
+    max_turns: int | None
+
+
+class _Constructed(BaseException):
+    """Ends a script at its trainer. Not an Exception, so that no handler of the script keeps it."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.given = given
+
+
+class _Trainer:
+    def __init__(self, model: Any = None, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None,
+                 *more: Any, **named: Any) -> None:  # fmt: skip
+        raise _Constructed({**named, "reward_funcs": reward_funcs, "args": args, "train_dataset": train_dataset})
+
+
+class _Settings:
+    """A configuration: keeps what it is given; everything else is None."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        self.__dict__.update(named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+class _Anything:
+    """A class or function that only training uses."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything()
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        return _Anything()
+
+
+class _Parser:
+    """TRL's parser of arguments: `--name value` sets a field."""
+
+    def __init__(self, kinds: Any = (), *positional: Any, **named: Any) -> None:
+        self._kinds = kinds if isinstance(kinds, list | tuple) else [kinds]
+
+    def parse_args_and_config(self, *positional: Any, **named: Any) -> tuple[Any, ...]:
+        kinds: list[Any] = list(self._kinds)
+        made = tuple(kind() if isinstance(kind, type) and is_dataclass(kind) else _Settings() for kind in kinds)
+        words = iter(sys.argv[1:])
+        for word in words:
+            if word.startswith("--"):
+                name, has_value, value = word[2:].partition("=")
+                value = value if has_value else next(words, "")
+                for one in made:
+                    if isinstance(one, _Settings) or hasattr(one, name.replace("-", "_")):
+                        setattr(one, name.replace("-", "_"), value)
+        return made
+
+    parse_args_into_dataclasses = parse_args_and_config
+
+
+_REPLACED = {
+    **dict.fromkeys(("GRPOTrainer", "RLOOTrainer"), _Trainer),
+    **dict.fromkeys(("GRPOConfig", "RLOOConfig", "ModelConfig", "ScriptArguments"), _Settings),
+    **dict.fromkeys(("get_peft_config", "get_quantization_config", "get_kbit_device_map"), _Anything()),
+    "TrlParser": _Parser,
+    "RichProgressCallback": _Anything,
+}
+
+
+def run_script(path: Path, arguments: Sequence[str]) -> Recorded:
+    """Run a script up to its trainer.
+
+    Args:
+        path: The script.
+        arguments: Its arguments on the command line.
+
+    Raises:
+        LoadError: It fails, constructs no trainer, or its trainer gets something that an environment cannot have.
+    """
+    module = ModuleType("__main__")
+    module.__file__ = str(path)
+    folder = str(path.parent)
+    try:
+        code = compile(path.read_bytes(), str(path), "exec")
+        with _placeholders(module), contextlib.redirect_stdout(sys.stderr):
+            sys.argv, sys.path = [str(path), *arguments], [folder, *sys.path]
+            exec(code, module.__dict__)
+    except _Constructed as found:
+        return _recorded(module, path, found.given)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script may raise anything, SystemExit of argparse too
+        failure = Failure.of(error, folder)
+        message = f"{path.name} fails before its trainer: {failure.type}: {failure.message}."
+        raise LoadError(f"{message} {_cure(error, path)}", failure.where) from error
+    raise LoadError(f"{_FINISHED} of {', '.join(TRAINERS)}: {path.name} is not a training script of TRL.")
+
+
+def trainer_call(tree: ast.Module) -> ast.Call | None:
+    """The call that constructs a trainer with rewards or an environment, at any depth of a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            given = {one.arg for one in node.keywords}
+            if name in TRAINERS and given & {"reward_funcs", "environment_factory", OWN_SAMPLING}:
+                return node
+    return None
+
+
+def _cure(error: BaseException, path: Path) -> str:
+    if isinstance(error, ImportError):
+        named = script_requirements(path.read_text("utf-8", "replace"))
+        install = f"toprope env add {path}" if named else f"{sys.executable} -m pip install ..."
+        says = f" (it names {', '.join(named)})" if named else ""
+        return f"Install what it imports{says}: {install}"
+    if isinstance(error, SystemExit):
+        return "The knob `arguments` sets the arguments of its command line; its own message is in the log."
+    if "Hub" in str(error):
+        return "It needs that data set in the cache of the Hugging Face Hub, or environment.network: allow."
+    return "The knob `arguments` sets the arguments of its command line, such as the address of a server."
+
+
+def _recorded(module: ModuleType, path: Path, given: dict[str, Any]) -> Recorded:
+    args = given["args"]
+    rewards = given["reward_funcs"]
+    rewards = [] if rewards is None else list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+    if given.get("rollout_func") is not None or given.get(OWN_SAMPLING) is not None:
+        raise LoadError(
+            f"{path.name} gives its trainer a rollout function, which samples with TRL's own model. Environments "
+            "with reset() and tools, and reward functions, run here."
+        )
+    turns = getattr(args, "max_tool_calling_iterations", None)
+    weights = getattr(args, "reward_weights", None)
+    return Recorded(
+        module=module,
+        reward_funcs=rewards,
+        weights=None if weights is None else [float(one) for one in weights],
+        environment=given.get("environment_factory"),
+        tools=list(given.get("tools") or ()),
+        rows=given["train_dataset"],
+        max_turns=None if turns is None else int(turns),
+    )
+
+
+@contextlib.contextmanager
+def _placeholders(main: ModuleType) -> Iterator[None]:
+    """Put placeholders in place of what only training needs, and `main` in place of this program."""
+    kept_modules, argv, path = dict(sys.modules), sys.argv, sys.path
+    added = {name: _module(name) for name in TRAINING_PACKAGES}
+    try:
+        trl = importlib.import_module("trl")
+    except ImportError:
+        trl = added["trl"] = _module("trl")
+    before = {name: trl.__dict__[name] for name in _REPLACED if name in trl.__dict__}
+    for name, value in _REPLACED.items():
+        setattr(trl, name, value)
+    added[_ASYNC] = _module(_ASYNC)
+    added[_ASYNC].__dict__.update(AsyncGRPOTrainer=_Trainer, AsyncGRPOConfig=_Settings)
+    sys.modules.update({**added, "__main__": main})
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
+        for name in (*added, "__main__"):
+            if name in kept_modules:
+                sys.modules[name] = kept_modules[name]
+            else:
+                sys.modules.pop(name, None)
+        for name in _REPLACED:
+            if name in before:
+                setattr(trl, name, before[name])
+            else:
+                delattr(trl, name)
+
+
+def _module(name: str) -> ModuleType:
+    """A module in which every public name is a placeholder; it has no submodules."""
+
+    def attribute(asked: str) -> Any:
+        if asked.startswith("__"):
+            raise AttributeError(asked)
+        return _Anything
+
+    made = ModuleType(name)
+    made.__dict__.update(__getattr__=attribute, __path__=[])
+    return made
