@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.openai_stand_in import OpenAiStandIn
 from toprope.sdk.adapters import textarena
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.worker.client import WorkerClient, worker_environment
@@ -155,6 +156,49 @@ SAME = """
             self.state.game_state = {}
 """
 
+TWO = """
+    import random
+    from textarena.core import Env
+
+    class State:
+        def __init__(self, num_players, seed):
+            assert num_players == 2, f"two players, not {num_players}"
+            if seed is not None:
+                random.seed(seed)
+            self.current_player_id, self.rewards, self.bids = 0, None, {}
+            self.role_mapping = {0: "Player 0", 1: "Player 1", -1: "GAME"}
+            self.observations, self.game_state = {0: [], 1: []}, {}
+            self.game_info = {0: {}, 1: {}}
+
+    class TwoEnv(Env):
+        def reset(self, num_players, seed=None):
+            self.state = State(num_players, seed)
+            self.prize = random.randint(1, 10**6)
+            for player in (0, 1):
+                self.state.observations[player].append((-1, f"You are {player}. Prize {self.prize}. Bid.", 1))
+
+        def get_observation(self):
+            player = self.state.current_player_id
+            seen, self.state.observations[player] = self.state.observations[player], []
+            return player, seen
+
+        def step(self, action):
+            state, player = self.state, self.state.current_player_id
+            for one in (0, 1):
+                state.observations[one].append((player, action, 2))
+            if "boom" in action:
+                raise RuntimeError("the game broke")
+            state.bids[player] = len(action)
+            state.current_player_id = 1 - player
+            if len(state.bids) == 2:
+                gain = (state.bids[0] > state.bids[1]) - (state.bids[0] < state.bids[1])
+                state.rewards = {0: gain, 1: -gain}
+            return state.rewards is not None, {}
+
+        def close(self):
+            return self.state.rewards, self.state.game_info
+"""
+
 WORDS = """
     import nltk
     from nltk.corpus import words
@@ -173,7 +217,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     single = "from textarena.core import SinglePlayerState\n"
     files = {
         "core.py": CORE, "__init__.py": "", "envs/__init__.py": ENVS, "envs/registration.py": REGISTRY,
-        "envs/Guess/env.py": GUESS, "envs/Same/env.py": SAME, "envs/Two/env.py": "class TwoEnv: ...",
+        "envs/Guess/env.py": GUESS, "envs/Same/env.py": SAME, "envs/Two/env.py": TWO,
         "envs/Words/env.py": WORDS, "envs/Old/env.py": single + "class OldEnv:\n    x = 1 +\n",
         "envs/Judge/env.py": single + "game_master = 'OpenRouterAgent'\n",
         "envs/Sums/env.py": single + "import no_such_package\n",
@@ -216,7 +260,7 @@ def test_games_are_listed_with_their_problems(packages: Path, monkeypatch: pytes
     listed = {one.name: one for one in textarena.installed(packages)}
     assert {name: (one.needs, bool(one.problem)) for name, one in listed.items()} == {
         "Guess-v0": ("", False), "Same-v0": ("", False), "Words-v0": ("network", True), "Old-v0": ("", True),
-        "Judge-v0": ("key", True), "Sums-v0": ("install", True),
+        "Judge-v0": ("key", True), "Sums-v0": ("install", True), "Two-v0": ("", False),
     }  # fmt: skip
     assert listed["Guess-v0"].turns == 7 and listed["Guess-v0"].description.endswith("(high 9, max_turns 3)")
     assert "nltk.downloader words" in listed["Words-v0"].problem and "no_such_package" in listed["Sums-v0"].problem
@@ -225,6 +269,77 @@ def test_games_are_listed_with_their_problems(packages: Path, monkeypatch: pytes
     monkeypatch.setenv("NLTK_DATA", str(data))
     assert not {one.name: one for one in textarena.installed(packages)}["Words-v0"].problem
     assert textarena.installed(packages / "nowhere") == []
+
+
+def played(packages: Path, policy: OpenAiStandIn, count: int, opponent: OpenAiStandIn | None = None) -> Any:
+    """Play task 0 of the game for two with `count` rollouts."""
+    fixed = {"opponent": {"base_url": opponent.url, "api_key": "fixed", "model": "other"}} if opponent else {}
+    sessions = [
+        {"base_url": policy.url, "api_key": f"seat {n}", "model": "p", "judge_key": "unrecorded", **fixed}
+        for n in range(count)
+    ]
+
+    async def body(link: WorkerClient) -> Any:
+        await link.call("open", **source("Two-v0"))
+        run = link.call("run", timeout=30, concurrent=True, split="train", index=0, sessions=sessions)
+        return await run, await link.call("card", source=source("Two-v0")["source"])
+
+    return with_games(packages, body)
+
+
+def test_each_seat_of_a_game_is_a_rollout_with_its_own_reward(packages: Path) -> None:
+    policy = OpenAiStandIn(lambda question: "high bid" if "You are 1" in question else "low")
+    try:
+        answer, card = played(packages, policy, 4)
+        assert card["own_loop"] and "self-play" in card["tags"]
+        outcomes = answer["outcomes"]
+        assert [one["reward"] for one in outcomes] == [-1.0, 1.0, -1.0, 1.0]
+        assert [one["parts"]["seat"] for one in outcomes] == [0.0, 1.0, 0.0, 1.0]
+        assert [one["success"] for one in outcomes] == [False, True, False, True]
+        keys = sorted(str(key) for _, key, _ in policy.seen)
+        assert keys == [f"Bearer seat {n}" for n in range(4)]  # every answer is recorded under its own rollout
+        prizes = {talk[0]["content"].partition("Prize ")[2].split(".")[0] for talk in answer["talks"]}
+        assert len(prizes) == 1 and "[Player 0] [low]" in answer["talks"][1][0]["content"]
+        assert answer["talks"][0][0]["content"].startswith("You are 0") and len(answer["talks"][0]) == 2
+    finally:
+        policy.close()
+
+
+def test_seat_without_a_rollout_is_played_unrecorded(packages: Path) -> None:
+    policy = OpenAiStandIn(lambda question: "bid")
+    try:
+        answer, _ = played(packages, policy, 3)
+        assert [one["reward"] for one in answer["outcomes"]] == [0.0, 0.0, 0.0]
+        keys = [str(key) for _, key, _ in policy.seen]
+        assert keys.count("Bearer unrecorded") == 1 and len(keys) == 4
+    finally:
+        policy.close()
+
+
+def test_fixed_opponent_plays_every_game_of_a_group_in_one_seat(packages: Path) -> None:
+    policy, other = OpenAiStandIn(lambda question: "a long bid"), OpenAiStandIn(lambda question: "bid")
+    try:
+        answer, _ = played(packages, policy, 3, other)
+        outcomes = answer["outcomes"]
+        assert [one["reward"] for one in outcomes] == [1.0] * 3
+        assert len({one["parts"]["seat"] for one in outcomes}) == 1
+        assert sorted(str(key) for _, key, _ in policy.seen) == [f"Bearer seat {n}" for n in range(3)]
+        assert [(key, body["model"]) for _, key, body in other.seen] == [("Bearer fixed", "other")] * 3
+    finally:
+        policy.close()
+        other.close()
+
+
+def test_broken_game_is_an_error_of_both_its_seats_only(packages: Path) -> None:
+    answers = iter(["fine", "bid", "boom", "bid"])
+    policy = OpenAiStandIn(lambda question: "x")
+    policy.answer = lambda question: next(answers)
+    try:
+        outcomes = played(packages, policy, 4)[0]["outcomes"]
+        broken = [one["error"] is not None for one in outcomes]
+        assert broken in ([True, True, False, False], [False, False, True, True])
+    finally:
+        policy.close()
 
 
 def test_group_plays_one_game_with_own_random_state(packages: Path) -> None:
@@ -276,7 +391,7 @@ def test_games_with_equal_start_are_one_task_unless_all_are(packages: Path) -> N
 def test_game_that_does_not_start_says_why(packages: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str, str]] = [
         ("Gues-v0", {}, "load", "no game 'Gues-v0'. Did you mean 'Guess-v0'?"),
-        ("Two-v0", {}, "load", "several players"),
+        ("Two-v0", {"players": 3}, "invalid", "two players, not 3"),
         ("Old-v0", {}, "load", "does not parse with Python 3."),
         ("Sums-v0", {}, "load", "needs no_such_package"),
         ("Words-v0", {}, "load", "-m nltk.downloader words, once"),

@@ -11,9 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.training.inference.requests import SECRET
-from toprope.training.inference.app import InferenceServer
+from toprope.training.inference.app import OPPONENT, InferenceServer
 from toprope.training.inference.engine import Done, Sample, SamplingRequest
-from toprope.training.inference.sessions import Turn
+from toprope.training.inference.sessions import UNRECORDED, Turn, session_key
 from toprope.training.inference.tool_calls import MessageRenderer, answer_id, parse_tool_calls
 from toprope.training.policy.loading import load_tokenizer
 from toprope.training.rollouts.env_managed_sampler import outcome_turns
@@ -167,3 +167,21 @@ def test_unknown_and_null_fields_are_ignored(http: TestClient, engine: ScriptedE
 
 def test_answer_ids_distinguish_equal_texts() -> None:
     assert answer_id([1], [2, 3]) != answer_id([1, 2], [2, 3]) and answer_id([1], [2]) == answer_id([1], [2])
+
+
+def test_opponent_answers_unrecorded_requests_for_it_only(engine: ScriptedEngine, tiny_policy: Path) -> None:
+    fixed = ScriptedEngine(load_tokenizer(tiny_policy))
+    server = InferenceServer(engine, engine.tokenizer, model_name="tiny", secret=SECRET)
+    server.opponent = InferenceServer(fixed, fixed.tokenizer, model_name="base", secret=SECRET)
+    fixed.texts, engine.texts = ["their move"], ["own move", "own words", "not theirs"]
+    message = {"model": OPPONENT, "messages": [{"role": "user", "content": "Your move."}]}
+    with TestClient(server.app) as http:
+
+        def said(session: str, body: dict[str, Any]) -> str:
+            head = {"authorization": f"Bearer {session_key(SECRET, session)}"}
+            return str(http.post("/v1/chat/completions", json=body, headers=head).json()["choices"][0]["message"])
+
+        assert "their move" in said(UNRECORDED, message)
+        assert "own move" in said(UNRECORDED, message | {"model": "policy"})
+        assert "own words" in said("g0/0", message)  # a rollout's own key is always the policy's
+        assert len(server.sessions) == 1 and not len(server.opponent.sessions)

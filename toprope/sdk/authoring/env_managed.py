@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, copy_for
@@ -46,6 +46,22 @@ class Session:
     seed: int | None = None
     timeout_s: float = 600.0
     """Seconds for the whole rollout, after which it is cancelled."""
+    opponent: Mapping[str, str] | None = None
+    """`base_url`, `api_key` and `model` of a fixed opponent of games for several players; None: self-play."""
+
+    def as_opponent(self) -> Session:
+        """The session with which the fixed opponent is asked; nothing that it answers is recorded.
+
+        Raises:
+            InvalidRequest: There is no fixed opponent.
+        """
+        if self.opponent is None:
+            raise InvalidRequest("This run has no fixed opponent.")
+        key = self.opponent["api_key"]
+        return replace(
+            self, base_url=self.opponent["base_url"], api_key=key, judge_key=key, model=self.opponent["model"],
+            opponent=None,
+        )  # fmt: skip
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Session:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from toprope.errors import TopropeError
 from toprope.records.messages import Failed, Ready
+from toprope.settings.endpoints import BASE
 from toprope.training.component.http_server import serve
 from toprope.training.component.member import CrewMember, send_heartbeats
 from toprope.training.inference.app import InferenceServer
@@ -35,6 +36,10 @@ def main() -> int:
         tokenizer = load_tokenizer(folder)
         model = load_model(folder, config).eval()
         model.requires_grad_(False)
+        other = member.spec.opponent_policy or (str(folder) if config.environment.opponent == BASE else None)
+        if other is not None:
+            other_tokenizer, other_model = load_tokenizer(Path(other)), load_model(Path(other), config).eval()
+            other_model.requires_grad_(False)
     except TopropeError as error:
         member.report(Failed(error.message, error.hint))
         return 1
@@ -49,9 +54,19 @@ def main() -> int:
     )
     server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)
     engine.start()
+    fixed = None
+    if other is not None:
+        rows = {"max_rows": 1} if config.algorithm.deterministic else {}
+        fixed = EmbeddedEngine(
+            other_model, other_tokenizer, max_context=config.policy.max_context, seed=config.algorithm.seed, **rows
+        )
+        server.opponent = InferenceServer(fixed, other_tokenizer, model_name=other, secret=member.secret)
+        fixed.start()
     gc.freeze()  # loaded modules stay: the collector need not visit them between decode batches
     asyncio.run(_serve(member, server, engine, len(tokenizer)))
     engine.stop(timeout_s=1.0)
+    if fixed is not None:
+        fixed.stop(timeout_s=1.0)
     return 0
 
 

@@ -55,6 +55,8 @@ from toprope.training.inference.sessions import (
 )
 from toprope.training.inference.tool_calls import MessageRenderer, answer_id, attach_tool_calls
 
+OPPONENT = "opponent"
+"""Model name of a fixed opponent's weights, for unrecorded requests."""
 _BODY_LIMIT = 32 * 2**20
 _CACHED_SIZE = 2**21
 """Characters and tokens of cached prompts: some tens of megabytes."""
@@ -68,6 +70,8 @@ class InferenceServer:
         self._engine, self._tokenizer = engine, tokenizer
         self._model_name, self._secret = model_name, secret.encode()
         self._life = secrets.token_hex(8)
+        self.opponent: InferenceServer | None = None
+        """Serves the weights that requests for the model OPPONENT mean; it records nothing."""
         self.sessions = SessionStore()
         self.samples = SampleIndex(end_ids=engine.end_ids)
         self._tokenized: OrderedDict[str, list[int]] = OrderedDict()
@@ -156,6 +160,11 @@ class InferenceServer:
 
     async def _chat(self, request: HttpRequest, session: str) -> Response:
         body = msgspec.json.decode(await _body(request), type=ChatRequest)
+        if body.model == OPPONENT and session == UNRECORDED and self.opponent is not None:
+            return await self.opponent._chat_answer(body, session)
+        return await self._chat_answer(body, session)
+
+    async def _chat_answer(self, body: ChatRequest, session: str) -> Response:
         tools = allowed_tools(body)
         known = self.sessions.get(session) if session else None
         messages = self._renderer.prepare(body.messages, tools, known.turns if known else ())

@@ -1,0 +1,159 @@
+"""Games of TextArena as values: started by seed, copied for each rollout, and compared by content."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from toprope.sdk.adapters._shared.listing import why_not
+from toprope.sdk.adapters._shared.random_state import OwnRandom
+from toprope.sdk.authoring.knobs import knob
+from toprope.sdk.errors import InvalidRequest, LoadError
+
+LIMITS = ("max_turns", "num_guesses", "num_turns", "num_hands")
+"""Parameters of games that limit their length."""
+_UNKNOWN_LIMIT, _LARGEST_LIMIT = 200, 1000
+_LARGE = 1000
+"""Containers with more elements are word lists; games do not change them, so copies share them."""
+_BEGUN = 64
+"""Number of started games to cache for copies."""
+
+
+class Games:
+    """Started games of one kind.
+
+    Args:
+        name: Of the environment, for errors.
+        kind: The game's class.
+        arguments: Of the class.
+        players: Number of players.
+        plain: Whether the arguments are the game's own.
+
+    Raises:
+        LoadError: It does not start.
+        InvalidRequest: It refuses the arguments.
+    """
+
+    def __init__(self, name: str, kind: type, arguments: Mapping[str, Any], players: int, plain: bool) -> None:
+        self._players = players
+        self._begun: dict[int, tuple[Any, OwnRandom]] = {}
+        with OwnRandom(0):
+            try:
+                self._made = kind(**arguments)
+                self.state = getattr(self.begin(0)[0], "state", None)
+            except (AssertionError, ValueError, TypeError) as error:
+                if plain:
+                    raise LoadError(f"{name} does not start: {why_not(error)}") from error
+                raise InvalidRequest(f"{name} refuses these knobs: {why_not(error)}") from error
+            except LookupError as error:
+                raise LoadError(f"{name} does not start: {why_not(error)}") from error
+
+    def begin(self, seed: int) -> tuple[Any, OwnRandom]:
+        """Return the started game of a seed, which must only be copied, with its generator states."""
+        if seed not in self._begun:
+            while len(self._begun) >= _BEGUN:
+                del self._begun[next(iter(self._begun))]
+            game, luck = self.copied(self._made), OwnRandom(seed)
+            with luck:
+                game.reset(num_players=self._players, seed=seed)
+            self._begun[seed] = game, luck
+        return self._begun[seed]
+
+    def copied(self, game: Any) -> Any:
+        """Copy a game; large constant containers are shared."""
+        shared = {id(one): one for one in _large(vars(game).values())}
+        return copy.deepcopy(game, shared)
+
+    def started(self, seed: int) -> tuple[Any, OwnRandom]:
+        """Return a copy of a started game, with generator states of its own."""
+        begun, luck = self.begin(seed)
+        own = copy.copy(luck)
+        with own:
+            return self.copied(begun), own
+
+    def task(self, seed: int) -> tuple[str, str]:
+        """Return the first observation, and the key of the game."""
+        begun, luck = self.begin(seed)
+        game = self.copied(begun)
+        with copy.copy(luck):
+            text = seen_text(game, game.get_observation())
+        return text, _fingerprint(game, text)
+
+
+def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in arguments.items() if type(value) in (bool, int, float, str, list)}
+
+
+def game_knobs(arguments: Mapping[str, Any], most_players: int = 1) -> type:
+    """Return a dataclass of our knobs and of the game's parameters with JSON values."""
+    fields: list[tuple[str, Any, Any]] = [
+        ("show", Literal["new", "whole"],
+         knob("new", help="new: each turn shows new observations; whole: all so far, as TextArena's agents see them")),
+        ("turns", int, knob(0, ge=0, le=_LARGEST_LIMIT, help="most answers; 0: twice the game's own limit")),
+    ]  # fmt: skip
+    if most_players > 1:
+        players = knob(0, ge=0, le=most_players, help="players of a game; 0: the fewest that it allows")
+        fields.append(("players", int, players))
+    for name, value in plain_arguments(arguments).items():
+        if name not in ("show", "turns", "players"):
+            fields.append((name, type(value), knob(value, help="the game's own setting")))
+    return dataclasses.make_dataclass("Knobs", fields)
+
+
+def answer_limit(arguments: Mapping[str, Any], state: Any) -> int:
+    """Return the limit of answers: one invalid move per valid one."""
+    own = next((arguments[name] for name in LIMITS if isinstance(arguments.get(name), int)), None)
+    own = getattr(state, "max_turns", None) or own
+    return min(2 * own + 1, _LARGEST_LIMIT) if isinstance(own, int) else _UNKNOWN_LIMIT
+
+
+def seen_text(game: Any, observed: tuple[int, Any]) -> str:
+    """Return observations as text without the player's own moves, which the conversation has."""
+    player, messages = observed
+    lines = []
+    for sender, message, _ in messages or ():
+        if sender == player:
+            continue
+        role = (
+            "" if not isinstance(sender, int) or sender < 0 else game.state.role_mapping.get(sender, f"Player {sender}")
+        )
+        lines.append(f"[{role}] {message}" if role else str(message))
+    return "\n".join(lines).strip() or "(nothing new)"
+
+
+def _fingerprint(game: Any, text: str) -> str:
+    """Return a hash of a started game's state; equal for games that begin alike."""
+    kept = {name: value for name, value in vars(game).items() if name != "state"}
+    held = json.dumps([_held(kept), _held(getattr(game.state, "game_state", None)), text], default=str)
+    return hashlib.sha256(held.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _held(value: Any, depth: int = 8) -> Any:
+    """Return a JSON form of a value that is equal in every process, without word lists."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if hasattr(value, "tolist"):  # arrays
+        return value.tolist()
+    if depth == 0 or (isinstance(value, list | tuple | set | frozenset | dict) and len(value) > _LARGE):
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return [[str(key), _held(item, depth - 1)] for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [_held(item, depth - 1) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return _held(vars(value), depth - 1) if hasattr(value, "__dict__") and not callable(value) else type(value).__name__
+
+
+def _large(values: Any, depth: int = 2) -> Iterator[Any]:
+    """Return containers of more than `_LARGE` elements in values and their attributes."""
+    for value in values:
+        if isinstance(value, list | tuple | set | frozenset | dict):
+            if len(value) > _LARGE:
+                yield value
+        elif depth and hasattr(value, "__dict__"):
+            yield from _large(list(vars(value).values()), depth - 1)

@@ -1,0 +1,174 @@
+"""Games of TextArena for several players: every seat is a rollout with its own conversation and reward.
+
+The rollouts of a group sit down together: in a game for k players, rollouts 0 to k-1 play the first game, the next k
+the second, all with the same seed. Seats that no rollout takes are played by the current policy, unrecorded. Against a
+fixed opponent every rollout plays a game of its own, all of a group in the same seat, which the task decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from toprope.sdk.adapters._shared.random_state import OwnRandom
+from toprope.sdk.adapters._textarena.games import Games, answer_limit, game_knobs, plain_arguments, seen_text
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.environment import Messages, Part, Task
+from toprope.sdk.authoring.policy_client import ask
+from toprope.sdk.errors import InvalidRequest, LoadError
+
+__all__ = ["Match"]
+
+_MOST_PLAYERS = 15
+_ALIKE = 8
+"""Number of first games compared to see if seeds make a difference."""
+
+
+@dataclasses.dataclass
+class _Seat:
+    """One player of one game."""
+
+    session: Session
+    place: int | None
+    """Place of its rollout in the group; None if an opponent or the unrecorded policy sits here."""
+    messages: Messages = dataclasses.field(default_factory=list)
+    turns: int = 0
+    truncated: bool = False
+
+    async def answer(self, text: str) -> str:
+        """The player's answer to what it sees."""
+        self.messages.append({"role": "user", "content": text})
+        said = await ask(self.session, self.messages, judge=self.place is None)
+        self.truncated = said.pop("finish_reason", None) == "length"
+        content = str(said.get("content") or "")
+        self.messages.append({"role": "assistant", "content": content})
+        self.turns += 1
+        return content
+
+
+class Match(OwnLoop):
+    """A game of TextArena for several players."""
+
+    tags = ("textarena", "game", "multi-turn", "self-play")
+    packages = ("textarena",)
+    parts = {  # noqa: RUF012 - environments declare their parts so
+        "reward": Part(1.0, -1.0, 1.0, "the seat's reward: 1 if it wins, -1 if it loses, 0 for a draw"),
+        "won": Part(0.0, description="1 if the seat wins"),
+        "forfeited": Part(0.0, description="1 if the seat lost by invalid moves; shown"),
+        "seat": Part(0.0, 0.0, float(_MOST_PLAYERS), "number of the seat, from 0; shown"),
+    }
+
+    def __init__(self, name: str, described: str, specification: Any, kind: type) -> None:
+        self.name, self.__doc__ = name, described  # type: ignore[misc]
+        self._specification, self._kind = specification, kind
+        self.Knobs = game_knobs(specification.kwargs, _MOST_PLAYERS)  # type: ignore[assignment]
+        self.max_turns = answer_limit(specification.kwargs, None)
+
+    def setup(self) -> None:
+        knobs = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
+        self._whole = knobs.pop("show") == "whole"
+        most, asked = knobs.pop("turns"), knobs.pop("players")
+        arguments = {**self._specification.kwargs, **knobs}
+        own = knobs == plain_arguments(self._specification.kwargs)
+        counts, failure = [asked] if asked else range(2, _MOST_PLAYERS + 1), None
+        for self._players in counts:
+            try:
+                self._games = Games(self.name, self._kind, arguments, self._players, own and not asked)
+                break
+            except (LoadError, InvalidRequest) as error:
+                failure = failure or error
+        else:
+            assert failure is not None
+            raise failure
+        self.max_turns = most or answer_limit(arguments, self._games.state)
+
+    def tasks(self) -> Iterator[Task]:
+        first = [self._games.task(seed) for seed in range(_ALIKE)]
+        alike = len({key for _, key in first}) == 1
+        for seed in itertools.count():
+            text, key = first[seed] if seed < _ALIKE else self._games.task(seed)
+            # If every game begins alike, tasks differ by randomness alone: use seeds as keys.
+            data = {"seed": seed, "seat": seed % self._players}
+            yield Task(text, data=data, key=f"{key} {seed}" if alike else key)
+
+    async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
+        """Play the games of a group side by side; a game that fails is an error of each of its rollouts."""
+        games = [self._play(task, seats) for seats in self._seated(task, sessions)]
+        found: dict[int, Played | BaseException] = {}
+        for played in await asyncio.gather(*games):
+            found |= played
+        return [found[place] for place in range(len(sessions))]
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        return parts["won"] >= 1.0
+
+    def _seated(self, task: Task, sessions: Sequence[Session]) -> list[list[_Seat]]:
+        games = []
+        if sessions[0].opponent is not None:
+            for place, session in enumerate(sessions):
+                others = [_Seat(session.as_opponent(), None) for _ in range(self._players - 1)]
+                seat = task.data["seat"]
+                games.append([*others[:seat], _Seat(session, place), *others[seat:]])
+            return games
+        for start in range(0, len(sessions), self._players):
+            seats = [_Seat(one, start + number) for number, one in enumerate(sessions[start : start + self._players])]
+            games.append(seats + [_Seat(sessions[start], None) for _ in range(self._players - len(seats))])
+        return games
+
+    async def _play(self, task: Task, seats: list[_Seat]) -> dict[int, Played | BaseException]:
+        """Play one game; results by place of the rollout."""
+        limit = min(seat.session.timeout_s for seat in seats)
+        try:
+            values = await asyncio.wait_for(self._moved(task, seats), limit)
+        except TimeoutError:
+            late = TimeoutError(f"the game took longer than {limit:g} s")
+            return {seat.place: late for seat in seats if seat.place is not None}
+        except Exception as error:
+            return {seat.place: error for seat in seats if seat.place is not None}
+        return {
+            seat.place: Played(parts, seat.messages, seat.turns, seat.truncated)
+            for seat, parts in zip(seats, values, strict=True)
+            if seat.place is not None
+        }
+
+    async def _moved(self, task: Task, seats: list[_Seat]) -> list[dict[str, float]]:
+        """Have the seats move until the game is over or one has no answers left; the parts of each seat."""
+        game, luck = self._games.started(task.data["seed"])
+        wrapped, over = game, False
+        with luck:
+            for wrapper in self._specification.default_wrappers or ():
+                wrapped = wrapper(wrapped)
+        while not over:
+            player, text = self._seen(game, wrapped, luck)
+            if seats[player].turns >= self.max_turns:
+                break
+            said = await seats[player].answer(text)
+            with luck:
+                over, _ = wrapped.step(action=said)
+        with luck:
+            rewards, told = game.close()
+        return [_parts(number, rewards, (told or {}).get(number) or {}) for number in range(len(seats))]
+
+    def _seen(self, game: Any, wrapped: Any, luck: OwnRandom) -> tuple[int, str]:
+        """The player to move and what is new to it, or all that it has seen."""
+        with luck:
+            if not self._whole:
+                player, observed = game.get_observation()
+                return player, seen_text(game, (player, observed))
+            player, observed = wrapped.get_observation()
+            return player, str(observed).strip() or "(nothing)"
+
+
+def _parts(seat: int, rewards: Mapping[int, Any] | None, told: Mapping[str, Any]) -> dict[str, float]:
+    given = (rewards or {}).get(seat)  # None: the answers ran out, so that nobody won
+    value = min(max(float(given), -1.0), 1.0) if isinstance(given, int | float) else 0.0
+    best = max((float(one) for one in (rewards or {}).values() if isinstance(one, int | float)), default=0.0)
+    return {
+        "reward": value,
+        "won": float(value > 0.0 and float(given or 0.0) >= best),
+        "forfeited": float(bool(told.get("invalid_move"))),
+        "seat": float(seat),
+    }
