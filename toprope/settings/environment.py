@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from toprope.settings.endpoints import BASE
 from toprope.settings.mixture import (
     Curriculum,
     MixtureEntry,
@@ -16,6 +17,9 @@ from toprope.settings.mixture import (
     checked_mixture,
     checked_rewards,
 )
+
+RUN = "run:"
+"""Prefix of a run's name in place of a model's."""
 
 
 class Section(BaseModel):
@@ -68,7 +72,14 @@ class EnvironmentSection(Section):
     rewards: Annotated[list[Any], AfterValidator(checked_rewards)] = Field(
         default_factory=list,
         description="More reward parts, from functions in the owner's environment folders: {name, weight, fn: "
-        "'file.py:function', low, high}. The environment alone decides success.",
+        "'file.py:function', low, high}, or from a judge: {name, weight, judge: MODEL, rubric, compare, low, high}. "
+        "The environment alone decides success.",
+    )
+    opponent: str = Field(
+        "",
+        max_length=400,
+        description="Who else plays in games for several players: empty for self-play, base (the run's starting "
+        "weights), run:<id>, or one of the owner's models.",
     )
     curriculum: Annotated[dict[str, Any], AfterValidator(checked_curriculum)] = Field(
         default_factory=dict,
@@ -132,6 +143,14 @@ def curriculum_of(value: Mapping[str, Any]) -> Curriculum | None:
 def rewards_of(value: Sequence[Any]) -> list[RewardFunction]:
     """The reward functions in environment.rewards."""
     return [RewardFunction.model_validate(one) for one in value]
+
+
+def helper_names(section: EnvironmentSection) -> list[str]:
+    """Names of the owner's models that judge answers or play as the opponent, without duplicates."""
+    names = [one.judge for plan in members_of(section) for one in plan.rewards if one.judge]
+    if section.opponent not in ("", BASE) and not section.opponent.startswith(RUN):
+        names.append(section.opponent)
+    return list(dict.fromkeys(names))
 
 
 def mixture_conflicts(section: EnvironmentSection) -> list[str]:

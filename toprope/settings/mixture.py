@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 _MOST_MEMBERS = 32
 _MOST_REWARDS = 32
+_OF_JUDGES = {"judge", "rubric", "compare"}
 _FORMS = {
     "fn": "not of the form 'file.py:function'",
     "name": "not a name of letters, digits and underscores",
@@ -25,14 +26,18 @@ class _Entry(BaseModel):
 
 
 class RewardFunction(_Entry):
-    """A named, weighted part of a reward, given by a function of the owner's."""
+    """A named, weighted part of a reward, given by a function of the owner's, or by a model with a rubric."""
 
     name: str = Field(pattern=r"^[A-Za-z_]\w{0,63}$", description="The part's name.")
     weight: float = Field(1.0, description="Its factor in the reward.")
     fn: str = Field(
-        pattern=r"^[^:\x00-\x1f]{1,400}\.py:[A-Za-z_]\w*$",
+        "",
+        pattern=r"^([^:\x00-\x1f]{1,400}\.py:[A-Za-z_]\w*)?$",
         description="file.py:function; the file lies in one of the owner's environment folders.",
     )
+    judge: str = Field("", max_length=200, description="Instead of fn: one of the owner's models.")
+    rubric: str = Field("", max_length=8000, description="What the judge looks for.")
+    compare: bool = Field(False, description="The judge ranks the answers of a group instead of scoring each.")
     low: float = Field(0.0, description="Smallest value that it gives.")
     high: float = Field(1.0, description="Largest value that it gives.")
 
@@ -96,7 +101,11 @@ def checked_rewards(value: list[Any]) -> list[Any]:
     for number, entry in enumerate(entries, 1):
         if entry.low > entry.high:
             raise ValueError(f"entry {number}: low {entry.low:g} is above high {entry.high:g}")
-    return [entry.model_dump(mode="json") for entry in entries]
+        if bool(entry.fn) == bool(entry.judge):
+            raise ValueError(f"entry {number} needs either fn, a function, or judge, a model with a rubric")
+        if bool(entry.judge) != bool(entry.rubric.strip()) or (entry.compare and not entry.judge):
+            raise ValueError(f"entry {number}: a judge needs a rubric, and rubric and compare belong to a judge")
+    return [entry.model_dump(mode="json", exclude=set() if entry.judge else _OF_JUDGES) for entry in entries]
 
 
 def checked_curriculum(value: dict[str, Any]) -> dict[str, Any]:

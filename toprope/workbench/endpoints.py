@@ -17,6 +17,7 @@ from toprope.errors import InvalidValue, NotFound, shown
 from toprope.records.run.specification import ModelUnderTest, Specification
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.settings.endpoints import BASE, Endpoint
+from toprope.settings.environment import EnvironmentSection, helper_names
 from toprope.settings.owner import MODELS, OwnerSettings
 from toprope.settings.presets import list_presets, load_preset
 from toprope.settings.yamlfiles import nearest
@@ -108,6 +109,27 @@ def resolve_teacher(name: str, settings: OwnerSettings, presets: Sequence[Path],
     return models[0]
 
 
+def resolve_helpers(
+    section: EnvironmentSection, settings: OwnerSettings, presets: Sequence[Path], file: Path
+) -> dict[str, ModelUnderTest]:
+    """Return the models that judge answers or play as the opponent, by the names that the configuration uses.
+
+    Raises:
+        InvalidValue, NotFound: As `resolve_teacher`.
+    """
+    found = {}
+    for name in helper_names(section):
+        models = resolve_models([name], settings, presets)
+        if len(models) != 1 or models[0].endpoint is None:
+            raise InvalidValue(
+                f"{name!r} is not a single model at an endpoint, as judges and opponents must be.",
+                hint="Name one of the owner's models; environment.opponent can also be base or run:<id>.",
+            )
+        found[name] = models[0]
+    require_keys(list(found.values()), settings, file)
+    return found
+
+
 def require_keys(models: Sequence[ModelUnderTest], settings: OwnerSettings, settings_file: Path) -> None:
     """Check that every key of these models is available.
 
@@ -143,7 +165,7 @@ def variables_for(
 ) -> dict[str, dict[str, str]]:
     """Return the owner's variables for a run's crew.
 
-    The driver alone gets the keys of the models that the run tests; no component gets other model keys.
+    The driver alone gets the keys of the models that the run asks; no component gets other model keys.
 
     Args:
         presets: Folders with presets, which also name keys.
@@ -152,6 +174,7 @@ def variables_for(
     surroundings = os.environ if surroundings is None else surroundings
     models = list(specification.test.models) if specification.test else []
     models += [specification.teacher] if specification.teacher else []
+    models += specification.helpers.values()
     needed = {model.endpoint.key for model in models if model.endpoint is not None and model.endpoint.key}
     of_models = needed | set(settings.variables.get(MODELS, {}))
     for models_of in known_models(settings, presets).values():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.openai_stand_in import OpenAiStandIn
+from toprope.errors import ComponentFailed
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.wall import Wall, network_refusal
 from toprope.sdk.wall.plan import Network
@@ -253,6 +254,58 @@ def test_endpoint_key_is_hidden_from_worker(tmp_path: Path) -> None:
         asyncio.run(work())
     finally:
         stand_in.close()
+
+
+PAIR = '''
+"""Asks its opponent, and is right if that answers."""
+from toprope.sdk import OwnLoop, Played, Task
+from toprope.sdk.authoring.policy_client import ask
+
+class Pair(OwnLoop):
+    tags = ("self-play",)
+
+    def tasks(self):
+        for number in range(60):
+            yield Task(f"task {number}")
+
+    async def rollout(self, session):
+        theirs = await ask(session.as_opponent(), self.task.messages)
+        mine = await ask(session, [{"role": "user", "content": theirs["content"]}])
+        return Played({"score": float("fixed" in theirs["content"])}, [{"role": "assistant", **mine}])
+'''
+
+
+def test_opponent_at_an_endpoint_is_asked_unrecorded_with_its_own_key(tmp_path: Path) -> None:
+    (tmp_path / "pair.py").write_text(PAIR)
+    policy, other = OpenAiStandIn(lambda question: "policy"), OpenAiStandIn(lambda question: "fixed")
+
+    async def opened() -> EnvironmentWorker:
+        link = await EnvironmentWorker.start(timeout=60)
+        await link.call("open", timeout=60, source={"file": str(tmp_path / "pair.py"), "attribute": "Pair"})
+        return link
+
+    async def work() -> None:
+        async with await RestartingWorker.start(opened, LauncherSection(restart_backoff_s=0)) as worker:
+            own = EndpointClient(Endpoint(base_url=policy.url, model="m"), "sk-own", None)
+            fixed = EndpointClient(Endpoint(base_url=other.url, model="n"), "sk-other", None)
+            sampler = EnvManagedSampler(worker, own, multi_turn=True, call_timeout_s=30)
+            sampler.opponent = fixed
+            made = await sampler.sample(TaskRef("train", 0), 2, SAMPLING)
+            assert [outcome.reward for outcome in made.outcomes] == [1.0, 1.0]
+            assert [len(turns) for turns in made.turns] == [1, 1]
+            assert {key for _, key, _ in policy.seen} == {"Bearer sk-own"} and len(policy.seen) == 2
+            assert {key for _, key, _ in other.seen} == {"Bearer sk-other"} and len(other.seen) == 2
+            sampler.opponent = True
+            with pytest.raises(ComponentFailed, match="policy server"):
+                await sampler.sample(TaskRef("train", 0), 2, SAMPLING)
+            await own.close()
+            await fixed.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        policy.close()
+        other.close()
 
 
 def test_proxy_accepts_rollout_keys_only_and_streams() -> None:

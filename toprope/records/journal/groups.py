@@ -27,6 +27,8 @@ class Outcome(msgspec.Struct, omit_defaults=True):
     turns: int = 1
     truncated: bool = False
     error: str | None = None
+    verdicts: dict[str, str] = {}
+    """Raw answers of judges by the name of their reward part, shortened; none for held-out tasks."""
 
 
 class Group(msgspec.Struct, omit_defaults=True):

@@ -257,6 +257,10 @@ class Specification(BaseModel):
     """Fields that differ from the preset, each with the preset's value and the run's."""
     teacher: ModelUnderTest | None = None
     """The model at an endpoint that demonstrates in a run of kind `sft`, if any."""
+    helpers: dict[str, ModelUnderTest] = {}
+    """The owner's models that judge answers or play as the opponent, by name."""
+    opponent_policy: str | None = None
+    """Folder of the weights that play as the opponent, if another run's do."""
     trainer: TrainerSource | None = None
     """The owner's own trainer class, if one trains."""
     dataset: DatasetSource | None = None

@@ -9,6 +9,7 @@ environment and puts questions to the policy. It runs no user code and no model.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -53,6 +54,7 @@ from toprope.training.evaluation.evaluator import Evaluator, evaluate_repeatedly
 from toprope.training.evaluation.model_comparison import best_model, compare_models
 from toprope.training.evaluation.questions import answer_questions
 from toprope.training.inference.client import PolicyClient, Sampling
+from toprope.training.judges.helpers import Helpers
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.environment_host import (
     EnvironmentHost,
@@ -75,6 +77,7 @@ class Driver:
         self._trained = TrainedTasks(folder, folder.parent / base if base else None)
         self._hosts: list[EnvironmentHost] = []
         """The environments whose workers were started, the selected one first."""
+        self._helpers: Helpers | None = None
         # Taken out of this process's variables before a worker inherits them.
         names = [name for name in os.environ if name.startswith(ENDPOINT_KEY)]
         self._keys = {name.removeprefix(ENDPOINT_KEY): os.environ.pop(name) for name in names}
@@ -122,11 +125,19 @@ class Driver:
             WorkerFailure, InvalidValue, LockedField: See `EnvironmentHost.start`; `close` ends the other workers.
         """
         plans = environment_plans(self._spec)
+        folder = self._member.folder.path
+        self._helpers = helpers = Helpers.open(self._spec.helpers, self._keys, lambda: self._purse, folder)
 
         async def start(plan: MemberPlan, source: EnvironmentSource) -> None:
             is_only = len(plans) == 1
             host = await EnvironmentHost.start(
-                self._spec, plan, source, self._member.report, is_only=is_only, trained=self._trained.inherited
+                self._spec,
+                plan,
+                source,
+                self._member.report,
+                is_only=is_only,
+                trained=self._trained.inherited,
+                helpers=helpers,
             )
             self._hosts.append(host)
 
@@ -154,15 +165,17 @@ class Driver:
 
         async def check(host: EnvironmentHost) -> None:
             await host.check(needed)
-            if self._spec.run_kind.samples:
+            if self._spec.run_kind.samples and not host.is_judged:  # a judge may vary what the environment does not
                 await require_reward_signal(host)
 
         await _gather_all([check(host) for host in self._hosts])
         self._member.report(Checked(checks_summary(self._hosts)))
 
     async def close(self) -> None:
-        """Ends all workers."""
+        """Ends all workers, and the clients of the models that helped them."""
         await asyncio.gather(*(host.close() for host in self._hosts))
+        if self._helpers is not None:
+            await self._helpers.close()
 
     async def _connect_policy(self) -> PolicyClient:
         """A client of the run's own policy once that serves; it follows the policy to new addresses."""
@@ -203,7 +216,7 @@ class Driver:
             )
         teacher = None
         if model is not None and model.endpoint is not None:
-            teacher = EndpointClient(model.endpoint, self._keys.get(model.endpoint.key or ""), self._purse())
+            teacher = EndpointClient(model.endpoint, self._keys.get(model.endpoint.key or ""), self._purse)
         try:
             written = await write_teacher_demonstrations(self._hosts, self._spec, path, teacher, self._report_progress)
             for trace in read_traces(written):
@@ -214,6 +227,7 @@ class Driver:
             if teacher is not None:
                 await teacher.close()
 
+    @functools.cached_property
     def _purse(self) -> Purse:
         return purse_of(self._member.folder, self._spec.limits)
 
@@ -289,7 +303,7 @@ class Driver:
             policy_name=self._config.policy.model,
             connect_policy=self._await_policy,
             keys=self._keys,
-            purse=self._purse(),
+            purse=self._purse,
             environments_with=lambda policy: EnvironmentSet(self._hosts, policy),
             progress=self._report_progress,
         )

@@ -132,7 +132,7 @@ class EndpointClient:
         )
         if purse is not None:
             transport = PaidTransport(transport, endpoint, purse)
-        self._endpoint, self._key = endpoint, key
+        self.endpoint, self._key = endpoint, key
         self._tries, self._timeout_s = tries, timeout_s
         self._limit = asyncio.Semaphore(concurrency)
         self.usage = Usage()
@@ -165,7 +165,7 @@ class EndpointClient:
             Unanswered: This question was not answered after all tries.
         """
         body: dict[str, Any] = {
-            "model": self._endpoint.model,
+            "model": self.endpoint.model,
             "messages": messages,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -194,7 +194,7 @@ class EndpointClient:
         Raises:
             ModelFailed, Unanswered: See `chat`.
         """
-        content, _ = await self._request(body | {"model": self._endpoint.model})
+        content, _ = await self._request(body | {"model": self.endpoint.model})
         answer: dict[str, Any] = msgspec.json.decode(content)
         return answer
 
@@ -228,7 +228,7 @@ class EndpointClient:
             settle(
                 self._purse,
                 response,
-                _cost(self._endpoint, usage.prompt_tokens, usage.completion_tokens, usage.cost),
+                _cost(self.endpoint, usage.prompt_tokens, usage.completion_tokens, usage.cost),
             )
 
     async def _post(self, body: dict[str, Any]) -> httpx.Response:
@@ -239,7 +239,7 @@ class EndpointClient:
 
         try:
             if self._purse is not None and self._purse.cap is not None:  # a refused request must not be retried
-                self._purse.require(most_usd(self._endpoint, msgspec.json.encode(body)))
+                self._purse.require(most_usd(self.endpoint, msgspec.json.encode(body)))
             return await self._client.post(
                 "/chat/completions", body=body, cast_to=httpx.Response, options=self._options
             )
@@ -251,14 +251,14 @@ class EndpointClient:
             status = error.status_code
             problem = f"HTTP {status}: {self._redact(_error_message(error))}"
             if status in _FATAL or 300 <= status < 400:
-                hint = _hint(status, self._endpoint)
-                raise ModelFailed(f"{self._endpoint.base_url} refuses: {problem}", hint=hint) from None
+                hint = _hint(status, self.endpoint)
+                raise ModelFailed(f"{self.endpoint.base_url} refuses: {problem}", hint=hint) from None
             if status in _REFUSED:
                 raise Unanswered(f"The question was refused: {problem}") from None
         except openai.APIConnectionError as error:
             if isinstance(error.__cause__, LimitReached):
                 raise ModelFailed(error.__cause__.message, hint=error.__cause__.hint) from None
-            problem = f"{self._endpoint.base_url} cannot be reached: {self._redact(error.__cause__ or error)}"
+            problem = f"{self.endpoint.base_url} cannot be reached: {self._redact(error.__cause__ or error)}"
         raise Unanswered(f"Not answered in {self._tries} tries; the last: {problem}")
 
     async def _count_retry(self, request: httpx.Request) -> None:

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from toprope.errors import ComponentFailed
 from toprope.records.worker_messages import SampledGroup as WorkerGroup
 from toprope.sdk.errors import WorkerError
+from toprope.training.inference.app import OPPONENT
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.inference.sessions import UNRECORDED, Turn
 from toprope.training.inference.tool_calls import answer_id
@@ -40,6 +41,9 @@ class EnvManagedSampler(GroupSampler):
 
     rollout_timeout_s: float = 600.0
     """Seconds that one rollout may take, including the policy's time."""
+    opponent: EndpointClient | bool = False
+    """Who plays the other seats: a model at an endpoint, True for the weights that inference holds for it, or False for
+    self-play."""
     deaths_allowed = 1
     """Groups run beside each other, so it is unknown which one ended a worker: each is tried once more."""
 
@@ -66,6 +70,7 @@ class EnvManagedSampler(GroupSampler):
             turns=turns,
             seconds=time.monotonic() - began,
             transcripts=[_transcript(kept, talk) for kept, talk in zip(turns, talks, strict=True)],
+            talks=[_said_later(talk) for talk in talks],
             environment=self._environment,
         )
 
@@ -77,11 +82,12 @@ class EnvManagedSampler(GroupSampler):
         life = await policy.life()
         url, judge = await policy.url(), policy.key(UNRECORDED)
         names = [f"{group}/{number}" for number in range(size)]
+        fixed = {"base_url": f"{url}/v1", "api_key": judge, "model": OPPONENT} if self.opponent is True else None
         sessions = [
-            self._session(url, policy.key(name), judge, sampling.at(number)) for number, name in enumerate(names)
+            self._session(url, policy.key(name), judge, sampling.at(number), fixed) for number, name in enumerate(names)
         ]
         try:
-            answer = await self._run(worker, task, sessions)
+            answer = await self._run_with_opponent(worker, task, sessions, sampling)
             recorded = await policy.recorded(group, life)
         finally:
             with suppress(ComponentFailed):  # inference may be going; the first error counts
@@ -92,25 +98,46 @@ class EnvManagedSampler(GroupSampler):
         self, client: EndpointClient, worker: EnvironmentWorker, task: TaskRef, size: int, sampling: Sampling
     ) -> _Sampled:
         """Lets the worker ask a proxy, which holds the endpoint's key."""
+        if self.opponent is True:
+            raise ComponentFailed(
+                "environment.opponent names weights, which only the run's own policy server holds.",
+                hint="Name one of the owner's models, or leave it empty for self-play.",
+            )
         async with EndpointProxy(client, size, sampling) as proxy:
             sessions = [
                 self._session(proxy.url, key, proxy.judge_key, sampling.at(number))
                 for number, key in enumerate(proxy.keys)
             ]
-            answer = await self._run(worker, task, sessions)
+            answer = await self._run_with_opponent(worker, task, sessions, sampling)
             proxy.raise_failure()
         return answer, proxy.turns
+
+    async def _run_with_opponent(
+        self, worker: EnvironmentWorker, task: TaskRef, sessions: list[dict[str, Any]], sampling: Sampling
+    ) -> WorkerGroup:
+        """Runs a group beside a proxy to the opponent, if that is a model at an endpoint."""
+        if not isinstance(self.opponent, EndpointClient):
+            return await self._run(worker, task, sessions)
+        async with EndpointProxy(self.opponent, 0, sampling) as proxy:
+            fixed = {"base_url": f"{proxy.url}/v1", "api_key": proxy.judge_key, "model": OPPONENT}
+            await worker.reach(proxy.url)
+            answer = await self._run(worker, task, [{**session, "opponent": fixed} for session in sessions])
+            proxy.raise_failure()
+        return answer
 
     async def _run(self, worker: EnvironmentWorker, task: TaskRef, sessions: list[dict[str, Any]]) -> WorkerGroup:
         timeout = self.rollout_timeout_s + _GRACE_S
         for url in {session["base_url"] for session in sessions}:
             await worker.reach(url)
         return await worker.run(
-            task.split, task.index, sessions, timeout=timeout, weights=self.weights, variant=task.variant
+            task.split, task.index, sessions, timeout=timeout, weights=self.worker_weights, variant=task.variant
         )
 
-    def _session(self, url: str, key: str, judge_key: str, sampling: Sampling) -> dict[str, Any]:
+    def _session(
+        self, url: str, key: str, judge_key: str, sampling: Sampling, fixed: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         return {
+            **({"opponent": fixed} if fixed is not None else {}),
             "base_url": f"{url}/v1",
             "api_key": key,
             "judge_key": judge_key,
@@ -170,6 +197,11 @@ def _matches(turn: Turn, message: dict[str, Any]) -> bool:
 def _last_answer(turns: list[Turn], messages: list[dict[str, Any]]) -> str:
     answers = [str(message["content"]) for message in messages if message.get("role") == "assistant"]
     return answers[-1] if answers else (turns[-1].completion_text if turns else "")
+
+
+def _said_later(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    first = next((place for place, one in enumerate(messages) if one.get("role") == "assistant"), len(messages))
+    return messages[first:]
 
 
 def _transcript(turns: list[Turn], messages: list[dict[str, Any]]) -> str:

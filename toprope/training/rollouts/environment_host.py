@@ -27,6 +27,8 @@ from toprope.sdk.wall.plan import Network
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.environment import MemberPlan, members_of
 from toprope.settings.locks import require_allowed_knobs
+from toprope.training.judges.helpers import Helpers
+from toprope.training.judges.judging import Judge, Judges, judged_card
 from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
@@ -34,6 +36,9 @@ from toprope.training.rollouts.group_sampler import GroupSampler, Policy
 from toprope.training.rollouts.restarting_worker import RestartingWorker
 from toprope.training.rollouts.walls import environment_wall, missing_wall, passed_on
 from toprope.training.rollouts.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
+
+SELF_PLAY = "self-play"
+"""Tag of environments whose tasks are games of several players."""
 
 
 def environment_plans(specification: Specification) -> list[tuple[MemberPlan, EnvironmentSource]]:
@@ -64,6 +69,7 @@ class EnvironmentHost:
         report: Sends reports to the keeper.
         is_only: Whether the run has no other environment, so that messages need no name.
         trained: Ids of tasks that the run's first weights were trained on. They are left out of evaluations.
+        helpers: The models that judge answers or play as the opponent.
     """
 
     def __init__(
@@ -75,8 +81,11 @@ class EnvironmentHost:
         *,
         is_only: bool = True,
         trained: frozenset[str] = frozenset(),
+        helpers: Helpers | None = None,
     ) -> None:
-        self._trained = trained
+        self._trained, self._helpers = trained, helpers
+        clients = {} if helpers is None else helpers.clients
+        self._judges = [Judge(one, clients[one.judge]) for one in plan.rewards if one.judge]
         self._numbers: dict[str, list[int]] = {}
         """Numbers of the tasks of a split that may be evaluated, if some may not."""
         self._config, self._locks = specification.config, specification.locks
@@ -119,6 +128,11 @@ class EnvironmentHost:
         return "The environment" if self.is_only else f"The environment {self.label}"
 
     @property
+    def is_judged(self) -> bool:
+        """True if models give some parts of the reward."""
+        return bool(self._judges)
+
+    @property
     def part_weights(self) -> dict[str, float]:
         """Initial weights of the reward parts."""
         return {name: part.weight for name, part in self.card.parts.items()}
@@ -133,6 +147,7 @@ class EnvironmentHost:
         *,
         is_only: bool = True,
         trained: frozenset[str] = frozenset(),
+        helpers: Helpers | None = None,
     ) -> EnvironmentHost:
         """Starts the worker and opens the environment in it.
 
@@ -140,7 +155,7 @@ class EnvironmentHost:
             WorkerFailure: The worker does not start, or the environment does not load.
             InvalidValue, LockedField: The configuration does not fit the environment, or the owner's locks forbid it.
         """
-        host = cls(specification, plan, source, report, is_only=is_only, trained=trained)
+        host = cls(specification, plan, source, report, is_only=is_only, trained=trained, helpers=helpers)
         host._worker = await RestartingWorker.start(
             host._open_worker, specification.config.launcher, host._report, host.name_error
         )
@@ -166,6 +181,11 @@ class EnvironmentHost:
         )
         if isinstance(sampler, EnvManagedSampler):
             sampler.rollout_timeout_s = self.plan.section.rollout_timeout_s
+            opponent = self.plan.section.opponent
+            clients = {} if self._helpers is None else self._helpers.clients
+            sampler.opponent = clients.get(opponent) or bool(opponent)
+        if self._judges and self._helpers is not None:
+            sampler.judges = Judges(self._judges, self._helpers.verdicts, self.card.parts)
         return sampler
 
     async def _open_worker(self) -> EnvironmentWorker:
@@ -227,12 +247,19 @@ class EnvironmentHost:
             self.source.model_dump(include={"file", "attribute", "adapter", "target", "knobs"}, exclude_none=True),
             timeout=timeout,
             knobs=knobs,
-            reward_weights=section.reward_weights,
+            reward_weights={} if self._judges else section.reward_weights,
             max_turns=section.max_turns,
             seed=self._config.algorithm.seed,
             rewards=[one.model_dump() for one in self.source.rewards],
             split_rule=self.source.split_rule,
         )
+        if self._judges:
+            card = self._card = judged_card(card, self._judges, section.reward_weights)
+        if section.opponent and SELF_PLAY not in card.tags:
+            raise InvalidValue(
+                "environment.opponent is set, and this environment has no second player.",
+                hint='edit_config sets environment.opponent to "".',
+            )
         for name in section.reward_weights_end:
             if name not in card.parts:
                 raise InvalidValue(

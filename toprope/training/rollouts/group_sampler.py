@@ -22,6 +22,7 @@ from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTim
 from toprope.text_format import said
 from toprope.training.inference.client import Answer, PolicyClient, PromptTooLong, Sampling, SessionLost
 from toprope.training.inference.sessions import Turn, join_turns
+from toprope.training.judges.judging import Judges
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.restarting_worker import RestartingWorker
@@ -78,6 +79,8 @@ class SampledGroup:
     seconds: float
     transcripts: list[str] = field(default_factory=list)
     """Per rollout an excerpt of what followed the first messages; empty if nothing was sampled."""
+    talks: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Per rollout what followed the first messages, whole."""
     environment: str = ""
     """Label of the task's environment if the run has several."""
 
@@ -141,6 +144,13 @@ class GroupSampler:
         """Weights of reward parts for rollouts that begin from now on; None: the environment's own."""
         self.check_task: Callable[[TaskRef, str], None] = lambda task, task_id: None
         """Called with each task and its id before it is sampled; may raise to skip it."""
+        self.judges: Judges | None = None
+        """Judge every group and compute its rewards, if some parts come from models."""
+
+    @property
+    def worker_weights(self) -> dict[str, float] | None:
+        """The weights that the worker applies: with judges, rewards are computed once their parts are known."""
+        return self.weights if self.judges is None else None
 
     async def sample(self, task: TaskRef, size: int, sampling: Sampling) -> SampledGroup:
         """Samples `size` rollouts of a task.
@@ -164,7 +174,7 @@ class GroupSampler:
             try:
                 group = await self._sample_once(worker, task, size, sampling)
                 self.worker.count_group()
-                return group
+                return group if self.judges is None else await self.judges.judge(group, task.split, self.weights)
             except (WorkerDied, WorkerTimeout) as error:
                 await self.worker.replace(worker, error)
                 killed = isinstance(error, WorkerDied) and error.code == -signal.SIGKILL  # by the system or a person
@@ -180,7 +190,7 @@ class GroupSampler:
     ) -> SampledGroup:
         began = time.monotonic()
         start = await worker.begin(
-            task.split, task.index, size, timeout=self._timeout, weights=self.weights, variant=task.variant
+            task.split, task.index, size, timeout=self._timeout, weights=self.worker_weights, variant=task.variant
         )
         firsts = start.per_rollout or [start.messages] * len(start.rollouts)
         rollouts = [
@@ -217,6 +227,7 @@ class GroupSampler:
             turns=[rollout.turns for rollout in rollouts],
             seconds=time.monotonic() - began,
             transcripts=[rollout.transcript for rollout in rollouts],
+            talks=[rollout.messages[rollout.first_messages :] for rollout in rollouts],
             environment=self._environment,
         )
 

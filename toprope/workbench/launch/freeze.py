@@ -26,13 +26,13 @@ from toprope.records.run.specification import (
 )
 from toprope.sdk.worker.splits import SOURCE_RULE
 from toprope.settings.changes import apply_changes
-from toprope.settings.environment import curriculum_of
+from toprope.settings.environment import RUN, curriculum_of
 from toprope.settings.fields import KNOBS, all_fields, knob_problems
 from toprope.settings.locks import Locks
 from toprope.settings.owner import Home
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft
-from toprope.workbench.endpoints import resolve_teacher
+from toprope.workbench.endpoints import resolve_helpers, resolve_teacher
 from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.custom_trainers import trainer_of
 from toprope.workbench.launch.hold import hold_run, plan_values
@@ -99,6 +99,7 @@ def freeze_drafts(
             base=base or (None if kind.starts_runs else base_of(draft.config.policy.model, home.runs)),
             ingredients=_ingredients(home, draft),
         )
+        specification = _with_helpers(specification, home)
         if kind.demonstrates:
             specification = with_dataset(specification, home.datasets)
         require_interpreters(specification)
@@ -106,6 +107,18 @@ def freeze_drafts(
     if kind.trains or kind.starts_runs:
         require_wandb(found[0].config, settings, home.settings_file)
     return found
+
+
+def _with_helpers(specification: Specification, home: Home) -> Specification:
+    """Resolve the models that judge answers and the opponent, if this kind of run samples rollouts.
+
+    Raises:
+        NotFound, InvalidValue, NotPossibleNow: See `resolve_helpers` and `base_of`.
+    """
+    section = specification.config.environment
+    helpers = resolve_helpers(section, home.settings(), home.preset_folders, home.settings_file)
+    other = base_of(section.opponent, home.runs) if section.opponent.startswith(RUN) else None
+    return specification.model_copy(update={"helpers": helpers, "opponent_policy": None if other is None else other[1]})
 
 
 def _ingredients(home: Home, draft: Draft) -> Ingredients | None:

@@ -11,10 +11,8 @@ from toprope.records.run.checkpoints import checkpoint_of, split_step
 from toprope.records.run.folder import RUN_ID, RunFolder, nearest_runs
 from toprope.records.run.specification import DatasetSource, Specification
 from toprope.records.run.status import Status
+from toprope.settings.environment import RUN
 from toprope.trajectories.datasets.store import DatasetStore
-
-RUN = "run:"
-"""Prefix of a run's name in place of a model's."""
 
 _LIKE_A_RUN = re.compile(r"^[a-z0-9_-]+-\d{6}-\d{4}-[a-z0-9]{1,4}(-s\d+)?$")
 """The form of ids that Toprope gives runs; hardly a model is named so."""

@@ -94,7 +94,7 @@ def hold_locks(config: Config, locks: Locks) -> None:
 
 
 def _rewards(plan: MemberPlan, folders: Sequence[Path]) -> list[RewardSource]:
-    return [reward_source(one, folders) for one in plan.rewards]
+    return [reward_source(one, folders) for one in plan.rewards if one.fn]
 
 
 def reward_source(function: RewardFunction, folders: Iterable[Path]) -> RewardSource:

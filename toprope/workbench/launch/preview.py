@@ -135,6 +135,7 @@ def summarize(specifications: Sequence[Specification], shown: Preview) -> str:
     whose = f"repeats {first.reproduces}" if first.reproduces else f"{first.draft_id} revision {first.draft_revision}"
     models = [one.name for one in first.test.models] if first.test else []
     models += [first.teacher.name] if first.teacher else []
+    models += first.helpers
     parts = [
         f"{name} up to {one.high:.3g}" if one is not None else f"{name} unknown"
         for name, one in shown.estimates.items()
@@ -383,6 +384,7 @@ def _hash(specifications: Sequence[Specification], shown: Preview, frozen: Froze
             for one in (first.test, first.ask, first.sweep, first.teacher, first.trainer, first.dataset)
         ],
         "from": [first.base_run, first.reproduces],
+        "helpers": [one.model_dump(mode="json") for one in first.helpers.values()] + [first.opponent_policy],
         "environment": first.environment.model_dump(mode="json"),
         "mixture": [source.model_dump(mode="json") for source in first.mixture],
         "config": [one.config.model_dump(mode="json") for one in specifications],

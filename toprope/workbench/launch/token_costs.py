@@ -55,6 +55,11 @@ def token_costs(specification: Specification) -> TokenCosts:
         answers, prompt, longest = sft.tasks * sft.traces_per_task * sft.attempts, sft.max_length, sft.max_new_tokens
     if missing := unpriced(endpoints):
         return TokenCosts(None, missing)
+    helpers = {name: one.endpoint for name, one in specification.helpers.items() if one.endpoint is not None}
+    if missing := unpriced(helpers):
+        return TokenCosts(None, missing)
+    if any(one.prompt_usd or one.completion_usd for one in helpers.values()):
+        return TokenCosts(None)  # how long judged answers and games get is unknown; each call is held against the limit
     per_call = sum(
         prompt * (one.prompt_usd or 0.0) + longest * (one.completion_usd or 0.0) for one in endpoints.values()
     )

@@ -1,0 +1,241 @@
+"""Reward parts that the owner's models give: scores by a rubric, or a ranking of a group's answers.
+
+The driver asks, because it has the keys and the account of priced models; the environment's worker learns neither. A
+verdict that was paid for is not asked for again: it is kept by the hash of model, rubric, task and answers, in the
+run's folder. Verdicts about held-out tasks stay in memory, and their texts are not kept at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec.structs import replace
+
+from toprope.atomic import append
+from toprope.errors import InvalidValue
+from toprope.records.journal.groups import Outcome
+from toprope.records.worker_messages import Card, RewardPart
+from toprope.settings.endpoints import Endpoint
+from toprope.settings.mixture import RewardFunction
+from toprope.training.inference.client import Answer, Sampling
+from toprope.training.judges.questions import (
+    Unreadable,
+    ranking_question,
+    read_ranking,
+    read_score,
+    score_question,
+    to_text,
+)
+from toprope.training.rollouts.endpoint_client import Unanswered
+
+if TYPE_CHECKING:
+    from toprope.training.rollouts.group_sampler import SampledGroup
+
+FILE = "verdicts.jsonl"
+"""Name of the paid verdicts in a run's folder: hash and text, one JSON line each."""
+_SEALED = "heldout"
+_TRIES = 2
+"""Questions after which an unreadable verdict is an error of its rollouts."""
+_LONGEST_VERDICT = 2000
+"""Characters kept of a verdict with a rollout."""
+_MOST_TOKENS = 1024
+
+
+class JudgeModel(Protocol):
+    """A model at an endpoint, as far as judges need it."""
+
+    @property
+    def endpoint(self) -> Endpoint: ...
+
+    async def chat(
+        self, messages: list[dict[str, Any]], sampling: Sampling, *, n: int = 1, session: str = ""
+    ) -> list[Answer]: ...
+
+
+class Verdicts:
+    """Verdicts by the hash of everything that was judged.
+
+    Args:
+        path: The file of verdicts from earlier attempts of the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, str] = {}
+        for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
+            try:
+                entry = json.loads(line)
+                self._found[entry["hash"]] = str(entry["verdict"])
+            except (ValueError, KeyError, TypeError):
+                continue  # a crash cut it
+
+    def get(self, key: str) -> str | None:
+        """The verdict; None if it was never given."""
+        return self._found.get(key)
+
+    def keep(self, key: str, verdict: str, *, sealed: bool) -> None:
+        """Keep a verdict, in memory only if it is about a held-out task."""
+        self._found[key] = verdict
+        if not sealed:
+            append(self._path, json.dumps({"hash": key, "verdict": verdict}).encode() + b"\n")
+
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """One reward part that a model gives.
+
+    Attributes:
+        function: Name, weight, bounds, rubric, and whether answers are compared.
+        model: Answers the questions.
+    """
+
+    function: RewardFunction
+    model: JudgeModel
+
+    @property
+    def part(self) -> RewardPart:
+        """The part as environments declare theirs."""
+        one = self.function
+        what = "ranks the answers of a group" if one.compare else "scores the answer by a rubric"
+        return RewardPart(one.weight, one.low, one.high, f"the model {one.judge} {what}")
+
+
+class Judges:
+    """The judges of an environment, with the weights of all parts of its reward.
+
+    Args:
+        judges: The judges.
+        verdicts: Those that were paid for.
+        parts: The environment's own parts and those of the judges, with the weights in force.
+    """
+
+    def __init__(self, judges: Sequence[Judge], verdicts: Verdicts, parts: Mapping[str, RewardPart]) -> None:
+        self._judges, self._verdicts = tuple(judges), verdicts
+        self._weights = {name: part.weight for name, part in parts.items()}
+
+    async def judge(self, group: SampledGroup, split: str, weights: Mapping[str, float] | None) -> SampledGroup:
+        """Add the judges' parts to a group and compute its rewards.
+
+        Args:
+            group: Scored by its environment. Rollouts with an error keep it and are not judged.
+            split: Of its task; texts of verdicts about held-out tasks are not kept.
+            weights: Replace those of the parts that they name.
+
+        Raises:
+            ComponentFailed: A model answers no question, or the run may spend no more.
+        """
+        prompt = to_text(group.messages)
+        answers = [to_text(talk) for talk in group.talks] or group.texts
+        places = [place for place, one in enumerate(group.outcomes) if one.error is None]
+        outcomes = list(group.outcomes)
+        given = await asyncio.gather(
+            *(self._judged(one, prompt, [answers[place] for place in places], split == _SEALED) for one in self._judges)
+        )
+        in_force = {**self._weights, **(weights or {})}
+        for number, place in enumerate(places):
+            mine = {judge.function.name: found[number] for judge, found in zip(self._judges, given, strict=True)}
+            outcomes[place] = _rewarded(outcomes[place], mine, in_force, split == _SEALED)
+        return dataclasses.replace(group, outcomes=outcomes)
+
+    async def _judged(
+        self, judge: Judge, prompt: str, answers: Sequence[str], sealed: bool
+    ) -> list[tuple[float, str] | Unreadable]:
+        """Value and raw verdict for each answer."""
+        one, distinct = judge.function, list(dict.fromkeys(answers))
+        found: dict[str, tuple[float, str] | Unreadable]
+        if one.compare and len(distinct) > 1:
+            # The order must not tell who answered first, and must be the same when the question is repeated.
+            random.Random("\0".join(sorted(distinct))).shuffle(distinct)
+            question = ranking_question(one.rubric, prompt, distinct)
+            try:
+                values, said = await self._asked(
+                    judge, question, sealed, lambda text: read_ranking(text, len(distinct))
+                )
+                found = {text: (value, said) for text, value in zip(distinct, values, strict=True)}
+            except Unreadable as error:
+                found = dict.fromkeys(distinct, error)
+        elif one.compare:  # nothing to compare with
+            found = dict.fromkeys(distinct, (0.5, ""))
+        else:
+            scores = await asyncio.gather(*(self._scored(judge, prompt, text, sealed) for text in distinct))
+            found = dict(zip(distinct, scores, strict=True))
+        return [_scaled(found[text], one) for text in answers]
+
+    async def _scored(self, judge: Judge, prompt: str, answer: str, sealed: bool) -> tuple[float, str] | Unreadable:
+        question = score_question(judge.function.rubric, prompt, answer)
+        try:
+            [value], said = await self._asked(judge, question, sealed, lambda text: [read_score(text)])
+            return value, said
+        except Unreadable as error:
+            return error
+
+    async def _asked(
+        self, judge: Judge, question: str, sealed: bool, read: Callable[[str], list[float]]
+    ) -> tuple[list[float], str]:
+        """The values that a judge gives, with its raw answer. Raises: Unreadable."""
+        endpoint = judge.model.endpoint
+        key = hashlib.sha256(json.dumps([endpoint.base_url, endpoint.model, question]).encode()).hexdigest()
+        if (known := self._verdicts.get(key)) is not None:
+            return read(known), known
+        problem = Unreadable("the judge was not asked")
+        for _ in range(_TRIES):
+            sampling = Sampling(0.0, 1.0, _MOST_TOKENS, (), None)
+            try:
+                [answer] = await judge.model.chat([{"role": "user", "content": question}], sampling)
+            except Unanswered as error:
+                raise Unreadable(error.message) from None
+            try:
+                values = read(answer.text)
+            except Unreadable as error:
+                problem = Unreadable(f"{error}; it answered {answer.text[-200:]!r}" if not sealed else str(error))
+                continue
+            self._verdicts.keep(key, answer.text, sealed=sealed)
+            return values, answer.text
+        raise problem
+
+
+def judged_card(card: Card, judges: Sequence[Judge], weights: Mapping[str, float]) -> Card:
+    """The card with the judges' parts and with these weights.
+
+    Raises:
+        InvalidValue: A judge has the name of an own part, or a weight names no part.
+    """
+    for judge in judges:
+        if judge.function.name in card.parts:
+            raise InvalidValue(f"The environment already has a reward part {judge.function.name!r}: rename the judge.")
+    parts = {**card.parts, **{judge.function.name: judge.part for judge in judges}}
+    for name, weight in weights.items():
+        if name not in parts:
+            raise InvalidValue(f"Unknown reward part {name!r}.", hint=f"Parts: {', '.join(parts)}.")
+        parts[name] = replace(parts[name], weight=weight)
+    highest = sum(max(part.weight * part.low, part.weight * part.high) for part in parts.values())
+    return replace(card, parts=parts, max_reward=highest)
+
+
+def _scaled(found: tuple[float, str] | Unreadable, one: RewardFunction) -> tuple[float, str] | Unreadable:
+    return found if isinstance(found, Unreadable) else (one.low + (one.high - one.low) * found[0], found[1])
+
+
+def _rewarded(
+    outcome: Outcome,
+    given: Mapping[str, tuple[float, str] | Unreadable],
+    weights: Mapping[str, float],
+    sealed: bool,
+) -> Outcome:
+    values, verdicts = dict(outcome.parts), {}
+    for name, found in given.items():
+        if isinstance(found, Unreadable):
+            error = f"JudgeFailed: {name}: {found}"[:500]
+            return Outcome(0.0, turns=outcome.turns, truncated=outcome.truncated, error=error)
+        values[name] = found[0]
+        if found[1] and not sealed:
+            verdicts[name] = found[1][-_LONGEST_VERDICT:]
+    reward = sum(weights.get(name, 0.0) * value for name, value in values.items())
+    return replace(outcome, parts=values, reward=reward, verdicts=verdicts)
