@@ -6,6 +6,7 @@ import asyncio
 import gc
 import sys
 from pathlib import Path
+from typing import Any
 
 from toprope.errors import TopropeError
 from toprope.records.messages import Failed, Ready
@@ -56,9 +57,9 @@ def main() -> int:
     engine.start()
     fixed = None
     if other is not None:
-        rows = {"max_rows": 1} if config.algorithm.deterministic else {}
+        most: dict[str, Any] = {"max_rows": 1} if config.algorithm.deterministic else {}
         fixed = EmbeddedEngine(
-            other_model, other_tokenizer, max_context=config.policy.max_context, seed=config.algorithm.seed, **rows
+            other_model, other_tokenizer, max_context=config.policy.max_context, seed=config.algorithm.seed, **most
         )
         server.opponent = InferenceServer(fixed, other_tokenizer, model_name=other, secret=member.secret)
         fixed.start()
