@@ -131,14 +131,9 @@ class Driver:
         async def start(plan: MemberPlan, source: EnvironmentSource) -> None:
             is_only = len(plans) == 1
             host = await EnvironmentHost.start(
-                self._spec,
-                plan,
-                source,
-                self._member.report,
-                is_only=is_only,
-                trained=self._trained.inherited,
-                helpers=helpers,
-            )
+                self._spec, plan, source, self._member.report,
+                is_only=is_only, trained=self._trained.inherited, helpers=helpers,
+            )  # fmt: skip
             self._hosts.append(host)
 
         try:
