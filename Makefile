@@ -11,7 +11,7 @@ NODE_TOOLS ?= $(HOME)/.cache/toprope/inspector
 ATROPOS_VENV ?= $(or $(TOPROPE_BENCH_VENV),$(HOME)/.cache/toprope/bench-atropos)
 STAMP = $(VENV)/.toprope-installed
 
-.PHONY: help setup page demo test test-engines tools-node tools-page tools-atropos lint docs clean
+.PHONY: help setup page page-pictures demo test test-engines tools-node tools-page tools-atropos lint docs clean
 
 help:
 	@echo "make demo    train a tiny policy end to end through the server (sets up first; no GPU, key or network)"
@@ -25,6 +25,7 @@ help:
 	@echo "make tools-atropos   atroposlib, for the tests and the benchmark beside it (3 GB; into $(ATROPOS_VENV))"
 	@echo "make lint    formatting, types, imports between rooms, likely mistakes, generated pages"
 	@echo "make docs    generate docs/tools.md and docs/settings.md from the code"
+	@echo "make page-pictures   pictures of the page for the documentation (make tools-page, Chromium)"
 	@echo "make bench-NAME   one of: $$($(PY) -P -m benchmarks --list 2>/dev/null)"
 
 setup: $(STAMP)
@@ -40,6 +41,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 page:
 	@PIP_ARGS="$(PIP_ARGS)" $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -P page/make_page.py
+
+page-pictures: $(STAMP) tools-page
+	@$(PY) -P -m benchmarks page_pictures
 
 demo: $(STAMP)
 	@$(PY) -P -m toprope_server.cli demo

@@ -29,6 +29,8 @@ TARGETS = {
     "many_runs": "server.many_runs",
     "memory": "performance.memory",
     "orchestrator": "orchestrator.orchestrator",
+    "page": "page.page",
+    "page_pictures": "page.pictures",
     "ppo": "learning.ppo",
     "reproduce": "learning.reproduce",
     "rollouts": "learning.rollouts",

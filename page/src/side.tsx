@@ -95,8 +95,8 @@ function RunList({ route }: { route: Route }) {
         {ended.length > 0 && <Listed title="Ended" runs={ended} route={route} at={answer!.at} />}
         {answer?.runs.length === 0 && <p class="quiet small none">{route.at.find ? "No run matches." : "No run yet."}</p>}
         <p class="row small pages">
-          {route.at.runs && <a href={link(route.path, { ...route.at, runs: null })}>Newest</a>}
-          {answer?.next_cursor && <a href={link(route.path, { ...route.at, runs: answer.next_cursor })}>Older</a>}
+          {route.at.runs && <a class="page" href={link(route.path, { ...route.at, runs: null })}>Newest</a>}
+          {answer?.next_cursor && <a class="page" href={link(route.path, { ...route.at, runs: answer.next_cursor })}>Older</a>}
         </p>
       </div>
     </div>

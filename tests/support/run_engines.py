@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.page.browser import ready as page_tools_ready
 from benchmarks.server.conformance import node_tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +72,13 @@ def engines() -> list[Engine]:
             node,
             (("make", "tools-node"),),
             ("npm",),
+        ),
+        Engine(
+            "page in Chromium",
+            ("tests/page",),
+            page_tools_ready(),
+            (("make", "tools-page"), ("apt-get", "install", "--yes", "--quiet", "chromium")),
+            ("node", "npm", "apt-get"),
         ),
         _ecosystem("textarena", "textarena==0.7.*", "numpy", tests="tests/sdk/adapters/test_textarena.py"),
         _ecosystem("gem", "gem-llm==0.1.*", tests="tests/sdk/adapters/test_gymnasium.py"),

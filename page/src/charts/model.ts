@@ -86,3 +86,27 @@ function mostOf(values: number[]): number {
   const most = sorted.at(-1)!;
   return most > 5 * usual ? 1.5 * usual : most;
 }
+
+/** At most `most` points: neighbours become their mean, with the range of both their ranges. A curve of single steps is
+ * mostly noise, which the band shows better than a line through every one. */
+export function thinned(model: ChartModel, most: number): ChartModel {
+  const each = Math.ceil(model.x.length / most);
+  if (each < 2) return model;
+  const starts = Array.from({ length: Math.ceil(model.x.length / each) }, (_, i) => i * each);
+  const over = (values: Numbers, reduce: (known: number[]) => number) =>
+    starts.map((start) => {
+      const known = values.slice(start, start + each).filter((value) => value != null);
+      return known.length ? reduce(known) : null;
+    });
+  const mean = (known: number[]) => known.reduce((sum, value) => sum + value, 0) / known.length;
+  return {
+    ...model,
+    x: starts.map((start) => model.x[Math.min(start + each, model.x.length) - 1]!),
+    lines: model.lines.map((line) => ({
+      ...line,
+      mean: over(line.mean, mean),
+      low: line.low && over(line.low, (known) => Math.min(...known)),
+      high: line.high && over(line.high, (known) => Math.max(...known)),
+    })),
+  };
+}

@@ -25,7 +25,6 @@ export interface RunFixed {
     dataset: string | null;
     group: string | null;
     sweep: string | null;
-    forks: string[];
   };
   limits: { quantity: string; cap: number; limit: string }[];
   folder: string;

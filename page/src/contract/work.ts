@@ -1,5 +1,5 @@
 // Answers about several runs, and about what an agent works with: sweeps, data sets, the ledger, environments.
-import type { Answer, Foreign, RunItem, Share, State } from "./common.ts";
+import type { Answer, Foreign, Level, RunItem, Share, State } from "./common.ts";
 
 export interface Measured {
   mean: number;
@@ -102,7 +102,7 @@ export interface DataSets extends Answer {
     versions: { version: number | string; made_at: number; items: number; bytes: number; digest: string; description: Foreign; sources: number }[];
     inbox: boolean;
   }[];
-  jobs: { id: string; kind: string; state: string; done: number | null }[];
+  jobs: { id: string; doing: Foreign; read: number | null; kept: number | null }[];
 }
 
 export interface DataSet extends Answer {
@@ -163,9 +163,11 @@ export interface Environments extends Answer {
 }
 
 export interface Environment extends Answer, EnvironmentItem {
-  knobs?: { name: string; default: Foreign; says: Foreign }[] | null;
-  checks: { name: string; state: "ok" | "warning" | "error" | "unknown"; what: Foreign }[] | null;
+  ecosystem: string;
+  tasks: number | null;
+  turns: number | null;
+  checks: { name: string; state: Level; what: Foreign }[] | null;
   checked_at: number | null;
-  wall?: string;
+  verdict: "ok" | "warning" | "critical" | null;
   runs_here: RunItem[];
 }

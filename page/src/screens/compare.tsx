@@ -154,7 +154,7 @@ function Verdict({ of, title, all }: { of: Judged; title: string; all: Compariso
       </div>
       <Figures
         of={[
-          of.noise_floor != null && (["noise between seeds", <span title={of.floor_basis ?? ""}>{percent(of.noise_floor)}</span>] as const),
+          of.noise_floor != null && (["noise floor", <span title={of.floor_basis ?? ""}>{percent(of.noise_floor)}</span>] as const),
           of.p_tasks != null && (["p over tasks", number(of.p_tasks)] as const),
           of.effect_h != null && (["effect (Cohen's h)", number(of.effect_h)] as const),
           of.tasks_only_a != null && (["only a right", count(of.tasks_only_a)] as const),
@@ -177,7 +177,7 @@ function Verdict({ of, title, all }: { of: Judged; title: string; all: Compariso
 }
 
 function Cost({ side, name }: { side: Side; name: string }) {
-  const known = Object.entries(side.cost ?? {}).filter((one): one is [string, number] => typeof one[1] === "number");
+  const known = Object.entries(side.cost ?? {}).filter((one): one is [string, number] => typeof one[1] === "number" && one[1] > 0);
   return (
     <Card title={`Cost of ${name.toLowerCase()}`}>
       {known.length === 0 && <Nothing>Not measured.</Nothing>}

@@ -21,8 +21,9 @@ export function DataSetsScreen() {
             {answer.jobs.map((job) => (
               <Card key={job.id}>
                 <p class="row">
-                  <span class="dot live" /> <span class="strong">{job.kind}</span> <code class="quiet">{job.id}</code> <Pill>{job.state}</Pill>
-                  {job.done != null && <span class="quiet">{plural(job.done, "item")}</span>}
+                  <span class="dot live" /> <Text>{job.doing.foreign}</Text> <code class="quiet">{job.id}</code>
+                  {job.read != null && <span class="quiet">{count(job.read)} read</span>}
+                  {job.kept != null && <span class="quiet">{count(job.kept)} kept</span>}
                 </p>
               </Card>
             ))}

@@ -1,10 +1,10 @@
 // Environments: what there is to train on, and what the checks of this machine found.
 import type { Environment, EnvironmentItem, Environments } from "../contract/work.ts";
 import { Interval } from "../charts/spark.tsx";
-import { ago, percent, plural } from "../format.ts";
+import { ago, count, percent, plural } from "../format.ts";
 import { useAnswer } from "../live.ts";
 import { Answered } from "../parts/answers.tsx";
-import { Card, Nothing, Pill, type Tone } from "../parts/parts.tsx";
+import { Card, Figures, Nothing, Pill, type Tone } from "../parts/parts.tsx";
 import { RunLine } from "../parts/runs.tsx";
 import { Text } from "../parts/text.tsx";
 import { choose, link, useRoute } from "../router.ts";
@@ -30,8 +30,8 @@ export function EnvironmentsScreen() {
               ))}
             </ul>
             <p class="row small">
-              {at.page && <a href={link("environments", { query: at.query })}>First page</a>}
-              {answer.next_cursor && <a href={link("environments", { query: at.query, page: answer.next_cursor })}>Next page</a>}
+              {at.page && <a class="page" href={link("environments", { query: at.query })}>First page</a>}
+              {answer.next_cursor && <a class="page" href={link("environments", { query: at.query, page: answer.next_cursor })}>Next page</a>}
             </p>
           </Card>
         )}
@@ -57,7 +57,7 @@ function Line({ of }: { of: EnvironmentItem }) {
   );
 }
 
-const TONES: Record<string, Tone> = { ok: "good", warning: "warn", error: "bad", unknown: "" };
+const TONES: Record<string, Tone> = { ok: "good", note: "", warning: "warn", critical: "bad" };
 
 export function EnvironmentScreen({ name }: { name: string }) {
   const asked = useAnswer<Environment>({ what: "environment", name }, (change) => Boolean(change.list), 5000);
@@ -89,46 +89,37 @@ export function EnvironmentScreen({ name }: { name: string }) {
           )}
           <div class="pair">
             <Card title="Checks" note={of.checked_at ? `made ${ago(of.checked_at, of.at)}` : undefined}>
-              {!of.checks && <Nothing>No check was made on this machine. 'toprope env check {of.name}' makes one.</Nothing>}
+              {of.checks ? (
+                <p>
+                  <Pill tone={TONES[of.verdict ?? "note"] ?? ""}>{of.verdict ?? "not judged"}</Pill>{" "}
+                  {of.checks.length === 0 && <span class="quiet">Nothing found.</span>}
+                </p>
+              ) : (
+                <Nothing>No check was made on this machine. 'toprope env check {of.name}' makes one.</Nothing>
+              )}
               <ul class="list">
                 {(of.checks ?? []).map((check) => (
                   <li class="row top" key={check.name}>
                     <Pill tone={TONES[check.state] ?? ""}>{check.state}</Pill>
-                    <span>
+                    <p class="grow">
                       <span class="strong">{check.name.replaceAll("_", " ")}</span>{" "}
                       <span class="quiet">
                         <Text>{check.what.foreign}</Text>
                       </span>
-                    </span>
+                    </p>
                   </li>
                 ))}
               </ul>
-              {of.wall && (
-                <p class="quiet small">
-                  Wall: <Text>{of.wall}</Text>
-                </p>
-              )}
             </Card>
-            <Card title="Knobs">
-              {!of.knobs && <Nothing>Not described on this machine yet.</Nothing>}
-              {of.knobs?.length === 0 && <Nothing>It has none.</Nothing>}
-              <dl class="pairs small">
-                {(of.knobs ?? []).map((knob) => (
-                  <>
-                    <dt>
-                      <code>{knob.name}</code>
-                    </dt>
-                    <dd>
-                      <code>
-                        <Text>{knob.default.foreign}</Text>
-                      </code>{" "}
-                      <span class="quiet">
-                        <Text>{knob.says.foreign}</Text>
-                      </span>
-                    </dd>
-                  </>
-                ))}
-              </dl>
+            <Card title="Facts">
+              <Figures
+                of={[
+                  ["ecosystem", of.ecosystem],
+                  of.tasks != null && (["tasks", count(of.tasks)] as const),
+                  of.turns != null && (["turns at most", count(of.turns)] as const),
+                  ["runs", count(of.runs)],
+                ]}
+              />
             </Card>
           </div>
           <Card title="Runs here" note={of.best && `best ${percent(of.best.value)}`}>

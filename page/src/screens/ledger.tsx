@@ -41,6 +41,11 @@ export function LedgerScreen() {
                   ))}
                 </ol>
               </Card>
+              <Card title="Handoff" note="what another agent would read first">
+                <pre class="excerpt tall" tabIndex={0}>
+                  <Text>{ledger.handoff.foreign}</Text>
+                </pre>
+              </Card>
             </div>
             <div>
               <Card title="Goals">
@@ -55,11 +60,6 @@ export function LedgerScreen() {
                     </li>
                   ))}
                 </ul>
-              </Card>
-              <Card title="Handoff" note="what another agent would read first">
-                <pre class="excerpt tall" tabIndex={0}>
-                  <Text>{ledger.handoff.foreign}</Text>
-                </pre>
               </Card>
             </div>
           </div>

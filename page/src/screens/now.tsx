@@ -170,7 +170,7 @@ function Diary({ calls }: { calls: Call[] }) {
       </ol>
       {calls.length > SHOWN && (
         <p class="more">
-          <a href={link("now", { diary: all ? null : "all" })}>{all ? "Fewer" : `${calls.length - SHOWN} more`}</a>
+          <a class="page" href={link("now", { diary: all ? null : "all" })}>{all ? "Fewer" : `${calls.length - SHOWN} more`}</a>
         </p>
       )}
     </Card>

@@ -96,7 +96,7 @@ function OneFinding({ finding }: { finding: Finding }) {
       </dl>
       {finding.from_step != null && finding.to_step != null && finding.to_step > finding.from_step && (
         <p>
-          <a class="quiet small" href={link(path, { ...at, from: String(finding.from_step), to: String(finding.to_step) })}>
+          <a class="quiet small page" href={link(path, { ...at, from: String(finding.from_step), to: String(finding.to_step) })}>
             Show these steps
           </a>
         </p>
@@ -231,7 +231,7 @@ export function Events({ events, before }: { events: Event[]; before: number }) 
         ))}
       </ol>
       {newest.length > SHOWN && (
-        <a class="quiet small" href={link(path, { ...at, events: all ? null : "all" })}>
+        <a class="quiet small page" href={link(path, { ...at, events: all ? null : "all" })}>
           {all ? "Fewer" : `${number(newest.length - SHOWN)} more`}
         </a>
       )}

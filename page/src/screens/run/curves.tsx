@@ -2,7 +2,7 @@
 import { useMemo } from "preact/hooks";
 import { Chart } from "../../charts/chart.tsx";
 import type { Colour } from "../../charts/colours.ts";
-import type { ChartModel, Line, Point, Span } from "../../charts/model.ts";
+import { type ChartModel, type Line, type Point, type Span, thinned } from "../../charts/model.ts";
 import type { Evaluation, RunLive, Series } from "../../contract/run.ts";
 import { count, plural } from "../../format.ts";
 import { Card, Tabs } from "../../parts/parts.tsx";
@@ -43,6 +43,10 @@ function isShare(series: Series, name: string): boolean {
   return Boolean(column) && [...column!.low, ...column!.high].every((value) => value == null || (value >= 0 && value <= 1));
 }
 
+/** Points of a large and of a small curve; more would only be noise in so many pixels. */
+const LARGE = 200;
+const LITTLE = 100;
+
 /** Curves that may be the large one, in order of preference. */
 const MAIN = [
   ["reward", "Reward"],
@@ -58,10 +62,11 @@ export function MainCurve({ of }: { of: Followed }) {
   const sft = live?.run.kind === "sft";
   const preferred = sft ? "loss" : "reward";
   const chosen = names.find(([name]) => name === at.curve) ?? names.find(([name]) => name === preferred) ?? names[0];
+  const zoom = zoomOf(at);
   const model = useMemo<ChartModel | null>(() => {
     if (!series || !live || !chosen) return null;
     const share = chosen[0] !== "loss" && isShare(series, chosen[0]);
-    return {
+    const whole = {
       x: series.x,
       lines: [lineOf(series, chosen[0], chosen[1].toLowerCase(), "blue")!],
       share,
@@ -69,10 +74,12 @@ export function MainCurve({ of }: { of: Followed }) {
       spans: spansOf(live),
       checkpoints: live.checkpoints.map((one) => one.step),
     };
-  }, [series, chosen?.[0], live?.evaluations, live?.findings, live?.checkpoints]);
+    // A part of the axis has room for every point.
+    return zoom ? whole : thinned(whole, LARGE);
+  }, [series, chosen?.[0], live?.evaluations, live?.findings, live?.checkpoints, zoom === null]);
   if (!model || !series || !chosen) return null;
-  const zoom = zoomOf(at);
-  const each = series.width > 1 ? `each point the mean of ${count(series.width)} steps, the band their range` : "each point one step";
+  const steps = series.width * (zoom ? 1 : Math.ceil(series.x.length / LARGE));
+  const each = steps > 1 ? `each point the mean of ${count(steps)} steps, the band their range` : "each point one step";
   return (
     <Card title={`${chosen[1]} over steps`} note={`${plural(series.rows, "step")}, ${each}`} class="maincurve">
       <div class="row">
@@ -188,7 +195,7 @@ export function SmallCurves({ of }: { of: Followed }) {
       </div>
       {there.length > FIRST && (
         <p>
-          <a class="quiet small" href={link(path, { ...at, curves: all ? null : "all" })}>
+          <a class="quiet small page" href={link(path, { ...at, curves: all ? null : "all" })}>
             {all ? "Six curves" : `All ${there.length} curves`}
           </a>
         </p>
@@ -200,11 +207,12 @@ export function SmallCurves({ of }: { of: Followed }) {
 function SmallCurve({ small, series }: { small: Small; series: Series }) {
   const { at } = useRoute();
   const model = useMemo<ChartModel>(
-    () => ({
+    () =>
+      thinned({
       x: series.x,
       lines: small.lines.map(([name, label, colour]) => lineOf(series, name, plain(series.names?.[name]?.foreign ?? label), colour, small.stacked)).filter((line) => line !== null),
       share: small.share && small.lines.every(([name]) => !series.columns[name] || isShare(series, name)),
-    }),
+    }, LITTLE),
     [series],
   );
   return (

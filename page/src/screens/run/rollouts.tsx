@@ -60,8 +60,8 @@ export function RolloutsCard({ runId, live }: { runId: string; live: boolean }) 
             </ul>
             <p class="row small">
               {!answer.complete && <span class="quiet">Only the newest {rough(answer.scanned)} groups were read.</span>}
-              {at.rollouts && <a href={link(path, { ...at, rollouts: null })}>First page</a>}
-              {answer.next_cursor && <a href={link(path, { ...at, rollouts: answer.next_cursor })}>Next page</a>}
+              {at.rollouts && <a class="page" href={link(path, { ...at, rollouts: null })}>First page</a>}
+              {answer.next_cursor && <a class="page" href={link(path, { ...at, rollouts: answer.next_cursor })}>Next page</a>}
             </p>
           </>
         )}
@@ -166,7 +166,7 @@ function Conversation({ runId, group }: { runId: string; group: number }) {
                   </ol>
                 </>
               )}
-              {answer.next_cursor && <a href={link(path, { ...at, members: answer.next_cursor, rollout: null })}>More rollouts of this group</a>}
+              {answer.next_cursor && <a class="page" href={link(path, { ...at, members: answer.next_cursor, rollout: null })}>More rollouts of this group</a>}
             </>
           );
         }}

@@ -40,7 +40,7 @@ function Shown({ run, live }: { run: Followed; live: RunLive }) {
         <div>
           <MainCurve of={run} />
           <SmallCurves of={run} />
-          {live.run.kind !== "ask" && <RolloutsCard runId={run.runId} live={live.run.live} />}
+          {live.run.kind !== "ask" && live.run.kind !== "sft" && <RolloutsCard runId={run.runId} live={live.run.live} />}
         </div>
         <div>
           <Findings live={live} />

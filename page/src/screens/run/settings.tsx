@@ -41,18 +41,6 @@ export function SettingsCard({ fixed }: { fixed: RunFixed }) {
               </>
             ),
         )}
-        {lineage.forks.length > 0 && (
-          <>
-            <dt>forks</dt>
-            <dd class="row">
-              {lineage.forks.map((id) => (
-                <a href={link(["run", id])}>
-                  <code>{id}</code>
-                </a>
-              ))}
-            </dd>
-          </>
-        )}
         {fixed.limits.length > 0 && (
           <>
             <dt>stopped at</dt>

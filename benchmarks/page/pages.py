@@ -1,0 +1,72 @@
+"""Ten pages on one live run, as the server sees them: their streams and requests, without their browsers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import aiohttp
+
+_LOOK_S, _NOW_S, _RUNS_S = 0.9, 3.0, 4.0
+"""Shortest pauses between two requests of one kind, as `page/src` has them."""
+
+
+async def watch(address: str, run_id: str, pages: int, seconds: float) -> dict[str, int]:
+    """Open pages and keep them open.
+
+    Args:
+        address: As the dashboard printed it, with its key.
+        run_id: The run on their screens.
+        pages: How many.
+        seconds: How long they are watched after all have their first answers.
+
+    Returns:
+        How many requests and bytes they cost in that time.
+    """
+    origin, key = address.split("/#key=")
+    counts = {"requests": 0, "bytes": 0}
+    async with aiohttp.ClientSession(origin) as session:
+        entered = await session.post("/api/enter", json={"key": key}, headers={"X-Toprope": "1"})
+        session.headers["Authorization"] = f"Bearer {(await entered.json())['token']}"
+        ready = [asyncio.Event() for _ in range(pages)]
+        tasks = [asyncio.create_task(_page(session, run_id, counts, event)) for event in ready]
+        await asyncio.gather(*(event.wait() for event in ready))
+        counts.update(requests=0, bytes=0)
+        await asyncio.sleep(seconds)
+        told = dict(counts)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return told
+
+
+async def _page(session: aiohttp.ClientSession, run_id: str, counts: dict[str, int], ready: asyncio.Event) -> None:
+    async def ask(path: str) -> Any:
+        async with session.get(path) as answer:
+            body = await answer.read()
+        counts["requests"] += 1
+        counts["bytes"] += len(body)
+        return json.loads(body)
+
+    last = {"now": 0.0, "runs": 0.0}
+    await ask("/api/now")
+    await ask("/api/runs?state=any")
+    cursor = (await ask(f"/api/run/{run_id}"))["live"]["cursor"]
+    async with session.get("/api/events", timeout=aiohttp.ClientTimeout(total=None)) as stream:
+        ready.set()
+        async for line in stream.content:
+            if not line.startswith(b"data:") or b"cursor" in line:
+                continue
+            change, now = json.loads(line[5:]), time.monotonic()
+            if change.get("runs", {}).get(run_id):
+                cursor = (await ask(f"/api/run/{run_id}/look?after={cursor}"))["live"]["cursor"]
+            if now - last["now"] >= _NOW_S:
+                last["now"] = now
+                await ask("/api/now")
+            named = [what for kinds in change.get("runs", {}).values() for what in kinds]
+            if now - last["runs"] >= _RUNS_S and (change.get("list") or "status" in named):
+                last["runs"] = now
+                await ask("/api/runs?state=any")
+            await asyncio.sleep(_LOOK_S)

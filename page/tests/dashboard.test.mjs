@@ -1,0 +1,186 @@
+// The page in a browser, on a real dashboard with real runs. PAGE_ADDRESS works once; PAGE_IDS names runs by their role.
+import assert from "node:assert/strict";
+import { after, before, test } from "node:test";
+import { axeViolations, screensOf, settled, start, tab, textOf, visit } from "./browser.mjs";
+
+const address = process.env.PAGE_ADDRESS;
+const readOnlyAddress = process.env.PAGE_READ_ONLY_ADDRESS;
+const ids = JSON.parse(process.env.PAGE_IDS);
+const heldout = JSON.parse(process.env.PAGE_HELDOUT);
+const hostile = process.env.PAGE_HOSTILE;
+const origin = new URL(address).origin;
+let chrome;
+let page;
+let seen;
+
+before(async () => {
+  chrome = await start();
+  ({ page, seen } = await tab(chrome.browser, { origins: [origin], expected: [/403|401|404|409|400/] }));
+  await page.goto(address);
+  await settled(page, "The rope");
+});
+after(() => chrome?.close());
+
+const click = async (text, selector = "button") => {
+  await page.waitForFunction((words, which) => [...document.querySelectorAll(which)].some((node) => node.innerText.trim() === words && !node.disabled), { timeout: 15_000 }, text, selector);
+  await page.evaluate((words, which) => [...document.querySelectorAll(which)].find((node) => node.innerText.trim() === words).click(), text, selector);
+};
+
+test("the key leaves the address, and works once", async () => {
+  assert.ok(!page.url().includes("key="), page.url());
+  const other = await tab(await chrome.browser.createBrowserContext(), { origins: [origin], expected: [/403/] });
+  await other.page.goto(address);
+  await other.page.waitForFunction(() => document.body.innerText.includes("toprope dashboard"), { timeout: 10_000 });
+  assert.ok(!(await other.page.$("nav")), "nothing of the home is shown");
+  await other.page.close();
+});
+
+for (const [name, [where, wanted]] of Object.entries(screensOf(ids))) {
+  for (const dark of [false, true]) {
+    test(`${name}, ${dark ? "dark" : "light"}: is drawn, and axe finds nothing`, async () => {
+      await page.emulateMediaFeatures([
+        { name: "prefers-color-scheme", value: dark ? "dark" : "light" },
+        { name: "prefers-reduced-motion", value: "reduce" },
+      ]);
+      await visit(page, where, wanted);
+      assert.deepEqual(await axeViolations(page), []);
+    });
+  }
+  test(`${name}: fits on a phone`, async () => {
+    await page.setViewport({ width: 390, height: 844 });
+    await visit(page, where, wanted);
+    const over = await page.evaluate(() =>
+      document.documentElement.scrollWidth <= innerWidth ? [] : [...document.querySelectorAll("main *")].filter((node) => node.getBoundingClientRect().right > innerWidth + 1).slice(0, 4).map((node) => `${node.tagName}.${node.className}`),
+    );
+    await page.setViewport({ width: 1440, height: 900 });
+    assert.deepEqual(over, []);
+  });
+}
+
+test("a link leads to every state: order, group, curve, part, table", async () => {
+  await visit(page, `#/run/${ids.good}?order=newest`, "Rollouts");
+  await page.waitForSelector(".groupline");
+  await page.click(".groupline");
+  await page.waitForSelector(".conversation .messages");
+  const said = await textOf(page, ".conversation");
+  await visit(page, `${new URL(page.url()).hash}&curve=success&from=50&to=150&table=main&events=all`, "Success over steps");
+  await page.reload();
+  await settled(page, "Success over steps");
+  await page.waitForSelector(".conversation .messages");
+  assert.equal(await textOf(page, ".conversation"), said);
+  await page.waitForSelector(".maincurve details[open] tbody tr");
+  await page.waitForFunction(() => [...document.querySelectorAll("button")].some((node) => node.innerText === "Show all steps"));
+});
+
+test("every chart has a table with a row for each of its points", async () => {
+  await visit(page, `#/run/${ids.good}`, "Settings and rope");
+  const charts = (await page.$$("figure.chart")).length;
+  assert.ok(charts >= 7, `${charts} charts`);
+  await page.$$eval("figure.chart details", (all) => all.forEach((one) => (one.open = true)));
+  await page.waitForFunction((n) => document.querySelectorAll("figure.chart details tbody").length >= n, {}, charts);
+  const rows = await page.$$eval("figure.chart", (all) => all.map((one) => one.querySelectorAll("tbody tr").length));
+  assert.ok(rows.every((n) => n >= 20 && n <= 420), String(rows));
+});
+
+test("keys: screens, runs, search, help, points of a chart", async () => {
+  await visit(page, "#/now", "The rope");
+  await page.keyboard.press("l");
+  await settled(page, "Handoff");
+  await page.keyboard.press("j");
+  await page.waitForFunction(() => /#\/(run|sweep)\//.test(location.hash));
+  const first = await page.evaluate(() => location.hash);
+  await page.keyboard.press("j");
+  await page.waitForFunction((old) => location.hash !== old, {}, first);
+  await page.keyboard.press("k");
+  await page.waitForFunction((old) => location.hash === old, {}, first);
+  await page.keyboard.press("/");
+  assert.equal(await page.evaluate(() => document.activeElement.id), "find");
+  await page.keyboard.press("Escape");
+  await page.keyboard.press("?");
+  await page.waitForSelector("dialog[open]");
+  await page.keyboard.press("Escape");
+  await visit(page, `#/run/${ids.good}`, "Settings and rope");
+  await page.focus(".maincurve .plot");
+  await page.keyboard.press("End");
+  const last = await textOf(page, ".maincurve .reading");
+  await page.keyboard.press("ArrowLeft");
+  const before = await textOf(page, ".maincurve .reading");
+  assert.match(last, /^step 300: /);
+  assert.match(before, /^step \d+: .* %/);
+  assert.notEqual(last, before);
+});
+
+test("texts of agents stay texts, and unseen characters are marked", async () => {
+  await visit(page, "#/ledger", "Handoff");
+  const shown = await textOf(page);
+  assert.ok(shown.includes('<img src=x onerror="window.owned = 1">') && shown.includes("<script>"), shown.slice(0, 400));
+  assert.ok(!shown.includes("\u202e"), "the character that reorders text is not passed on");
+  assert.equal(await page.evaluate(() => window.owned), undefined);
+  assert.equal(await page.$("main img, main script"), null);
+  assert.ok(hostile.includes("\u202e"));
+});
+
+test("nothing moves for who asked for that", async () => {
+  await visit(page, "#/now", "The rope");
+  assert.deepEqual(await page.evaluate(() => document.getAnimations().length), 0);
+});
+
+test("a live run moves without a reload", async () => {
+  await visit(page, `#/run/${ids.live}`, "Settings and rope");
+  const steps = () => page.$eval(".verdict .figures dd", (node) => Number(node.innerText.split(" of ")[0].replaceAll(",", "")));
+  const first = await steps();
+  await page.waitForFunction((old) => Number(document.querySelector(".verdict .figures dd").innerText.split(" of ")[0].replaceAll(",", "")) > old, { timeout: 30_000 }, first);
+});
+
+test("the owner allows one start and refuses another", async () => {
+  await visit(page, "#/now", "The rope");
+  assert.equal((await page.$$(".asked")).length, 2);
+  await click("Allow this start");
+  await page.waitForFunction(() => document.querySelector("main").innerText.includes("waits for the agent to start it"), { timeout: 15_000 });
+  await click("Refuse");
+  await page.waitForFunction(() => document.querySelectorAll(".asked").length === 1, { timeout: 15_000 });
+});
+
+test("the owner stops a run in two clicks, and resumes it", async () => {
+  await visit(page, `#/run/${ids.live}`, "Settings and rope");
+  await click("Stop");
+  await click("Click again to stop");
+  await page.waitForFunction(() => document.querySelector("h1 .pill").innerText === "stopped", { timeout: 60_000 });
+  await click("Resume");
+  await page.waitForFunction(() => document.querySelector("main").innerText.includes("attempt 2"), { timeout: 60_000 });
+  await page.waitForFunction(() => [...document.querySelectorAll("button")].some((node) => node.innerText === "Stop"), { timeout: 60_000 });
+  await click("Stop");
+  await click("Click again to stop");
+  await page.waitForFunction(() => document.querySelector("h1 .pill").innerText === "stopped", { timeout: 60_000 });
+});
+
+test("the owner notes an experiment, which the ledger then shows", async () => {
+  await visit(page, "#/ledger?note=new", "Note");
+  await page.type(".note textarea", "Twice the groups a step halve the noise.");
+  await click("Note it");
+  await page.waitForFunction(() => [...document.querySelectorAll("article")].some((node) => node.innerText.includes("Twice the groups a step")), { timeout: 15_000 });
+  await visit(page, "#/now", "The rope");
+  await page.waitForFunction(() => document.querySelector(".diary").innerText.includes("note"), { timeout: 15_000 });
+});
+
+test("a read-only dashboard has no action", { skip: !readOnlyAddress }, async () => {
+  const readOnly = new URL(readOnlyAddress).origin;
+  const other = await tab(chrome.browser, { origins: [readOnly] });
+  await other.page.goto(readOnlyAddress);
+  await settled(other.page, "The rope");
+  for (const where of ["#/now", `#/run/${ids.live}`, "#/ledger"]) {
+    await visit(other.page, where, "");
+    const words = await other.page.$$eval("main button", (all) => all.map((node) => node.innerText));
+    assert.deepEqual(words.filter((word) => /Stop|Resume|Allow|Refuse|note/i.test(word)), []);
+  }
+  assert.deepEqual(other.seen.errors, []);
+  await other.page.close();
+});
+
+test("in all that time: no violation, no error, nothing from elsewhere, no held-out text", async () => {
+  assert.deepEqual(seen.csp, []);
+  assert.deepEqual(seen.errors, []);
+  assert.deepEqual(seen.foreign, []);
+  assert.ok(heldout.length > 5 && seen.bodies.length > 30);
+  assert.deepEqual(heldout.filter((text) => seen.bodies.some((body) => body.includes(text))), []);
+});
