@@ -68,6 +68,17 @@ export function choose(at: Record<string, string | undefined | null>, replace = 
   go(link(current.path, { ...current.at, ...at }), replace);
 }
 
+/** Whether a list in the address, such as `table=main,Entropy`, has a name. */
+export function listed(at: Readonly<Record<string, string>>, list: string, name: string): boolean {
+  return (at[list] ?? "").split(",").includes(name);
+}
+
+/** Add a name to a list in the address, or take it out. */
+export function setListed(list: string, name: string, there: boolean): void {
+  const rest = (current.at[list] ?? "").split(",").filter((one) => one && one !== name);
+  choose({ [list]: (there ? [...rest, name] : rest).join(",") });
+}
+
 /** Follow a link inside the frame, where addresses mean nothing. */
 export function followed(event: MouseEvent): void {
   const anchor = (event.target as Element | null)?.closest?.("a[href^='#/']");

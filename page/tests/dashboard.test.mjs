@@ -76,7 +76,7 @@ test("every chart has a table with a row for each of its points", async () => {
   await visit(page, `#/run/${ids.good}`, "Settings and rope");
   const charts = (await page.$$("figure.chart")).length;
   assert.ok(charts >= 7, `${charts} charts`);
-  await page.$$eval("figure.chart details", (all) => all.forEach((one) => (one.open = true)));
+  for (const summary of await page.$$("figure.chart summary")) await summary.evaluate((node) => node.click());
   await page.waitForFunction((n) => document.querySelectorAll("figure.chart details tbody").length >= n, {}, charts);
   const rows = await page.$$eval("figure.chart", (all) => all.map((one) => one.querySelectorAll("tbody tr").length));
   assert.ok(rows.every((n) => n >= 20 && n <= 420), String(rows));
@@ -157,6 +157,7 @@ test("the owner stops a run in two clicks, and resumes it", async () => {
 test("the owner notes an experiment, which the ledger then shows", async () => {
   await visit(page, "#/ledger?note=new", "Note");
   await page.type(".note textarea", "Twice the groups a step halve the noise.");
+  await page.type(".note input", ids.good);
   await click("Note it");
   await page.waitForFunction(() => [...document.querySelectorAll("article")].some((node) => node.innerText.includes("Twice the groups a step")), { timeout: 15_000 });
   await visit(page, "#/now", "The rope");

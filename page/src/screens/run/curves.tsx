@@ -6,7 +6,7 @@ import { type ChartModel, type Line, type Point, type Span, thinned } from "../.
 import type { Evaluation, RunLive, Series } from "../../contract/run.ts";
 import { count, plural } from "../../format.ts";
 import { Card, Tabs } from "../../parts/parts.tsx";
-import { choose, currentRoute, link, useRoute } from "../../router.ts";
+import { choose, currentRoute, link, listed, setListed, useRoute } from "../../router.ts";
 import type { Followed } from "../../following.ts";
 import { plain } from "../../parts/text.tsx";
 
@@ -123,8 +123,8 @@ export function MainCurve({ of }: { of: Followed }) {
         height={270}
         zoom={zoom}
         onZoom={(range) => choose({ from: range && String(range[0]), to: range && String(range[1]) })}
-        tableOpen={at.table === "main"}
-        onTable={(open) => choose({ table: open ? "main" : null })}
+        tableOpen={listed(at, "table", "main")}
+        onTable={(open) => setListed("table", "main", open)}
       />
     </Card>
   );
@@ -231,8 +231,8 @@ function SmallCurve({ small, series }: { small: Small; series: Series }) {
         model={model}
         height={116}
         small
-        tableOpen={at.table === small.title}
-        onTable={(open) => choose({ table: open ? small.title : null })}
+        tableOpen={listed(at, "table", small.title)}
+        onTable={(open) => setListed("table", small.title, open)}
       />
     </Card>
   );
