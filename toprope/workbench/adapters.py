@@ -35,7 +35,7 @@ class Adapter:
     requirements: tuple[str, ...] = ()
     """Requirements of a separate interpreter; empty: none is needed."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Extras of packages of environments that are taken unless others are named."""
+    """Extras of packages of environments, by requirement, that are taken unless others are named."""
     problem: str = ""
     """Reason why the adapter cannot be used; empty if it can."""
     module: ModuleType | None = None

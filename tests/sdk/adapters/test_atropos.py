@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace as Thing
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from toprope.sdk.adapters import atropos
 from toprope.sdk.adapters._servers.atropos import GROUP
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.knobs import describe_knobs
+from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.rollouts import configure
 
 
@@ -66,8 +71,8 @@ def collects(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
     stand_in("atroposlib.envs.base", APIServerConfig=Thing)
     stand_in("atroposlib.envs.server_handling.server_baseline", APIServer=server)
 
-    def make(**members: Any) -> OwnLoop:
-        environment = configure(atropos.Atropos(type("Copies", (Collects,), members), "copies.py"))
+    def make(knobs: dict[str, Any] | None = None, **members: Any) -> OwnLoop:
+        environment = configure(atropos.Atropos(type("Copies", (Collects,), members), "copies.py"), knobs=knobs or {})
         assert isinstance(environment, OwnLoop)
         return environment
 
@@ -102,3 +107,78 @@ def test_atropos_converts_items_to_prompts(collects: Callable[..., OwnLoop]) -> 
         [{"role": "user", "content": text}] for text in ("hi", "how many?", "7")
     ]
     assert [task.reference for task in tasks] == ["gold", "3", None]
+
+
+def test_atropos_configuration_fields_are_knobs(collects: Callable[..., OwnLoop]) -> None:
+    base = type("BaseEnvConfig", (AtroposConfig,), {"__module__": "atroposlib.envs.base"})
+
+    class Config(base):  # type: ignore[misc, valid-type]
+        words: int = Field(3, description="words to copy")
+        style: Literal["plain", "loud"] = "plain"
+        helper: Any = None
+
+    started: list[Any] = []
+
+    class Copies(Collects):
+        name = "copies"
+
+        def __init__(self, config: Any, *arguments: Any, **named: Any) -> None:
+            started.append(config)
+            super().__init__(config, *arguments, **named)
+
+        @classmethod
+        def config_init(cls) -> tuple[Any, list[Any]]:
+            return Config(words=5), []
+
+    collects()
+    environment = configure(atropos.Atropos(Copies, "copies.py"), knobs={"style": "loud", "config": {"group_size": 9}})
+    described = {one["name"]: one for one in describe_knobs(environment.Knobs)}
+    assert environment.name == "atropos/copies"
+    assert (described["words"]["default"], described["words"]["type"]) == (5, "int")
+    assert described["words"]["description"] == "words to copy" and described["style"]["choices"] == ["plain", "loud"]
+    assert not described.keys() & {"helper", "group_size", "use_wandb"} and "items" in described
+    assert (started[0].words, started[0].style, started[0].group_size) == (5, "loud", 9)
+    with pytest.raises(InvalidRequest, match="style"):
+        configure(atropos.Atropos(Copies, "copies.py"), knobs={"style": "quiet"})
+
+
+def test_atropos_file_in_a_package_imports_its_neighbours(
+    collects: Callable[..., OwnLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collects()
+    package = tmp_path / "poker_of_this_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "cards_of_this_test.py").write_text("DECK = 52\n")
+    (package / "server.py").write_text(
+        "from atroposlib.envs.base import BaseEnv\nfrom .cards_of_this_test import DECK\n"
+        "from cards_of_this_test import DECK as SAME\n"
+        "class Poker(BaseEnv):\n    name = f'poker-{DECK + SAME}'\n"
+    )
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys.modules["atroposlib.envs.base"], "BaseEnv", Collects, raising=False)
+    assert atropos.make(f"{package / 'server.py'}:Poker").name == "atropos/poker-104"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("from atroposlib.envs.base import BaseEnv as B\nclass Sums(B): ...", ["own"]),
+        ("import atroposlib.envs.base\nclass Sums(atroposlib.envs.base.BaseEnv): ...", ["own"]),
+        ("import atroposlib.envs.base as base\nclass Sums(base.BaseEnv):\n    name = 'sums'", ["sums"]),
+        ("from atroposlib.envs import base\nclass Sums(base.BaseEnv):\n    name: str = 'The Sums!'", ["the-sums"]),
+        ("from atroposlib import envs\nclass Sums(envs.base.BaseEnv): ...", ["own"]),
+        ("try:\n    from atroposlib.envs.base import BaseEnv\nexcept ImportError: ...\nclass S(BaseEnv): ...", ["own"]),
+        ("from beside import Parent\nclass Sums(Parent): ...", ["own"]),
+        ("from .beside import Parent as P\nclass A(P): ...\nclass B(A):\n    name = 'b'", ["own_a", "b"]),
+        ("from atroposlib.envs.base import BaseEnv\nclass A(BaseEnv):\n    name = 'x'\nclass B(A):\n    name = 'x'",
+         ["x_a", "x_b"]),
+        ("from beside import Other\nclass Sums(Other): ...", []),
+        ("from elsewhere import BaseEnv\nclass Sums(BaseEnv): ...", []),
+    ],
+)  # fmt: skip
+def test_atropos_bases_are_found_by_every_import(text: str, names: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    beside = "from atroposlib.envs.base import BaseEnv\nclass Parent(BaseEnv): ...\nclass Other: ...\n"
+    (tmp_path / "beside.py").write_text(beside)
+    assert [one.name for one in atropos.declared(file, ast.parse(text))] == names

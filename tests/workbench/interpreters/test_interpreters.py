@@ -391,7 +391,8 @@ def test_target_of_recognizes_each_kind() -> None:
         target = target_of(given, found)
         assert (target.kind, target.name) == (kind, name)
     assert target_of("git+https://example.org/a/b@v1", found).ref == "v1"
-    evals = Adapter("judge", "", "judge", ("judge>=2", "client"), extras={"its-evals": ("math", "text")})
+    evals = Adapter("judge", "", "judge", ("judge>=2", "client"), extras={"its-evals>=1.1": ("math", "text")})
+    assert target_of("its-evals", [evals]).requirements == ("its-evals[math,text]>=1.1", "judge>=2", "client")
     assert target_of("its_evals==1.2", [evals]).requirements == ("its_evals[math,text]==1.2", "judge>=2", "client")
     assert target_of("its-evals[text]", [evals]).requirements == ("its-evals[text]",)
     server = target_of("http://127.0.0.1:9000/", found, "game")

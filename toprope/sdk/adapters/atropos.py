@@ -10,9 +10,9 @@ Atropos hands out items in sequence without random access, so the first `items` 
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import copy
+import dataclasses
 import importlib
 import os
 import sys
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._servers.atropos import GROUP, Group, server_class
-from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._servers.atropos_files import declared
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
-from toprope.sdk.authoring.knobs import knob
+from toprope.sdk.authoring.knobs import knob, settable
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import InvalidRequest, LoadError
 
@@ -60,9 +60,11 @@ class Atropos(OwnLoop):
 
     def __init__(self, cls: Any, file: str) -> None:
         self.files = (file,)
-        self.name = f"atropos/{getattr(cls, 'name', None) or cls.__name__.lower()}"  # type: ignore[misc]
+        own = getattr(cls, "name", None)
+        self.name = f"atropos/{own if own and isinstance(own, str) else cls.__name__.lower()}"  # type: ignore[misc]
         self.__doc__ = first_line(cls.__doc__) or f"The Atropos environment {cls.__name__}"
         self._cls = cls
+        self._given, self._fields, self.Knobs = _knobs(cls)  # type: ignore[assignment]
         self._loop: _Loop | None = None
         self._env: Any = None
 
@@ -104,8 +106,11 @@ class Atropos(OwnLoop):
         from pydantic import ValidationError
 
         knobs = self.knobs
-        config, _ = self._cls.config_init()
-        changed = {**knobs.config, "use_wandb": False, "data_path_to_save_groups": None, "include_messages": True}
+        config = self._given
+        own = {name: value for name in self._fields if (value := getattr(knobs, name)) is not None}
+        changed = {
+            **own, **knobs.config, "use_wandb": False, "data_path_to_save_groups": None, "include_messages": True
+        }  # fmt: skip
         if knobs.tokenizer:
             changed["tokenizer_name"] = knobs.tokenizer
         unknown = [name for name in changed if name not in type(config).model_fields]
@@ -169,6 +174,30 @@ class Atropos(OwnLoop):
         return found
 
 
+def _knobs(cls: Any) -> tuple[Any, list[str], type]:
+    """Return an environment's own configuration, its fields that are knobs, and the class of all knobs.
+
+    The fields of Atropos itself concern its server and trainer; they are set by the knob `config`.
+    """
+    config, _ = cls.config_init()
+    theirs = set(_base_fields(type(config)))
+    ours = {one.name for one in dataclasses.fields(AtroposKnobs)}
+    fields: list[str] = []
+    made: list[tuple[str, Any, Any]] = []
+    for name, field in type(config).model_fields.items():
+        if name in theirs or name in ours or not settable(field.annotation):
+            continue
+        fields.append(name)
+        made.append((name, field.annotation, knob(getattr(config, name), help=field.description or "")))
+    return config, fields, dataclasses.make_dataclass("Knobs", made, bases=(AtroposKnobs,))
+
+
+def _base_fields(kind: type) -> Sequence[str]:
+    """Return the fields that a configuration has from Atropos."""
+    found = [one for one in kind.__mro__ if one.__name__ == "BaseEnvConfig" and one.__module__.startswith(PACKAGE)]
+    return list(found[0].model_fields) if found else []  # type: ignore[attr-defined]
+
+
 class _Loop:
     """An event loop in a thread for all calls of an environment, whose objects are bound to that loop."""
 
@@ -201,10 +230,13 @@ def make(target: str) -> Atropos:
     path = Path(file or target)
     if path.suffix != ".py" or not path.is_file():
         raise LoadError(f"{target!r} is not a file with an Atropos environment: give /path/environment.py:Class.")
-    folder = str(path.parent)
-    if folder not in sys.path[:1]:
-        sys.path.insert(0, folder)
-    module = importlib.import_module(path.stem)
+    # A file in a package is imported by its full name, so that relative imports work.
+    module_name, root = path.stem, path.parent.absolute()
+    while (root / "__init__.py").is_file():
+        module_name, root = f"{root.name}.{module_name}", root.parent
+    folder = str(path.parent.absolute())
+    sys.path[:] = [str(root), *(one for one in sys.path if one not in (str(root), folder)), folder]
+    module = importlib.import_module(module_name)
     if Path(getattr(module, "__file__", "") or "").resolve() != path.resolve():
         raise LoadError(f"The name {path.stem!r} is taken by {module.__file__}: rename {path.name}.")
     own = {
@@ -215,31 +247,6 @@ def make(target: str) -> Atropos:
     if name not in own:
         raise LoadError(f"{path.name} has no Atropos environment {name!r}. Environments: {', '.join(own) or 'none'}.")
     return Atropos(own[name], str(path))
-
-
-def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """List the Atropos environments in a user's file."""
-    bases = {
-        one.asname or one.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == PACKAGE
-        for one in node.names
-        if one.name == "BaseEnv"
-    }
-    found = []
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and any(
-            isinstance(base, ast.Name) and base.id in bases for base in node.bases
-        ):
-            bases.add(node.name)
-            text = ast.get_docstring(node) or ast.get_docstring(tree)
-            found.append((node.name, first_line(text)))
-    return [
-        Listed(
-            file.stem if len(found) == 1 else f"{file.stem}_{name.lower()}", f"{file}:{name}", text, tags=("atropos",)
-        )
-        for name, text in found
-    ]
 
 
 def _shown(item: Any) -> str | Messages:

@@ -32,12 +32,13 @@ __all__ = ["PACKAGE", "REQUIREMENTS", "Inspect", "declared", "installed", "make"
 REQUIREMENTS = ("inspect-ai>=0.3.285,<0.4", "openai")
 PACKAGE = "inspect_ai"
 EXTRAS = {
-    "inspect-evals": (
-        "agentdojo", "agentic-misalignment", "b3", "bfcl", "core-bench", "gdm-stealth", "healthbench", "ifeval",
-        "makemesay", "math", "medqa", "mind2web", "niah", "personality", "usaco", "worldsense",
+    "inspect-evals>=0.26": (
+        "agentdojo", "agentic-misalignment", "b3", "bfcl", "core-bench", "gdm-stealth", "healthbench", "makemesay",
+        "math", "medqa", "mind2web", "niah", "personality", "scicode", "usaco", "worldsense",
     )
 }  # fmt: skip
-"""Extras that `toprope env add PACKAGE` takes unless others are named: what tasks import, without torch and Docker."""
+"""Extras that `toprope env add PACKAGE` takes unless others are named: what tasks import, without torch and Docker, and
+without what package indexes lack. By the package, with the oldest version that has them."""
 _PROVIDER = "toprope"
 _GRADER = "grader"
 """The role of inspect's model-graded scorers."""

@@ -79,9 +79,11 @@ def _with_extras(requirement: Requirement, plain: str, adapters: Sequence[Adapte
     """Return a requirement with the extras and the ecosystem that a known package of environments needs."""
     name = canonicalize_name(requirement.name)
     for adapter in adapters:
-        if name in adapter.extras and not requirement.extras and not requirement.url:
-            full = f"{requirement.name}[{','.join(adapter.extras[name])}]{requirement.specifier}"
-            return (full, *adapter.requirements)
+        for known, extras in adapter.extras.items():
+            package = Requirement(known)
+            if canonicalize_name(package.name) == name and not requirement.extras and not requirement.url:
+                wanted = requirement.specifier or package.specifier
+                return (f"{requirement.name}[{','.join(extras)}]{wanted}", *adapter.requirements)
     return (plain,)
 
 

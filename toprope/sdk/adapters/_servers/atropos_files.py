@@ -1,0 +1,101 @@
+"""Environments of Atropos in files: classes whose base is its `BaseEnv`, by whatever name the file reaches it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.discovery import first_line, parse
+
+__all__ = ["declared"]
+
+_PACKAGE, _BASE = "atroposlib", "BaseEnv"
+_DEEPEST = 3
+
+
+def declared(file: Path, tree: ast.Module) -> list[Listed]:
+    """List the Atropos environments in a user's file, by their own `name` if they have one."""
+    if _PACKAGE not in {name.split(".")[0] for name in _imported(tree)} and not _beside(file, tree):
+        return []
+    found = _classes(file, tree, _DEEPEST)
+    listed = []
+    for node in found.values():
+        text = first_line(ast.get_docstring(node) or ast.get_docstring(tree))
+        plain = file.stem if len(found) == 1 else f"{file.stem}_{node.name.lower()}"
+        listed.append(Listed(_own_name(node) or plain, f"{file}:{node.name}", text, tags=("atropos",)))
+    names = [one.name for one in listed]
+    return [
+        Listed(f"{one.name}_{node.name.lower()}" if names.count(one.name) > 1 else one.name, one.target,
+               one.description, tags=one.tags)
+        for one, node in zip(listed, found.values(), strict=True)
+    ]  # fmt: skip
+
+
+def _classes(file: Path, tree: ast.Module, depth: int) -> dict[str, ast.ClassDef]:
+    """Return the environments that a file defines, by class name."""
+    bases = set(_names_of_base(file, tree, depth))
+    found: dict[str, ast.ClassDef] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).partition("[")[0] in bases for base in node.bases):
+            bases.add(node.name)
+            found[node.name] = node
+    return found
+
+
+def _names_of_base(file: Path, tree: ast.Module, depth: int) -> Iterator[str]:
+    """Yield the expressions by which a file can name `BaseEnv`, or an environment of a file beside it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                if one.name.split(".")[0] == _PACKAGE:
+                    yield f"{one.asname or one.name}.{_BASE}"
+                    yield f"{one.asname or _PACKAGE}.envs.base.{_BASE}"
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == _PACKAGE:
+            for one in node.names:
+                word = one.asname or one.name
+                yield from (word,) if one.name == _BASE else (f"{word}.{_BASE}", f"{word}.base.{_BASE}")
+        elif isinstance(node, ast.ImportFrom) and depth > 0 and (other := _file_of(file, node)) is not None:
+            try:
+                theirs = _classes(other, parse(other), depth - 1)
+            except (OSError, SyntaxError, ValueError):
+                continue
+            yield from (one.asname or one.name for one in node.names if one.name in theirs)
+
+
+def _file_of(file: Path, node: ast.ImportFrom) -> Path | None:
+    """Return the file beside this one that an import reads; None if there is none."""
+    if not node.module:
+        return None
+    folder = file.parent
+    for _ in range(node.level - 1):
+        folder = folder.parent
+    other = folder.joinpath(*node.module.split(".")).with_suffix(".py")
+    return other if other.is_file() and other != file else None
+
+
+def _beside(file: Path, tree: ast.Module) -> bool:
+    return any(isinstance(node, ast.ImportFrom) and _file_of(file, node) is not None for node in tree.body)
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def _own_name(node: ast.ClassDef) -> str:
+    """Return the value of the class's `name`, as a valid name; empty if it has none."""
+    for one in node.body:
+        if isinstance(one, ast.Assign):
+            words = [target.id for target in one.targets if isinstance(target, ast.Name)]
+        else:
+            words = [one.target.id] if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) else []
+        value = getattr(one, "value", None)
+        if "name" in words and isinstance(value, ast.Constant) and isinstance(value.value, str):
+            return re.sub(r"[^a-z0-9_-]+", "-", value.value.lower()).strip("-_")[:64]
+    return ""
