@@ -14,6 +14,7 @@ SdkError
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from dataclasses import dataclass
 
@@ -34,6 +35,13 @@ __all__ = [
 _SDK = os.path.dirname(os.path.abspath(__file__))
 _LONGEST_MESSAGE = 1000
 _LONGEST_TRACEBACK = 8000
+_LONGEST_CHAIN = 30
+_REFUSED = re.compile(
+    r"(?i)ConnectionError|ConnectError|ConnectTimeout|MaxRetryError|name resolution|name or service|"
+    r"connection refused|network is unreachable|URLError|gaierror|connect call failed|could ?n.t (connect|reach)"
+)
+_HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled")
+_HOST = re.compile(r"(?i)(?:https?://|host='|to host )((?:[a-z0-9-]+\.)+[a-z]{2,})\b")
 
 
 class SdkError(Exception):
@@ -142,7 +150,7 @@ class Failure:
         where = getattr(error, "where", "") if isinstance(error, LoadError) else _where(error, near)
         return cls(
             type=type(error).__name__,
-            message=_message(error)[:_LONGEST_MESSAGE],
+            message=_with_host(_message(error), error)[:_LONGEST_MESSAGE],
             where=where,
             traceback="".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
         )
@@ -165,6 +173,27 @@ def _message(error: BaseException) -> str:
         return sayable(str(error))
     except Exception:  # an author's __str__ may raise as well
         return "(its message cannot be shown)"
+
+
+def _with_host(message: str, error: BaseException) -> str:
+    """Name the host that could not be reached: libraries often tell only which file they miss."""
+    seen: BaseException | None = error
+    refused, host = False, ""
+    for _ in range(_LONGEST_CHAIN):
+        if seen is None:
+            break
+        text = _message(seen)
+        refused = refused or bool(_REFUSED.search(f"{type(seen).__name__}: {text}"))
+        if found := _HOST.search(text):
+            host = found.group(1)
+        request = getattr(seen, "_request", None)  # httpx keeps the host beside its text
+        host = host or str(getattr(getattr(request, "url", None), "host", "") or "")
+        seen = seen.__cause__ or seen.__context__
+    if not host and _HUB.search(message):  # its library drops the cause that has the host
+        host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rpartition("/")[2]
+    if not refused or not host or "could not be reached" in message:
+        return message
+    return f"{message[: _LONGEST_MESSAGE - 200].rstrip('.')}; {host} could not be reached"
 
 
 def _where(error: BaseException, near: str) -> str:

@@ -58,6 +58,11 @@ class Adapter:
         """List the environments in a file. Raises whatever the adapter raises."""
         return _listed(self.module.declared(file, tree)) if self.module is not None and self.reads_files else []
 
+    def more_requirements(self, place: Path) -> tuple[str, ...]:
+        """Return what the packages in a folder need besides their own requirements. Raises what the adapter raises."""
+        ask = getattr(self.module, "more_requirements", None)
+        return _texts(ask(place)) if callable(ask) else ()
+
     def is_in(self, site_packages: Path) -> bool:
         """Return True if an interpreter with these packages can run the adapter's environments."""
         if not self.package:

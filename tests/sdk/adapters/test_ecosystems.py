@@ -159,9 +159,17 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
     package("old_env", "Requires-Dist: verifiers", "def load_environment(): ...")
     package("other", "Requires-Dist: verifiers", "raise SystemExit")
     package("stranger", "Requires-Dist: numpy", "__all__ = ['MyTaskset']")
-    new, old = verifiers.installed(tmp_path)
+    package("plain", "Requires-Dist: numpy", "x = 1")
+    new, old, stranger = verifiers.installed(tmp_path)
+    assert stranger.name == "stranger"
     assert (new.name, new.target, new.description, new.problem) == ("new_env", "new_env", "About new_env", "")
-    assert old.name == "old_env" and "before 0.4" in old.problem
+    assert old.name == "old_env" and old.needs == "install" and "-r 'verifiers<0.2'" in old.problem
+    (tmp_path / "verifiers").mkdir()
+    assert verifiers.more_requirements(tmp_path) == ("verifiers<0.2",)
+    (tmp_path / "verifiers-0.1.14.dist-info").mkdir()
+    new, old, _ = verifiers.installed(tmp_path)
+    assert "verifiers==0.4" in new.problem and not old.problem
+    assert verifiers.more_requirements(tmp_path) == ()
     (tmp_path / "echo_env").mkdir()
     (tmp_path / "echo_env" / "openenv.yaml").write_text('name: "echo"\napp: server.app:app\n')
     [echo] = openenv.installed(tmp_path)

@@ -41,13 +41,26 @@ class Tasks(list[First]):
         return []
 
 
+class Spec:
+    """An agent's configuration."""
+
+    max_turns = 3
+
+    def model_copy(self, update: dict[str, Any]) -> Spec:
+        return self
+
+
 class Env:
     """An environment of verifiers whose episodes are given."""
 
-    def __init__(self, tasks: Tasks, episodes: list[Any]) -> None:
+    def __init__(self, tasks: Tasks, episodes: list[Any], agents: tuple[str, ...]) -> None:
         self.taskset, self.episodes = tasks, episodes
-        self._agent_specs: dict[str, Any] = {}
+        self._agent_specs = {name: Spec() for name in agents}
         self._shared_tools: dict[str, Any] = {}
+
+    async def setup(self, agents: Any) -> None:
+        if hasattr(agents, "referee"):
+            agents.referee.trainable = False
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -72,7 +85,9 @@ class InterceptionServer:
 def open_taskset(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., OwnLoop]:
     """A function that makes the environment of a taskset with these rewards, metrics, tools and episodes."""
 
-    def make(*, rewards: Any = (), metrics: Any = (), tools: Any = (), episodes: Any = ()) -> OwnLoop:
+    def make(
+        *, rewards: Any = (), metrics: Any = (), tools: Any = (), episodes: Any = (), agents: tuple[str, ...] = ()
+    ) -> OwnLoop:
         hooks = {"reward": list(rewards), "metric": list(metrics)}
         data = Thing(system_prompt=None, prompt="Copy: x", answer="x")
         first = First(
@@ -81,7 +96,7 @@ def open_taskset(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch)
         config = Thing(taskset=Thing(id="copy"), model_copy=lambda update: config)
         loaders = {
             "taskset_class": lambda taskset: Tasks, "taskset_config_type": lambda taskset: Config,
-            "load_environment": lambda config: Env(Tasks([first]), list(episodes)),
+            "load_environment": lambda config: Env(Tasks([first]), list(episodes), agents),
             "resolve_env_config": lambda given: config, "harness_config_type": lambda harness: Config,
         }  # fmt: skip
         for name, members in {
@@ -151,6 +166,28 @@ def test_verifiers_declares_parts_and_reads_episodes(open_taskset: Callable[...,
     assert environment.success(found.parts, 1.75) and not environment.success(found.parts, 1.5)
     assert isinstance(beyond, EnvironmentMistake) and "reward_low and reward_high" in str(beyond)
     assert isinstance(failed, Played) and failed.error == "TaskError: no file"
+
+
+def test_each_rollout_of_a_zero_sum_game_is_one_seat_with_its_own_reward(open_taskset: Callable[..., OwnLoop]) -> None:
+    def seat(name: str, payoff: float) -> Thing:
+        one = trace({"payoff": (payoff, 1.0)})
+        one.agent.name = name
+        return one
+
+    hands = [episode(seat("north", 2.0), seat("south", -2.0)) for _ in range(4)]
+    environment = open_taskset(episodes=hands, agents=("north", "south", "referee"))
+    [task] = environment.tasks()
+    found = asyncio.run(environment.group(task, [Session("http://x/v1", f"k{n}", "m", f"j{n}") for n in range(4)]))
+    assert [one.parts["other"] for one in found if isinstance(one, Played)] == [2.0, -2.0, 2.0, -2.0]
+
+
+def test_images_are_named_as_unsupported(open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]) -> None:
+    environment = open_taskset(rewards=[reward("exact", 1.0, float)])
+    stand_in("verifiers.v1.types", content_text=lambda content: "")
+    data = environment._env.taskset[0].data  # type: ignore[attr-defined]
+    data.prompt = [Thing(role="user", content=[Thing(type="text"), Thing(type="image_url")])]
+    with pytest.raises(InvalidRequest, match="content of type image_url"):
+        list(environment.tasks())
 
 
 def test_verifiers_refuses_undeclared_reward(open_taskset: Callable[..., OwnLoop]) -> None:

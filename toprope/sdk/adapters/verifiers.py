@@ -5,30 +5,34 @@ if it has several. verifiers runs the rollouts with the session's key, by defaul
 _verifiers/harness.py), or through one of its own, which the knob `harness` names. Nothing leaves the machine: its
 default remote runtime is replaced by the local one, and results are not uploaded.
 
-Each reward is a part with its author's weight, each metric a part of weight 0.
+If several agents of an episode learn, each rollout is one seat's: the others answer with the judge's key, and the
+reward is that of the seat's own trace. Each reward is a part with its author's weight, each metric a part of weight 0.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import importlib
 import os
 import sys
+import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._verifiers.harness import HARNESS, client_config, register_harness, sessions_server
-from toprope.sdk.adapters._verifiers.listing import declared, installed
+from toprope.sdk.adapters._verifiers.listing import declared, installed, more_requirements
+from toprope.sdk.adapters._verifiers.load_environment import LoadedEnvironment, loads_environment
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
-__all__ = ["PACKAGE", "REQUIREMENTS", "Verifiers", "declared", "installed", "make"]
+__all__ = ["PACKAGE", "REQUIREMENTS", "Verifiers", "declared", "installed", "make", "more_requirements"]
 
 REQUIREMENTS = ("verifiers==0.4.*", "uv")
 PACKAGE = "verifiers"
@@ -58,6 +62,9 @@ class Verifiers(OwnLoop):
         self._env: Any = None
         self._open: dict[str, Any] = {}
         """State that rollouts share; they run on copies of this environment."""
+        self._seats: tuple[str, ...] = ()
+        """Agents that learn, if there are several. Each rollout is one seat's, with that seat's own reward."""
+        self._seat = ""
 
     def setup(self) -> None:
         from pydantic import ValidationError
@@ -85,6 +92,8 @@ class Verifiers(OwnLoop):
                 f"{type(first).__name__} needs a container, but environments run without: choose another taskset."
             )
         self.parts = self._parts(first)
+        learning = asyncio.run(_learning(self._env))
+        self._seats = learning if len(learning) > 1 else ()
         taskset = self._env.taskset
         tools = [*first.toolsets(first.config), *taskset.toolsets(taskset.config)]
         for server in tools:
@@ -107,6 +116,17 @@ class Verifiers(OwnLoop):
             )
         return reward >= (wanted or 1.0) - 1e-9
 
+    async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
+        """Sample a task once per session; the sessions take turns at the seats."""
+        if not self._seats:
+            return await super().group(task, sessions)
+        groups = []
+        for number, session in enumerate(sessions):
+            seated = copy.copy(self)
+            seated._seat = self._seats[number % len(self._seats)]
+            groups.append(OwnLoop.group(seated, task, [session]))
+        return [found for group in await asyncio.gather(*groups) for found in group]
+
     async def rollout(self, session: Session) -> Played:
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.types import SamplingConfig
@@ -123,7 +143,7 @@ class Verifiers(OwnLoop):
             sampling["seed"] = session.seed
         context = ModelContext(
             model=session.model,
-            client=client_config(session.base_url, session.api_key, session.judge_key),
+            client=client_config(session.base_url, session.api_key, session.judge_key, self._seat),
             sampling=SamplingConfig(**sampling),
         )
         episode = await self._env.run_episode(self.task.data["task"], context)
@@ -195,6 +215,10 @@ class Verifiers(OwnLoop):
 
     def _played(self, episode: Any) -> Played:
         traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable] or episode.traces
+        if self._seat:
+            traces = [trace for trace in traces if trace.agent is not None and trace.agent.name == self._seat]
+            if not traces and episode.ok:
+                return Played({}, error=f"the episode ended before {self._seat} had a turn")
         turns = sum(trace.num_turns for trace in traces)
         truncated = any(trace.is_truncated for trace in traces)
         if not episode.ok:
@@ -235,8 +259,8 @@ class Verifiers(OwnLoop):
         return value
 
 
-def make(target: str) -> Verifiers:
-    """Make the environment of a taskset. See the module.
+def make(target: str) -> OwnLoop:
+    """Make the environment of a taskset, or of a module with `load_environment`. See the module.
 
     Raises:
         LoadError: verifiers is not installed or too old, or the taskset is unknown.
@@ -248,16 +272,26 @@ def make(target: str) -> Verifiers:
             f"verifiers is not installed for {sys.executable} ({error}). Make it an interpreter of its own with "
             f"{', '.join(REQUIREMENTS)}."
         ) from error
-    try:
-        importlib.import_module("verifiers.v1")
-    except ModuleNotFoundError as error:
-        version = getattr(verifiers, "__version__", "?")
-        raise LoadError(
-            f"verifiers {version} does not have the API of 0.4 ({error}): it needs {', '.join(REQUIREMENTS)} in an "
-            "interpreter of its own."
-        ) from error
+    if hasattr(verifiers, "SingleTurnEnv"):
+        return _before(target, str(getattr(verifiers, "__version__", "?")))
     taskset, file = _taskset(target)
     return Verifiers(taskset, file)
+
+
+def _before(target: str, version: str) -> OwnLoop:
+    """Make the environment of a module for verifiers before 0.2."""
+    module = target
+    if ".py" in target:
+        path = Path(target.partition(".py")[0] + ".py")
+        if str(path.parent) not in sys.path[:1]:
+            sys.path.insert(0, str(path.parent))
+        module = path.stem
+    if not loads_environment(module):
+        raise LoadError(
+            f"{module} has no load_environment, and verifiers {version} knows no tasksets: it needs "
+            f"{', '.join(REQUIREMENTS)} in an interpreter of its own."
+        )
+    return LoadedEnvironment(module)
 
 
 def _taskset(target: str) -> tuple[str, str]:
@@ -335,12 +369,30 @@ def _gives_a_number(function: Any) -> bool:
     return hint in (float, int, bool)
 
 
+async def _learning(env: Any) -> tuple[str, ...]:
+    """Return the names of the agents that an environment does not declare untrainable."""
+    seats = {name: types.SimpleNamespace(trainable=True) for name in env._agent_specs}
+    try:
+        await env.setup(types.SimpleNamespace(**seats))
+    except Exception:  # It needs real agents there; all of them count.
+        pass
+    return tuple(name for name, seat in seats.items() if seat.trainable)
+
+
 def _messages(data: Any) -> Messages:
     messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
         return [*messages, {"role": "user", "content": data.prompt}]
     from verifiers.v1.types import content_text
 
+    for message in data.prompt or ():
+        parts = message.content if isinstance(message.content, list) else ()
+        kinds = {str(getattr(part, "type", "text")) for part in parts} - {"text"}
+        if kinds:
+            raise InvalidRequest(
+                f"Its prompts have content of type {', '.join(sorted(kinds))}. Policies here read text alone: choose "
+                "an environment without images or sound."
+            )
     said = [{"role": message.role, "content": content_text(message.content) or ""} for message in data.prompt or ()]
     if not said:  # the environment opens the conversation
         said = [{"role": "user", "content": data.description or data.name or f"task {data.id or data.idx}"}]

@@ -38,6 +38,10 @@ _GRACE_SECONDS = 1.0
 _TASKS, _TASKS_SECONDS = 8, 2.0
 """Tasks for the fit check, and the longest time for them."""
 _LONGEST = 1000
+_FOREIGN = (
+    "This is code of other authors: try other knobs (describe_environment with knobs), see what its package says it "
+    "needs, or choose another environment."
+)
 
 
 @dataclass(frozen=True)
@@ -283,13 +287,20 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
             asked = call("select_environment", name=entry.name, knobs={"NAME": "VALUE"})
             return InvalidValue(f"{entry.name}: {marked(failure.message, _LONGEST)}", hint=f"{hint}take {asked}.")
         place = f" at {failure.where}" if failure.where else ""
+        unreachable = failure.message.endswith("could not be reached")
+        if unreachable and entry.ecosystem != "toprope":
+            return EnvironmentFailed(
+                f"{entry.name} raised {named(failure.type)}: {marked(failure.message, _LONGEST)}{place}.",
+                hint="It needs data from there. Load it once where that host can be reached, with HF_HOME or a folder "
+                "that this machine reads, name data of your own by its knobs, or choose another environment.",
+            )
         if failure.kind == "load":
             return EnvironmentFailed(
                 f"{marked(failure.message, _LONGEST)}{place}", hint=f"{entry.name} was not loaded; fix this first."
             )
         return EnvironmentFailed(
             f"{entry.name} raised {named(failure.type)}: {marked(failure.message.rstrip('.'), _LONGEST)}{place}.",
-            hint="Fix the environment's code.",
+            hint="Fix the environment's code." if entry.ecosystem == "toprope" else _FOREIGN,
         )
     if isinstance(failure, WorkerTimeout):
         return EnvironmentFailed(

@@ -116,7 +116,15 @@ class Interpreters:
         try:
             if checkout is not None:
                 target = _within(target, checkout)
-            outcome = self._place(order, replace(target, name=name), progress, given_up or threading.Event())
+            target = replace(target, name=name)
+            if target.requirements:
+                target = replace(target, requirements=(*target.requirements, *self._more(target.path)))
+            given_up = given_up or threading.Event()
+            outcome = self._place(order, target, progress, given_up)
+            if outcome.made is not None and (more := self._more(outcome.added.site_packages)):
+                progress(f"its packages need {', '.join(more)}")
+                order = replace(order, requirements=(*order.requirements, *more))
+                outcome = self._place(order, target, progress, given_up)
             if checkout is not None:
                 outcome = replace(outcome, added=self._settle(outcome.added, checkout))
         finally:
@@ -272,6 +280,17 @@ class Interpreters:
             update={"python": python, "site_packages": str(site) if site is not None else None, "lock": digest}
         )
         return Outcome(placed, self.store.made(digest), shared)
+
+    def _more(self, place: Path | str | None) -> list[str]:
+        """Return what adapters require for the packages in a folder, besides what those require themselves."""
+        found: list[str] = []
+        if place is not None and Path(place).is_dir():
+            for adapter in self._adapters():
+                try:
+                    found += adapter.more_requirements(Path(place))
+                except Exception:  # One adapter must not keep others from being installed.
+                    continue
+        return found
 
     def _that_has(self, requirements: Sequence[str]) -> str | None:
         for digest in self.store.digests():

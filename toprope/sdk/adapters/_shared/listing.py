@@ -8,7 +8,9 @@ An adapter module declares:
     def installed(site_packages: Path) -> list[Listed]      environments in installed packages
     def declared(file: Path, tree: ast.Module) -> list[Listed]      environments in a user's file
 
-Both functions are optional. They run in the server, read files only, and import nothing of the ecosystem.
+    def more_requirements(place: Path) -> tuple[str, ...]   for a project, or an interpreter's packages, that need more
+
+All functions are optional. They run in the server, read files only, and import nothing of the ecosystem.
 """
 
 from __future__ import annotations

@@ -109,13 +109,17 @@ async def _called(function: dict[str, Any], places: dict[str, Any], call: Any) -
     return said[:_LONGEST_RESULT] if isinstance(said, str) else said
 
 
-def client_config(base_url: str, key: str, judge_key: str) -> Any:
-    """Return an endpoint configuration of verifiers with the keys of a rollout."""
+def client_config(base_url: str, key: str, judge_key: str, seat: str = "") -> Any:
+    """Return an endpoint configuration of verifiers with the keys of a rollout.
+
+    Args:
+        seat: The agent that uses `key`, if several learn; the others use the judge's.
+    """
     from verifiers.v1.clients import EvalClientConfig
 
     config = EvalClientConfig(base_url=base_url, api_key_var="TOPROPE_HAS_NO_SUCH_VARIABLE")
     # Not a model field: verifiers records those, and records must not contain keys.
-    object.__setattr__(config, "_toprope_keys", (key, judge_key or key))
+    object.__setattr__(config, "_toprope_keys", (key, judge_key or key, seat))
     return config
 
 
@@ -150,7 +154,8 @@ def sessions_server(secrets: tuple[str, ...]) -> Any:
             config = session.ctx.client
             if keys := getattr(config, "_toprope_keys", None):
                 agent = session.trace.agent
-                key = keys[0] if agent is None or agent.trainable else keys[1]
+                own = agent is None or (agent.trainable and keys[2] in ("", agent.name))
+                key = keys[0] if own else keys[1]
                 session.client = SessionClient(config.base_url, key, self._shared)
             return made
 

@@ -1,47 +1,80 @@
-"""List tasksets of verifiers from files."""
+"""List tasksets of verifiers, and packages with `load_environment`, from files."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._verifiers.load_environment import BEFORE
 from toprope.sdk.discovery import first_line, literal, parse
 
-__all__ = ["declared", "installed"]
+__all__ = ["declared", "installed", "more_requirements"]
 
 _PACKAGE = "verifiers"
 
 
 def installed(site_packages: Path) -> list[Listed]:
-    """List tasksets of installed packages that require verifiers."""
+    """List the environments that installed packages provide, whatever they say they require."""
+    before = _is_before(site_packages)
     found = []
     for metadata in sorted(site_packages.glob("*.dist-info/METADATA")):
         try:
             text = metadata.read_text(errors="replace").partition("\n\n")[0]
-            if "\nRequires-Dist: verifiers" not in text:
-                continue
             record = metadata.with_name("RECORD").read_text(errors="replace")
         except OSError:
             continue
         summary = next((line[9:] for line in text.splitlines() if line.startswith("Summary: ")), "")
-        files = [line.partition(",")[0] for line in record.splitlines()]
-        for name in files:
-            parts = name.split("/")
-            if not (len(parts) == 1 and name.endswith(".py") or len(parts) == 2 and parts[1] == "__init__.py"):
-                continue
-            if listed := _listed(site_packages / name, name.removesuffix("/__init__.py").removesuffix(".py"), summary):
+        for name in _top_level(line.partition(",")[0] for line in record.splitlines()):
+            module = name.removesuffix("/__init__.py").removesuffix(".py")
+            if module != _PACKAGE and (listed := _listed(site_packages / name, module, summary, before)):
                 found.append(listed)
     return found
 
 
-def _listed(file: Path, module: str, summary: str) -> Listed | None:
+def more_requirements(place: Path) -> tuple[str, ...]:
+    """Return what the packages in a folder need besides their own requirements: the right version of verifiers.
+
+    Args:
+        place: An interpreter's packages, or the folder of a project.
+    """
+    if (place / _PACKAGE).is_dir():  # an interpreter
+        before = _is_before(place)
+        return () if before or not any(one.needs == "install" for one in installed(place)) else (BEFORE,)
+    files = [
+        *place.glob("*.py"),
+        *place.glob("*/__init__.py"),
+        *place.glob("src/*.py"),
+        *place.glob("src/*/__init__.py"),
+    ]
+    kinds = {_kind_of(file) for file in files if file.parent.name not in ("tests", "test")}
+    return (BEFORE,) if "before" in kinds and "taskset" not in kinds else ()
+
+
+def _top_level(files: Iterable[str]) -> Iterator[str]:
+    for name in files:
+        parts = name.split("/")
+        if (len(parts) == 1 and name.endswith(".py")) or (len(parts) == 2 and parts[1] == "__init__.py"):
+            yield name
+
+
+def _is_before(site_packages: Path) -> bool:
+    """Return True if the installed verifiers is older than 0.2."""
+    found = next(site_packages.glob(f"{_PACKAGE}-*.dist-info"), None)
+    version = found.name.removeprefix(f"{_PACKAGE}-").removesuffix(".dist-info") if found is not None else ""
+    return version.startswith(("0.0.", "0.1."))
+
+
+def _kind_of(file: Path) -> str:
+    """Return `taskset`, `before` (load_environment), or nothing."""
     try:
+        text = file.read_text(errors="replace")
+        if "load_environment" not in text and "Taskset" not in text:
+            return ""
         tree = parse(file)
     except (OSError, SyntaxError, ValueError):
-        return None
-    description = first_line(ast.get_docstring(tree)) or summary
+        return ""
     exported = next(
         (
             literal(node.value)
@@ -52,11 +85,24 @@ def _listed(file: Path, module: str, summary: str) -> Listed | None:
     )
     names = [str(name) for name in exported] if isinstance(exported, list | tuple) else []
     if any(name.endswith("Taskset") for name in names) or any(node.name in names for node in _tasksets(tree)):
+        return "taskset"
+    provided = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] != _PACKAGE):
+            provided |= {one.asname or one.name for one in node.names}
+    return "before" if "load_environment" in provided else ""
+
+
+def _listed(file: Path, module: str, summary: str, before: bool) -> Listed | None:
+    kind = _kind_of(file)
+    if not kind:
+        return None
+    description = first_line(ast.get_docstring(parse(file))) or summary
+    if (kind == "before") == before:
         return Listed(module, module, description, tags=("verifiers",))
-    if any(isinstance(node, ast.FunctionDef) and node.name == "load_environment" for node in tree.body):
-        problem = "It is written for verifiers before 0.4 (load_environment); 0.4 needs a taskset."
-        return Listed(module, module, description, tags=("verifiers",), problem=problem)
-    return None
+    needed = BEFORE if kind == "before" else "verifiers==0.4.*"
+    problem = f"It is written for {needed}. The owner adds it again: toprope env add PACKAGE -r '{needed}'"
+    return Listed(module, module, description, tags=("verifiers",), problem=problem, needs="install")
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:

@@ -1,0 +1,117 @@
+"""Packages with `load_environment`, for verifiers before 0.2, with a stand-in that has the shape of 0.1.14."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace as Thing
+from typing import Any
+
+import pytest
+
+from toprope.sdk.adapters import verifiers
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.knobs import describe_knobs
+from toprope.sdk.errors import InvalidRequest, MissingKnobs
+from toprope.sdk.rollouts import configure
+
+MODULE = '''"""Copies of words."""
+import verifiers as vf
+
+def exact(completion, answer): ...
+
+def size(completion): ...
+
+def load_environment(words: list[str], image: bool = False, turns: int = 7, client: object = None):
+    """Made of words."""
+    rows = [{"prompt": f"Copy {word}", "answer": word, "task": "route"} for word in words]
+    if image:
+        rows[0]["prompt"] = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+    return vf.SingleTurnEnv(rows, vf.Rubric([exact, size], [2.0, 0.0]))
+'''
+
+
+class Rubric:
+    def __init__(self, funcs: list[Any], weights: list[float]) -> None:
+        self.funcs, self.weights, self.cleaned = funcs, weights, 0
+        self.judge_client, self.judge_model, self.class_objects = None, "a model elsewhere", {}
+
+    def _get_reward_func_names(self) -> list[str]:
+        return [one.__name__ for one in self.funcs]
+
+    def _get_reward_funcs(self) -> list[Any]:
+        return self.funcs
+
+    def _get_reward_weights(self) -> list[float]:
+        return self.weights
+
+    async def score_group(self, states: list[Any]) -> None:
+        assert self.judge_model == "m" and self.judge_client.api_key == "judge"
+        for state in states:
+            right = state["completion"][-1]["content"] == state["input"]["answer"]
+            state["metrics"] = {"exact": float(right), "size": 40.0}
+
+    async def cleanup(self, state: Any) -> None:
+        self.cleaned += 1
+
+
+class SingleTurnEnv:
+    def __init__(self, rows: list[dict[str, Any]], rubric: Rubric) -> None:
+        self.rows, self.rubric = rows, rubric
+
+    def build_dataset(self) -> Any:
+        return self.rows
+
+    get_dataset = build_dataset
+
+    async def rollout(self, row: Any, client: Any, model: str, sampling: Any) -> dict[str, Any]:
+        assert "task" not in row and (model, sampling["max_tokens"]) == ("m", 256)
+        prompt, key = [{"role": "user", "content": row["prompt"]}], client.client.api_key
+        if key == "broken":
+            return {"input": row, "error": ValueError("no room"), "trajectory": []}
+        calls = [{"id": "c", "name": "look", "arguments": "{}"}]
+        said = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "assistant", "content": key}]
+        return {"input": row, "error": None, "trajectory": [1, 2], "prompt": prompt, "completion": said}
+
+
+@pytest.fixture
+def copying(stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnLoop:
+    stand_in("verifiers", SingleTurnEnv=SingleTurnEnv, Rubric=Rubric, __version__="0.1.14")
+    stand_in("verifiers.clients", OpenAIChatCompletionsClient=lambda api: Thing(client=api))
+    (tmp_path / "copying.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "copying", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    return verifiers.make("copying")
+
+
+def test_arguments_are_knobs(copying: OwnLoop) -> None:
+    knobs = {one["name"]: one for one in describe_knobs(copying.Knobs)}
+    assert knobs["environment_turns"]["default"] == 7 and knobs["turns"]["default"] == 10 and "client" not in knobs
+    with pytest.raises(MissingKnobs, match=r"words \(list\[str\]"):
+        configure(copying)
+    assert copying.__doc__ == "Copies of words."
+
+
+def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -> None:
+    environment = configure(copying, knobs={"words": ["ab", "cd"]})
+    assert environment.max_turns == 1
+    assert {name: (part.weight, part.high) for name, part in environment.parts.items()} == {
+        "exact": (2.0, 1.0),
+        "size": (0.0, 1e6),
+    }
+    task, _ = environment.tasks()
+    sessions = [Session("http://127.0.0.1:9/v1", key, "m", "judge") for key in ("ab", "xy", "broken")]
+    right, wrong, broken = asyncio.run(environment.group(task, sessions))
+    assert isinstance(right, Played) and right.parts == {"exact": 1.0, "size": 40.0} and right.turns == 2
+    assert isinstance(wrong, Played) and wrong.parts["exact"] == 0.0 and environment.success(right.parts, 2.0)
+    assert right.messages[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
+    assert isinstance(broken, Played) and broken.error == "ValueError: no room"
+
+
+def test_images_are_named_as_unsupported(copying: OwnLoop) -> None:
+    environment = configure(copying, knobs={"words": ["ab"], "image": True})
+    with pytest.raises(InvalidRequest, match="content of type image_url"):
+        list(environment.tasks())

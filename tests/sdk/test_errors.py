@@ -1,0 +1,33 @@
+"""What failures of environments say about the places that they could not reach."""
+
+from __future__ import annotations
+
+import pytest
+
+from toprope.sdk.errors import Failure
+
+
+def chain(*errors: Exception) -> Exception:
+    for later, earlier in zip(errors, errors[1:], strict=False):
+        later.__cause__ = earlier
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "host"),
+    [
+        (chain(RuntimeError("no rows"), OSError("HTTPSConnectionPool(host='data.example.org', port=443): "
+               "Max retries exceeded"), ConnectionError("refused")), "data.example.org"),
+        (OSError("We couldn't connect to 'https://models.example.org' to load the files"), "models.example.org"),
+        (ConnectionError("Couldn't reach 'someone/rows' on the Hub (LocalEntryNotFoundError)"), "huggingface.co"),
+        (ConnectionError("Cannot connect to host api.example.org:443 ssl:default"), "api.example.org"),
+    ],
+)  # fmt: skip
+def test_a_host_that_could_not_be_reached_is_named(error: Exception, host: str, monkeypatch) -> None:
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    assert Failure.of(error).message.endswith(f"; {host} could not be reached")
+
+
+@pytest.mark.parametrize("error", [ValueError("see https://docs.example.org/x"), ConnectionError("refused")])
+def test_no_host_is_made_up(error: Exception) -> None:
+    assert Failure.of(error).message == str(error)

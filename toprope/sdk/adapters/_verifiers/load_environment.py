@@ -1,0 +1,269 @@
+"""Environments of verifiers before 0.2: packages with a function `load_environment`.
+
+The arguments of that function are knobs. verifiers runs the rollouts with the session's key; judges of its rubrics are
+asked with the session's judge key, so that no outside account is needed. Each reward function is a part with its
+author's weight, and each function of weight 0 a metric.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import inspect
+import json
+import os
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.environment import Messages, Part, Task, copy_for
+from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
+from toprope.sdk.discovery import first_line
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
+
+__all__ = ["BEFORE", "LoadedEnvironment", "loads_environment"]
+
+BEFORE = "verifiers<0.2"
+"""The requirement of such packages."""
+_METRIC_LIMIT = 1e6
+_JUDGE_VARIABLE = "OPENAI_API_KEY"
+_OURS = ("turns", "reward_low", "reward_high", "success_reward", "arguments")
+_REFERENCES = ("answer", "reference", "solution", "target")
+
+
+def loads_environment(module: str) -> bool:
+    """Return True if an importable module has the function; verifiers itself is imported on the way.
+
+    Raises:
+        LoadError: The module does not load.
+    """
+    # OpenAI's client refuses to be made without a key. Judges get the session's before they are asked.
+    os.environ.setdefault(_JUDGE_VARIABLE, "none")
+    try:
+        return callable(getattr(importlib.import_module(module), "load_environment", None))
+    except ModuleNotFoundError as error:
+        raise LoadError(
+            f"{module} needs the package of {error.name!r}, which {sys.executable} does not have. The owner adds it: "
+            f"toprope env add {module} --requirement PACKAGE"
+        ) from error
+
+
+class LoadedEnvironment(OwnLoop):
+    """What a package's `load_environment` returns."""
+
+    guessed_reference = True
+    packages = ("verifiers",)
+    tags = ("verifiers",)
+
+    def __init__(self, module: str) -> None:
+        loaded = importlib.import_module(module)
+        self._make = loaded.load_environment
+        self.files = tuple(filter(None, [getattr(loaded, "__file__", None)]))
+        self.name = f"verifiers/{module}"  # type: ignore[misc]
+        self.__doc__ = first_line(loaded.__doc__) or first_line(self._make.__doc__) or f"The environment {module}"
+        self._fields, self.Knobs = _knobs(self._make)  # type: ignore[assignment]
+        self._env: Any = None
+
+    def setup(self) -> None:
+        knobs = self.knobs
+        if knobs.reward_low >= knobs.reward_high:
+            raise InvalidRequest(f"reward_low {knobs.reward_low:g} must be below reward_high {knobs.reward_high:g}.")
+        given = {field: getattr(knobs, name) for name, field in self._fields.items()}
+        self._env = self._make(**given, **knobs.arguments)
+        if not hasattr(self._env, "rubric"):
+            raise EnvironmentMistake(f"load_environment returned {type(self._env).__name__}, not an environment.")
+        self.parts = self._parts()
+        own = getattr(self._env, "max_turns", 1 if type(self._env).__name__ == "SingleTurnEnv" else -1)
+        self.max_turns = own if isinstance(own, int) and 0 < own <= knobs.turns else knobs.turns
+        if isinstance(own, int):
+            self._env.max_turns = self.max_turns
+
+    def tasks(self) -> Iterator[Task]:
+        for number, row in enumerate(self._rows()):
+            row = {**row, "example_id": row.get("example_id", number)}
+            if isinstance(row.get("task"), str):  # Older packages name a route there, which 0.1.14 refuses.
+                del row["task"]
+            messages = _messages(row.get("prompt"), f"row {number}")
+            reference = next((row[name] for name in _REFERENCES if isinstance(row.get(name), str | int | float)), None)
+            yield Task(
+                messages,
+                reference=None if reference in (None, "") else str(reference),
+                data={"row": row},
+                key=json.dumps([messages, str(reference), row.get("info")], sort_keys=True, default=str),
+            )
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        wanted = self.knobs.success_reward
+        if wanted is None:
+            wanted = sum(max(one.weight * one.low, one.weight * one.high) for one in self.parts.values() if one.weight)
+        return bool(reward >= wanted - 1e-9)
+
+    async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
+        """Sample and score a group as one, because some rubrics compare its rollouts."""
+        copies = [copy_for(self, task) for _ in sessions]
+        limit = sessions[0].timeout_s
+        playing = [asyncio.wait_for(one.rolled(session), limit) for one, session in zip(copies, sessions, strict=True)]
+        found: list[Any] = list(await asyncio.gather(*playing, return_exceptions=True))
+        states = [one for one in found if not isinstance(one, BaseException) and one.get("error") is None]
+        try:
+            if states:
+                await self._scored(states, sessions[0])
+        except Exception as error:
+            return [one if isinstance(one, BaseException) else error for one in found]
+        return [one if isinstance(one, BaseException) else self._played(one) for one in found]
+
+    async def rolled(self, session: Session) -> Any:
+        """Return the state of one rollout of `self.task`, not scored."""
+        import httpx
+        from openai import AsyncOpenAI
+        from verifiers.clients import OpenAIChatCompletionsClient
+
+        sampling: dict[str, Any] = {
+            "temperature": session.temperature,
+            "top_p": session.top_p,
+            "max_tokens": session.max_tokens,
+        }
+        if session.stop:
+            sampling["stop"] = list(session.stop)
+        if session.seed is not None:
+            sampling["seed"] = session.seed
+        # Loopback without TLS: creating a TLS context would take longer than the request.
+        async with httpx.AsyncClient(timeout=None, verify=False, trust_env=False) as http:
+            api = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http, max_retries=0)
+            client = OpenAIChatCompletionsClient(api)
+            return await self._env.rollout(self.task.data["row"], client, session.model, sampling)
+
+    async def _scored(self, states: list[Any], session: Session) -> None:
+        import httpx
+        from openai import AsyncOpenAI
+
+        async with httpx.AsyncClient(timeout=None, verify=False, trust_env=False) as http:
+            key = session.judge_key or session.api_key
+            judge = AsyncOpenAI(base_url=session.base_url, api_key=key, http_client=http, max_retries=0)
+            for rubric in _rubrics(self._env.rubric):
+                if hasattr(rubric, "judge_client"):
+                    rubric.judge_client, rubric.judge_model = judge, session.model
+                    rubric.judge_sampling_args = {}
+                    for name, value in (("judge_client", judge), ("judge_model", session.model)):
+                        rubric.class_objects[name] = value
+                    rubric.class_objects["judge_sampling_args"] = {}
+            await self._env.rubric.score_group(states)
+        for state in states:
+            await self._env.rubric.cleanup(state)
+
+    def _rows(self) -> Any:
+        """Return the rows of the training data, or else of the evaluation data."""
+        if self._env.build_dataset() is not None:
+            return self._env.get_dataset()
+        return self._env.get_eval_dataset()
+
+    def _parts(self) -> dict[str, Part]:
+        names, weights = self._env.rubric._get_reward_func_names(), self._env.rubric._get_reward_weights()
+        functions = {one.__name__: one for one in self._env.rubric._get_reward_funcs()}
+        parts: dict[str, Part] = {}
+        for name, weight in zip(names, weights, strict=True):
+            said = first_line(getattr(functions.get(name), "__doc__", None))
+            bounds = (self.knobs.reward_low, self.knobs.reward_high) if weight else (-_METRIC_LIMIT, _METRIC_LIMIT)
+            parts.setdefault(name, Part(float(weight), *bounds, said if weight else said or "a metric"))
+        if not parts:
+            raise EnvironmentMistake("Its rubric has no reward functions, so there is nothing to learn from.")
+        return parts
+
+    def _played(self, state: Any) -> Played:
+        trajectory = state.get("trajectory") or []
+        turns, truncated = max(len(trajectory), 1), bool(state.get("is_truncated"))
+        if state.get("error") is not None:
+            error = state["error"]
+            told = str(error) or str(error.__cause__ or "")
+            return Played({}, turns=turns, truncated=truncated, error=f"{type(error).__name__}: {told}")
+        parts = dict.fromkeys(self.parts, 0.0)
+        for name, value in (state.get("metrics") or {}).items():
+            part = self.parts.get(name)
+            if part is None or value is None:
+                continue
+            if not part.low <= float(value) <= part.high:
+                raise EnvironmentMistake(
+                    f"Reward {name!r} is {float(value):g}, outside {part.low:g} to {part.high:g}: "
+                    "set the knobs reward_low and reward_high."
+                )
+            parts[name] = float(value)
+        said = [*_listed(state.get("prompt")), *_listed(state.get("completion"))]
+        return Played(parts, messages=[_wire(one) for one in said], turns=turns, truncated=truncated)
+
+
+def _knobs(function: Any) -> tuple[dict[str, str], type]:
+    """Return the function's arguments with JSON values by knob, and a dataclass of our knobs and these."""
+    made: list[tuple[str, Any, Any]] = [
+        ("turns", int, knob(10, ge=1, le=1000, help="most answers in a rollout")),
+        ("reward_low", float, knob(0.0, help="smallest value of a reward function")),
+        ("reward_high", float, knob(1.0, help="largest value of a reward function")),
+        ("success_reward", float | None, knob(None, help="reward that counts as solved; null: the largest possible")),
+        ("arguments", dict, knob({}, help="further arguments of load_environment")),
+    ]
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception:  # an annotation may name what exists for type checkers only
+        hints = {}
+    fields: dict[str, str] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        default = REQUIRED if parameter.default is parameter.empty else parameter.default
+        plain = type(default) if isinstance(default, bool | int | float | str) else Any
+        hint = hints.get(name, plain)
+        if hint is not Any and not settable(hint):
+            if default is not REQUIRED:
+                continue  # JSON cannot say it; the author's default holds.
+            hint = Any
+        taken = f"environment_{name}" if name in _OURS or name.startswith("_") else name
+        fields[taken] = name
+        made.append((taken, hint, knob(default, help="an argument of load_environment")))
+    return fields, dataclasses.make_dataclass("Knobs", made, kw_only=True)
+
+
+def _messages(prompt: Any, where: str) -> Messages:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    messages = []
+    for one in _listed(prompt):
+        content = one.get("content")
+        if isinstance(content, list):
+            kinds = {str(part.get("type")) for part in content if isinstance(part, dict)} - {"text"}
+            if kinds:
+                raise InvalidRequest(
+                    f"The prompt of {where} has content of type {', '.join(sorted(kinds))}. Policies here read text "
+                    "alone: choose an environment without images or sound."
+                )
+            content = "".join(str(part.get("text", "")) for part in content)
+        messages.append({"role": str(one.get("role", "user")), "content": str(content or "")})
+    if not messages:
+        raise EnvironmentMistake(f"{where} of the data has no prompt.")
+    return messages
+
+
+def _listed(messages: Any) -> list[Any]:
+    """Return messages as plain objects; a text becomes an answer."""
+    if isinstance(messages, str):
+        return [{"role": "assistant", "content": messages}]
+    plain = [one.model_dump(exclude_none=True) if hasattr(one, "model_dump") else dict(one) for one in messages or ()]
+    return plain
+
+
+def _wire(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message as OpenAI has it; verifiers keeps the parts of a tool call beside each other."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for one in message["tool_calls"]:
+        flat = {name: one.get(name) for name in ("name", "arguments")}
+        calls.append({"id": one.get("id", ""), "type": "function", "function": one.get("function") or flat})
+    return {**message, "tool_calls": calls}
+
+
+def _rubrics(rubric: Any) -> Iterator[Any]:
+    yield rubric
+    for one in getattr(rubric, "rubrics", ()):
+        yield from _rubrics(one)
