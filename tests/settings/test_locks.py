@@ -112,10 +112,10 @@ def test_shipped_locks_allow_shipped_presets():
     assert any(not lock.fixed for lock in locks)
     folder = CONFIGS / "presets"
     assert {"cpu-embedded", "single-gpu"} <= set(list_presets([folder]))
-    own = Locks.read(CONFIGS / "locks-hermes.yaml")
     for name in list_presets([folder]):
-        config = load_preset(name, [folder]).config("x")
-        if name == "hermes":  # it has locks of its own; under the others it starts with fewer workers
-            own.enforce(config, all_fields())
+        preset = load_preset(name, [folder])
+        config = preset.config("x")
+        if name == "hermes":  # under the owner's locks it starts with fewer workers
+            Locks({}).under(preset.locks).enforce(config, all_fields())
             config.rollout.concurrency = locks.adjust(config, all_fields())[0].pop("rollout.concurrency")
         locks.enforce(config, all_fields())

@@ -15,7 +15,7 @@ lock never fails open.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,19 +104,15 @@ class Locks:
             InvalidValue: The file or an entry is wrong; the message names it.
         """
         data = check_keys(read_yaml(path), ("locks",), str(path))
-        entries = data.get("locks") or []
-        if not isinstance(entries, list):
-            raise InvalidValue(
-                f"{path}: locks must be a list of entries with {', '.join(_KEYS)}.", hint="Fix the file."
-            )
-        fields = all_fields()
-        locks: dict[str, Lock] = {}
-        for number, entry in enumerate(entries, 1):
-            lock = _parse(entry, f"{path}, lock {number}", fields)
-            if lock.field in locks:
-                raise InvalidValue(f"{path}, lock {number}: {lock.field} is locked twice.", hint="Join the entries.")
-            locks[lock.field] = lock
-        return cls(locks, path)
+        return cls(parse_locks(data.get("locks"), str(path)), path)
+
+    def under(self, others: Iterable[Lock]) -> Locks:
+        """These locks with others below them: where both lock a field, what both allow, else what these allow."""
+        joined = {one.field: one for one in others}
+        for own in self:
+            other = joined.get(own.field)
+            joined[own.field] = own if other is None else _joined(own, other)
+        return Locks(joined, self.source)
 
     def __iter__(self) -> Iterator[Lock]:
         return iter(self._locks.values())
@@ -180,6 +176,40 @@ class Locks:
     def record(self) -> dict[str, Any]:
         """All locks as a mapping, for a run's specification."""
         return {lock.field: lock.record() for lock in self}
+
+
+def parse_locks(entries: Any, where: str) -> dict[str, Lock]:
+    """The locks in a list of entries, by field.
+
+    Args:
+        entries: The list as read from YAML; None: no locks.
+        where: The file, for errors.
+
+    Raises:
+        InvalidValue: An entry is wrong.
+    """
+    if not isinstance(entries or [], list):
+        raise InvalidValue(f"{where}: locks must be a list of entries with {', '.join(_KEYS)}.", hint="Fix the file.")
+    fields = all_fields()
+    locks: dict[str, Lock] = {}
+    for number, entry in enumerate(entries or [], 1):
+        lock = _parse(entry, f"{where}, lock {number}", fields)
+        if lock.field in locks:
+            raise InvalidValue(f"{where}, lock {number}: {lock.field} is locked twice.", hint="Join the entries.")
+        locks[lock.field] = lock
+    return locks
+
+
+def _joined(own: Lock, other: Lock) -> Lock:
+    """A lock that holds what both allow; the first if nothing is allowed by both."""
+    if own.fixed or other.fixed:
+        return other if other.fixed and own.allows(other.value) else own
+    lows = [one.min for one in (own, other) if one.min is not None]
+    highs = [one.max for one in (own, other) if one.max is not None]
+    low, high = max(lows, default=None), min(highs, default=None)
+    if low is not None and high is not None and low > high:
+        return own
+    return Lock(own.field, own.reason, min=low, max=high)
 
 
 def require_allowed_knobs(knobs: Mapping[str, Any], kept: Mapping[str, Mapping[str, Any]], environment: str) -> None:

@@ -1,8 +1,7 @@
 """The folders and settings of the person who owns this machine.
 
-Clients start servers with HOME, LOGNAME, PATH, SHELL, TERM and USER and nothing else, so every folder has a default
-under HOME, and the variables that runs need (HF_TOKEN, CUDA_VISIBLE_DEVICES, WANDB_API_KEY) come from settings.yaml in
-the owner's configuration folder. Nothing is created until it is needed: clients start disposable servers as probes.
+Clients start servers with HOME, LOGNAME, PATH, SHELL, TERM and USER alone, so every folder has a default under HOME.
+The variables of runs come from settings.yaml. Nothing is created until it is needed: clients start servers as probes.
 
     home (TOPROPE_HOME)                 owner's configuration (TOPROPE_CONFIG)
       runs/       a folder per run        locks.yaml     replaces the shipped one, as limits.yaml does
@@ -28,6 +27,7 @@ from toprope.errors import InvalidValue
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
+from toprope.settings.presets import locks_under
 from toprope.settings.tools import LentTool
 from toprope.settings.yamlfiles import check_keys, read_yaml
 from toprope.shipped import CONFIGS
@@ -308,9 +308,9 @@ class Home:
         """The owner's settings as they are on disk now."""
         return OwnerSettings.read(self.settings_file)
 
-    def locks(self) -> Locks:
-        """The owner's locks as they are on disk now."""
-        return Locks.read(self.locks_file)
+    def locks(self, preset: str | None = None) -> Locks:
+        """The owner's locks as they are on disk now, with those that a preset brings."""
+        return locks_under(Locks.read(self.locks_file), preset, self.preset_folders)
 
     def limits(self) -> Limits:
         """The owner's limits as they are on disk now."""

@@ -7,6 +7,8 @@
       reasoning_gym/spell_backward: {min_word_len: 3}
     models:                      # models at endpoints, for test_inference(models=["<preset>"])
       small: {base_url: "https://...", model: vendor/name, key: SOME_API_KEY}
+    locks:                       # as in locks.yaml, for drafts of this preset alone
+      - {field: policy.lora_rank, value: 32, reason: The recipe is for this rank.}
 
 The owner's folder comes first, so an owner can replace a shipped preset by one of the same name.
 """
@@ -22,6 +24,7 @@ from toprope.errors import InvalidValue, NotFound, shown
 from toprope.settings.algorithms import implied_fields
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.fields import KNOBS, all_fields, find_field
+from toprope.settings.locks import Lock, Locks, parse_locks
 from toprope.settings.schema import SECTIONS, Config
 from toprope.settings.yamlfiles import check_keys, nearest, read_yaml
 
@@ -35,6 +38,8 @@ class Preset:
     values: dict[str, Any]
     environments: dict[str, dict[str, Any]]
     models: dict[str, Endpoint] = field(default_factory=dict)
+    locks: tuple[Lock, ...] = ()
+    """Locks that hold for its drafts and runs, below the owner's own."""
 
     def config(self, environment: str) -> Config:
         """The configuration of a draft of an environment under this preset, before the owner's locks."""
@@ -71,7 +76,7 @@ def load_preset(name: str, folders: Sequence[Path]) -> Preset:
     if name not in files:
         raise NotFound(f"There is no preset {shown(name)}.", hint=nearest(name, files))
     path = files[name]
-    data = check_keys(read_yaml(path), ("description", "config", "environments", "models"), str(path))
+    data = check_keys(read_yaml(path), ("description", "config", "environments", "models", "locks"), str(path))
     sections = check_keys(data.get("config") or {}, SECTIONS, f"{path}, config")
     fields = all_fields()
     values = {}
@@ -89,7 +94,19 @@ def load_preset(name: str, folders: Sequence[Path]) -> Preset:
         if not isinstance(knobs, dict) or not all(isinstance(key, str) for key in knobs):
             raise InvalidValue(f"{path}: {environment} must be a mapping of {KNOBS} to values.")
     models = parse_endpoints(data.get("models"), f"{path}, models")
-    preset = Preset(name, str(data.get("description") or ""), values, environments, models)
+    locks = tuple(parse_locks(data.get("locks"), f"{path}, locks").values())
+    preset = Preset(name, str(data.get("description") or ""), values, environments, models, locks)
     if conflicts := preset.config("").conflicts():
         raise InvalidValue(f"{path}: {' '.join(conflicts)}")
     return preset
+
+
+def locks_under(own: Locks, preset: str | None, folders: Sequence[Path]) -> Locks:
+    """The owner's locks with those of a preset below them; the owner's alone if there is no such preset any more.
+
+    Raises:
+        InvalidValue: The preset's file is wrong.
+    """
+    if not preset or preset not in list_presets(folders):
+        return own
+    return own.under(load_preset(preset, folders).locks)

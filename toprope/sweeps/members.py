@@ -95,7 +95,7 @@ class SweepMembers:
         if self.exists(run_id := self.run_id(candidate)):
             return
         config, changes, base, first = self._sweep.config, dict(candidate.values), None, 0
-        locks = self._home.locks()
+        locks = self._home.locks(self._sweep.preset)
         if self._plan.evaluate == "train":
             changes["budget.steps"] = candidate.steps
             warmup = 0 if candidate.continues else min(config.optimizer.warmup_steps, candidate.steps)

@@ -12,13 +12,14 @@ from toprope_tools.planning.environments import describe_environment, list_envir
 from toprope_tools.results.results import get_results
 from toprope_tools.runs.ask import ask_checkpoint
 from toprope_tools.runs.inference import test_inference as start_test
+from toprope_tools.runs.sweeps import start_sweep
 from toprope_tools.runs.training import start_training
 from toprope_tools.workshop import Workshop
 
 from tests.support.openai_stand_in import OpenAiStandIn
 from tests.support.tools_house import become, do
 from toprope.atomic import write_json
-from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
+from toprope.errors import EnvironmentFailed, InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.records.run.specification import Specification
 from toprope.records.run.tested_models import ENDPOINT_KEY, AnsweredConversation, write_answers
 from toprope.settings.fields import all_fields
@@ -172,9 +173,28 @@ def test_hermes_preset_has_known_values_and_locks():
         "qwen/qwen3-8b", "z-ai/glm-4.7-flash", "minimax/minimax-m2.5"
     ]  # fmt: skip
     assert "WANDB_API_KEY" in preset.description
-    locks = Locks.read(CONFIGS / "locks-hermes.yaml")
+    locks = Locks({}).under(preset.locks)
     assert locks.adjust(config, all_fields())[1] == []
     assert locks.refusal("optimizer.learning_rate", 1e-5) and locks.refusal("policy.model", "embedded")
+
+
+def test_preset_hermes_brings_its_locks_to_its_own_drafts(house):
+    shop, _ = house
+    settle(shop, preset="hermes")
+    draft_id = drafted(shop)
+    for changes in ({"optimizer.learning_rate": 1e-5}, {"policy.model": "embedded"}, {"logging.wandb": "offline"}):
+        with pytest.raises(LockedField, match="Fixed by Hermes|Hermes fixes|Weights & Biases"):
+            do(edit_config, shop, draft_id=draft_id, changes=changes)
+    # The owner's own locks stay above them: fewer workers, and no other launcher.
+    assert 0 < shop.drafts.get(draft_id).config.rollout.concurrency < 2048
+    with pytest.raises(LockedField):
+        do(edit_config, shop, draft_id=draft_id, changes={"rollout.concurrency": 2048})
+    other = drafted(shop, preset="cpu-embedded")
+    do(edit_config, shop, draft_id=other, changes={"optimizer.learning_rate": 1e-5, "budget.steps": 10})
+    with pytest.raises(LockedField, match="Fixed by Hermes"):
+        settle(shop, preset="hermes", variables={"tracker": {"WANDB_API_KEY": "w"}})
+        space = {"optimizer.learning_rate": {"min": 1e-5, "max": 1e-4}}
+        do(start_sweep, shop, draft_id=draft_id, space=space)
 
 
 def test_hermes_without_a_key_is_refused_at_the_start(house):

@@ -45,6 +45,28 @@ def test_checks_are_shown_while_validating_and_state_always(run):
     assert told.lifecycle == "error" and told.checks["dataset"] == "failed" and "dataset failed" in text
 
 
+def test_components_logs_and_tracker_are_told(run):
+    """Which component ended with which code, where its log is, and where the run is followed."""
+    shop, folder = run
+    url = "https://wandb.example/me/toprope/runs/a"
+    write_json(folder.path / "trackers.json", {"version": 1, "trackers": {"wandb": {"mode": "online", "url": url}}})
+    crew = {
+        "trainer": CrewMember(state="ready", since=0.0, restarts=1),
+        "policy": CrewMember(state="finished", since=0.0, exit_code=0),
+    }
+    become(folder, "training", crew=crew)
+    step(folder, 10)
+    text, told = check(shop, folder)
+    assert told.components == {"trainer": "running, 1 restart", "policy": "finished (0)"}
+    assert told.logs == str(folder.logs) and told.trackers == {"wandb": url} and f"wandb: {url}" in text
+    assert check(shop, folder)[1].components == {}, "it was told, and nothing has changed"
+    crew["trainer"] = CrewMember(state="exited", since=0.0, exit_code=3)
+    become(folder, "failed", crew=crew, failure=Failure(component="trainer", reason="It ended.", exit_code=3))
+    text, told = check(shop, folder)
+    assert told.components["trainer"] == "exited (3)"
+    assert f"Components: trainer exited (3); logs in {folder.logs}." in text
+
+
 def test_fresh_numbers_come_once_per_interval(run):
     shop, folder = run
     step(folder, 10)

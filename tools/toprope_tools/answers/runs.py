@@ -66,6 +66,12 @@ class RunStatus(Structure):
     failure: dict[str, Any] | None = None
     lifecycle: Annotated[str, IN_TEXT] = ""
     checks: Annotated[dict[str, str], IN_TEXT] = {}
+    components: dict[str, str] = {}
+    """By name: running, or exited with its code, with restarts if there were any."""
+    logs: str = ""
+    """The folder with <component>.log of each."""
+    trackers: dict[str, str] = {}
+    """Page of the run at each tracker; offline its folder."""
 
 
 class RunItem(Structure):

@@ -53,7 +53,7 @@ async def fork_config(workshop: Workshop, *, run_id: str, caller: Caller = CALLE
     if run.sweep is not None:
         run = await to_thread.run_sync(best_of_sweep, workshop.runs.folder(run_id), run)
     entry = await to_thread.run_sync(workshop.catalog.find, run.environment.name)
-    locks = workshop.home.locks()
+    locks = workshop.home.locks(run.preset)
     knobs = await to_thread.run_sync(_known_knobs, workshop, run)
     if knobs is None:
         section, own = default_section(workshop, entry.name, locks), run.config.environment
@@ -124,7 +124,7 @@ async def undo_edit(workshop: Workshop, *, draft_id: str, revision: int) -> Answ
 
     def work() -> Answer:
         draft = workshop.drafts.get(draft_id)
-        after, changed, moved = workshop.drafts.revert(draft_id, revision, workshop.home.locks())
+        after, changed, moved = workshop.drafts.revert(draft_id, revision, workshop.home.locks(draft.preset))
         if changed:
             text = f"{draft_id} has the values of revision {revision} again, as revision {after.revision}: "
             text += f"{said_changes(changed)}."
@@ -168,7 +168,7 @@ async def reproduce_run(workshop: Workshop, *, run_id: str) -> Answer:
                 f"{run_id} is being repeated already, as {twin}; nothing was started.",
                 hint=call("check_status", run_ids=[twin], wait_s=45),
             )
-        [again] = start_frozen(workshop, [freeze_again(run, workshop.home.locks(), workshop.home.runs)])
+        [again] = start_frozen(workshop, [freeze_again(run, workshop.home.locks(run.preset), workshop.home.runs)])
         exact = run.config.algorithm.deterministic
         promise = (
             "It is deterministic: every metric should be equal at every step."

@@ -41,7 +41,7 @@ async def get_config(workshop: Workshop, *, draft_id: str, section: str | None =
         raise InvalidValue(f"There is no section {section!r}.", hint=f"Sections: {', '.join(SECTIONS)}.")
     draft = await to_thread.run_sync(workshop.drafts.get, draft_id)
     history = await to_thread.run_sync(workshop.drafts.history, draft_id)
-    locks = workshop.home.locks()
+    locks = workshop.home.locks(draft.preset)
     fields = [
         field
         for name, field in draft.fields.items()
@@ -95,7 +95,7 @@ async def edit_config(workshop: Workshop, *, draft_id: str, changes: Mapping[str
             "changes is empty.",
             hint='Give fields and values: {"optimizer.learning_rate": 1e-4}. get_config names them.',
         )
-    locks = workshop.home.locks()
+    locks = workshop.home.locks((await to_thread.run_sync(workshop.drafts.get, draft_id)).preset)
     if isinstance(model := changes.get("policy.model"), str):
         changes = {**changes, "policy.model": await to_thread.run_sync(policy_named, model, workshop.home.runs)}
     draft, changed = await to_thread.run_sync(workshop.drafts.edit, draft_id, changes, locks)

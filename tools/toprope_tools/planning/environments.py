@@ -180,7 +180,7 @@ async def select_environment(
     """
     entry = await to_thread.run_sync(workshop.catalog.find, name)
     chosen = _chosen(workshop, preset)
-    locks = workshop.home.locks()
+    locks = workshop.home.locks(chosen.name)
     own = dict(knobs or {})
     locks.require({"environment.name": entry.name} | {f"{KNOBS}.{knob}": given for knob, given in own.items()})
     tuned = {knob: locks.nearest(f"{KNOBS}.{knob}", given) for knob, given in chosen.knobs(entry.name).items()}

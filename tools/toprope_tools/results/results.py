@@ -283,6 +283,7 @@ def _tested(tested: Models, detailed: bool) -> dict[str, Any]:
     for entry, one in zip(structure["models"], tested.models, strict=True):
         entry["error"] = None if one.error is None else clip(one.error, 400)
         entry["examples"] = _example_answers(one) if detailed else []
+        entry["scores"] = one.scores if detailed else []
     return structure
 
 

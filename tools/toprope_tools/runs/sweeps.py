@@ -162,7 +162,7 @@ def _request(
 ) -> tuple[StartRequest, SweepPlan]:
     plan = make_plan(
         draft,
-        workshop.home.locks(),
+        workshop.home.locks(draft.preset),
         space=space,
         strategy=strategy,
         population=population,

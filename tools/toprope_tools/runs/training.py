@@ -154,7 +154,8 @@ def _continue(workshop: Workshop, run_id: str, steps: int | None, seconds: float
     """Start a run that goes on with a completed one."""
     folder = workshop.runs.folder(run_id)
     workshop.runs.status(run_id, revive=False)  # a run without a keeper is settled first
-    frozen = freeze_continuation(folder, workshop.home.locks(), steps=steps, seconds=seconds)
+    locks = workshop.home.locks(Specification.read(folder).preset)
+    frozen = freeze_continuation(folder, locks, steps=steps, seconds=seconds)
     [started] = start_frozen(workshop, [frozen])
     text = (
         f"Started {started.run_id}: it goes on with the weights and the optimizer of {run_id}, which stays as it is, "

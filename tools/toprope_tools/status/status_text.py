@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from toprope.analysis.findings.stored_runs import explain_run, learned
 from toprope.analysis.reports.headline import accuracy_on, headline
+from toprope.analysis.reports.report import trackers_of
 from toprope.errors import Corrupt, DiskFull, NotFound
 from toprope.records.index.stamps import Stamp, write_stamps
 from toprope.records.run.lifecycle import checks_of, state_of
 from toprope.records.run.specification import Specification
-from toprope.records.run.status import LIVE, Event, Status
+from toprope.records.run.status import LIVE, CrewMember, Event, Status
 from toprope.text_format import ago, call, clip, duration, percent, plural, value
 from toprope.untrusted import marked, named
 from toprope_tools.answers import runs as answers
@@ -84,8 +85,9 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
         patience: The wait asked for.
     """
     causes = {look.run_id: _causes(workshop, look) for look in waited.looks}
+    places_of = {look.run_id: _places(workshop, look) for look in waited.looks}
     for most in _EVENTS:
-        told = [_told(look, most, causes[look.run_id]) for look in waited.looks]
+        told = [_told(look, most, causes[look.run_id], *places_of[look.run_id]) for look in waited.looks]
         answer = _answer(told, waited, known, patience)
         if tokens(answer) <= TOKEN_BUDGET:
             break
@@ -166,11 +168,37 @@ def _causes(workshop: Workshop, look: Look) -> str:
     return f"{verdict}{short_causes(found)}".rstrip()
 
 
-def _told(look: Look, most: int, causes: str = "") -> _Told:
+def _places(workshop: Workshop, look: Look) -> tuple[str, dict[str, str]]:
+    """Return a run's folder of logs, and its page or folder at each tracker."""
+    folder = workshop.runs.folder(look.run_id)
+    try:
+        trackers = trackers_of(folder)
+    except Corrupt:
+        trackers = {}
+    told = {name: str(one.get("url") or one.get("folder") or "") for name, one in trackers.items()}
+    return str(folder.logs), {name: clip(place, 300) for name, place in told.items() if place}
+
+
+def _components(status: Status) -> dict[str, str]:
+    """Return the state of each component: running, or exited with its code."""
+    found = {}
+    for name, one in status.crew.items():
+        text = {"starting": "starting", "ready": "running"}.get(one.state) or _exited(one)
+        restarts = one.restarts + one.worker_restarts
+        found[name] = f"{text}, {plural(restarts, 'restart')}" if restarts else text
+    return found
+
+
+def _exited(one: CrewMember) -> str:
+    return f"{one.state} ({'killed' if one.exit_code is None else one.exit_code})"
+
+
+def _told(look: Look, most: int, causes: str = "", logs: str = "", trackers: Mapping[str, str] | None = None) -> _Told:
     """Return one run's part with at most `most` events: the next ones after a cursor, or else the newest.
 
     Args:
         causes: Of an ended run, from `_causes`.
+        logs, trackers: From `_places`.
     """
     status, stamp, known = look.status, look.stamp, look.place is not None
     told = look.news[:most] if known else look.news[-most:]
@@ -199,6 +227,14 @@ def _told(look: Look, most: int, causes: str = "") -> _Told:
     checks = _open_checks(status)
     if checks:
         line += " Checks: " + ", ".join(f"{name} {how}" for name, how in checks.items()) + "."
+    components = _components(status)
+    exited = [f"{name} {how}" for name, how in components.items() if how.startswith("exited")]
+    known_already = stamp is not None and not exited and not (status.ended and not look.told_the_end)
+    if known_already:
+        components, trackers = {}, {}
+    line += "".join(f" {name}: {place}." for name, place in (trackers or {}).items())
+    if exited:
+        line += f" Components: {', '.join(exited)}; logs in {logs}."
     line += "".join(f"\n  {text}" for text in _news(told))
     if left and known:
         line += f"\n  {plural(left, 'more event')}: call again with the cursor."
@@ -224,6 +260,9 @@ def _told(look: Look, most: int, causes: str = "") -> _Told:
         failure=None if failure is None else _failure(failure.model_dump(mode="json"), most),
         lifecycle=state_of(status),
         checks=checks,
+        components=components,
+        logs=logs if components else "",
+        trackers=dict(trackers or {}),
     )
     new = bool(told) or (status.ended and not look.told_the_end) or (fresh and look.has_new_numbers) or stamp is None
     return _Told(line, item, place, kept, new)

@@ -80,6 +80,8 @@ class ModelReport(_Part):
     model: str
     error: str | None = None
     measured: Accuracy | None = None
+    scores: list[list[float]] = []
+    """The rewards of all answers to each task."""
     examples: list[dict[str, Any]] = []
     seconds: float
     unanswered: int = 0

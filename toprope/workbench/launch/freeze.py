@@ -79,7 +79,7 @@ def freeze_drafts(
         NotFound, LockedField, InvalidValue: A draft cannot run.
         NotPossibleNow: The run that `policy.model` names has no weights yet.
     """
-    first, locks, settings = drafts[0].config, locks or home.locks(), home.settings()
+    first, locks, settings = drafts[0].config, locks or home.locks(drafts[0].preset), home.settings()
     teacher, trainer = None, None
     kind = KINDS[plan.kind]
     if kind.demonstrates and not first.sft.dataset:

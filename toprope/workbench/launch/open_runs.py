@@ -61,7 +61,7 @@ def variables_to_resume(home: Home, specification: Specification) -> Mapping[str
         TopropeError: The owner's limits leave it nothing, or a file of the owner cannot be read; the caller asks again
             the next time somebody looks at the run.
     """
-    hold_run(specification, home.locks(), home.runs)
+    hold_run(specification, home.locks(specification.preset), home.runs)
     may_go_on(specification, home.limits(), home.runs)
     return variables_of(specification, home)
 

@@ -174,7 +174,7 @@ class RunStarter:
         return found if why and not self._approvals.has(found.hash) else None
 
     def _frozen(self, request: StartRequest) -> list[Specification]:
-        locks, draft = self._home.locks(), request.draft
+        locks, draft = self._home.locks(request.draft.preset), request.draft
         drafts = seeded(draft, check_seeds(request.seeds), locks) if request.seeds != 1 else [draft]
         return as_group(freeze_drafts(self._home, drafts, request.plan, name=request.name, locks=locks))
 
