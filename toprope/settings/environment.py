@@ -81,6 +81,11 @@ class EnvironmentSection(Section):
         description="Who else plays in games for several players: empty for self-play, base (the run's starting "
         "weights), run:<id>, or one of the owner's models.",
     )
+    model_roles: dict[str, str] = Field(
+        default_factory=dict,
+        description="Models of the owner for roles that the environment asks for: {grader: MODEL}. A role without one "
+        "is the policy, whose answers in it are not trained on.",
+    )
     curriculum: Annotated[dict[str, Any], AfterValidator(checked_curriculum)] = Field(
         default_factory=dict,
         description="Changes a knob as validation tasks are solved: {knob, levels, success, min_steps, window, "
@@ -146,8 +151,9 @@ def rewards_of(value: Sequence[Any]) -> list[RewardFunction]:
 
 
 def helper_names(section: EnvironmentSection) -> list[str]:
-    """Names of the owner's models that judge answers or play as the opponent, without duplicates."""
+    """Names of the owner's models that judge, have a role or play as the opponent, without duplicates."""
     names = [one.judge for plan in members_of(section) for one in plan.rewards if one.judge]
+    names += section.model_roles.values()
     if section.opponent not in ("", BASE) and not section.opponent.startswith(RUN):
         names.append(section.opponent)
     return list(dict.fromkeys(names))

@@ -39,6 +39,10 @@ def sample(text: str, **fields: Any) -> Sample:
     return Sample(input=text, **rest | log | fields)
 
 
+places: list[dict[str, str]] = []
+"""Addresses of the roles of each evaluation."""
+
+
 @pytest.fixture
 def inspect(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
     """A function that makes the environment of a task; its evaluations call `evaluate(samples, sessions)`."""
@@ -52,8 +56,9 @@ def inspect(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
         task = Thing(dataset=samples, sandbox=None, scorer=list(scorers), model_roles={"critic": "other/model"})
 
         async def eval_async(asked: list[Sample], model: dict[str, Any], **settings: Any) -> list[Thing]:
-            assert settings["model_roles"].keys() == {"grader", "critic"} and model["judge"] is False
-            assert all(one["judge"] is True for one in settings["model_roles"].values())
+            assert settings["model_roles"].keys() == {"grader", "critic"} and model["plays"] == ""
+            assert all(one["plays"] == role for role, one in settings["model_roles"].items())
+            places.append({role: one["base_url"] for role, one in settings["model_roles"].items()})
             if evaluate is not None:
                 await evaluate(asked, model["sessions"])
             return [Thing(samples=asked, error=None, status="success")]
@@ -166,3 +171,16 @@ def test_inspect_names_what_a_task_needs(
         inspect([], failure=ModuleNotFoundError("no", name="gensim.models"))
     with pytest.raises(InvalidRequest, match="these parameters: Set a KEY first"):
         inspect([], failure=PrerequisiteError("Set a [bold blue]KEY[/bold blue] first"))
+
+
+def test_roles_are_the_policy_or_models_of_the_owner(inspect: Callable[..., OwnLoop]) -> None:
+    [task] = (environment := inspect([sample("a")])).tasks()
+    places.clear()
+
+    async def both() -> None:
+        named = {"grader": {"base_url": "http://judge/v1", "api_key": "j", "model": "grader"}}
+        await asyncio.gather(environment.group(task, [session(), session(roles=named)]))
+
+    asyncio.run(both())
+    policy = {"grader": "http://x/v1", "critic": "http://x/v1"}
+    assert places == [policy, policy | {"grader": "http://judge/v1"}]

@@ -308,6 +308,59 @@ def test_opponent_at_an_endpoint_is_asked_unrecorded_with_its_own_key(tmp_path: 
         other.close()
 
 
+GRADED = '''
+"""Asks the model that has a role."""
+from dataclasses import replace
+
+from toprope.sdk import OwnLoop, Played, Task
+from toprope.sdk.authoring.policy_client import ask
+
+class Graded(OwnLoop):
+    tags = ("model-roles",)
+
+    def tasks(self):
+        for number in range(60):
+            yield Task(f"task {number}")
+
+    async def rollout(self, session):
+        mine = await ask(session, self.task.messages)
+        grader = session.roles["grader"]
+        asked = replace(session, base_url=grader["base_url"], api_key=grader["api_key"], model=grader["model"])
+        verdict = await ask(asked, [{"role": "user", "content": mine["content"]}], max_tokens=900)
+        return Played({"score": float(verdict["content"] == "good")}, [{"role": "assistant", **mine}])
+'''
+
+
+def test_model_with_a_role_is_asked_with_its_own_key_and_room(tmp_path: Path) -> None:
+    (tmp_path / "graded.py").write_text(GRADED)
+    policy, other = OpenAiStandIn(lambda question: "policy"), OpenAiStandIn(lambda question: "good")
+
+    async def opened() -> EnvironmentWorker:
+        link = await EnvironmentWorker.start(timeout=60)
+        await link.call("open", timeout=60, source={"file": str(tmp_path / "graded.py"), "attribute": "Graded"})
+        return link
+
+    async def work() -> None:
+        async with await RestartingWorker.start(opened, LauncherSection(restart_backoff_s=0)) as worker:
+            own = EndpointClient(Endpoint(base_url=policy.url, model="m"), "sk-own", None)
+            grader = EndpointClient(Endpoint(base_url=other.url, model="n"), "sk-grader", None)
+            sampler = EnvManagedSampler(worker, own, multi_turn=True, call_timeout_s=30)
+            sampler.roles = {"grader": grader}
+            made = await sampler.sample(TaskRef("train", 0), 2, SAMPLING)
+            assert [(outcome.error, outcome.reward) for outcome in made.outcomes] == [(None, 1.0)] * 2
+            assert [len(turns) for turns in made.turns] == [1, 1], "verdicts are not recorded"
+            assert {key for _, key, _ in other.seen} == {"Bearer sk-grader"} and len(other.seen) == 2
+            assert {body["max_tokens"] for _, _, body in other.seen} == {900}
+            await own.close()
+            await grader.close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        policy.close()
+        other.close()
+
+
 def test_proxy_accepts_rollout_keys_only_and_streams() -> None:
     stand_in = OpenAiStandIn(lambda question: "hm")
 

@@ -40,6 +40,7 @@ EXTRAS = {
 """Extras that `toprope env add PACKAGE` takes unless others are named: what tasks import, without torch and Docker, and
 without what package indexes lack. By the package, with the oldest version that has them."""
 _PROVIDER = "toprope"
+_VERDICT_TOKENS = 1024
 _GRADER = "grader"
 """The role of inspect's model-graded scorers."""
 _LONGEST_REASON = 500
@@ -64,7 +65,7 @@ class Inspect(OwnLoop):
 
     listed = True
     packages = ("inspect-ai",)
-    tags = ("inspect", "evaluation")
+    tags = ("inspect", "evaluation", "model-roles")
     Knobs = InspectKnobs  # type: ignore[assignment]
 
     def __init__(self, target: str) -> None:
@@ -185,10 +186,14 @@ def _alike(one: Session, other: Session) -> bool:
     def settings(session: Session) -> tuple[Any, ...]:
         return (
             *(session.base_url, session.model, session.temperature, session.top_p),
-            *(session.max_tokens, session.stop, session.timeout_s),
+            *(session.max_tokens, session.stop, session.timeout_s, _addresses(session)),
         )
 
     return settings(one) == settings(other)
+
+
+def _addresses(session: Session) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((role, model["base_url"]) for role, model in session.roles.items()))
 
 
 async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) -> list[Any]:
@@ -207,22 +212,22 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
     some = asked[0][1]
     folder = tempfile.mkdtemp(prefix="toprope-inspect-")
     try:
-        policy, judge = (
+        names = sorted({_GRADER, *(getattr(task, "model_roles", None) or ()), *some.roles})
+        policy, *graders = (
             get_model(
-                f"{_PROVIDER}/{some.model}",
-                base_url=some.base_url,
+                f"{_PROVIDER}/{some.roles[role]['model'] if role in some.roles else some.model}",
+                base_url=some.roles[role]["base_url"] if role in some.roles else some.base_url,
                 api_key="of the rollout",
                 memoize=False,
                 sessions=sessions,
-                judge=judging,
+                plays=role,
             )
-            for judging in (False, True)
+            for role in ("", *names)
         )
-        roles = {_GRADER, *(getattr(task, "model_roles", None) or ())}
         logs = await eval_async(
             task_with(_copied(task), dataset=MemoryDataset(samples), epochs=1),
             model=policy,
-            model_roles=dict.fromkeys(sorted(roles), judge),
+            model_roles=dict(zip(names, graders, strict=True)),
             log_dir=folder,
             log_format="json",
             log_level="warning",
@@ -259,7 +264,7 @@ def _copied(task: Any) -> Any:
 
 
 def _register() -> None:
-    """Register a provider that uses the key of the sample's rollout, or its key for judges."""
+    """Register a provider that uses the key of the sample's rollout, or that of a role."""
     from inspect_ai._util.registry import registry_lookup
     from inspect_ai.log._samples import sample_active
     from inspect_ai.model import modelapi
@@ -269,8 +274,8 @@ def _register() -> None:
         return
 
     class SessionAPI(OpenAICompatibleAPI):  # type: ignore[misc]
-        def __init__(self, model_name: str, sessions: dict[str, Session], judge: bool, **arguments: Any) -> None:
-            self._sessions, self._judge = sessions, judge
+        def __init__(self, model_name: str, sessions: dict[str, Session], plays: str, **arguments: Any) -> None:
+            self._sessions, self._plays = sessions, plays
             super().__init__(model_name=model_name, service=_PROVIDER, **arguments)
 
         def service_model_name(self) -> str:
@@ -278,11 +283,15 @@ def _register() -> None:
 
         def request_headers(self, config: Any) -> dict[str, str]:
             session = self._session()
-            key = session.judge_key if self._judge and session.judge_key else session.api_key
+            key = session.judge_key if self._plays and session.judge_key else session.api_key
+            if self._plays in session.roles:
+                key = session.roles[self._plays]["api_key"]
             return {**super().request_headers(config), "Authorization": f"Bearer {key}"}
 
         def completion_params(self, config: Any, tools: bool) -> dict[str, Any]:
             params: dict[str, Any] = super().completion_params(config, tools)
+            if self._plays:  # The policy's limits are too narrow for a verdict.
+                return {**params, "max_tokens": _VERDICT_TOKENS, "temperature": 0.0}
             seed = self._session().seed
             return params if seed is None else {**params, "seed": seed}
 

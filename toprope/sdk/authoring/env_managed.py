@@ -49,6 +49,9 @@ class Session:
     opponent: Mapping[str, str] | None = None
     """`base_url`, `api_key` and `model` of a fixed opponent of games for several players; None: self-play."""
 
+    roles: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """`base_url`, `api_key` and `model` of the owner's models by role; nothing that they answer is recorded."""
+
     def as_opponent(self) -> Session:
         """The session with which the fixed opponent is asked; nothing that it answers is recorded.
 

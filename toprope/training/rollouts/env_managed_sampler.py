@@ -10,9 +10,11 @@ A model at an endpoint is reached through a proxy in this process, because the w
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
+from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import replace
@@ -29,6 +31,8 @@ from toprope.training.rollouts.endpoint_proxy import EndpointProxy
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import GroupSampler, SampledGroup, TaskRef, excerpt
 
+_VERDICT_TOKENS = 1024
+"""Longest answer of a model with a role, if the policy's are shorter."""
 _GRACE_S = 10.0
 """Seconds beyond a rollout's own time limit after which its worker counts as hung."""
 
@@ -44,6 +48,8 @@ class EnvManagedSampler(GroupSampler):
     opponent: EndpointClient | bool = False
     """Who plays the other seats: a model at an endpoint, True for the weights that inference holds for it, or False for
     self-play."""
+    roles: Mapping[str, EndpointClient] = MappingProxyType({})
+    """Models at endpoints by the role that they have in the environment."""
     deaths_allowed = 1
     """Groups run beside each other, so it is unknown which one ended a worker: each is tried once more."""
 
@@ -115,14 +121,24 @@ class EnvManagedSampler(GroupSampler):
     async def _run_with_opponent(
         self, worker: EnvironmentWorker, task: TaskRef, sessions: list[dict[str, Any]], sampling: Sampling
     ) -> WorkerGroup:
-        """Runs a group beside a proxy to the opponent, if that is a model at an endpoint."""
-        if not isinstance(self.opponent, EndpointClient):
+        """Runs a group beside proxies to the opponent and to the models with roles, if these are at endpoints."""
+        models = dict(self.roles) | ({OPPONENT: self.opponent} if isinstance(self.opponent, EndpointClient) else {})
+        if not models:
             return await self._run(worker, task, sessions)
-        async with EndpointProxy(self.opponent, 0, sampling) as proxy:
-            fixed = {"base_url": f"{proxy.url}/v1", "api_key": proxy.judge_key, "model": OPPONENT}
-            await worker.reach(proxy.url)
-            answer = await self._run(worker, task, [{**session, "opponent": fixed} for session in sessions])
-            proxy.raise_failure()
+        verdicts = dataclasses.replace(sampling, max_new_tokens=max(sampling.max_new_tokens, _VERDICT_TOKENS))
+        async with AsyncExitStack() as stack:
+            proxies: list[EndpointProxy] = []
+            access: dict[str, dict[str, str]] = {}
+            for name, client in models.items():
+                proxy = EndpointProxy(client, 0, sampling if name == OPPONENT else verdicts)
+                proxies.append(await stack.enter_async_context(proxy))
+                await worker.reach(proxy.url)
+                access[name] = {"base_url": f"{proxy.url}/v1", "api_key": proxy.judge_key, "model": name}
+            opponent = {"opponent": access.pop(OPPONENT)} if OPPONENT in access else {}
+            given = {**opponent, **({"roles": access} if access else {})}
+            answer = await self._run(worker, task, [{**session, **given} for session in sessions])
+            for proxy in proxies:
+                proxy.raise_failure()
         return answer
 
     async def _run(self, worker: EnvironmentWorker, task: TaskRef, sessions: list[dict[str, Any]]) -> WorkerGroup:

@@ -37,6 +37,8 @@ from toprope.training.rollouts.restarting_worker import RestartingWorker
 from toprope.training.rollouts.walls import environment_wall, missing_wall, passed_on
 from toprope.training.rollouts.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
 
+MODEL_ROLES = "model-roles"
+"""Tag of environments that ask models by role."""
 SELF_PLAY = "self-play"
 """Tag of environments whose tasks are games of several players."""
 
@@ -184,6 +186,8 @@ class EnvironmentHost:
             opponent = self.plan.section.opponent
             clients = {} if self._helpers is None else self._helpers.clients
             sampler.opponent = clients.get(opponent) or bool(opponent)
+            if MODEL_ROLES in self.card.tags:
+                sampler.roles = {role: clients[name] for role, name in self.plan.section.model_roles.items()}
         if self._judges and self._helpers is not None:
             sampler.judges = Judges(self._judges, self._helpers.verdicts, self.card.parts)
         return sampler
@@ -259,6 +263,11 @@ class EnvironmentHost:
             raise InvalidValue(
                 "environment.opponent is set, and this environment has no second player.",
                 hint='edit_config sets environment.opponent to "".',
+            )
+        if section.model_roles and MODEL_ROLES not in card.tags and self.is_only:
+            raise InvalidValue(
+                "environment.model_roles is set, and this environment asks no models by role.",
+                hint="edit_config sets environment.model_roles to {}; environment.rewards has judges.",
             )
         for name in section.reward_weights_end:
             if name not in card.parts:
