@@ -324,8 +324,9 @@ def install(
     client: Annotated[
         str,
         typer.Argument(
-            help=f"{', '.join(CLIENTS)}; or other, which prints the usual form.",
-            autocompletion=lambda: [*CLIENTS, "other"],
+            help=f"{', '.join(CLIENTS)}; other, which prints the usual form; service, which keeps serve --http up; "
+            "or skill, a SKILL.md for agents.",
+            autocompletion=lambda: [*CLIENTS, "other", "service", "skill"],
         ),
     ],
     show: Annotated[bool, typer.Option("--print", help="Only print the configuration; write nothing.")] = False,
@@ -355,8 +356,13 @@ def install(
 ) -> None:
     """Add this installation to a client's configuration; the rest stays, and the old file is backed up."""
     with reporting_errors():
+        from toprope_server.cli import service
         from toprope_server.cli.install import Remote, main
 
+        if client in service.WHAT:
+            role = Role.of(read_only, tools)
+            typer.echo("\n".join(service.main(client, show=show, remove=remove, role=role, project=project)))
+            return
         for line in main(
             client,
             show=show,

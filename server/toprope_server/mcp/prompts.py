@@ -79,6 +79,24 @@ def improve_a_run(
     )
 
 
+def judge_a_change(
+    run_id: RunId,
+    change: Annotated[str, Field(description="The change to judge: fields with values, or in your words.")],
+    seeds: Annotated[str, Field(description="Runs on each side, which differ in their seed; 3 by default.")] = "3",
+) -> str:
+    """Finds out if one change to a run's configuration helps, with as many seeds on both sides."""
+    number = seeds.strip() or "3"
+    return (
+        f"Use Toprope to find out if this change to the run {run_id!r} helps: {change.strip()}\n"
+        "Read the run's results and configuration. Write down with note_experiment, before anything starts, what you "
+        "expect and what would count against it. Fork its configuration into two drafts, one as it was and one with "
+        f"this change alone; show the difference with diff_config. Start both with seeds={number} and the same budget, "
+        "wait with check_status (wait_s, and the cursor of its last answer), and change nothing in between. Compare "
+        "all runs with compare_runs, and report its interval; if it shows no difference, say so, and how many more "
+        "seeds or tasks it names. Record the outcome with note_experiment. Stop no run because its numbers look bad."
+    )
+
+
 def write_an_environment(
     idea: Annotated[str, Field(description="The task to learn, and how an answer is scored.")],
     name: Annotated[str, Field(description="A name for it, such as back-words; optional.")] = "",
@@ -102,10 +120,11 @@ def write_an_environment(
     )
 
 
-_PROMPTS: tuple[tuple[Callable[..., str], str, str], ...] = (
+PROMPTS: tuple[tuple[Callable[..., str], str, str], ...] = (
     (train_an_environment, "Train on an environment", "start_training"),
     (write_an_environment, "Write an environment", "select_environment"),
     (diagnose_run, "Diagnose a run", "check_status"),
+    (judge_a_change, "Judge a change", "start_training"),
     (improve_a_run, "Improve on a run", "start_training"),
 )
 """Function, title, and the tool that the prompt needs."""
@@ -114,7 +133,7 @@ _PROMPTS: tuple[tuple[Callable[..., str], str, str], ...] = (
 def prompts_for(tools: Collection[str]) -> list[Prompt]:
     """The prompts for a server that offers these tools."""
     return [
-        Prompt.from_function(asks, name=asks.__name__, title=title) for asks, title, needs in _PROMPTS if needs in tools
+        Prompt.from_function(asks, name=asks.__name__, title=title) for asks, title, needs in PROMPTS if needs in tools
     ]
 
 
@@ -125,7 +144,7 @@ async def complete(
     context: CompletionContext | None = None,
 ) -> Completion:
     """Names and ids that start with, or else contain, the typed text; none for arguments of others."""
-    own = {asks.__name__ for asks, _, _ in _PROMPTS}
+    own = {asks.__name__ for asks, _, _ in PROMPTS}
     source = _SOURCES.get(argument.name)
     ours = ref.name in own if isinstance(ref, PromptReference) else ref.uri.startswith("toprope://")
     if source is None or not ours:

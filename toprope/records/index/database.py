@@ -246,6 +246,9 @@ class Index:
             log = Path(f"{self.path}-wal")
             if not self._no_room(str(error)) or (log.exists() and log.stat().st_size):
                 return db
+        except BaseException:
+            db.close()
+            raise
         db.close()
         return sqlite3.connect(f"{self.path.resolve().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None)
 
