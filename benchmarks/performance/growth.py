@@ -194,7 +194,8 @@ def browsed_groups(root: Path) -> Points:
         return browse
 
     (root / "browsed").mkdir()
-    return {count: points(count) for count in (500, 1000, 2000, 4000, 8000, 16000)}
+    # From 8,000 on there are compressed segments to read, which cost more than one that is still open.
+    return {count: points(count) for count in (1000, 2000, 4000, 8000, 16000, 32000, 64000)}
 
 
 def metric_rows(root: Path) -> Points:
@@ -239,7 +240,7 @@ def draw(curves: Mapping[str, Mapping[float, float]], exponents: Mapping[str, fl
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, places = pyplot.subplots(2, 4, figsize=(13, 6))
     for place, (name, costs) in zip(places.flat, curves.items(), strict=False):
@@ -249,6 +250,8 @@ def draw(curves: Mapping[str, Mapping[float, float]], exponents: Mapping[str, fl
         place.loglog(sizes, [costs[top] * size / top for size in sizes], linestyle=":", color="gray")
         place.set_title(f"{name.replace('_', ' ')}: exponent {exponents[name]:.2f}", fontsize=9)
         place.tick_params(labelsize=7)
+        for axis in (place.xaxis, place.yaxis):
+            axis.set_minor_formatter(ticker.NullFormatter())
         place.set_ylabel("processor seconds", fontsize=7)
     figure.suptitle("Cost by size; the dotted line is proportional", fontsize=10)
     figure.tight_layout()
