@@ -9,6 +9,7 @@ import ast
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ def test_atropos_environment_runs_without_its_api(tmp_path: Path, tiny_policy: P
         played = await run(link, right, 4)
         assert [outcome["reward"] for outcome in played["outcomes"]] == [1.0] * 4
 
-    with_worker("atropos", tmp_path, body, tokenizer=str(tiny_policy), items=60)
+    policy = shutil.copytree(tiny_policy, tmp_path / "policy")  # behind the wall a worker reads declared folders only
+    with_worker("atropos", tmp_path, body, tokenizer=str(policy), items=60)
 
 
 @pytest.mark.parametrize("adapter", [verifiers, openenv, inspect_ai, atropos])
