@@ -16,6 +16,7 @@ from toprope.records.run.status import Status
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.catalog.opened import Opened
 from toprope.workbench.drafts import Drafts
 from toprope.workbench.fit import TaskSample
 from toprope.workbench.interpreters.background import Installations
@@ -42,12 +43,17 @@ class Workshop:
     """Running installations for environments."""
     openings: Openings = field(default_factory=Openings, repr=False)
     """Environments that are being loaded for a call."""
+    opened: Opened = field(init=False, repr=False)
+    """Environments that a worker has opened in this home."""
     samples: dict[str, TaskSample] = field(default_factory=dict, repr=False)
     """A few tasks of described environments, by environment and knobs, for the fit check."""
     pages: dict[str, Any] = field(default_factory=dict, repr=False)
     """What answers pages in clients (`toprope_tools.page.source`), made at its first use."""
     _lengths: dict[str, float | None] = field(default_factory=dict, repr=False)
     """Longest training by run, cached because it is frozen with the run."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "opened", Opened(self.home.path / "opened.json"))
 
     @classmethod
     def open(cls, home: Home | None = None) -> Workshop:

@@ -7,6 +7,8 @@ must not disturb it.
 from __future__ import annotations
 
 import ast
+import hashlib
+import os
 import re
 import threading
 import tomllib
@@ -18,7 +20,7 @@ from typing import Any
 
 __all__ = [
     *("DeclaredKnob", "Found", "NAME", "TRAINING_PACKAGES", "discover_file", "environment_files", "first_line"),
-    *("literal", "script_requirements"),
+    *("literal", "name_of", "script_requirements"),
 ]
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -34,6 +36,8 @@ _SUBMODULE = re.compile(r"^\s*(?:from|import)\s+trl\.", re.MULTILINE)
 _BASES = ("Environment", "OwnLoop")
 _LARGEST = 4 << 20
 """Largest file in bytes: nobody writes more by hand, and its syntax tree takes a hundred times as much memory."""
+_NOT_SEARCHED = ("build", "dist", "node_modules", "site-packages", "test", "tests", "venv")
+_MOST_FILES = 1000
 _PARSING = threading.Lock()
 
 
@@ -63,9 +67,27 @@ class Found:
     problem: str = ""
 
 
-def environment_files(folder: Path) -> list[Path]:
-    """Python files directly in a folder, sorted by name, without helpers, whose names begin with `_`."""
-    return sorted(file for file in folder.glob("*.py") if not file.name.startswith("_") and file.is_file())
+def environment_files(folder: Path, *, deep: bool = False) -> list[Path]:
+    """Python files in a folder, sorted by name, without helpers, whose names begin with `_`.
+
+    Args:
+        deep: Look into its folders as well, without tests, hidden folders and installed packages.
+    """
+    if not deep:
+        return sorted(file for file in folder.glob("*.py") if not file.name.startswith("_") and file.is_file())
+    found: list[Path] = []
+    for place, folders, _ in os.walk(folder):
+        folders[:] = sorted(one for one in folders if not one.startswith((".", "_")) and one not in _NOT_SEARCHED)
+        found += environment_files(Path(place))
+        if len(found) > _MOST_FILES:
+            break
+    return found[:_MOST_FILES]
+
+
+def name_of(text: str) -> str:
+    """Return a valid name for an environment that its author called otherwise; a long one ends with a hash of it."""
+    name = re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_") or "environment"
+    return name if len(name) <= 64 else f"{name[:55]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def discover_file(file: Path) -> list[Found]:

@@ -44,7 +44,7 @@ def test_saved_environment_is_listed_loaded_and_can_be_selected(shop):
     path = shop.home.agent_environments / "twice.py"
     assert path.read_text() == CODE and answer.data.environments == ["twice"]
     assert 'check_environment(name="twice")' in answer.text
-    assert "twice [ready]" in do(list_environments, shop, query="twice").text
+    assert "twice [not tried]" in do(list_environments, shop, query="twice").text
     assert "Twice " in do(describe_environment, shop, name="twice").text
     assert do(select_environment, shop, name="twice").data.environment == "twice"
     again = do(save_environment, shop, name="twice", code=CODE.replace("1000", "2000"))

@@ -7,11 +7,12 @@ import pytest
 import yaml
 from toprope_tools.clients import Client
 from toprope_tools.planning.environment_check import check_environment
-from toprope_tools.planning.environments import describe_environment, select_environment
+from toprope_tools.planning.environments import describe_environment, list_environments, select_environment
 from toprope_tools.planning.opening import Caller
 
 from tests.support.tools_house import do
 from toprope.errors import EnvironmentFailed, InvalidValue, NotPossibleNow
+from toprope.workbench.catalog.opened import Opened
 
 NEEDY = '''from toprope.sdk import Environment, Task, knob
 from toprope.sdk.authoring.knobs import REQUIRED
@@ -83,6 +84,20 @@ def test_missing_knobs_are_named_with_their_types_and_given_to_every_tool(shop):
         do(select_environment, shop, name="needy", knobs={**knobs, "times": 99})
     again = do(check_environment, shop, name=draft.id, knobs={"times": 3})
     assert again.data.draft_id == draft.id and again.data.tasks_tried
+
+
+def test_only_what_was_opened_is_called_ready(shop):
+    def state(name):
+        [item] = [one for one in do(list_environments, shop, query=name).data.environments if one.name == name]
+        return item.state
+
+    assert (state("needy"), state("sort_letters")) == ("not tried", "ready")
+    with pytest.raises(InvalidValue):
+        do(describe_environment, shop, name="needy")
+    assert state("needy") == "not tried"
+    shop.home.ensure()
+    do(describe_environment, shop, name="needy", knobs={"word": "yes", "voice": "low"})
+    assert state("needy") == "ready" and Opened(shop.home.path / "opened.json").read()
 
 
 def test_loading_outlasts_the_call_that_asked(shop, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.discovery import NAME, environment_files, name_of
 from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.entries import Entry, Names
@@ -159,7 +160,7 @@ def test_packages_are_listed_per_interpreter_or_ask_for_install(tmp_path: Path) 
     source = InstalledSource(lambda: found, lambda: known)
     entries = {entry.name: entry for entry in source.entries(Names())}
     assert {name: entry.status for name, entry in entries.items()} == {
-        "gone": "broken", "alpha/chess": "ready", "alpha/chess@second": "ready", "alpha/go": "needs key",
+        "gone": "broken", "alpha/chess": "ready", "alpha/go": "needs key",
         "alpha/old": "broken", "beta": "needs install",
     }  # fmt: skip
     assert "toprope env remove gone" in entries["gone"].problem and entries["beta"].ecosystem == "beta"
@@ -271,3 +272,31 @@ def test_interpreters_of_ecosystem_come_first() -> None:
         for name, adapter in {"zeta": "zeta", "aaa": None, "older": "zeta", "aab": None}.items()
     }
     assert [one.name for one in known_interpreters(added)] == ["", "zeta", "older", "aaa"]
+
+
+def test_folders_of_a_checkout_are_searched_and_long_names_are_shortened(tmp_path: Path) -> None:
+    for place in ("a/b", "tests", ".hidden", "_helpers", "venv"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / f"game_{len(place)}.py").write_text("x = 1\n")
+    assert [file.name for file in environment_files(tmp_path, deep=True)] == ["game_3.py"]
+    assert environment_files(tmp_path) == []
+    long = "An Environment " * 8
+    found = stub("alpha", declared=lambda file, tree: [Listed(long, str(file))])
+    reader = FileReader(lambda: [found])
+    [entry] = FolderSource(tmp_path, "git", reader, lambda: [Known("", None, tmp_path)], deep=True).entries(Names())
+    assert NAME.fullmatch(entry.name) and entry.name.startswith("an-environment-an") and entry.status == "ready"
+    assert name_of(long) == entry.name != name_of(long + "2") and name_of("Wordle v0!") == "wordle-v0"
+
+
+def test_an_environment_runs_in_the_interpreter_that_can_run_it(tmp_path: Path) -> None:
+    first, second = install(tmp_path / "first", "alpha"), install(tmp_path / "second", "alpha", "right")
+
+    def installed(site: Path) -> list[Listed]:
+        return [Listed("chess", "chess", problem="" if (site / "right").is_dir() else "too old", needs="")]
+
+    for name in ("python1", "python2"):
+        (tmp_path / name).touch()
+    known = [Known("first", str(tmp_path / "python1"), first), Known("second", str(tmp_path / "python2"), second)]
+    source = InstalledSource(lambda: [stub("alpha", "alpha", installed=installed)], lambda: known)
+    [entry] = [one for one in source.entries(Names()) if one.name == "alpha/chess"]
+    assert (entry.status, entry.environment.interpreter) == ("ready", str(tmp_path / "python2"))

@@ -52,7 +52,8 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
     entries = await to_thread.run_sync(workshop.catalog.search, query or "")
     page = entries[start : start + _PAGE]
     more = str(start + _PAGE) if start + _PAGE < len(entries) else None
-    items = [_item(one) for one in page]
+    opened = await to_thread.run_sync(workshop.opened.read)
+    items = [_item(one, _state(one, workshop.opened.state(one, opened))) for one in page]
     if not items and not start:
         text = f"No environment matches {query!r}. Next: list_environments() for all."
     elif not items:
@@ -69,7 +70,7 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
         if more:
             arguments = {"query": query, "cursor": more} if query else {"cursor": more}
             lines.append(f"More: {call('list_environments', **arguments)}")
-        ready = next((item.name for item in items if item.state == "ready"), None)
+        ready = next((item.name for item in items if item.state in ("ready", "not tried")), None)
         if ready:
             lines.append(f"Next: {call('describe_environment', name=ready)}, or another name.")
         text = "\n".join(lines)
@@ -279,11 +280,11 @@ def _tested(found: Baseline) -> answers.Tested:
     return answers.Tested(**{name: getattr(found, name) for name in answers.Tested.model_fields})
 
 
-def _item(entry: Entry) -> answers.EnvironmentItem:
+def _item(entry: Entry, state: str) -> answers.EnvironmentItem:
     return answers.EnvironmentItem(
         name=entry.name,
         summary=_summary(entry),
-        state=_state(entry),
+        state=state,
         ecosystem=entry.ecosystem,
         tools=entry.tools,
         tasks=entry.tasks,
@@ -311,8 +312,8 @@ def _nature(described: Description) -> str:
     )
 
 
-def _state(entry: Entry) -> str:
-    return entry.status if entry.status == "ready" else f"{entry.status}: {marked(entry.problem, 400)}"
+def _state(entry: Entry, state: str = "ready") -> str:
+    return state if entry.status == "ready" else f"{entry.status}: {marked(entry.problem, 400)}"
 
 
 def _summary(entry: Entry) -> str:

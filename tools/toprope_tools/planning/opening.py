@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from anyio import to_thread
+
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.walls import Walls, allowed_network
 from toprope.settings.environment import EnvironmentSection
@@ -203,9 +205,11 @@ async def opened(
         wait_s = min(limit_s, longest_wait_s(caller.client, workshop.settings().status.waits) + beyond_s)
     source = entry.environment.model_dump(mode="json")
     key = json.dumps([source, _changed(source.get("file")), dict(asked)], sort_keys=True, default=str)
-    return await workshop.openings.result(
+    result = await workshop.openings.result(
         key, make, what=f"Loading {entry.name}", limit_s=limit_s, wait_s=wait_s, caller=caller
     )
+    await to_thread.run_sync(workshop.opened.add, entry)
+    return result
 
 
 def _changed(file: Any) -> int:

@@ -46,6 +46,7 @@ class Verifiers(OwnLoop):
     """An environment of verifiers."""
 
     guessed_reference = True
+    listed = True
     packages = ("verifiers",)
     tags = ("verifiers",)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters._shared.listing import Listed
-from toprope.sdk.discovery import NAME, Found, discover_file, environment_files, parse
+from toprope.sdk.discovery import NAME, Found, discover_file, environment_files, name_of, parse
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
@@ -79,6 +79,7 @@ class FolderSource:
         reader: Reads files.
         interpreters: Returns every known interpreter.
         python: Interpreter for this folder; None for Toprope's own, or that of the ecosystem.
+        deep: Look into its folders as well.
     """
 
     def __init__(
@@ -88,14 +89,16 @@ class FolderSource:
         reader: FileReader,
         interpreters: Callable[[], Sequence[Known]],
         python: str | None = None,
+        *,
+        deep: bool = False,
     ) -> None:
-        self._place, self.kind = place, kind
+        self._place, self.kind, self._deep = place, kind, deep
         self._reader, self._interpreters, self._python = reader, interpreters, python
 
     def entries(self, names: Names) -> list[Entry]:
         """Return the environments by file and line."""
         entries = []
-        for file in [self._place] if self._place.is_file() else environment_files(self._place):
+        for file in [self._place] if self._place.is_file() else environment_files(self._place, deep=self._deep):
             read = self._reader.read(file)
             if read is None:
                 continue  # removed since the listing
@@ -129,9 +132,7 @@ class FolderSource:
 
     def _theirs(self, adapter: Adapter, listed: Listed, file: Path, names: Names) -> Entry:
         if NAME.fullmatch(listed.name) is None:
-            allowed = "lower-case letters, digits, '_' and '-'"
-            problem = f"{listed.name!r} is not a valid name: use {allowed}. Rename it in {file}."
-            return broken(listed.name, problem, self.kind, ecosystem=adapter.name, description=listed.description)
+            listed = dataclasses.replace(listed, name=name_of(listed.name))
         python = self._python
         if python is None:
             known = home_of(adapter, self._interpreters())

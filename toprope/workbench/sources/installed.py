@@ -1,7 +1,7 @@
 """Environments in installed packages, found by each adapter in the files of each interpreter.
 
-An ecosystem without an interpreter is one entry that says how to install it. If two interpreters have the same
-environment, the second is called `name@interpreter`.
+An ecosystem without an interpreter is one entry that says how to install it. An environment that several interpreters
+have is one entry: it runs in the first one that can run it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class InstalledSource:
             return [_missing(adapter)] if adapter.requirements else []
         if not adapter.lists_packages:
             return []
-        entries = []
+        entries: dict[str, Entry] = {}
         for one in interpreters:
             if not adapter.is_in(one.site_packages):
                 continue
@@ -60,17 +60,14 @@ class InstalledSource:
             except Exception as error:  # A broken package must not hide the others.
                 problem = f"{one.site_packages} cannot be listed: {type(error).__name__}: {error}"
                 name = f"{adapter.name}@{one.name}" if one.name else adapter.name
-                entries.append(broken(name, problem, self.kind, ecosystem=adapter.name))
+                entries[name] = broken(name, problem, self.kind, ecosystem=adapter.name)
                 continue
             for listed in found:
                 name = f"{adapter.name}/{listed.name}"
-                holder = f"{one.name}:{listed.target}"
-                if names.claim(name, holder):
-                    name = f"{name}@{one.name or 'toprope'}"
-                    if names.claim(name, holder):
-                        continue  # The adapter lists it twice.
-                entries.append(entry_of(listed, name, self.kind, adapter, one.python))
-        return entries
+                entry = entry_of(listed, name, self.kind, adapter, one.python)
+                if name not in entries or (entry.status == "ready" and entries[name].status != "ready"):
+                    entries[name] = entry
+        return [one for one in entries.values() if not names.claim(one.name, f"{adapter.name} in packages")]
 
     def _listed(self, adapter: Adapter, site_packages: Path) -> list[Listed]:
         """Return an adapter's findings, cached until packages are installed or removed."""

@@ -62,7 +62,7 @@ class RegisteredSource:
             if not place.exists():
                 problem = f"{place} does not exist. Remove it: toprope env remove {one.name}"
                 return [broken(one.name, problem, one.kind)]
-            return FolderSource(place, one.kind, self._reader, self._interpreters, one.python).entries(names)
+            return FolderSource(place, one.kind, self._reader, self._interpreters, one.python, deep=True).entries(names)
         if one.kind == "server":
             return [self._server(one, names)]
         if one.kind == "dataset":

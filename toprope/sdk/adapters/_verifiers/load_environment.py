@@ -55,6 +55,7 @@ class LoadedEnvironment(OwnLoop):
     """What a package's `load_environment` returns."""
 
     guessed_reference = True
+    listed = True
     packages = ("verifiers",)
     tags = ("verifiers",)
 

@@ -1,0 +1,65 @@
+"""Which environments a worker has opened here, so that lists call only those ready.
+
+Files tell what an environment is and not whether it loads. The shipped environments and those of reasoning-gym are
+opened by this project's tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from toprope.atomic import write_json
+from toprope.errors import TopropeError
+from toprope.records.run.folder import read_json
+from toprope.workbench.entries import Entry
+
+_VERSION = 1
+_MOST = 5000
+_TESTED = ("shipped", "reasoning_gym")
+
+
+class Opened:
+    """The record of a home.
+
+    Args:
+        path: The file; may not exist yet. It is a cache: an unreadable one counts as empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._here: dict[str, float] = {}
+        """Opened by this process."""
+
+    def state(self, entry: Entry, known: dict[str, float] | None = None) -> str:
+        """Return an entry's state: `ready` only if it was opened, else `not tried`; other states as they are."""
+        if entry.status != "ready" or entry.source in _TESTED:
+            return entry.status
+        return "ready" if _key(entry) in (self.read() if known is None else known) else "not tried"
+
+    def read(self) -> dict[str, float]:
+        """Return the times of opening by environment."""
+        try:
+            found: Any = read_json(self._path, _VERSION).get("opened")
+        except (TopropeError, OSError):
+            found = None
+        return {**(found if isinstance(found, dict) else {}), **self._here}
+
+    def add(self, entry: Entry) -> None:
+        """Record that a worker has opened an environment."""
+        self._here[_key(entry)] = time.time()
+        known = self.read()
+        newest = dict(sorted(known.items(), key=lambda pair: -float(pair[1]))[:_MOST])
+        try:
+            if self._path.parent.is_dir():
+                write_json(self._path, {"version": _VERSION, "opened": newest})
+        except OSError:  # It is known until the server ends.
+            pass
+
+
+def _key(entry: Entry) -> str:
+    source = entry.environment.model_dump(mode="json", exclude={"rewards", "split_rule"})
+    return hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
