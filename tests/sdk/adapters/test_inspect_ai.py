@@ -54,6 +54,7 @@ def inspect(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
         failure: BaseException | None = None,
     ) -> OwnLoop:
         task = Thing(dataset=samples, sandbox=None, scorer=list(scorers), model_roles={"critic": "other/model"})
+        task.early_stopping = "some"
 
         async def eval_async(asked: list[Sample], model: dict[str, Any], **settings: Any) -> list[Thing]:
             assert settings["model_roles"].keys() == {"grader", "critic"} and model["plays"] == ""
@@ -61,17 +62,22 @@ def inspect(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
             places.append({role: one["base_url"] for role, one in settings["model_roles"].items()})
             if evaluate is not None:
                 await evaluate(asked, model["sessions"])
-            return [Thing(samples=asked, error=None, status="success")]
+            played = [one for one in asked if one.input != "left out"]
+            return [Thing(samples=played, error=None, status="success")]
 
         def load_tasks(targets: list[str], arguments: dict[str, Any]) -> list[Thing]:
             if failure is not None:
                 raise failure
             return [task]
 
+        def task_with(task: Thing, dataset: list[Sample], epochs: int) -> list[Sample]:
+            assert task.early_stopping is None, "rollouts are no repetitions of an evaluation"
+            return dataset
+
         values = {"C": 1.0, "I": 0.0}
         for name, members in {
             "openai": {},
-            "inspect_ai": {"eval_async": eval_async, "task_with": lambda task, dataset, epochs: dataset},
+            "inspect_ai": {"eval_async": eval_async, "task_with": task_with},
             "inspect_ai._eval.loader": {"load_tasks": load_tasks},
             "inspect_ai._util.error": {"PrerequisiteError": PrerequisiteError},
             "inspect_ai._util.registry": {
@@ -154,7 +160,8 @@ def test_inspect_converts_scores_to_parts(inspect: Callable[..., OwnLoop]) -> No
     assert good.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
     assert failed.error == "ValueError: it broke" and failed.truncated
     assert isinstance(beyond, EnvironmentMistake) and "reward_low and reward_high" in str(beyond)
-    assert isinstance(unread, Played) and unread.error == "the scorer exact gave no score: Grade not found in: hm"
+    assert isinstance(unread, Played) and unread.error is not None
+    assert unread.error.startswith("the scorer exact gave no score: Grade not found in: hm (environment.model_roles")
 
 
 def test_inspect_names_what_a_task_needs(
@@ -184,3 +191,14 @@ def test_roles_are_the_policy_or_models_of_the_owner(inspect: Callable[..., OwnL
     asyncio.run(both())
     policy = {"grader": "http://x/v1", "critic": "http://x/v1"}
     assert places == [policy, policy | {"grader": "http://judge/v1"}]
+
+
+def test_sample_that_is_left_out_fails_alone(inspect: Callable[..., OwnLoop]) -> None:
+    environment = inspect([sample("a"), sample("left out")])
+    first, second = environment.tasks()
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(environment.group(first, [session()]), environment.group(second, [session()]))
+
+    [played], [missing] = asyncio.run(both())
+    assert isinstance(played, Played) and "was not played" in str(missing)

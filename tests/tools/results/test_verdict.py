@@ -40,4 +40,7 @@ def test_easy_single_and_failing_tests_are_told_apart() -> None:
     assert "nothing to learn" in verdict(accuracy=1.0, all_right_share=1.0, all_wrong_share=0.0, signal_share=0.0)
     assert "group_size=8" in verdict(rollouts=64)
     assert "does not work" in verdict(errors=512)
-    assert "mend the scorer" in verdict(errors=100)
+    assert "mend what fails" in verdict(errors=100)
+    kinds = {"rare": 1, "no grade\nfound": 511}
+    assert "every answer ended in an error, such as «no grade found»." in verdict(errors=512, error_kinds=kinds)
+    assert "mend what fails, such as «no grade found»" in verdict(errors=100, error_kinds=kinds)

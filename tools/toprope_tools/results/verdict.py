@@ -6,11 +6,13 @@ from toprope.analysis.findings.configured import expected_signal
 from toprope.analysis.reports.results import Accuracy
 from toprope.settings.schema import EMBEDDED, Config
 from toprope.text_format import percent
+from toprope.untrusted import marked
 
 _ENOUGH, _LITTLE = 0.25, 0.05
 """Shares of groups with signal: enough to train on, and too little to begin."""
 _CUT, _UNREADABLE = 0.5, 0.3
 _FEW_RIGHT = 0.02
+_LONGEST_ERROR = 300
 _LARGER = 2
 """Factor to a larger group whose signal is estimated."""
 
@@ -24,8 +26,8 @@ def judge_test(test: Accuracy, config: Config) -> list[str]:
     tried = test.rollouts or test.tasks
     if test.errors and test.errors >= tried:
         return [
-            "Verdict: the environment does not work with this configuration; every answer ended in an error. "
-            "describe_environment shows the error of the scorer."
+            "Verdict: the environment does not work with this configuration; every answer ended in an error"
+            f"{_most_frequent(test) or '. describe_environment shows the error of the scorer'}."
         ]
     if test.all_right_share == 1.0:
         return ["Verdict: every answer is right, so there is nothing to learn; make the tasks harder."]
@@ -43,6 +45,14 @@ def judge_test(test: Accuracy, config: Config) -> list[str]:
     return [verdict, f"To change: {'; '.join(remedies)}."] if remedies else [verdict]
 
 
+def _most_frequent(test: Accuracy) -> str:
+    """Return the error of most rollouts, marked; empty if none is known."""
+    if not test.error_kinds:
+        return ""
+    text = max(test.error_kinds, key=lambda one: test.error_kinds[one])
+    return f", such as {marked(text, _LONGEST_ERROR)}"
+
+
 def signal_of(test: Accuracy) -> float | None:
     """Return the share of groups that teach; None if it was not measured."""
     if test.signal_share is not None:
@@ -56,7 +66,7 @@ def _remedies(test: Accuracy, config: Config, signal: float, size: int) -> list[
     """Return what to change, the likeliest first."""
     found, limit = [], config.rollout.max_new_tokens
     if test.errors > 0.05 * (test.rollouts or test.tasks):
-        found.append("mend the scorer: describe_environment shows its error")
+        found.append(f"mend what fails{_most_frequent(test) or ': describe_environment shows the error of the scorer'}")
     if (test.truncated or 0.0) >= _CUT:
         changes = f"rollout.max_new_tokens to {2 * limit}"
         if 3 * limit > config.policy.max_context:

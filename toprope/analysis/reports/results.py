@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from toprope.analysis.integrity import Integrity
 from toprope.analysis.statistics.intervals import Proportion
@@ -29,6 +29,8 @@ class Accuracy(_Part):
     reward_mean: float | None = None
     truncated: float | None = None
     errors: int = 0
+    error_kinds: dict[str, int] = Field(default={}, exclude=True)
+    """How often each error ended a rollout; untrusted text. Sealed for held-out tasks."""
     parts: dict[str, float] = {}
     pass_at_k: float | None = None
     all_wrong_share: float | None = None

@@ -40,6 +40,7 @@ EXTRAS = {
 """Extras that `toprope env add PACKAGE` takes unless others are named: what tasks import, without torch and Docker, and
 without what package indexes lack. By the package, with the oldest version that has them."""
 _PROVIDER = "toprope"
+_CURE = "environment.model_roles names a stronger grader"
 _VERDICT_TOKENS = 1024
 _GRADER = "grader"
 """The role of inspect's model-graded scorers."""
@@ -140,7 +141,8 @@ class Inspect(OwnLoop):
             parts[name] = _number(None if score is None else score.value, to_float)
             if math.isnan(parts[name]):
                 why = " ".join(str(getattr(score, "explanation", None) or "it gives no reason").split())
-                return Played({}, error=f"the scorer {name} gave no score: {why}"[:_LONGEST_REASON], **said)
+                why = f"the scorer {name} gave no score: {why[:_LONGEST_REASON]}"
+                return Played({}, error=f"{why} ({_CURE})" if "Grade not found" in why else why, **said)
             if not self.parts[name].low <= parts[name] <= self.parts[name].high:
                 raise EnvironmentMistake(
                     f"Score {name!r} is {parts[name]:g}: set the knobs reward_low and reward_high to hold it."
@@ -178,7 +180,11 @@ class _Desk:
                         done.set_exception(RuntimeError(f"inspect: {type(error).__name__}: {error}"))
                 continue
             for (_, _, done), sample in zip(alike, found, strict=True):
-                if not done.done():
+                if done.done():
+                    continue
+                if isinstance(sample, _NotPlayed):
+                    done.set_exception(sample)
+                else:
                     done.set_result(sample)
 
 
@@ -251,16 +257,21 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
         shutil.rmtree(folder, ignore_errors=True)
     log = logs[0]
     found = {sample.id: sample for sample in log.samples or ()}
-    if len(found) != len(samples):
-        why = log.error.message if log.error else log.status
-        raise RuntimeError(f"{len(found)} of {len(samples)} samples were played: {why}")
-    return [found[name] for name in sessions]
+    if not found:
+        raise RuntimeError(f"no sample was played: {log.error.message if log.error else log.status}")
+    return [found.get(name) or _NotPlayed(f"the sample was not played ({log.status})") for name in sessions]
 
 
 def _copied(task: Any) -> Any:
     import copy
 
-    return copy.copy(task)  # task_with modifies its argument
+    copied = copy.copy(task)  # task_with modifies its argument
+    copied.early_stopping = None  # It would leave out samples that others make redundant for an evaluation.
+    return copied
+
+
+class _NotPlayed(RuntimeError):
+    """inspect left a sample out."""
 
 
 def _register() -> None:
