@@ -87,7 +87,7 @@ export function useRun(runId: string): Followed {
         if (ended) return;
         now = joined(now, answer);
         if (now.gone) repeater.end();
-        else if (answer.live?.series && !answer.live.series.complete) repeater.poke();
+        else if (answer.live?.series && !answer.live.series.complete) repeater.soon();
       } catch (error) {
         if (ended) return;
         now = { ...now, refusal: refusalOf(error) };

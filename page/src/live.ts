@@ -8,6 +8,7 @@ const listeners = new Set<(change: Change) => void>();
 const connections = new Set<(there: boolean) => void>();
 const kept = new Map<string, Answer>();
 const MOST_KEPT = 40;
+const SOON_MS = 60;
 
 export function startFollowing(from: Source): void {
   source = from;
@@ -48,6 +49,7 @@ export class Repeater {
   private last = -Infinity;
   private timer = 0;
   private ended = false;
+  private impatient = false;
   private readonly seen = () => this.wanted && this.poke();
 
   constructor(
@@ -57,10 +59,17 @@ export class Repeater {
     document.addEventListener("visibilitychange", this.seen);
   }
 
+  /** Ask again at once, whatever the pause: the last answer said that more is being read. */
+  soon(): void {
+    this.impatient = true;
+    this.poke();
+  }
+
   poke(): void {
     this.wanted = true;
     if (this.running || this.timer || document.hidden || this.ended) return;
-    const wait = Math.max(0, this.last + this.pause - performance.now());
+    const wait = this.impatient ? SOON_MS : Math.max(0, this.last + this.pause - performance.now());
+    this.impatient = false;
     this.timer = setTimeout(() => void this.run(), wait) as unknown as number;
   }
 

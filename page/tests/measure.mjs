@@ -43,6 +43,8 @@ const chrome = await start();
 const root = chrome.browser.process().pid;
 const figures = {};
 
+let seen = { errors: [] };
+
 /** Seconds from the start of the navigation until the large chart shows the whole run and the list shows its runs. */
 async function untilChart(page, where) {
   await page.evaluateOnNewDocument((last) => {
@@ -56,11 +58,16 @@ async function untilChart(page, where) {
     requestAnimationFrame(look);
   }, rows);
   await page.goto(where);
-  await page.waitForFunction(() => window.wholeChart, { timeout: 60_000 });
+  await page.waitForFunction(() => window.wholeChart, { timeout: 60_000 }).catch(async (error) => {
+    const label = () => document.querySelector(".maincurve .plot")?.getAttribute("aria-label") ?? document.body.innerText.slice(0, 300);
+    throw new Error(`no whole chart within 60 s: ${await page.evaluate(label)} ${seen.errors}`, { cause: error });
+  });
   return page.evaluate(() => ({ first: window.firstChart / 1000, whole: window.wholeChart / 1000 }));
 }
 
-const { page, seen } = await tab(chrome.browser, { origins: [origin] });
+const watched = await tab(chrome.browser, { origins: [origin] });
+const { page } = watched;
+seen = watched.seen;
 const route = `/run/${ids.live}`;
 const cold = await untilChart(page, `${address}&${route}`);
 figures.first_chart_cold_seconds = cold.whole;

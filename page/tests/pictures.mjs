@@ -34,7 +34,7 @@ for (const [kind, width, scale, dark] of [["light", 1440, 1, false], ["dark", 14
     await page.waitForNetworkIdle({ idleTime: 300, timeout: 5000, concurrency: 1 }).catch(() => undefined);
     const file = path.join(folder, `${name.replaceAll(" ", "-")}-${kind}.webp`);
     const height = await page.evaluate(() => document.documentElement.scrollHeight);
-    const clip = { x: 0, y: 0, width, height: Math.min(height, kind === "phone" ? 1700 : 3000) };
+    const clip = { x: 0, y: 0, width, height: Math.min(height, kind === "phone" ? 1700 : all ? 3000 : 1640) };
     await page.screenshot({ path: file, type: "webp", quality: 88, clip, captureBeyondViewport: true });
     console.log(file);
   }
