@@ -1,0 +1,194 @@
+"""The adapter of Harbor: task folders in a process sandbox behind the worker's wall, scored by their own tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toprope.sdk.adapters import harbor
+from toprope.sdk.adapters._harbor.folders import task_folders
+from toprope.sdk.adapters._harbor.sandbox import Sandbox
+from toprope.sdk.errors import LoadError, WorkerError
+from toprope.sdk.wall import Wall
+from toprope.training.rollouts.environment_worker import EnvironmentWorker
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the wall of Linux")
+
+DOCKERFILE = """\
+FROM ubuntu:24.04
+ENV GREETING=hello TEST_DIR=/tests
+RUN apt-get update && \\
+    apt-get install -y python3 curl{packages} && \\
+    mkdir -p /etc/shop && rm -rf /var/lib/apt/lists/*
+RUN pip3 install --break-system-packages pytest==8.4.1
+COPY stock.txt /etc/shop/stock.txt
+WORKDIR /workspace
+"""
+TEST_SH = """\
+#!/bin/bash
+apt-get install -y curl
+pytest /tests/test_outputs.py -rA -p no:cacheprovider
+if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
+"""
+TEST_PY = """\
+from pathlib import Path
+
+def test_total():
+    assert Path("/workspace/total.txt").read_text().split() == ["{total}"]
+    assert not Path("/tests/left").exists()
+"""
+SUM = "awk '{s+=$2} END {print s}' /etc/shop/stock.txt > /workspace/total.txt"
+
+
+def written(folder: Path, name: str, packages: str = "", total: int = 5, test: str = TEST_SH) -> Path:
+    files = {
+        "task.toml": 'version = "1.0"\n[metadata]\ndifficulty = "easy"\n[verifier]\ntimeout_sec = 60\n',
+        "instruction.md": f"Write the total of `/etc/shop/stock.txt` to `/workspace/total.txt`. ({name})\n",
+        "environment/Dockerfile": DOCKERFILE.format(packages=packages),
+        "environment/stock.txt": f"pears 2\nplums {total - 2}\n",
+        "tests/test.sh": test,
+        "tests/test_outputs.py": TEST_PY.format(total=total),
+        "solution/solve.sh": f"#!/bin/bash\n{SUM}\n",
+    }
+    for path, text in files.items():
+        place = folder / name / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text)
+    return folder / name
+
+
+def with_worker(folder: Path, body: Callable[[EnvironmentWorker], Awaitable[Any]], **knobs: Any) -> Any:
+    async def main() -> Any:
+        async with await EnvironmentWorker.behind(Wall(reads=(str(folder),)), timeout=60) as link:
+            await link.open({"adapter": "harbor", "target": str(folder)}, timeout=60, knobs=knobs)
+            return await body(link)
+
+    return asyncio.run(main())
+
+
+def bash(command: str) -> str:
+    return f"<tool_call>{json.dumps({'name': 'bash', 'arguments': {'command': command}})}</tool_call>"
+
+
+async def worked(link: EnvironmentWorker, *commands: str) -> tuple[list[str], Any]:
+    """What commands print in the first task, and the outcome."""
+    begun = await link.begin("train", 0, 1, timeout=60)
+    [handle] = begun.rollouts
+    printed = []
+    for command in commands:
+        [turn] = await link.advance([[handle, bash(command), False]], timeout=60)
+        printed.append(str(turn.messages[0]["content"]))
+    [turn] = await link.advance([[handle, "Done.", False]], timeout=120)
+    return printed, turn.outcome
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    for number in range(12):
+        written(tmp_path, f"shop-{number}")
+    return tmp_path
+
+
+def test_tests_of_the_task_give_the_reward(tasks: Path) -> None:
+    async def body(link: EnvironmentWorker) -> Any:
+        right = await worked(link, "pwd; cat /etc/shop/stock.txt; echo $GREETING", SUM)
+        wrong = await worked(link, "echo 6 > total.txt", "mkdir -p /tests && touch /tests/left", "exit 3")
+        return right, wrong
+
+    (printed, right), (said, wrong) = with_worker(tasks, body)
+    assert printed == ["/workspace\npears 2\nplums 3\nhello", "(no output)"]
+    assert right.error is None and right.reward == 1.0 and right.success
+    assert wrong.error is None and wrong.reward == 0.0 and said[2] == "(exit code 3)"
+
+
+def test_solution_of_the_task_demonstrates_it(tasks: Path) -> None:
+    async def body(link: EnvironmentWorker) -> Any:
+        begun = await link.begin("train", 0, 1, timeout=60)
+        [handle] = begun.rollouts
+        assert "Use the tool `bash`" in begun.messages[-1]["content"]
+        while True:
+            answer = await link.solve(handle, timeout=60)
+            [turn] = await link.advance([[handle, answer, False]], timeout=120)
+            if turn.done:
+                return turn.outcome
+
+    assert with_worker(tasks, body).reward == 1.0
+
+
+def test_slow_commands_and_what_they_leave_behind_are_ended(tasks: Path) -> None:
+    async def body(link: EnvironmentWorker) -> Any:
+        return await worked(link, "sleep 60", "nohup sleep 300 >/dev/null 2>&1 &\necho $!", SUM)
+
+    printed, outcome = with_worker(tasks, body, command_s=1.0)
+    assert "took longer than 1 s" in printed[0] and outcome.reward == 1.0
+    assert not Path(f"/proc/{printed[1].strip()}").exists()
+
+
+def test_tasks_that_need_a_container_are_left_out_and_refused(tasks: Path) -> None:
+    written(tasks, "exotic", packages=" no-such-package-xyz")
+    (tasks / "several").mkdir()
+    for name in ("task.toml", "instruction.md"):
+        (tasks / "several" / name).write_text((tasks / "shop-0" / name).read_text())
+    (tasks / "several" / "environment").mkdir()
+    (tasks / "several" / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    why = {one.name: one.missing(one.image()) for one in task_folders(tasks)}
+    assert "no-such-package-xyz" in why["exotic"] and "several services" in why["several"] and not why["shop-0"]
+
+    async def names(link: EnvironmentWorker) -> set[str]:
+        pages = [await link.tasks(split, 0, 20, timeout=60) for split in ("train", "validation", "heldout")]
+        return {task.messages[0]["content"].rpartition("(")[2] for page in pages for task in page.tasks}
+
+    assert with_worker(tasks, names) == {f"shop-{number})" for number in range(12)}
+    with pytest.raises(WorkerError, match=r"None of 1 tasks.*no-such-package-xyz"):
+        with_worker(tasks / "exotic", names)
+
+
+def test_reward_files_are_read_strictly(tmp_path: Path) -> None:
+    rewards = {
+        "half": ('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json', 0.5),
+        "named": ('echo \'{"reward": 0.25, "b": 0}\' > /logs/verifier/reward.json', 0.25),
+        "none": ("true", "wrote no reward"),
+        "words": ("echo good > /logs/verifier/reward.txt", "not a number"),
+    }
+    for name, (script, expected) in rewards.items():
+        folder = written(tmp_path / name, "task", test=script)
+        for number in range(9):
+            written(tmp_path / name, f"task-{number}", test=script)
+        _, outcome = with_worker(folder.parent, lambda link: worked(link, "true"))
+        if isinstance(expected, float):
+            assert outcome.reward == expected
+        else:
+            assert expected in (outcome.error or "")
+
+
+def test_first_format_of_terminal_bench_is_decided_by_the_exit_code(tmp_path: Path) -> None:
+    folder = tmp_path / "hello"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "task.yaml").write_text("instruction: |-\n  Create /app/hello.txt.\n\n  Be brief.\ndifficulty: easy\n")
+    (folder / "Dockerfile").write_text("FROM ubuntu\nWORKDIR /app\n")
+    (folder / "run-tests.sh").write_text("test -f /app/hello.txt\n")
+    [task] = task_folders(folder)
+    assert (task.instruction, task.difficulty, task.rewards) == (
+        "Create /app/hello.txt.\n\nBe brief.", "easy", False
+    )  # fmt: skip
+    machine = Sandbox(task, task.image())
+    assert machine.verify()[0] == 1
+    machine.run("touch hello.txt", 10.0)
+    assert machine.verify()[0] == 0
+    machine.close()
+
+
+def test_nothing_runs_without_a_wall(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = harbor.make(str(tasks))
+    environment.knobs = harbor.Harbor.Knobs()
+    monkeypatch.setattr("toprope.sdk.adapters._harbor.sandbox.Path.read_text", lambda self: "Seccomp:\t0\n")
+    with pytest.raises(LoadError, match="no wall around the worker"):
+        environment.setup()
+    with pytest.raises(LoadError, match="is not a folder"):
+        harbor.make("/no/such/folder")

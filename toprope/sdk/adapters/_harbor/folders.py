@@ -1,0 +1,269 @@
+"""Task folders of Harbor and Terminal-Bench, and the parts of a Dockerfile that a process sandbox can carry out.
+
+Harbor's format (https://www.harborframework.com/docs/tasks): `task.toml`, `instruction.md`, `environment/Dockerfile`,
+`tests/test.sh`, which writes `/logs/verifier/reward.txt` or `reward.json`, and optionally `solution/solve.sh`.
+Terminal-Bench's first format has `task.yaml`, `Dockerfile`, `run-tests.sh`, whose exit code decides, and `solution.sh`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.errors import LoadError
+
+__all__ = ["Image", "TaskFolder", "task_folders"]
+
+_PACKAGES = Path("/var/lib/dpkg/info")
+_COMMON = frozenset(
+    {"python3", "python3-pip", "python3-venv", "python3-dev", "pip", "curl", "wget", "ca-certificates", "tmux"}
+    | {
+        "asciinema",
+        "bash",
+        "coreutils",
+        "sudo",
+        "locales",
+        "procps",
+        "apt-utils",
+        "gnupg",
+        "software-properties-common",
+    }
+)
+"""Packages that images install by habit, and that a task with commands of its own hardly misses."""
+_APT = re.compile(r"^(?:sudo\s+)?apt(?:-get)?\s+(?:-\S+\s+)*install\b(.*)$", re.DOTALL)
+_INSTALLERS = re.compile(
+    r"^(?:sudo\s+)?(?:apt(?:-get)?|apt-key|dpkg|apk|yum|dnf|pip3?|uv|npm|yarn|pnpm|gem|cargo install|go install|"
+    r"curl|wget|add-apt-repository|locale-gen|python3? -m pip|rm -rf /var/lib/apt|update-alternatives|"
+    r"useradd|groupadd|adduser|service|systemctl|ln -\w+ \S+ /usr/(?:local/)?bin/\S+)\b"
+)
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a Dockerfile does, in order, as far as a process can."""
+
+    workdir: str = "/app"
+    variables: dict[str, str] = field(default_factory=dict)
+    steps: tuple[tuple[str, str, str], ...] = ()
+    """`("copy", source, destination)` and `("run", command, working folder)`."""
+    installs: tuple[str, ...] = ()
+    """Debian packages that it installs."""
+    problem: str = ""
+    """Why only a container will do; empty if a process may."""
+
+
+@dataclass(frozen=True)
+class TaskFolder:
+    """One task.
+
+    Attributes:
+        path: Its folder.
+        instruction: What the policy is told.
+        tests: The script that verifies, relative to the folder.
+        context: The folder of the Dockerfile.
+        solution: The reference solution; None without one.
+        rewards: Whether the verifier writes a reward; else its exit code decides.
+        seconds: Time limit of the verifier.
+        difficulty: As its author says.
+    """
+
+    path: Path
+    instruction: str
+    tests: str
+    context: Path
+    solution: Path | None
+    rewards: bool
+    seconds: float
+    difficulty: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def image(self) -> Image:
+        """What its Dockerfile does."""
+        if any((self.context / name).is_file() for name in ("docker-compose.yaml", "docker-compose.yml")):
+            services = (self.context / "docker-compose.yaml").is_file()
+            return Image(problem="it runs several services (docker-compose)" if services else "it uses docker-compose")
+        file = self.context / "Dockerfile"
+        if not file.is_file():
+            return Image()
+        return _read_dockerfile(file.read_text("utf-8", "replace"))
+
+    def missing(self, image: Image) -> str:
+        """Why this machine cannot run the task in a process; empty if it can."""
+        if image.problem:
+            return image.problem
+        absent = [one for one in image.installs if not _is_installed(one)]
+        if absent:
+            return f"its image installs {', '.join(absent[:5])}, which this machine lacks"
+        modules = [one for one in _imports(self.path / "tests") if importlib.util.find_spec(one) is None]
+        return f"its tests import {', '.join(modules[:5])}, which this Python lacks" if modules else ""
+
+
+def task_folders(folder: Path) -> list[TaskFolder]:
+    """The tasks of a folder, or the folder itself if it is a task, by name.
+
+    Raises:
+        LoadError: There is none, or one cannot be read.
+    """
+    own = _task(folder)
+    found = [own] if own is not None else [one for path in sorted(folder.iterdir()) if (one := _task(path))]
+    if not found:
+        raise LoadError(f"{folder} holds no task: a folder with task.toml and instruction.md, or with task.yaml.")
+    return found
+
+
+def _task(folder: Path) -> TaskFolder | None:
+    if not folder.is_dir():
+        return None
+    try:
+        if (folder / "task.toml").is_file() and (folder / "instruction.md").is_file():
+            settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
+            solution = folder / "solution" / "solve.sh"
+            return TaskFolder(
+                folder,
+                (folder / "instruction.md").read_text("utf-8").strip(),
+                "tests/test.sh",
+                folder / "environment",
+                solution if solution.is_file() else None,
+                True,
+                float((settings.get("verifier") or {}).get("timeout_sec", 180)),
+                str((settings.get("metadata") or {}).get("difficulty", "")),
+            )
+        if (folder / "task.yaml").is_file() and (folder / "run-tests.sh").is_file():
+            said = _simple_yaml((folder / "task.yaml").read_text("utf-8"))
+            solution = folder / "solution.sh"
+            return TaskFolder(
+                folder,
+                said.get("instruction", "").strip(),
+                "run-tests.sh",
+                folder,
+                solution if solution.is_file() else None,
+                False,
+                float(said.get("max_test_timeout_sec") or 180),
+                said.get("difficulty", ""),
+            )
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise LoadError(f"{folder} is not a readable task: {error}") from error
+    return None
+
+
+def _simple_yaml(text: str) -> dict[str, str]:
+    """The top-level scalars of a YAML file, block scalars included: all that a task.yaml needs here."""
+    found: dict[str, str] = {}
+    block: list[str] | None = None
+    key = ""
+    for line in text.splitlines():
+        named = re.match(r"^([A-Za-z_]\w*):\s*(.*)$", line)
+        if named is None:
+            if block is not None:
+                block.append(line)
+            continue
+        if block is not None:
+            found[key] = _dedented(block)
+        key, value = named[1], named[2].strip()
+        block = [] if re.fullmatch(r"[|>][+-]?\d*", value) else None
+        if block is None:
+            found[key] = value.strip("'\"")
+    if block is not None:
+        found[key] = _dedented(block)
+    return found
+
+
+def _dedented(lines: list[str]) -> str:
+    indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    return "\n".join(line[indent:] for line in lines).strip("\n")
+
+
+def _read_dockerfile(text: str) -> Image:
+    workdir, variables, installs = "/", dict[str, str](), list[str]()
+    steps: list[tuple[str, str, str]] = []
+    froms = 0
+    for word, rest in _instructions(text):
+        if word == "FROM":
+            froms += 1
+        elif word == "WORKDIR":
+            workdir = rest if rest.startswith("/") else f"{workdir.rstrip('/')}/{rest}"
+        elif word in ("ENV", "ARG"):
+            variables |= _variables(rest)
+        elif word in ("COPY", "ADD"):
+            if "--from=" in rest or "://" in rest or "<<" in rest:
+                return Image(problem=f"its Dockerfile has {word} {rest[:60]}")
+            parts = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+            *sources, target = [part for part in parts if not part.startswith("--")]
+            to = target if target.startswith("/") else f"{workdir.rstrip('/')}/{target}"
+            steps += [("copy", source, to + ("/" if len(sources) > 1 and not to.endswith("/") else ""))
+                      for source in sources]  # fmt: skip
+        elif word == "RUN":
+            if "<<" in rest:
+                steps.append(("run", rest, workdir))
+                continue
+            kept = []
+            for command in re.split(r"&&|;", rest):
+                plain = command.strip()
+                if asked := _APT.match(plain):
+                    installs += [one.partition("=")[0] for one in asked[1].split() if not one.startswith("-")]
+                elif plain and not _INSTALLERS.match(plain):
+                    kept.append(plain)
+            if kept:
+                steps.append(("run", " && ".join(kept), workdir))
+    if froms > 1:
+        return Image(problem="its Dockerfile has several stages")
+    return Image(workdir if workdir != "/" else "/app", variables, tuple(steps), tuple(dict.fromkeys(installs)))
+
+
+def _instructions(text: str) -> Iterator[tuple[str, str]]:
+    joined = re.sub(r"\\[ \t]*\n(?:[ \t]*#.*\n)*", " ", text)
+    lines = iter(joined.splitlines())
+    for line in lines:
+        found = re.match(r"^\s*([A-Za-z]+)\s+(.*)$", line)
+        if found is None or line.lstrip().startswith("#"):
+            continue
+        rest = found[2].strip()
+        if (here := re.search(r"<<-?\s*['\"]?(\w+)['\"]?", rest)) and found[1].upper() == "RUN":
+            body = [rest]
+            for more in lines:
+                body.append(more)
+                if more.strip() == here[1]:
+                    break
+            rest = "\n".join(body)
+        yield found[1].upper(), rest
+
+
+def _variables(text: str) -> dict[str, str]:
+    words = shlex.split(text)
+    if words and "=" not in words[0]:
+        return {words[0]: " ".join(words[1:])}
+    return {name: value for name, has, value in (word.partition("=") for word in words) if has}
+
+
+def _is_installed(package: str) -> bool:
+    known = package in _COMMON or shutil.which(package) is not None
+    return known or (_PACKAGES / f"{package}.list").is_file() or any(_PACKAGES.glob(f"{package}:*.list"))
+
+
+def _imports(tests: Path) -> list[str]:
+    """Modules that the tests import and that are not beside them."""
+    found: set[str] = set()
+    for file in tests.glob("*.py"):
+        try:
+            tree: Any = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {one.name.partition(".")[0] for one in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    beside = {file.stem for file in tests.iterdir()} if tests.is_dir() else set()
+    return sorted({*found, *(["pytest"] if found else [])} - beside)

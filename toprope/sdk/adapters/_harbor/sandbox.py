@@ -1,0 +1,231 @@
+"""A task's machine as a folder: commands run as processes of the worker, with the task's paths moved into the folder.
+
+The worker's wall is what confines the commands; without one nothing is run. Absolute paths of the task (`/app`,
+`/tests`, `/tmp`, and those that its Dockerfile names) are replaced in commands and scripts by paths in the folder, and
+back in what commands print. That is no container: a program that builds such a path from pieces does not find it, and
+rollouts of one worker are not hidden from each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+from toprope.sdk.adapters._harbor.folders import Image, TaskFolder
+from toprope.sdk.errors import EnvironmentMistake, LoadError
+
+__all__ = ["Sandbox", "require_wall"]
+
+_MOVED = (
+    *("/app", "/workspace", "/workdir", "/tests", "/logs", "/solution", "/oracle", "/tmp", "/root", "/home", "/data"),
+)
+"""Folders that every task has to itself."""
+_KEPT = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
+_SYSTEM = ("/etc", "/opt", "/srv", "/var", "/mnt", "/usr", "/bin", "/")
+_DEEPER = re.compile(r"(?<![\w./-])/((?:etc|opt|srv|var|mnt|usr/local)/[\w.-]+)")
+"""Folders within those of the system, which a task may have to itself."""
+_MARK = "TOPROPE_TASK_FOLDER"
+_DENIED = re.compile(r"Read-only file system|Permission denied|Operation not permitted")
+_LONGEST = 8000
+"""Characters of a command's output that the policy sees."""
+_TEXT = 1 << 20
+"""Bytes of a file up to which its paths are moved."""
+_IDLE = ("apt-get", "apt", "sudo-install", "pip", "pip3")
+_RUN_MODULE = '#!/bin/sh\nexec "{python}" -m pytest "$@"\n'
+_UVX = """#!/bin/sh
+while [ $# -gt 0 ] && [ "$1" != pytest ]; do shift; done
+[ $# -gt 0 ] && shift
+exec "{python}" -m pytest "$@"
+"""
+
+
+def require_wall() -> None:
+    """Check that this process is confined.
+
+    Raises:
+        LoadError: It is not, so the policy's commands could change whatever its user can.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        status = ""
+    if not re.search(r"^Seccomp:\s*2$", status, re.MULTILINE):
+        raise LoadError(
+            "This machine has no wall around the worker (Landlock and seccomp of Linux), and the policy's commands are "
+            "not run without one. Install docker or podman, and set the knob sandbox to container."
+        )
+
+
+class Sandbox:
+    """The machine of one rollout.
+
+    Args:
+        task: The task.
+        image: What its Dockerfile does.
+
+    Raises:
+        EnvironmentMistake: A step of the Dockerfile fails.
+    """
+
+    def __init__(self, task: TaskFolder, image: Image) -> None:
+        self._root = Path(tempfile.mkdtemp(prefix="task-")).resolve()
+        self._delete = weakref.finalize(self, shutil.rmtree, self._root, True)
+        self._task, self._image = task, image
+        named = {f"/{to.strip('/').split('/')[0]}" for kind, _, to in image.steps if kind == "copy"}
+        named |= {f"/{path}" for path in _DEEPER.findall(_said(task, image))}
+        own = {one for one in named if one not in _SYSTEM}
+        moved = sorted({*_MOVED, f"/{image.workdir.strip('/').split('/')[0]}", *own}, key=len, reverse=True)
+        self._paths = re.compile(rf"(?<![\w./\0-])({'|'.join(map(re.escape, moved))})(?=$|[^\w.-]|\.(?:\W|$))")
+        for path in (*_MOVED, image.workdir, "/logs/verifier", "/logs/agent"):
+            self._inside(path).mkdir(parents=True, exist_ok=True)
+        self._bin = self._root / ".bin"
+        self._bin.mkdir()
+        self._variables = {
+            **{name: value for name, value in os.environ.items() if name in _KEPT},
+            **{name: self._moved(value) for name, value in image.variables.items()},
+            "PATH": f"{self._bin}:{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}",
+            "HOME": str(self._inside("/root")), "TMPDIR": str(self._inside("/tmp")), _MARK: str(self._root),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }  # fmt: skip
+        for name in ("python", "python3"):
+            (self._bin / name).symlink_to(sys.executable)
+        for kind, first, second in image.steps:
+            if kind == "copy":
+                self._copy(first, second)
+            else:
+                self._inside(second).mkdir(parents=True, exist_ok=True)
+                code, said = self._run(first, second, 60.0)
+                if code and not _DENIED.search(said):  # what changes the machine itself is left undone
+                    raise EnvironmentMistake(f"RUN {first[:80]} of {task.name}'s Dockerfile fails: {said[-200:]}")
+
+    def run(self, command: str, seconds: float) -> str:
+        """Run a command of the policy in the working folder; what it printed, and its exit code if that is not 0."""
+        code, said = self._run(command, self._image.workdir, seconds)
+        if code is None:
+            said += f"\n(stopped: it took longer than {seconds:g} s)"
+        elif code:
+            said += f"\n(exit code {code})"
+        half = _LONGEST // 2
+        said = said if len(said) <= _LONGEST else f"{said[:half]}\n[...]\n{said[-half:]}"
+        return said.strip() or "(no output)"
+
+    def verify(self) -> tuple[int | None, str]:
+        """Run the task's tests in the state that the policy left.
+
+        Returns:
+            The exit code, None if it took too long; and what was printed.
+        """
+        self._end_processes()
+        tests = self._inside("/tests")
+        shutil.rmtree(tests, ignore_errors=True)
+        shutil.rmtree(self._inside("/logs/verifier"), ignore_errors=True)
+        self._inside("/logs/verifier").mkdir(parents=True, exist_ok=True)
+        self._take(self._task.path / "tests", tests)
+        script = tests / "test.sh"
+        if not script.is_file():
+            script = tests / "run-tests.sh"
+            self._take(self._task.path / self._task.tests, script)
+        for name in _IDLE:
+            self._tool(name, "#!/bin/sh\nexit 0\n")
+        for name in ("uvx", "uv"):
+            self._tool(name, _UVX.format(python=sys.executable))
+        self._tool("pytest", _RUN_MODULE.format(python=sys.executable))
+        self._variables |= {"TEST_DIR": str(tests)}
+        try:
+            return self._run(f'bash "{script}"', self._image.workdir, self._task.seconds)
+        finally:
+            self._end_processes()
+
+    def read(self, path: str) -> str | None:
+        """A file of the task's machine; None if it is not there."""
+        try:
+            return self._inside(path).read_text("utf-8", "replace")
+        except OSError:
+            return None
+
+    def close(self) -> None:
+        """End all its processes and delete the folder."""
+        self._end_processes()
+        self._delete()
+
+    def _tool(self, name: str, text: str) -> None:
+        place = self._bin / name
+        place.unlink(missing_ok=True)
+        place.write_text(text)
+        place.chmod(0o700)
+
+    def _run(self, command: str, folder: str, seconds: float) -> tuple[int | None, str]:
+        where = self._inside(folder)
+        where.mkdir(parents=True, exist_ok=True)
+        process = subprocess.Popen(
+            ["bash", "-c", self._moved(command)], cwd=where, env=self._variables, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        code: int | None
+        try:
+            printed, _ = process.communicate(timeout=seconds)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            code = None
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            self._end_processes()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=5.0)
+            printed = b""
+        return code, printed.decode("utf-8", "replace").replace(str(self._root), "")
+
+    def _end_processes(self) -> None:
+        """End what commands left behind, such as a server that they started."""
+        mark = f"{_MARK}={self._root}".encode()
+        for place in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError, ValueError):
+                if mark in place.read_bytes().split(b"\0"):
+                    os.kill(int(place.parent.name), signal.SIGKILL)
+
+    def _inside(self, path: str) -> Path:
+        return self._root / path.lstrip("/")
+
+    def _moved(self, text: str) -> str:
+        root = str(self._root)  # it lies in a folder of a moved name itself
+        moved = self._paths.sub(lambda found: f"\0{found[1]}", text.replace(root, "\0"))
+        return moved.replace("\0", root)
+
+    def _copy(self, source: str, target: str) -> None:
+        context = self._task.context.resolve()
+        found = [context] if source in (".", "./") else sorted(context.glob(source.lstrip("/").removeprefix("./")))
+        if not found:
+            raise EnvironmentMistake(f"COPY {source} of {self._task.name}'s Dockerfile finds nothing.")
+        for one in found:
+            place = self._inside(target)
+            if not one.is_dir() and (target.endswith("/") or place.is_dir()):
+                place = place / one.name
+            self._take(one, place)
+
+    def _take(self, source: Path, target: Path) -> None:
+        """Copy a file or the content of a folder; texts with the task's paths moved."""
+        if source.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+            for one in sorted(source.iterdir()):
+                if one.name != "Dockerfile":
+                    self._take(one, target / one.name)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        data = source.read_bytes()
+        if len(data) <= _TEXT and b"\0" not in data:
+            with contextlib.suppress(UnicodeDecodeError):
+                data = self._moved(data.decode()).encode()
+        target.write_bytes(data)
+        target.chmod(source.stat().st_mode & 0o777 | 0o600)
+
+
+def _said(task: TaskFolder, image: Image) -> str:
+    return "\n".join([task.instruction, *(f"{first} {second}" for _, first, second in image.steps)])

@@ -1,0 +1,140 @@
+"""Task folders of Harbor and Terminal-Bench: the policy works in a shell, and the task's own tests give the reward.
+
+The target is a folder of tasks, or one task. See `toprope.sdk.adapters._harbor.folders` for the formats and
+`toprope.sdk.adapters._harbor.sandbox` for where commands run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.adapters._harbor.folders import TaskFolder, task_folders
+from toprope.sdk.adapters._harbor.sandbox import Sandbox, require_wall
+from toprope.sdk.authoring.environment import Messages, Part, Task
+from toprope.sdk.authoring.knobs import knob
+from toprope.sdk.errors import EnvironmentMistake, LoadError
+from toprope.sdk.tooled import ToolEnvironment, tool
+
+__all__ = ["Harbor", "make"]
+
+_TOLD = "\n\nUse the tool `bash` to work on it. When you are done, answer without calling a tool."
+_SHOWN = 5
+"""Tasks that a refusal names."""
+
+
+class Harbor(ToolEnvironment):
+    """Tasks in a shell, in the format of Harbor and Terminal-Bench."""
+
+    tags = ("harbor", "terminal", "multi-turn")
+    parts = {  # noqa: RUF012 - environments declare their parts so
+        "reward": Part(1.0, description="what the task's tests give"),
+    }
+
+    @dataclasses.dataclass
+    class Knobs:
+        """Settings."""
+
+        turns: int = knob(30, ge=1, le=1000, help="most answers")
+        command_s: float = knob(60.0, ge=0.1, le=3600, help="seconds that one command may take")
+        difficulty: str = knob("", help="only tasks of this difficulty, as their authors say; empty: all")
+
+    def __init__(self, target: str) -> None:
+        self._folder = Path(target).expanduser().absolute()
+        if not self._folder.is_dir():
+            raise LoadError(f"{self._folder} is not a folder. The target is a folder of Harbor tasks.")
+        self._found = task_folders(self._folder)
+        self.name = f"harbor/{self._folder.name}"  # type: ignore[misc]
+        self.__doc__ = f"{len(self._found)} tasks of {self._folder.name} in a shell, in Harbor's format"
+        self.files = tuple(str(one.path / one.tests) for one in self._found[:64])
+        self.tool_timeout_s = 7200.0  # the knob limits commands
+
+    def setup(self) -> None:
+        super().setup()
+        require_wall()
+        self.max_turns = self.knobs.turns
+        wanted = [one for one in self._found if self.knobs.difficulty in ("", one.difficulty)]
+        self._ready: dict[str, TaskFolder] = {}
+        refused: list[str] = []
+        for one in wanted:
+            if problem := one.missing(one.image()):
+                refused.append(f"{one.name}: {problem}")
+            else:
+                self._ready[one.name] = one
+        if not self._ready:
+            raise LoadError(
+                f"None of {len(wanted)} tasks of {self._folder.name} can run without a container. "
+                + ". ".join(refused[:_SHOWN])
+                + ". Install what they need, or choose others."
+            )
+        if refused:
+            print(f"{len(refused)} of {len(wanted)} tasks need a container or packages:", file=sys.stderr)
+            print("\n".join(refused[: 4 * _SHOWN]), file=sys.stderr)
+
+    def tasks(self) -> Iterator[Task]:
+        for one in self._ready.values():
+            yield Task(one.instruction, data={"name": one.name}, key=f"{one.name}\n{one.instruction}")
+
+    def reset(self, task: Task) -> Messages:
+        chosen = self._ready[task.data["name"]]
+        self._sandbox = Sandbox(chosen, chosen.image())
+        return self.with_tools(chosen.instruction + _TOLD)
+
+    @tool
+    def bash(self, command: str) -> str:
+        """Runs a command with bash and returns what it prints.
+
+        Args:
+            command: The command; each call starts in the task's working folder.
+        """
+        return self._sandbox.run(command, self.knobs.command_s)
+
+    def score(self) -> dict[str, float]:
+        chosen = self._ready[self.task.data["name"]]
+        try:
+            code, printed = self._sandbox.verify()
+            if code is None:
+                return {"reward": 0.0}
+            if not chosen.rewards:
+                return {"reward": float(code == 0)}
+            return {"reward": self._reward(printed)}
+        finally:
+            self._sandbox.close()
+
+    def solve(self, variant: int = 0) -> str | None:
+        solution = self._ready[self.task.data["name"]].solution
+        if solution is None:
+            return None
+        if self.turns:
+            return "Done."
+        command = solution.read_text("utf-8", "replace")
+        return f"<tool_call>{json.dumps({'name': 'bash', 'arguments': {'command': command}})}</tool_call>"
+
+    def _reward(self, printed: str) -> float:
+        text = self._sandbox.read("/logs/verifier/reward.json")
+        found: Any = None
+        try:
+            if text is not None:
+                given = json.loads(text)
+                values = given if isinstance(given, dict) else {"reward": given}
+                found = values.get("reward", sum(map(float, values.values())) / max(1, len(values)))
+            elif (text := self._sandbox.read("/logs/verifier/reward.txt")) is not None:
+                found = float(text)
+        except (ValueError, TypeError):
+            raise EnvironmentMistake(f"the tests wrote the reward {text!r:.80}, which is not a number") from None
+        if found is None:
+            raise EnvironmentMistake(f"the tests wrote no reward; they printed: {printed[-300:]}")
+        return min(max(float(found), 0.0), 1.0)
+
+
+def make(target: str) -> Harbor:
+    """Make the environment of a folder of tasks.
+
+    Raises:
+        LoadError: Not a folder, or it holds no readable task.
+    """
+    return Harbor(target)
