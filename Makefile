@@ -20,7 +20,7 @@ help:
 	@echo "                    and takes at most $(ENGINES_MINUTES) minutes (ENGINES_MINUTES)"
 	@echo "make page    build the page of 'toprope dashboard' (Node from the system or the package index)"
 	@echo "make setup   only make $(VENV) and install the pinned dependencies"
-	@echo "make tools-node   MCP Inspector and the conformance suite, for their tests (npm; into $(NODE_TOOLS))"
+	@echo "make tools-node   MCP Inspector, the conformance suite and mcpb, for their tests (npm; into $(NODE_TOOLS))"
 	@echo "make tools-page   what the page's tests, pictures and benchmark need, apart from Chromium (npm)"
 	@echo "make tools-atropos   atroposlib, for the tests and the benchmark beside it (3 GB; into $(ATROPOS_VENV))"
 	@echo "make lint    formatting, types, imports between rooms, likely mistakes, generated pages"
@@ -62,7 +62,7 @@ tools-node:
 	@command -v npm >/dev/null || { echo "npm is missing: install Node.js, then run this again"; exit 1; }
 	@mkdir -p "$(NODE_TOOLS)"
 	@npm install --silent --no-audit --no-fund --prefix "$(NODE_TOOLS)" \
-		node@24 @modelcontextprotocol/inspector@2.12.0 @modelcontextprotocol/conformance@0.2.0-alpha.12
+		node@24 @modelcontextprotocol/inspector@2.12.0 @modelcontextprotocol/conformance@0.2.0-alpha.12 @anthropic-ai/mcpb@2.1.2
 	@echo "installed in $(NODE_TOOLS)"
 
 tools-page:

@@ -50,7 +50,7 @@ class Engine:
 
 def engines() -> list[Engine]:
     """All engines, quick ones first."""
-    node = all(node_tool(name) for name in ("mcp-inspector", "conformance"))
+    node = all(node_tool(name) for name in ("mcp-inspector", "conformance", "mcpb"))
     return [
         Engine(
             "bubblewrap",
@@ -67,8 +67,8 @@ def engines() -> list[Engine]:
             ("apt-get",),
         ),
         Engine(
-            "MCP Inspector and conformance suite",
-            ("tests/server/mcp",),
+            "MCP Inspector, conformance suite and mcpb",
+            ("tests/server/mcp", "tests/packaging/test_bundles.py"),
             node,
             (("make", "tools-node"),),
             ("npm",),

@@ -27,6 +27,7 @@ from toprope.errors import InvalidValue
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
+from toprope.settings.notify import NotifySettings
 from toprope.settings.presets import locks_under
 from toprope.settings.tools import LentTool
 from toprope.settings.yamlfiles import check_keys, read_yaml
@@ -178,15 +179,13 @@ class OwnerSettings(BaseModel):
     containment: Literal["auto", "bubblewrap", "guard"] = "auto"
     """Pid namespaces by bubblewrap for the processes of runs: if they work here, always, or never (guard)."""
     wall: WallSettings = Field(default_factory=WallSettings)
-    """Walls around the code of environments."""
     environment: dict[str, EnvironmentRights] = Field(default_factory=dict)
     """Exceptions from the wall by an environment's name: {legacy: {trust: yes}, corpus: {reads: [~/corpora]}}."""
     data: DataLimit = Field(default_factory=DataLimit)
-    """Exports and data sets."""
+    notify: NotifySettings = Field(default_factory=NotifySettings)
     serve: ServeRole = Field(default_factory=ServeRole)
     """Read when a server starts."""
     http: HttpSettings = Field(default_factory=HttpSettings)
-    """The HTTP server."""
 
     @classmethod
     def read(cls, path: Path) -> OwnerSettings:

@@ -229,7 +229,13 @@ class LoggingSection(Section):
     wandb: Literal["disabled", "offline", "online"] = Field(
         "disabled", description="Weights & Biases; online needs WANDB_API_KEY in the owner's settings."
     )
-    wandb_project: str = Field("toprope", min_length=1, description="The project in Weights & Biases.")
+    wandb_project: str = Field("toprope", min_length=1, description="The project in Weights & Biases and trackio.")
+    trackers: list[Literal["tensorboard", "trackio"]] = Field(
+        default_factory=list,
+        max_length=2,
+        description="Also copy the figures to these. tensorboard: files in the run's folder; trackio: its local "
+        "database (pip install trackio).",
+    )
     save_steps: int = Field(
         500, ge=1, le=1_000_000, description="Steps between checkpoints; the last step always has one."
     )

@@ -23,6 +23,9 @@ ALL_COMPONENTS = "*"
 OWNERS = "TOPROPE_OWNERS_VARIABLES"
 """Carries the owner's variables to the keeper, never in argv; no component gets this variable."""
 
+KEEPER = "keeper"
+"""Among the owner's variables: those that tell the keeper where the home is."""
+
 OwnerVariables = Mapping[str, Mapping[str, str]]
 """Component (or ALL_COMPONENTS) -> name -> value, from the owner's settings."""
 

@@ -57,7 +57,8 @@ def members_of(specification: Specification) -> tuple[str, ...]:
 
 def is_tracked(specification: Specification) -> bool:
     """True if the run is copied to an experiment tracker: all kinds but questions, if the configuration names one."""
-    return specification.run_kind.name != "ask" and specification.config.logging.wandb != "disabled"
+    logging = specification.config.logging
+    return specification.run_kind.name != "ask" and (logging.wandb != "disabled" or bool(logging.trackers))
 
 
 def optional_members_of(specification: Specification) -> frozenset[str]:

@@ -27,6 +27,8 @@ _MOST_BYTES = 1 << 20
 """Bytes of metrics.jsonl per look, so that a long file is read in pieces."""
 _STEP = "step-"
 _OWN, _MODELS = "own", "models"
+_EMPTY: Mapping[str, Any] = {"metrics_bytes": 0, "step": 0, "logged": {}, "trackers": {}}
+"""The record of a run of which nothing was logged."""
 
 
 class RunFollower:
@@ -36,11 +38,15 @@ class RunFollower:
         folder: Its folder.
         specification: Its specification.
         trackers: Get everything that is new.
+        keeps_record: Go on where trackers.json ends, and write it; otherwise begin anew and write nothing.
     """
 
-    def __init__(self, folder: RunFolder, specification: Specification, trackers: list[Tracker]) -> None:
+    def __init__(
+        self, folder: RunFolder, specification: Specification, trackers: list[Tracker], *, keeps_record: bool = True
+    ) -> None:
         self._folder, self._spec, self._trackers = folder, specification, trackers
-        known = read_record(folder)
+        self._keeps_record = keeps_record
+        known = read_record(folder) if keeps_record else {**_EMPTY, "logged": {}, "trackers": {}}
         self._offset: int = known["metrics_bytes"]
         self._step: int = known["step"]
         self._logged: dict[str, Any] = known["logged"]
@@ -79,7 +85,9 @@ class RunFollower:
         self.write_record()
 
     def write_record(self) -> None:
-        """Write trackers.json."""
+        """Write trackers.json, if this keeps one."""
+        if not self._keeps_record:
+            return
         record = {
             "version": TRACKERS_VERSION,
             "metrics_bytes": self._offset,
@@ -169,12 +177,12 @@ def read_record(folder: RunFolder) -> dict[str, Any]:
     Raises:
         Corrupt: It cannot be read; TooNew if a newer version wrote it.
     """
-    empty: dict[str, Any] = {"metrics_bytes": 0, "step": 0, "logged": {}, "trackers": {}}
+    found = {**_EMPTY, "logged": {}, "trackers": {}}
     try:
-        empty |= read_json(folder.path / "trackers.json", TRACKERS_VERSION)
+        found |= read_json(folder.path / "trackers.json", TRACKERS_VERSION)
     except NotFound:
         pass
-    return empty
+    return found
 
 
 def _complete_lines(path: Path, offset: int) -> tuple[list[bytes], int, bool]:

@@ -9,40 +9,11 @@ import sys
 
 from toprope.errors import TopropeError
 from toprope.records.messages import Failed, Ready, Warned
-from toprope.records.run.specification import Specification
 from toprope.trackers.follower import RunFollower
-from toprope.trackers.tracker import TrackedRun, Tracker
+from toprope.trackers.tracker import Tracker, tracked_run
 from toprope.training.component.member import CrewMember
 
 _LOOK_EVERY_S = 0.5
-
-
-def tracked_run(member: CrewMember) -> TrackedRun:
-    """The run of a member, as trackers know it."""
-    spec = member.spec
-    return TrackedRun(
-        run_id=spec.run_id,
-        project=spec.config.logging.wandb_project,
-        kind=spec.kind,
-        folder=member.folder.path,
-        group=_group(spec),
-        config={
-            **spec.config.model_dump(mode="json", exclude={"launcher"}),
-            "environment_name": spec.environment.name,
-            "toprope_version": spec.toprope_version,
-            **({} if spec.sweep is None else {"sweep": spec.sweep.model_dump(mode="json", exclude={"knobs"})}),
-            **({} if spec.member is None else {"candidate": spec.member.candidate, "epoch": spec.member.epoch}),
-        },
-        attempt=member.attempt,
-    )
-
-
-def _group(spec: Specification) -> str | None:
-    if spec.member is not None:
-        return spec.member.sweep
-    if spec.kind == "sweep":
-        return spec.run_id
-    return spec.seed_group.id if spec.seed_group else None
 
 
 def open_trackers(member: CrewMember) -> list[Tracker]:
@@ -51,7 +22,8 @@ def open_trackers(member: CrewMember) -> list[Tracker]:
     Raises:
         ComponentFailed: One of them does not start.
     """
-    run, logging = tracked_run(member), member.spec.config.logging
+    run = tracked_run(member.spec, member.folder.path, member.attempt)
+    logging = member.spec.config.logging
     trackers: list[Tracker] = []
     if logging.wandb != "disabled":
         from toprope.trackers.weights_and_biases import WandbTracker  # takes half a second
@@ -60,6 +32,14 @@ def open_trackers(member: CrewMember) -> list[Tracker]:
         if wandb.warning:
             member.report(Warned(wandb.warning))
         trackers.append(wandb)
+    if "tensorboard" in logging.trackers:
+        from toprope.trackers.tensorboard import TensorBoardTracker
+
+        trackers.append(TensorBoardTracker(run))
+    if "trackio" in logging.trackers:
+        from toprope.trackers.on_trackio import TrackioTracker  # takes seconds
+
+        trackers.append(TrackioTracker(run))
     return trackers
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from toprope.records.run.specification import Specification
+
 Value = float | int | str | bool
 
 
@@ -54,3 +56,30 @@ class Tracker(Protocol):
 
     def finish(self, exit_code: int) -> None:
         """Close the run and wait until everything is written or sent. 0: it completed or was stopped."""
+
+
+def tracked_run(spec: Specification, folder: Path, attempt: int) -> TrackedRun:
+    """A run as trackers know it, from its specification."""
+    return TrackedRun(
+        run_id=spec.run_id,
+        project=spec.config.logging.wandb_project,
+        kind=spec.kind,
+        folder=folder,
+        group=_group(spec),
+        config={
+            **spec.config.model_dump(mode="json", exclude={"launcher"}),
+            "environment_name": spec.environment.name,
+            "toprope_version": spec.toprope_version,
+            **({} if spec.sweep is None else {"sweep": spec.sweep.model_dump(mode="json", exclude={"knobs"})}),
+            **({} if spec.member is None else {"candidate": spec.member.candidate, "epoch": spec.member.epoch}),
+        },
+        attempt=attempt,
+    )
+
+
+def _group(spec: Specification) -> str | None:
+    if spec.member is not None:
+        return spec.member.sweep
+    if spec.kind == "sweep":
+        return spec.run_id
+    return spec.seed_group.id if spec.seed_group else None

@@ -28,6 +28,7 @@ from toprope.records.walls import ENV_WALLS, Walls
 from toprope.settings.fields import KNOBS
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.supervisor.capacity.budget_ledger import enter_program, ledger_lock
+from toprope.supervisor.notices import tell
 from toprope.supervisor.runs.freezing import require_thawed
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import WANTED, OwnCode
@@ -367,11 +368,14 @@ def _require_approval(home: Home, order: Order, most_usd: float | None) -> None:
     content = [order.model_dump(mode="json"), most_usd is not None]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:HASH_LENGTH]
     approvals = Approvals(home)
+    if approvals.refused(digest):
+        raise NotPossibleNow(f"Nothing was started: the owner refused this ({digest}).", hint="Ask the owner.")
     if approvals.use(digest):
         return
     most = "an unknown amount" if most_usd is None else f"up to {most_usd:.3g} USD"
     text = f"build of the data set {order.name} with {', '.join(order.teachers)}: {most} for their answers"
-    approvals.ask(digest, text)
+    if approvals.ask(digest, text):
+        tell(home, "waiting", f"A start waits for you: {text}. toprope approve {digest}", hash=digest)
     raise NotPossibleNow(
         f"Nothing was started: the owner wants this confirmed (confirm, set by {limits.source}): {text}.",
         hint=how_to_approve(digest),

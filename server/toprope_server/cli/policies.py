@@ -57,8 +57,21 @@ def export(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16 for merged weights.")] = "as saved",
     hub: Annotated[str | None, typer.Option(metavar="ACCOUNT/NAME", help="Also upload to this repository.")] = None,
     public: Annotated[bool, typer.Option("--public", help="If the repository does not exist: make it public.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write a finished run's figures for TensorBoard instead.")
+    ] = False,
 ) -> None:
     """Write the policy that a run trained, with a model card, to a folder or to the Hugging Face Hub."""
+    if tensorboard:
+        with open_workshop() as workshop:
+            from toprope.trackers.export import export_to_tensorboard
+            from toprope_server.cli.runs.naming import find_run
+
+            found = find_run(workshop, run)
+            target = Path(to or workshop.home.ensure().exports / f"{found}-tensorboard").expanduser().absolute()
+            written = export_to_tensorboard(workshop.runs.folder(found), target)
+            typer.echo(f"Wrote {written}; see it with: tensorboard --logdir {written}")
+        return
     if (to == "hub") > bool(hub):
         raise typer.BadParameter("--to hub needs --hub ACCOUNT/NAME.")
     with open_workshop() as workshop:

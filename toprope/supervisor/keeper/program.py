@@ -108,6 +108,7 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
     from toprope.records.run.status import Status
     from toprope.sdk.wall.kernel import hide_memory
     from toprope.supervisor.keeper.lifecycle import RunLifecycle, failure_of_keeper
+    from toprope.supervisor.notices import tell_end
     from toprope.supervisor.runs.cleanup import settle_run, write_end
 
     hide_memory()
@@ -131,4 +132,5 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
         return 1
     finally:
         lock.release()
+        tell_end(folder, os.environ)
     return 0

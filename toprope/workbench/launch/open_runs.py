@@ -15,6 +15,7 @@ from toprope.records.walls import Walls
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.supervisor.capacity.reservations import Machine
+from toprope.supervisor.environment_variables import KEEPER
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.endpoints import variables_for
@@ -45,10 +46,11 @@ def machine_of(settings: OwnerSettings) -> Machine:
 
 
 def variables_of(specification: Specification, home: Home) -> dict[str, dict[str, str]]:
-    """Return the owner's variables by crew member; a sweep's conductor also learns the owner's folders."""
+    """Return the owner's variables by crew member; keeper and conductor also learn the owner's folders."""
     found = variables_for(specification, home.settings(), home.preset_folders)
+    places = {"TOPROPE_HOME": str(home.path), "TOPROPE_CONFIG": str(home.configuration)}
+    found[KEEPER] = places
     if specification.run_kind.starts_runs:
-        places = {"TOPROPE_HOME": str(home.path), "TOPROPE_CONFIG": str(home.configuration)}
         found[CONDUCTOR] = {**found.get(CONDUCTOR, {}), **places}
     return found
 

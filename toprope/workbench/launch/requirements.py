@@ -6,10 +6,12 @@ They need no loaded model; the run's own validation checks the rest.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from toprope.errors import InvalidValue
+from toprope.extras import missing
 from toprope.records.run.specification import Specification
 from toprope.settings.owner import OwnerSettings
 from toprope.settings.schema import Config
@@ -52,6 +54,20 @@ def require_wandb(
         hint=f"edit_config sets logging.wandb to offline, which writes the same files without a key (unless it is "
         f"locked). Or the owner puts the key into {settings_file}: variables: {{tracker: {{{_KEY}: <the key>}}}}.",
     )
+
+
+def require_trackers(config: Config) -> None:
+    """Require the packages of the trackers that a configuration names.
+
+    Raises:
+        InvalidValue: One is not installed.
+    """
+    for name, module in (("tensorboard", "tensorboardX"), ("trackio", "trackio")):
+        if name in config.logging.trackers and missing([module]):
+            raise InvalidValue(
+                f"logging.trackers names {name}, and the package {module} is not installed. Nothing was started.",
+                hint=f"The owner installs it ({sys.executable} -m pip install {module}), or edit_config removes it.",
+            )
 
 
 def _logged_in(home: Path) -> bool:

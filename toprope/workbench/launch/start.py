@@ -21,6 +21,7 @@ from toprope.records.run.status import LIVE
 from toprope.settings.owner import Home
 from toprope.settings.presets import load_preset
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
+from toprope.supervisor.notices import tell
 from toprope.supervisor.runs.freezing import require_thawed
 from toprope.supervisor.runs.manager import RunManager
 from toprope.text_format import call
@@ -225,7 +226,9 @@ class RunStarter:
             raise ConfirmationNeeded(found, why, None, limits.source)
 
     def _ask(self, specifications: Sequence[Specification], found: Preview, why: str) -> None:
-        self._approvals.ask(found.hash, summarize(specifications, found), details_of(specifications, found, why))
+        text = summarize(specifications, found)
+        if self._approvals.ask(found.hash, text, details_of(specifications, found, why)):
+            tell(self._home, "waiting", f"A start waits for you: {text}. toprope approve {found.hash}", hash=found.hash)
 
     def _record(self, specifications: Sequence[Specification], request: StartRequest) -> StartKey | None:
         """Take the request's key and record the starts; record nothing and return the key if another run holds it."""

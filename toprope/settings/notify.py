@@ -1,0 +1,36 @@
+"""The owner's notices: a command or an address that hears of ends, failures and starts that wait."""
+
+from __future__ import annotations
+
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Occasion = Literal["end", "failure", "waiting"]
+
+
+class NotifySettings(BaseModel):
+    """Whom to tell what. Both a command and an address may be set."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    command: list[str] = Field(default_factory=list, max_length=32)
+    """A program and its arguments, such as [mail, -s, Toprope, me]. It gets the notice as JSON on standard input, its
+    text in the variable TOPROPE_NOTICE, and is run without a shell."""
+    url: str = ""
+    """An address that gets the notice as JSON by POST."""
+    on: list[Occasion] = ["end", "failure", "waiting"]
+    """end: a run completed or was stopped; failure: it failed; waiting: a start waits for a person."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_web_address(cls, given: str) -> str:
+        parts = urlsplit(given)
+        if given and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError("must begin with http:// or https://")  # the address may be a secret: it is not repeated
+        return given
+
+    def wants(self, occasion: Occasion) -> bool:
+        """True if somebody is to be told."""
+        return bool(self.command or self.url) and occasion in self.on

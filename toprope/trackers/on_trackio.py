@@ -1,0 +1,77 @@
+"""trackio as a tracker: a local database and dashboard, without an account."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toprope.errors import ComponentFailed
+from toprope.trackers.tracker import AXES, TrackedRun, Value
+
+_AXES = tuple(dict.fromkeys(AXES.values()))
+
+
+class TrackioTracker:
+    """See `Tracker`. `trackio show --project PROJECT` opens its dashboard; TRACKIO_DIR among the owner's variables for
+    `tracker` moves its database.
+
+    Raises:
+        ComponentFailed: The package is missing, or it does not start.
+    """
+
+    name = "trackio"
+
+    def __init__(self, run: TrackedRun) -> None:
+        try:
+            import trackio
+        except ImportError:
+            raise ComponentFailed(
+                "logging.trackers names trackio, which is not installed.", hint="The owner runs: pip install trackio"
+            ) from None
+        self._trackio, self._project, self._step = trackio, run.project, 0
+        try:
+            self._run = trackio.init(
+                project=run.project,
+                name=run.run_id,
+                group=run.group,
+                config={"kind": run.kind, **run.config},
+                resume="allow",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+        except Exception as error:  # it has no common root of its errors
+            raise ComponentFailed(f"trackio did not start: {_short(error)}.") from None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """See `Tracker.record`."""
+        return {"project": self._project}
+
+    def log(self, values: Mapping[str, Value]) -> None:
+        """See `Tracker.log`."""
+        axis = next((one for one in _AXES if one in values), None)
+        if axis is not None:
+            self._step = int(values[axis])
+        self._send({name: value for name, value in values.items() if name != axis})
+
+    def summarize(self, values: Mapping[str, Value]) -> None:
+        """Log figures of the whole run as `summary/...` at the newest step."""
+        self._send({f"summary/{name}": value for name, value in values.items()})
+
+    def finish(self, exit_code: int) -> None:
+        """See `Tracker.finish`."""
+        try:
+            self._run.finish()
+        except Exception as error:
+            raise ComponentFailed(f"trackio did not finish: {_short(error)}.") from None
+
+    def _send(self, values: Mapping[str, Value]) -> None:
+        try:
+            self._run.log(dict(values), step=self._step)
+        except Exception as error:
+            raise ComponentFailed(f"trackio did not take figures: {_short(error)}.") from None
+
+
+def _short(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

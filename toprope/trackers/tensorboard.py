@@ -1,0 +1,77 @@
+"""TensorBoard as a tracker: event files below the run's folder, or in a folder of one's own for a finished run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import ComponentFailed
+from toprope.extras import install_command
+from toprope.trackers.tracker import AXES, TrackedRun, Value
+
+FOLDER = "tensorboard"
+_AXES = tuple(dict.fromkeys(AXES.values()))
+
+
+class TensorBoardTracker:
+    """See `Tracker`. Each attempt writes a file of its own; TensorBoard joins them, and of two values for one step the
+    later one counts.
+
+    Args:
+        folder: For the event files; `tensorboard` in the run's folder by default.
+
+    Raises:
+        ComponentFailed: The package is missing, or the folder cannot be written.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, run: TrackedRun, folder: Path | None = None) -> None:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            raise ComponentFailed(
+                "TensorBoard files need the package tensorboardX, which is not installed.",
+                hint=f"The owner installs it: {install_command()}",
+            ) from None
+        self._folder, self._step = folder or run.folder / FOLDER, 0
+        try:
+            self._writer = SummaryWriter(str(self._folder), filename_suffix=f".attempt-{run.attempt}")
+        except OSError as error:
+            raise ComponentFailed(f"TensorBoard files cannot be written: {error}.") from None
+        # Indented text is shown as it is.
+        text = json.dumps({"kind": run.kind, "group": run.group, **run.config}, indent=2, default=str)
+        self._writer.add_text("configuration", "\n".join(f"    {line}" for line in text.splitlines()), 0)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """See `Tracker.record`."""
+        return {"folder": str(self._folder)}
+
+    def log(self, values: Mapping[str, Value]) -> None:
+        """See `Tracker.log`."""
+        axis = next((one for one in _AXES if one in values), None)
+        if axis is not None:
+            self._step = int(values[axis])
+        self._write({name: value for name, value in values.items() if name != axis})
+
+    def summarize(self, values: Mapping[str, Value]) -> None:
+        """Write figures of the whole run as scalars `summary/...` at the newest step."""
+        self._write({f"summary/{name}": value for name, value in values.items()})
+
+    def finish(self, exit_code: int) -> None:
+        """See `Tracker.finish`."""
+        try:
+            self._writer.close()
+        except OSError as error:
+            raise ComponentFailed(f"TensorBoard files cannot be written: {error}.") from None
+
+    def _write(self, values: Mapping[str, Value]) -> None:
+        try:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._writer.add_scalar(name, float(value), self._step)
+        except OSError as error:
+            raise ComponentFailed(f"TensorBoard files cannot be written: {error}.") from None
