@@ -68,8 +68,8 @@ def export(
             from toprope_server.cli.runs.naming import find_run
 
             found = find_run(workshop, run)
-            target = Path(to or workshop.home.ensure().exports / f"{found}-tensorboard").expanduser().absolute()
-            written = export_to_tensorboard(workshop.runs.folder(found), target)
+            place = Path(to or workshop.home.ensure().exports / f"{found}-tensorboard").expanduser().absolute()
+            written = export_to_tensorboard(workshop.runs.folder(found), place)
             typer.echo(f"Wrote {written}; see it with: tensorboard --logdir {written}")
         return
     if (to == "hub") > bool(hub):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,8 @@ _STATUS: tuple[tuple[type[TopropeError], int, str], ...] = (
     (NotPossibleNow, 409, "not_possible"),
     (Corrupt, 500, "corrupt"),
 )
+_SHARED_S = 0.25
+"""Seconds for which an answer is shared: pages that follow one run ask together."""
 _encode = msgspec.json.Encoder().encode
 
 _Answering = Callable[[Request], Awaitable[Response]]
@@ -61,6 +65,7 @@ class Dashboard:
         self._workshop, self._keys, self._bundle, self._read_only = workshop, keys, bundle, read_only
         self._source: PageSource = PageSource(workshop, owner=True, read_only=read_only)
         self._pulse = Pulse(workshop)
+        self._shared: dict[tuple[str, int], tuple[float, asyncio.Task[bytes]]] = {}
 
     def routes(self) -> list[Route]:
         """All routes; the door stands before them."""
@@ -116,9 +121,19 @@ class Dashboard:
             asked: dict[str, Any] = {**request.query_params, **request.path_params, "what": what}
             if what == "compare":
                 asked |= {side: request.query_params.getlist(side) for side in ("a", "b")}
-            return _json(await to_thread.run_sync(self._source.ask, asked))
+            return Response(await self._share(str(request.url), asked), media_type="application/json")
 
         return _told(answer)
+
+    async def _share(self, url: str, asked: Mapping[str, Any]) -> bytes:
+        """The answer to a question, made once for all pages that ask it at the same change."""
+        key, now = (url, self._pulse.number), time.monotonic()
+        known = self._shared.get(key)
+        if known is None or now - known[0] > _SHARED_S:
+            self._shared = {one: made for one, made in self._shared.items() if now - made[0] <= _SHARED_S}
+            known = (now, asyncio.create_task(to_thread.run_sync(lambda: _encode(self._source.ask(asked)))))
+            self._shared[key] = known
+        return await asyncio.shield(known[1])
 
     def _action(self, name: str) -> _Answering:
         async def answer(request: Request) -> Response:
@@ -127,6 +142,7 @@ class Dashboard:
             if self._read_only:
                 return _error(403, "read_only", "This dashboard only shows.", "Start it without --read-only to act.")
             target = str(next(iter(request.path_params.values()), ""))
+            self._shared.clear()
             return _json(await act(self._workshop, name, target, await _body(request)))
 
         return _told(answer)

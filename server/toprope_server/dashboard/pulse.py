@@ -57,6 +57,11 @@ class Pulse:
         self._news = asyncio.Event()
 
     @property
+    def number(self) -> int:
+        """Number of the newest change."""
+        return self._number
+
+    @property
     def beating(self) -> bool:
         """True while a task looks for changes."""
         return self._task is not None and not self._task.done()

@@ -124,7 +124,7 @@ def test_run_and_look_after_a_cursor(page: DashboardProcess, house: House) -> No
     assert again["fixed"] is None and again["live"]["series"] is None and again["live"]["events"] == []
     with house.live.metrics.open("a") as file:
         file.write('{"step": 4, "reward": 0.9}\n')
-    after = page.get(f"{path}/look?after={run['live']['cursor']}")["live"]["series"]
+    after = page.get(f"{path}/look?again=1&after={run['live']['cursor']}")["live"]["series"]
     assert after["x"] == [4] and after["from"] == 3
     for wrong in ("x", "1.2", "-1.0.0", "1.1.99999999999999999"):
         assert page.ask("GET", f"{path}/look?after={wrong}")[0] == 400
