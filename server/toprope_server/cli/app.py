@@ -56,7 +56,7 @@ def build() -> typer.Typer:
 
     from toprope_server.cli import data, policies, rope
 
-    using = (policies.chat, policies.serve_model, policies.export)
+    using = (policies.chat, policies.serve_model, policies.export, policies.fit)
     watching = (dashboard, runs, status, watch, logs, results, rollouts, *using, report)
 
     control = (stop, resume, rope.approve, rope.freeze, rope.thaw, rope.audit)

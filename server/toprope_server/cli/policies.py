@@ -86,3 +86,36 @@ def export(
         typer.echo(f"Wrote {outcome.path} ({outcome.bytes / 1e6:.1f} MB); README.md there is the model's card.")
         if outcome.url:
             typer.echo(f"Uploaded to {outcome.url}")
+
+
+def fit(
+    model: Annotated[str | None, typer.Argument(help="A folder, a Hub id that is here, or 'embedded'.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Start from this preset. Default: the owner's.")] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Such as policy.lora=true; repeatable."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, max=2, help="0: CPU; 1: one GPU for both; 2: one each. Default: as it is here.")
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt. Default: all that policy.max_context leaves.")
+    ] = None,
+) -> None:
+    """Estimate the memory of trainer and sampler, and name what would make it fit."""
+    with open_workshop() as workshop:
+        from toprope_tools.planning.fit import memory_lines
+
+        from toprope.settings.changes import apply_changes
+        from toprope.settings.presets import load_preset
+
+        home = workshop.home
+        config = load_preset(preset or home.settings().preset, home.preset_folders).config("")
+        changes = {"policy.model": model} if model else {}
+        for written in change or ():
+            name, sign, value = written.partition("=")
+            if not sign:
+                raise typer.BadParameter(f"{written} is not of the form FIELD=VALUE.")
+            changes[name.strip()] = value.strip()
+        config, _ = apply_changes(config, changes)
+        typer.echo("\n".join(memory_lines(config, gpus=gpus, prompt=prompt)))

@@ -1,15 +1,23 @@
-"""Warnings of the fit check in answers: draft, environment and policy, before a start."""
+"""The fit check in answers: draft, environment and policy, and memory, before a start."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from toprope.analysis.findings.rules import said
 from toprope.settings.schema import Config
 from toprope.workbench.catalog.describe import Description
 from toprope.workbench.drafts import Draft
 from toprope.workbench.fit import Misfit, TaskSample, misfits
 from toprope.workbench.launch.baseline import baseline_of
+from toprope.workbench.memory import Memory, fit, shape_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -49,3 +57,55 @@ def misfits_of_config(
 
 def _key(environment: str, knobs: dict[str, Any]) -> str:
     return json.dumps([environment, knobs], sort_keys=True, default=str)
+
+
+def memory_lines(config: Config, *, gpus: int | None = None, prompt: int | None = None) -> list[str]:
+    """Say what memory a configuration's trainer and sampler take, if it is there, and what would make it fit.
+
+    Args:
+        gpus: 0: the CPU; 1: both on one GPU; 2: one each; None: as launcher.device and this machine say.
+        prompt: Tokens of a prompt; the most that policy.max_context allows if None.
+    """
+    shape = shape_of(config, _hub_cache())
+    if shape is None:
+        return [f"Memory: unknown until {config.policy.model} is on this machine; its shape is read from its files."]
+    if gpus is None:
+        gpus = 0 if config.launcher.device == "cpu" or not shutil.which("nvidia-smi") else 1
+    found = fit(config, shape, _available(gpus), prompt=prompt, gpus=gpus)
+    where = {0: "RAM", 1: "the GPU"}.get(gpus, "two GPUs")
+    verdict = {None: "how much is free is unknown", True: "fits", False: "does not fit"}[found.fits]
+    free = "" if found.available is None else f" of {_gb(found.available)} free"
+    lines = [f"Memory: about {_gb(found.total)}{free} in {where}: {verdict} ({found.sure})."]
+    lines += [_parts("trainer", found.trainer), _parts("sampler", found.sampler)]
+    lines += [
+        f"{words[:1].upper()}{words[1:]} take it to {_gb(total)}: {said(changes)}."
+        for words, changes, total in found.mends
+    ]
+    return [line for line in lines if line]
+
+
+def _parts(name: str, memory: Memory) -> str:
+    shown = sorted(((part, size) for part, size in memory.parts.items() if size >= 1e6), key=lambda one: -one[1])
+    return f"  {name} {_gb(memory.total)}: " + ", ".join(f"{part} {_gb(size)}" for part, size in shown) if shown else ""
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def _available(gpus: int) -> float | None:
+    """Free bytes of RAM, or of the emptiest GPU; None if unknown."""
+    if not gpus:
+        return float(psutil.virtual_memory().available)
+    asked = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
+        return max(float(line) for line in done.stdout.split()) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def _hub_cache() -> Path:
+    """The folder in which the Hub's client keeps downloads."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()

@@ -20,7 +20,7 @@ from toprope.workbench.launch.seeds import expand
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how_to_approve
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
-from toprope_tools.planning.fit import misfits_of_config
+from toprope_tools.planning.fit import memory_lines, misfits_of_config
 from toprope_tools.planning.preview_text import ask_to_confirm, said, structured
 
 if TYPE_CHECKING:
@@ -247,7 +247,8 @@ def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
     if why:
         why = f"\n{why} {how_to_approve(found.hash)}"
     warned = "".join(f"\n{line}" for line in _warnings(workshop, request))
-    text = f"Nothing was started.\n{said(found)}{warned}{why}\nNext: {call('start_training', **arguments)}"
+    memory = "\n".join(memory_lines(specifications[0].config))
+    text = f"Nothing was started.\n{said(found)}\n{memory}{warned}{why}\nNext: {call('start_training', **arguments)}"
     data = _started(specifications[:1]).model_copy(
         update={"run_id": None, "group_id": None, "run_ids": None, "state": "not started", "preview": structured(found)}
     )

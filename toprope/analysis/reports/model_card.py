@@ -210,6 +210,8 @@ def _origin(one: Exported) -> list[str]:
     if found.code.changes_sha256:
         lines[-1] += ", with uncommitted changes"
     lines.append(f"- configuration SHA-256 `{found.configuration.sha256}`, seed {found.configuration.seed}")
+    if found.policy.revision:
+        lines.append(f"- starting weights at commit `{found.policy.revision}`")
     if found.policy.sha256:
         lines.append(f"- starting weights SHA-256 `{found.policy.sha256}` (over {found.policy.hashed})")
     hardware = [found.hardware.cpu, f"{found.hardware.cores} cores", *found.hardware.gpus]

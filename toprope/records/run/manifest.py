@@ -77,6 +77,8 @@ class Policy(_Section):
     """The model that training starts from."""
 
     model: str
+    revision: str | None = None
+    """Commit of a model of the Hub."""
     sha256: str | None = None
     hashed: str = ""
     """`contents`, or `names and sizes` if the contents are too large to read."""

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import queue
+import re
 import subprocess
 import threading
 import time
@@ -48,6 +49,7 @@ _LIBRARIES = (
 _ROOT = Path(toprope.__file__).resolve().parent.parent
 _MOST_CHANGES = 512 * 1024
 _MOST_FILE = 1 << 30
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _MOST_POLICY = 4 << 30
 _GIT_TIMEOUT_S = 15.0
 _LAST_WAIT_S = 3.0
@@ -170,7 +172,8 @@ def hash_policy(model: str, folder: Path) -> Policy:
         own = _hash_of(path) if contents else str(path.stat().st_size)
         whole.update(f"{name}\0{own}\n".encode())
     hashed = "contents" if contents else "names and sizes"
-    return Policy(model=model, sha256=whole.hexdigest(), hashed=hashed, bytes=total)
+    commit = folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
+    return Policy(model=model, revision=commit, sha256=whole.hexdigest(), hashed=hashed, bytes=total)
 
 
 def _digest(value: Any) -> str:

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
-from toprope.records.messages import Failed, Finished, Progress, Ready
+from toprope.records.messages import Failed, Finished, Progress, Ready, Warned
 from toprope.records.run.checkpoints import MANIFEST, problem_of
+from toprope.records.run.manifest import Manifest
 from toprope.settings.schema import EMBEDDED, Config, PolicySection
 from toprope.training.component.member import CrewMember
+from toprope.training.policy.preflight import check_hub_model, context_warning
 
 __all__ = [
     "EMBEDDED",
@@ -116,11 +118,14 @@ def _build_embedded(name: str, cache: Path, report: Callable[[Progress], object]
 
 
 def _download(policy: PolicySection, report: Callable[[Progress], object]) -> Path:
-    report(Progress(f"fetching {policy.model}", 0, 1))
-    try:
-        from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
-        folder = Path(snapshot_download(policy.model, revision=policy.revision, allow_patterns=_NEEDED))
+    found = check_hub_model(policy, _NEEDED, Path(constants.HF_HUB_CACHE))
+    known = "" if found is None else f" at {found.commit[:12]} ({found.bytes / 1e6:.0f} MB, licence: {found.licence})"
+    report(Progress(f"fetching {policy.model}{known}", 0, 1))
+    revision = policy.revision if found is None else found.commit
+    try:
+        folder = Path(snapshot_download(policy.model, revision=revision, allow_patterns=_NEEDED))
     except Exception as error:  # the Hub's client raises errors of several libraries
         text = str(error).strip()
         cause = text.splitlines()[0] if text else type(error).__name__
@@ -261,10 +266,26 @@ def main() -> int:
     try:
         if member.spec.config.launcher.device == "cuda":
             describe_device(member.spec.config)  # fail before downloading a model that could not be used
-        folder = place(member.spec.config.policy, Path(member.spec.policy_cache), member.report)
+        policy = _pinned(member)
+        folder = place(policy, Path(member.spec.policy_cache), member.report)
     except TopropeError as error:
         member.report(Failed(error.message, error.hint))
         return 1
+    if warning := context_warning(folder, policy):
+        member.report(Warned(warning))
     member.report(Ready(str(folder)))
     member.report(Finished())
     return 0
+
+
+def _pinned(member: CrewMember) -> PolicySection:
+    """The configured policy; in later attempts at the commit that the first one had."""
+    policy = member.spec.config.policy
+    if member.attempt == 1 or policy.model in EMBEDDED:
+        return policy
+    try:
+        manifest = Manifest.read(member.folder)
+    except Corrupt:
+        manifest = None
+    commit = manifest.policy.revision if manifest is not None else None
+    return policy if commit is None else policy.model_copy(update={"revision": commit})

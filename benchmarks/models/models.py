@@ -1,0 +1,268 @@
+"""Train tiny models of twelve architectures for two steps: `make bench-models`.
+
+    python -P -m benchmarks models [--only NAME ...]
+
+Each model has the configuration class of its family, a few thousand random weights, and the tokenizer of bytes that
+tests use. It is saved, loaded as a run loads its policy, sampled by the embedded engine (groups of several prompts of
+different lengths) and trained for two steps on these samples with the GRPO learner; then a checkpoint of it is written
+and loaded again. `logprob_error` is the largest difference between the log-probabilities of the sampler and those of
+the trainer's first pass over the same tokens; above 1e-3 the architecture fails. A failure whose message is not one of
+Toprope's own errors counts in `failed_without_words`, for which the exit status is 1. No network; a minute or two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.support.tiny_policy import make_tiny_policy
+from toprope.errors import TopropeError
+
+LARGEST_ERROR = 1e-3
+_COMMON: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 1,
+    "bos_token_id": None,
+}  # fmt: skip
+_PROMPTS = ("ab", "What is 2 and 3?")
+_GROUP, _ANSWER = 4, 6
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "Qwen3-MoE": (
+        "Qwen3MoeConfig",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "Llama 3": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "Gemma 3": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
+    "Mistral": ("MistralConfig", {"head_dim": 8, "sliding_window": None}),
+    "Phi": ("Phi3Config", {"original_max_position_embeddings": 256}),
+    "SmolLM3": ("SmolLM3Config", {}),
+    "OLMo": ("Olmo2Config", {}),
+    "gpt-oss": ("GptOssConfig", {"head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "DeepSeek-V3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+            "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1,
+        },
+    ),
+    "Granite": ("GraniteConfig", {"logits_scaling": 4.0}),
+    "Falcon-H1": (
+        "FalconH1Config",
+        {
+            "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
+            "head_dim": 8,
+        },
+    ),
+}  # fmt: skip
+"""Name -> configuration class of transformers, and what differs from `_COMMON`."""
+
+
+@dataclass
+class Row:
+    """What came of one architecture."""
+
+    name: str
+    parameters: int = 0
+    logprob_error: float = math.nan
+    shares_prompts: bool = False
+    seconds: float = 0.0
+    refusal: str = ""
+    in_words: bool = True
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def works(self) -> bool:
+        return not self.refusal
+
+
+def make_model(name: str, folder: Path) -> Path:
+    """Save a tiny model of an architecture, with the tokenizer of the tests."""
+    import torch
+    import transformers
+
+    make_tiny_policy(folder)
+    (folder / "model.safetensors").unlink()
+    kind, own = ARCHITECTURES[name]
+    vocabulary = len(transformers.AutoTokenizer.from_pretrained(folder))
+    config = getattr(transformers, kind)(**{**_COMMON, **own, "vocab_size": vocabulary})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+def try_architecture(name: str, folder: Path) -> Row:
+    """Make, sample and train one architecture."""
+    row, began = Row(name), time.monotonic()
+    try:
+        _run(row, make_model(name, folder))
+    except TopropeError as error:
+        row.refusal = str(error)
+    except Exception as error:  # what a refusal without words looks like
+        row.refusal, row.in_words = f"{type(error).__name__}: {error}", False
+    row.seconds = time.monotonic() - began
+    return row
+
+
+def _run(row: Row, folder: Path) -> None:
+    import torch
+
+    from toprope.settings.schema import Config
+    from toprope.training.policy.loading import load_model, load_tokenizer
+    from toprope.training.trainer.batch_source import GroupBatch, build_rows
+    from toprope.training.trainer.checkpoint_io import CheckpointState, load_weights, save_checkpoint
+    from toprope.training.trainer.collate import collate
+    from toprope.training.trainer.grpo import GrpoLearner
+    from toprope.training.trainer.optimization import make_optimizer
+    from toprope.training.trainer.step.forward import PolicyForward
+    from toprope.training.trainer.step.learner import StepHooks
+
+    config = Config()
+    config.policy.model, config.launcher.device, config.policy.max_context = str(folder), "cpu", 64
+    config.rollout.group_size, config.rollout.groups_per_step = _GROUP, len(_PROMPTS)
+    config.rollout.max_new_tokens, config.budget.steps = _ANSWER, 2
+    tokenizer, model = load_tokenizer(folder), load_model(folder, config, trained=True)
+    row.parameters = sum(value.numel() for value in model.parameters())
+    groups = _sample(load_model(folder, config).eval().requires_grad_(False), tokenizer)
+    forward = PolicyForward(model.eval(), int(tokenizer.pad_token_id))
+    row.shares_prompts = forward.shares_prompts
+    rows = build_rows(groups, config)
+    tensors = collate(rows, 0, forward.device)
+    with torch.no_grad():
+        scores = forward(rows, tensors.columns)
+    assert scores is not None
+    row.logprob_error = float(((scores.logps - tensors.sampled).abs() * tensors.mask).max())
+    if not row.logprob_error <= LARGEST_ERROR:
+        raise ValueError(f"sampler and trainer differ by {row.logprob_error:.2g}")
+    parameters = dict(model.named_parameters())
+    before = {name: value.detach().clone() for name, value in parameters.items()}
+    optimizer = make_optimizer(config, parameters)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    steps: list[dict[str, Any]] = []
+    hooks = StepHooks(lambda: GroupBatch(groups, 0, version=0), lambda step, metrics: steps.append(dict(metrics)))
+    optimizer.param_groups[0]["lr"] = 1e-2
+    learner = GrpoLearner(
+        config,
+        model,
+        None,
+        pad=int(tokenizer.pad_token_id),
+        device="cpu",
+        hooks=hooks,
+        optimizers=(optimizer, scheduler),
+    )
+    learner.train()
+    moved = sum(not torch.equal(before[name], value) for name, value in parameters.items())
+    if len(steps) != 2 or not all(math.isfinite(step["grad_norm"]) for step in steps) or not moved:
+        raise ValueError(f"two steps changed {moved} tensors: {[step.get('grad_norm') for step in steps]}")
+    path = save_checkpoint(
+        folder / "checkpoints", CheckpointState(2, 0, 2, 1.0), model=model, tokenizer=tokenizer, optimizer=optimizer,
+        scheduler=scheduler, keep=1,
+    )  # fmt: skip
+    again = load_model(folder, config, trained=True)
+    load_weights(path, again)
+    with torch.no_grad():
+        ids = torch.arange(4, 20)[None]
+        if not torch.allclose(again.eval()(ids).logits, model.eval()(ids).logits, atol=1e-5):
+            raise ValueError("the model differs after its checkpoint")
+
+
+def _sample(model: Any, tokenizer: Any) -> list[Any]:
+    """Groups of one request each, sampled together, with rewards that differ within each group."""
+    import queue
+
+    from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
+    from toprope.training.inference.embedded_engine import EmbeddedEngine
+    from toprope.training.inference.engine import Sample, SamplingRequest
+
+    engine = EmbeddedEngine(model, tokenizer, max_context=64, seed=0)
+    engine.start()
+    answers: list[queue.SimpleQueue[list[Sample] | Exception]] = []
+    prompts = []
+    for place, text in enumerate(_PROMPTS):
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+        )
+        prompts.append(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        answers.append(queue.SimpleQueue())
+        put: Callable[[Any], object] = answers[-1].put
+        engine.submit(SamplingRequest(prompts[-1], n=_GROUP, max_new_tokens=_ANSWER, seed=place), put)
+    groups = []
+    for place, (ids, waiting) in enumerate(zip(prompts, answers, strict=True)):
+        found = waiting.get(timeout=120)
+        if isinstance(found, Exception):
+            raise found
+        rewards = [float(number % 2) for number in range(_GROUP)]
+        groups.append(
+            Group(
+                tokens=[ids + one.token_ids for one in found],
+                masks=[[MASKED] * len(ids) + one.token_ids for one in found],
+                scores=rewards,
+                inference_logprobs=[[PROMPT_LOGPROB] * len(ids) + one.logprobs for one in found],
+                versions=[[(0, len(one.token_ids))] for one in found],
+                group_id=f"g-{place}",
+                outcomes=[Outcome(reward, success=reward >= 1) for reward in rewards],
+            )
+        )
+    engine.stop()
+    return groups
+
+
+def main() -> int:
+    """Try the architectures; print the table and the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(ARCHITECTURES), help="only these architectures")
+    arguments = parser.parse_args()
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    rows = []
+    for name in arguments.only or ARCHITECTURES:
+        with tempfile.TemporaryDirectory(prefix="toprope-models-") as folder:
+            rows.append(try_architecture(name, Path(folder)))
+    table = Table("architecture", "works", "parameters", "sampler - trainer", "shares prompts", "seconds", "refusal")
+    for row in rows:
+        said = f"{'' if row.in_words else '(without words) '}{row.refusal}"
+        error = f"{row.logprob_error:.1e}" if math.isfinite(row.logprob_error) else ""
+        shared = "yes" if row.shares_prompts else "no"
+        table.add_row(
+            row.name,
+            "yes" if row.works else "no",
+            f"{row.parameters:,}",
+            error,
+            shared,
+            f"{row.seconds:.1f}",
+            said[:300],
+        )
+    Console(width=160).print(table)
+    without = sum(not row.works and not row.in_words for row in rows)
+    known = [row.logprob_error for row in rows if math.isfinite(row.logprob_error)]
+    figures = {
+        "architectures": len(rows),
+        "working": sum(row.works for row in rows),
+        "refused_in_words": sum(not row.works and row.in_words for row in rows),
+        "failed_without_words": without,
+        "logprob_error": max(known, default=None),
+    }
+    print(json.dumps(figures))
+    return 1 if without else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Models of the Hub: what is checked before a download, the commit that is used, and the context."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub_stand_in import HubStandIn
+from tests.support.tiny_policy import make_tiny_policy
+from toprope.errors import DiskFull, InvalidValue
+from toprope.settings.schema import PolicySection
+from toprope.supervisor.watchers.provenance import hash_policy
+from toprope.training.policy.preflight import check_hub_model, context_warning
+
+PLACE = """
+import sys
+from pathlib import Path
+from toprope.settings.schema import PolicySection
+from toprope.training.policy.loading import place
+print(place(PolicySection(model=sys.argv[1], revision=sys.argv[2] or None), Path("."), lambda said: print(said.what)))
+"""
+PATTERNS = ["*.json", "*.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return make_tiny_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def hub(saved):
+    with HubStandIn() as hub:
+        files = {path.name: path.read_bytes() for path in saved.iterdir()}
+        hub.repositories["me/model"] = files
+        yield hub
+
+
+def placed(hub, tmp_path, model, revision=""):
+    """Places a model in a process of its own: the Hub's client reads its variables when it is imported."""
+    variables = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-P", "-c", PLACE, model, revision]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def test_model_is_downloaded_at_the_commit_that_was_checked(hub, tmp_path, saved):
+    done = placed(hub, tmp_path, "me/model")
+    assert done.returncode == 0, done.stderr
+    commit, lines = hub.revision("me/model"), done.stdout.splitlines()
+    assert f"at {commit[:12]}" in lines[0] and "licence: apache-2.0" in lines[0]
+    folder = Path(lines[-1])
+    assert folder.name == commit and (folder / "config.json").read_bytes() == (saved / "config.json").read_bytes()
+    assert hash_policy("me/model", folder).revision == commit and hash_policy("x", saved).revision is None
+
+
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [("model.safetensors", "pickled"), ("config.json", "configuration"), ("tokenizer.json", "tokenizer")],
+)
+def test_incomplete_model_is_refused_before_download(hub, monkeypatch, tmp_path, gone, said):
+    files = hub.repositories["me/model"]
+    for name in [name for name in files if name == gone or (gone.startswith("token") and name.startswith("token"))]:
+        del files[name]
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", hub.url)
+    with pytest.raises(InvalidValue, match=said):
+        check_hub_model(PolicySection(model="me/model"), [*PATTERNS, "tokenizer*"], tmp_path)
+
+
+def test_full_disk_is_refused_and_a_silent_hub_is_not(hub, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", hub.url)
+    usage = namedtuple("usage", "total used free")
+    policy = PolicySection(model="me/model")
+    assert check_hub_model(policy, PATTERNS, tmp_path).commit == hub.revision("me/model")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, 1000))
+    with pytest.raises(DiskFull, match="Nothing was downloaded"):
+        check_hub_model(policy, PATTERNS, tmp_path)
+    assert check_hub_model(PolicySection(model="me/none"), PATTERNS, tmp_path) is None
+
+
+def test_context_beyond_the_model_is_warned_of(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 256}))
+    assert "made for 256 tokens" in context_warning(tmp_path, PolicySection(model="m", max_context=512))
+    assert not context_warning(tmp_path, PolicySection(model="m", max_context=256))

@@ -1,0 +1,105 @@
+"""Estimates of memory: shapes from files, the terms, and what would make a configuration fit."""
+
+from __future__ import annotations
+
+import json
+import struct
+
+from toprope_tools.planning.fit import memory_lines
+
+from toprope.settings.schema import Config
+from toprope.workbench.memory import ModelShape, estimate, fit, read_shape, shape_of
+
+QWEN = {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def saved(folder, shapes):
+    """A model's folder whose weights have a header only."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return folder
+
+
+def config_of(**changes):
+    config = Config()
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        setattr(getattr(config, section), key, value)
+    return config
+
+
+def test_shape_is_read_from_files_without_loading_them(tmp_path):
+    folder = saved(tmp_path / "m", {"a": [1000, 10], "b": [7]})
+    shape = read_shape(folder)
+    assert shape.parameters == 10_007 and shape.measured and shape.vocabulary == 151936
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
+    assert read_shape(adapters) == shape
+    cache = tmp_path / "hub" / "models--me--m" / "snapshots"
+    cache.mkdir(parents=True)
+    saved(cache / "abc", {"a": [5]})
+    assert shape_of(config_of(policy__model="me/m"), tmp_path / "hub").parameters == 5
+    assert shape_of(config_of(policy__model="me/other"), tmp_path / "hub") is None
+    (folder / "model.safetensors").write_bytes(b"short")
+    assert read_shape(folder) is None
+
+
+def test_parameters_of_known_models_are_computed_from_their_shape():
+    assert abs(ModelShape.of(QWEN).parameters / 596e6 - 1) < 0.01, "Qwen3-0.6B has 596 million"
+    assert abs(shape_of(Config()).parameters / 124_000 - 1) < 0.05, "the embedded policy"
+    assert not ModelShape.of(QWEN).measured and ModelShape.of({"hidden_size": 4}) is None
+
+
+def test_settings_change_the_parts_that_they_concern():
+    shape = ModelShape.of(QWEN)
+    plain, sampler = estimate(config_of(policy__max_context=1024), shape)
+    parts = plain.parts
+    assert parts["optimizer"] == 8 * shape.parameters and parts["weights"] == 4 * shape.parameters
+    lora, _ = estimate(config_of(policy__max_context=1024, policy__lora=True), shape)
+    assert lora.parts["optimizer"] < 0.05 * parts["optimizer"]
+    micro, _ = estimate(config_of(policy__max_context=1024, optimizer__micro_batch_size=4), shape)
+    assert micro.parts["activations"] < 0.2 * parts["activations"] and micro.parts["gradients"] == 4 * shape.parameters
+    kept, _ = estimate(config_of(policy__max_context=1024, optimizer__gradient_checkpointing=True), shape)
+    assert kept.parts["activations"] < 0.2 * parts["activations"]
+    reference, _ = estimate(config_of(policy__max_context=1024, algorithm__beta=0.1), shape)
+    assert reference.total - plain.total == 4 * shape.parameters
+    gpu, _ = estimate(config_of(policy__max_context=1024), shape, gpu=True)
+    assert gpu.parts["activations"] * 2 == parts["activations"], "bfloat16 passes"
+    _, longer = estimate(config_of(policy__max_context=2048), shape)
+    assert longer.parts["cache"] > 1.5 * sampler.parts["cache"]
+
+
+def test_changes_that_make_it_fit_are_named_and_do():
+    shape = ModelShape.of(QWEN)
+    config = config_of(policy__max_context=1024)
+    found = fit(config, shape, 30e9)
+    assert found.fits is False and found.mends
+    for _, changes, total in found.mends:
+        assert total <= 30e9
+        changed = config.model_copy(deep=True)
+        for name, value in changes.items():
+            section, _, key = name.partition(".")
+            setattr(getattr(changed, section), key, value)
+        assert fit(changed, shape, 30e9).fits
+    assert fit(config, shape, 900e9).fits and not fit(config, shape, 900e9).mends
+    assert fit(config, shape, None).fits is None
+    assert "no GPU was measured" in fit(config, shape, 80e9, gpus=1).sure
+
+
+def test_answers_name_parts_and_unknown_models(tmp_path, monkeypatch):
+    lines = memory_lines(Config(), gpus=0)
+    assert lines[0].startswith("Memory: about") and "fits" in lines[0] and "trainer" in lines[1]
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert "unknown until me/none is on this machine" in memory_lines(config_of(policy__model="me/none"))[0]
+    monkeypatch.setattr("toprope_tools.planning.fit._available", lambda gpus: 1e9)
+    (tmp_path / "models--me--m" / "snapshots").mkdir(parents=True)
+    saved(tmp_path / "models--me--m" / "snapshots" / "x", {"a": [596_000_000]})
+    told = memory_lines(config_of(policy__model="me/m"), gpus=0)
+    assert "does not fit" in told[0] and any("policy.lora to true" in line for line in told)

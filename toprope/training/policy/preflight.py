@@ -1,0 +1,92 @@
+"""Checks before a model of the Hub is downloaded: its files, its licence, and the room on the disk.
+
+The commit that is found here is what is downloaded, so that a branch that moves meanwhile, or until a resume, changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import DiskFull, InvalidValue
+from toprope.settings.schema import PolicySection
+
+_SPARE = 256_000_000
+"""Bytes that must stay free after a download."""
+
+
+@dataclass(frozen=True)
+class HubModel:
+    """A model as the Hub describes it: its commit, the bytes of the files that are needed, and its licence."""
+
+    commit: str
+    bytes: int
+    licence: str
+
+
+def check_hub_model(policy: PolicySection, patterns: Sequence[str], cache: Path) -> HubModel | None:
+    """Look at a model before its download.
+
+    Args:
+        patterns: The files that will be downloaded.
+        cache: The folder that they go to.
+
+    Returns:
+        None if the Hub does not answer; a download may still find the files in the cache.
+
+    Raises:
+        InvalidValue: It has no weights as safetensors, no configuration or no tokenizer.
+        DiskFull: There is too little room.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        info: Any = HfApi().model_info(policy.model, revision=policy.revision, files_metadata=True)
+    except Exception:  # the download that follows words every reason
+        return None
+    sizes = {str(one.rfilename): int(one.size or 0) for one in info.siblings or ()}
+    wanted = {name: size for name, size in sizes.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
+    lacking = {
+        "weights as safetensors (pickled ones are not loaded, because that would run code in them)": "*.safetensors",
+        "configuration (config.json)": "config.json",
+        "tokenizer (tokenizer.json, tokenizer.model or vocab.json)": "*[tv]o[kc]*",
+    }
+    for what, pattern in lacking.items():
+        if not any(fnmatch.fnmatch(name, pattern) for name in wanted):
+            raise InvalidValue(
+                f"The model {policy.model!r} on the Hub has no {what}. Nothing was downloaded.",
+                hint="Set policy.model to another id, or to a local folder saved with save_pretrained.",
+            )
+    need = sum(wanted.values()) + _SPARE
+    place = next((one for one in (cache, *cache.parents) if one.exists()), Path("/"))
+    held = cache / f"models--{policy.model.replace('/', '--')}" / "snapshots" / str(info.sha)
+    if not held.is_dir() and (free := shutil.disk_usage(place).free) < need:
+        raise DiskFull(
+            f"{policy.model} needs {need / 1e9:.1f} GB, and {place} has {free / 1e9:.1f} GB left. Nothing was "
+            "downloaded.",
+            hint="Make room, or name another folder in HF_HOME (variables.policy in settings.yaml).",
+        )
+    licence = (getattr(info, "card_data", None) or {}).get("license") or "not stated"
+    return HubModel(str(info.sha), sum(wanted.values()), str(licence))
+
+
+def context_warning(folder: Path, policy: PolicySection) -> str:
+    """Return a warning if policy.max_context is longer than what the model was made for; empty if not."""
+    try:
+        written = json.loads((folder / "config.json").read_bytes())
+        text = written.get("text_config") or written
+        longest = int(text["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    if policy.max_context <= longest:
+        return ""
+    return (
+        f"policy.max_context is {policy.max_context}, and {policy.model} was made for {longest} tokens: answers may "
+        "get worse beyond that."
+    )
