@@ -38,7 +38,8 @@ def _verifiers(root: Path) -> Iterator[Candidate]:
     for repository in sorted(root.iterdir()):
         for project in sorted(repository.glob("environments/*/pyproject.toml")):
             text = project.read_text(errors="replace")
-            if "verifiers" in text:
+            provided = "".join(file.read_text(errors="replace") for file in project.parent.rglob("*.py"))
+            if "verifiers" in text and re.search(r"def load_environment|class \w+Taskset\b", provided):
                 yield Candidate("verifiers", f"{repository.name}/{project.parent.name}", (str(project.parent),))
 
 
