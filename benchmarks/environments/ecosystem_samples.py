@@ -56,6 +56,30 @@ class CopyTaskset(vf.Taskset[CopyTask, CopyConfig]):
             yield CopyTask(CopyData(prompt=f"Copy: {{answer}}", answer=answer), self.config.task)
 '''
 
+VERIFIERS_BEFORE = f'''"""Copy a word."""
+import verifiers as vf
+from datasets import Dataset
+
+
+{_WORD}
+
+def exact(completion, answer):
+    return float(completion[-1]["content"] == answer)
+
+
+async def length(completion):
+    """Letters of the answer."""
+    return len(completion[-1]["content"])
+
+
+def load_environment(words: int = 60):
+    """Copy a word of four letters."""
+    names = [word(number) for number in range(words)]
+    rows = [{{"question": f"Copy: {{name}}", "answer": name, "task": "copying"}} for name in names]
+    rubric = vf.Rubric(funcs=[exact, length], weights=[0.5, 0.0])
+    return vf.SingleTurnEnv(dataset=Dataset.from_list(rows), rubric=rubric)
+'''
+
 OPENENV = f'''"""Copy a word, or guess again."""
 from openenv.core.env_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
@@ -210,6 +234,7 @@ SAMPLES = (
     Sample("score", "score", SCORE, json.dumps({"file": "{file}", "rows": "rows"}), "import score_sample"),
     Sample("textarena", "textarena", "", "GuessTheNumber-v0", "import textarena"),
     Sample("verifiers", "verifiers", VERIFIERS, "{file}", "import verifiers_sample"),
+    Sample("verifiers_before", "verifiers", VERIFIERS_BEFORE, "{file}", "import verifiers_before_sample"),
     Sample("openenv", "openenv", OPENENV, "{file}:app", _SERVED),
     Sample("inspect_ai", "inspect_ai", INSPECT, "{file}@copying", "import inspect_ai_sample"),
     Sample("atropos", "atropos", ATROPOS, "{file}:Copy", "import atropos_sample", {}, "tokenizer"),

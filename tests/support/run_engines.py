@@ -85,6 +85,7 @@ def engines() -> list[Engine]:
         _ecosystem("inspect_ai", "inspect-ai", "openai"),
         _ecosystem("openenv", "openenv==0.10.*"),
         _ecosystem("verifiers", "verifiers==0.4.*", "uv"),
+        _ecosystem("verifiers_before", "verifiers<0.2"),
         Engine("wheel with downloads", ("tests/packaging",)),
         Engine("macOS, simulated", ("tests/whole/test_darwin.py",)),
         Engine(

@@ -27,7 +27,7 @@ from toprope.sdk.worker.client import WorkerClient, worker_environment
 from toprope.sdk.worker.scripted_policy import scripted_session
 
 SLOW_S = 300.0
-OURS = ("verifiers", "openenv", "inspect_ai", "atropos")
+OURS = ("verifiers", "verifiers_before", "openenv", "inspect_ai", "atropos")
 BY_NAME = {sample.ecosystem: sample for sample in SAMPLES if sample.ecosystem in OURS}
 
 
@@ -91,6 +91,24 @@ def test_verifiers_rewards_and_metrics_become_weighted_parts(tmp_path: Path) -> 
         assert played["talks"][0][-1] == {"role": "assistant", "content": right}
 
     with_worker("verifiers", tmp_path, body, words=50)
+
+
+@pytest.mark.engines
+def test_packages_for_verifiers_before_0_2_run_as_published(tmp_path: Path) -> None:
+    async def body(link: WorkerClient, card: dict[str, Any]) -> None:
+        weights = {name: part["weight"] for name, part in card["parts"].items()}
+        assert weights == {"exact": 0.5, "length": 0.0, "num_turns": 0.0}
+        assert card["versions"]["verifiers"].startswith("0.1") and card["max_turns"] == 1
+        assert {knob["name"]: knob["value"] for knob in card["knobs"]}["words"] == 50
+        right = await reference(link)
+        good, bad = await scores(link, right, "zz")
+        assert good["reward"] == 0.5 and good["success"] and good["parts"]["length"] == 4.0
+        assert bad["reward"] == 0.0 and not bad["success"] and bad["error"] is None
+        played = await run(link, right, 3)
+        assert [outcome["reward"] for outcome in played["outcomes"]] == [0.5] * 3
+        assert played["talks"][0][-1] == {"role": "assistant", "content": right}
+
+    with_worker("verifiers_before", tmp_path, body, words=50)
 
 
 @pytest.mark.engines

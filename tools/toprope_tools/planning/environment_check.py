@@ -79,7 +79,7 @@ async def check_environment(
         section = default_section(workshop, entry.name, locks).model_copy(update={"knobs": own_knobs})
     allowed = seconds or (FULL_S if full else QUICK_S)
     max_turns = section.max_turns if draft_id else None
-    options = options_of(workshop, section, call_timeout_s=min(10.0, allowed / 2))
+    options = options_of(workshop, section, call_timeout_s=min(20.0, section.call_timeout_s, 0.8 * allowed))
     report = await opened(
         workshop,
         entry,

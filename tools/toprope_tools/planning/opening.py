@@ -141,6 +141,7 @@ def options_of(workshop: Workshop, section: EnvironmentSection, **more: Any) -> 
         knobs=section.knobs,
         reward_weights=section.reward_weights,
         load_timeout_s=section.load_timeout_s,
+        call_timeout_s=section.call_timeout_s,
         variables=worker_variables(workshop.settings().variables),
         network=allowed_network(workshop.home.locks(), section.network),
         walls=Walls.of_home(workshop.home),

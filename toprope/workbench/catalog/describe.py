@@ -32,6 +32,7 @@ from toprope.workbench.entries import Entry
 
 __all__ = ["JUNK", "Describer", "Description", "Example", "WorkerOptions", "failed", "require_usable"]
 
+_EXAMPLES_SECONDS = 10.0
 _SURVEY_TASKS = 500
 _SURVEY_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
@@ -229,6 +230,8 @@ async def _examples(link: EnvironmentWorker, count: int, timeout: float) -> tupl
     page = await link.tasks("train", 0, count, timeout=timeout)
     examples, calls, seconds = [], 0, 0.0
     for index, task in enumerate(page.tasks):
+        if seconds > _EXAMPLES_SECONDS:
+            break  # One example tells enough about a scorer that is slow, such as one with tool servers.
         answers = {"empty": "", "junk": JUNK}
         if task.reference is not None:
             answers = {"reference": str(task.reference), **answers}
@@ -236,6 +239,8 @@ async def _examples(link: EnvironmentWorker, count: int, timeout: float) -> tupl
                 answers["near_miss"] = near
         scores = {}
         for label, answer in answers.items():
+            if seconds > _EXAMPLES_SECONDS and scores:
+                break
             began = time.monotonic()
             scores[label] = await link.score("train", index, answer, timeout=timeout)
             calls, seconds = calls + 1, seconds + time.monotonic() - began
