@@ -1,0 +1,102 @@
+"""Judged rollouts: a real worker, a scripted policy, and a judge behind a stand-in for an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy
+from toprope.errors import InvalidValue
+from toprope.records.purse import FILE, Purse
+from toprope.records.run.specification import EnvironmentSource, ModelUnderTest, Specification
+from toprope.settings.endpoints import Endpoint
+from toprope.settings.schema import Config
+from toprope.training.judges.helpers import Helpers
+from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans
+from toprope.training.rollouts.group_sampler import SampledGroup, TaskRef
+
+CODE = '''
+from toprope.sdk import Environment, Task
+
+class Sums(Environment):
+    """Adds."""
+
+    def tasks(self):
+        for a in range(100):
+            yield Task(f"sum {a}", reference=str(a))
+
+    def score(self):
+        return float(self.answer == self.task.reference)
+'''
+JUDGE = {"name": "style", "weight": 2.0, "judge": "grader", "rubric": "Polite."}
+
+
+def sampled(
+    folder: Path, server: OpenAiStandIn, changes: dict[str, Any], schedule: dict[str, float] | None = None
+) -> tuple[EnvironmentHost, SampledGroup]:
+    """A group of two: the right answer, and a polite one."""
+    file = folder / "sums.py"
+    file.write_text(CODE)
+    config = Config()
+    config.environment.name = "sums"
+    for name, value in changes.items():
+        setattr(config.environment, name, value)
+    model = ModelUnderTest(name="grader", endpoint=Endpoint(base_url=server.url, model="right"))
+    spec = Specification(
+        run_id="run-a", kind="train", created_at=0.0, toprope_version="0", config=config, policy_cache="",
+        environment=EnvironmentSource(name="sums", file=str(file), attribute="Sums"), helpers={"grader": model},
+    )  # fmt: skip
+    policy: Any = ScriptedPolicy(lambda messages, index: "please" if index else messages[0]["content"].split()[1])
+
+    async def run() -> tuple[EnvironmentHost, SampledGroup]:
+        [(plan, source)] = environment_plans(spec)
+        helpers = Helpers.open(spec.helpers, {}, lambda: Purse(folder / FILE, None), folder)
+        host = None
+        try:
+            host = await EnvironmentHost.start(spec, plan, source, lambda report: None, helpers=helpers)
+            sampler = host.sampler(policy, itertools.count())
+            sampler.weights = schedule
+            return host, await sampler.sample(TaskRef("train", 0), 2, SAMPLING)
+        finally:
+            if host is not None:
+                await host.close()
+            await helpers.close()
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def server():
+    stand_in = OpenAiStandIn(lambda question: "Score: 10" if "\nplease\n" in question else "Score: 0")
+    yield stand_in
+    stand_in.close()
+
+
+def test_a_judge_is_a_part_of_the_reward_and_leaves_success_to_the_environment(
+    tmp_path: Path, server: OpenAiStandIn
+) -> None:
+    host, group = sampled(tmp_path, server, {"rewards": [JUDGE]})
+    assert host.is_judged and host.part_weights == {"score": 1.0, "style": 2.0} and host.card.max_reward == 3.0
+    assert [one.reward for one in group.outcomes] == [1.0, 2.0]
+    assert [one.success for one in group.outcomes] == [True, False]
+    assert group.outcomes[1].verdicts == {"style": "Score: 10"}
+    record = group.to_record("sums", "id-1")
+    assert record.scores == [1.0, 2.0] and record.outcomes == group.outcomes  # the verdicts are journaled
+
+
+def test_weights_in_force_combine_all_parts(tmp_path: Path, server: OpenAiStandIn) -> None:
+    alone = {"rewards": [JUDGE], "reward_weights": {"score": 0.0, "style": 3.0}}
+    _, group = sampled(tmp_path, server, alone)
+    assert [one.reward for one in group.outcomes] == [0.0, 3.0] and group.outcomes[0].success
+    _, group = sampled(tmp_path, server, {"rewards": [JUDGE]}, {"style": 0.5})
+    assert [one.reward for one in group.outcomes] == [1.0, 0.5]
+
+
+def test_an_opponent_needs_a_game_for_several_players(tmp_path: Path, server: OpenAiStandIn) -> None:
+    with pytest.raises(InvalidValue, match="no second player"):
+        sampled(tmp_path, server, {"opponent": "base"})
