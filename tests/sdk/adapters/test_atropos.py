@@ -182,3 +182,11 @@ def test_atropos_bases_are_found_by_every_import(text: str, names: list[str], tm
     beside = "from atroposlib.envs.base import BaseEnv\nclass Parent(BaseEnv): ...\nclass Other: ...\n"
     (tmp_path / "beside.py").write_text(beside)
     assert [one.name for one in atropos.declared(file, ast.parse(text))] == names
+
+
+def test_atropos_says_how_to_give_a_tokenizer(collects: Callable[..., OwnLoop]) -> None:
+    def failing(*arguments: Any, **named: Any) -> None:
+        raise OSError("no connection to the hub")
+
+    with pytest.raises(InvalidRequest, match=r"needs the knob tokenizer \(str: .*`reads`.*no connection"):
+        collects(__init__=failing)

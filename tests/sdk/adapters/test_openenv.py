@@ -194,7 +194,7 @@ def test_tools_of_an_environment_are_offered_and_called(server: Served) -> None:
 def test_server_without_schema_and_tools_needs_a_knob(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     server.schema.clear()
     monkeypatch.setattr(sys.modules[__name__], "TOOLS", [])
-    with pytest.raises(InvalidRequest, match=r"`action` \(a text"):
+    with pytest.raises(InvalidRequest, match=r"needs the knob action \(str: action field.*action_json"):
         configure(openenv.make(server))
     assert configure(openenv.make(server), knobs={"action": "message", "action_fields": {"kind": "word"}})
     with pytest.raises(InvalidRequest, match="LD_PRELOAD"):

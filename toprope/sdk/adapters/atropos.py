@@ -28,7 +28,7 @@ from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
 from toprope.sdk.discovery import first_line
-from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.errors import InvalidRequest, LoadError, MissingKnobs
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "Atropos", "declared", "make"]
 
@@ -128,9 +128,10 @@ class Atropos(OwnLoop):
         try:
             env = self._cls(config, [place], slurm=False, testing=False)
         except OSError as error:  # transformers raises this for a missing tokenizer.
-            raise InvalidRequest(
-                f"The tokenizer {config.tokenizer_name!r} cannot be loaded; name the policy's by the knob `tokenizer`. "
-                f"{first_line(str(error))}"
+            raise MissingKnobs(
+                f"The tokenizer {config.tokenizer_name!r} cannot be loaded. A folder must be readable behind the wall: "
+                f"the owner lists it under `reads` of this environment in settings.yaml. {first_line(str(error))}",
+                "tokenizer",
             ) from error
         env.server.servers = [server_class(lambda: env.tokenizer)(place)]
         await env.setup()

@@ -25,7 +25,7 @@ from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.authoring.policy_client import PolicyRefused, ask
-from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
 from toprope.sdk.tooled import calls_in
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "OpenEnv", "declared", "installed", "make"]
@@ -116,9 +116,10 @@ class OpenEnv(OwnLoop):
             if self._tools:
                 self._form = Form(calls_tools=True)
         if not self._form.known or self._form.calls_tools and not self._tools:
-            raise InvalidRequest(
-                "The server does not say what its actions are, and has no tools. Set the knob `action` (a text: the "
-                "field that takes the answer) or `action_json` (true: the answer is the whole action)."
+            raise MissingKnobs(
+                "The server does not say what its actions are, and has no tools; action_json (true: the answer is the "
+                "whole action) would do as well.",
+                "action",
             )
         self._gate = []
 
