@@ -101,6 +101,8 @@ def drive(home: PageHome, address: str, rows: int, seconds: int, live: LiveRun) 
     told: dict[str, Any] = {}
     for line in process.stdout:
         told = json.loads(line)
+        if "measured" in told:
+            print(json.dumps(told["measured"]))
         if word := told.get("tell"):
             (live.quiet.set if word == "quiet" else live.quiet.clear)()
             process.stdin.write("ok\n")

@@ -85,15 +85,17 @@ export async function visit(page, address, wanted) {
 }
 
 /** Wait until the text is on the screen and nothing is being read. */
-export async function settled(page, wanted, limit = 15_000) {
-  await page.waitForFunction(
-    (text) => {
-      const main = document.querySelector("main");
-      return main && !main.querySelector(".loading") && main.innerText.includes(text);
-    },
-    { timeout: limit, polling: 50 },
-    wanted,
-  );
+export async function settled(page, wanted, limit = 30_000) {
+  const there = (text) => {
+    const main = document.querySelector("main");
+    return main && !main.querySelector(".loading") && main.innerText.includes(text);
+  };
+  try {
+    await page.waitForFunction(there, { timeout: limit, polling: 50 }, wanted);
+  } catch (error) {
+    const shown = await page.evaluate(() => `${location.hash}: ${document.querySelector("main")?.innerText.slice(0, 300)}`);
+    throw new Error(`"${wanted}" did not appear within ${limit / 1000} s on ${shown}`, { cause: error });
+  }
 }
 
 export const textOf = (page, selector = "main") => page.$eval(selector, (node) => node.innerText);
@@ -104,7 +106,7 @@ export function screensOf(ids) {
     now: ["#/now", "The rope"],
     run: [`#/run/${ids.good}`, "Settings and rope"],
     "run that collapsed": [`#/run/${ids.hot}`, "Findings"],
-    compare: [`#/compare?a=${ids.good}&b=${ids.hot}`, "Sampled answers"],
+    compare: [`#/compare?a=${ids.good}&b=${ids.hot}`, "Reward over steps"],
     sweeps: ["#/sweeps", "Sweeps"],
     datasets: ["#/datasets", "Data sets"],
     ledger: ["#/ledger", "Handoff"],

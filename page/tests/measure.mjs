@@ -119,6 +119,8 @@ await page.evaluate(() => scrollTo(0, 0));
 figures.charts_alone = await page.$$eval("figure.chart", (all) => all.filter((one) => one.getBoundingClientRect().top < innerHeight).length);
 figures.update_cpu_ms = (await updateCost()).ms;
 
+console.log(JSON.stringify({ measured: figures }));
+
 // What must never be: through every screen, in both themes.
 const violations = [];
 await page.setViewport({ width: 1440, height: 900, deviceScaleFactor: 1 });
