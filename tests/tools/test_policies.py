@@ -279,3 +279,16 @@ def greedy(folder):
     )
     made = model.generate(**ids, do_sample=False, max_new_tokens=6)[0, ids["input_ids"].shape[1] :]
     return tokenizer.decode(made, skip_special_tokens=True)
+
+
+def test_installation_without_torch_says_what_is_missing(shop, full, owner, monkeypatch):
+    monkeypatch.setattr("toprope.extras.find_spec", lambda module: None if module == "torch" else object())
+    for arguments in (["export", full.run_id], ["chat", full.run_id], ["serve-model", full.run_id]):
+        done = toprope(*arguments)
+        assert done.exit_code == 1 and "lacks (torch)" in done.output
+
+
+def test_memory_is_estimated_by_command(owner):
+    done = toprope("fit", "--set", "policy.lora=true", "--set", "rollout.group_size=64", "--gpus", "0")
+    assert done.exit_code == 0 and "adapters" in done.output and "Memory: about" in done.output
+    assert toprope("fit", "--set", "policy.lora").exit_code == 2

@@ -15,6 +15,7 @@ from toprope.analysis.integrity import lineage_of
 from toprope.analysis.reports.model_card import Exported, hub_id, model_card, root_model
 from toprope.analysis.reports.report import gather
 from toprope.errors import Corrupt, DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
+from toprope.extras import TRAINING, require
 from toprope.records.run.checkpoints import MANIFEST, Checkpoint, checkpoint_of, split_step
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.manifest import Manifest
@@ -62,6 +63,7 @@ def policy_order(
         NotFound, Corrupt: There is no such run or checkpoint, or it is damaged.
         InvalidValue: Unknown form or dtype, no adapters, not a repository, or llama.cpp's converter is missing.
         DiskFull: There is too little room.
+        NotPossibleNow: The packages that load models are not installed.
     """
     settings = home.settings()
     if agent:
@@ -73,6 +75,7 @@ def policy_order(
         )
     if repository and not _REPOSITORY.fullmatch(repository):
         raise InvalidValue(f"{shown(repository)} is not a repository.", hint="It has the form account/name.")
+    require("An export of a policy", *TRAINING)
     run_id, step = split_step(named)
     folder = RunFolder.open(home.runs, run_id)
     found = checkpoint_of(folder, step)

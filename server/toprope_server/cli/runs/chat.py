@@ -12,6 +12,7 @@ import anyio
 from anyio import to_thread
 
 from toprope.errors import ComponentFailed, TopropeError, visible
+from toprope.extras import TRAINING, require
 from toprope.records.run.checkpoints import split_step
 from toprope.records.run.specification import Specification
 from toprope.workbench.launch.lineage import RUN, base_of
@@ -35,6 +36,7 @@ def trained_policy(workshop: Workshop, named: str) -> Config:
     Raises:
         NotFound, NotPossibleNow: There is no such run, or it has no weights yet, or no checkpoint of that step.
     """
+    require("A policy's answer", *TRAINING)
     run_id, _ = split_step(named)
     config = Specification.read(workshop.runs.folder(run_id)).config.model_copy(deep=True)
     base = base_of(f"{RUN}{named}", workshop.home.runs)
