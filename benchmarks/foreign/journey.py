@@ -119,16 +119,17 @@ class Traveller:
             result.names = await self._listed(candidate)
             result.reached.append("listed")
             name = result.names[0]
+            splits: dict[str, Any] = {}
             for stage, tool in (("described", "describe_environment"), ("checked", "check_environment")):
                 result.failed_at = stage
-                await self._patiently(tool, name=name, knobs=knobs)
+                splits = (await self._patiently(tool, name=name, knobs=knobs)).get("splits") or splits
                 result.reached.append(stage)
             result.failed_at = "rolled"
             await asyncio.wait_for(self._rolled(name, knobs), _ROLL_S)
             result.reached.append("rolled")
             if train:
                 result.failed_at = "trained"
-                await asyncio.wait_for(self._trained(name, knobs), _TRAIN_S)
+                await asyncio.wait_for(self._trained(name, knobs, splits), _TRAIN_S)
                 result.reached.append("trained")
             result.failed_at = ""
         except Refused as refusal:
@@ -224,9 +225,11 @@ class Traveller:
             if link is not None:
                 await asyncio.shield(link.close(0))
 
-    async def _trained(self, name: str, knobs: Mapping[str, Any]) -> None:
+    async def _trained(self, name: str, knobs: Mapping[str, Any], splits: Mapping[str, Any]) -> None:
         draft = await self._patiently("select_environment", name=name, preset="cpu-embedded", knobs=dict(knobs))
-        await self._call("edit_config", draft_id=draft["draft_id"], changes=_TRAINING)
+        unmeasured = not (splits.get("heldout") or {}).get("known")
+        changes = _TRAINING | ({"evaluation.heldout_tasks": 0} if unmeasured else {})
+        await self._call("edit_config", draft_id=draft["draft_id"], changes=changes)
         run_id = (await self._call("start_training", draft_id=draft["draft_id"]))["run_id"]
         while True:
             [run] = (await self._call("check_status", run_ids=[run_id], wait_s=45))["runs"]

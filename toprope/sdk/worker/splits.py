@@ -225,6 +225,8 @@ class TaskSplits:
                 held = max(1, len(first) // 10)
                 stricter = dict.fromkeys(ids[:held], "heldout") | dict.fromkeys(ids[held : 2 * held], "validation")
                 chosen = [stricter.get(self.id_of(task), "train") for task in first]
+            elif stream.ended and len(first) < len(SPLITS):
+                chosen = ["train"] * len(first)  # nothing can be held out
             for task, split in zip(first, chosen, strict=True):
                 self._found[split].append(task)
 

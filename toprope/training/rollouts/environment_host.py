@@ -306,7 +306,8 @@ class EnvironmentHost:
                     trained = " on which the starting weights were not trained" if split in self._numbers else ""
                     raise ComponentFailed(
                         f"{self.subject} has no tasks in its {split} split{trained}.",
-                        hint="Splits are made by content: an environment needs a few dozen distinct tasks at least.",
+                        hint="Splits are made by content: an environment needs a few dozen distinct tasks at least. "
+                        "With evaluation.heldout_tasks 0 it trains without a held-out evaluation.",
                     )
                 example = example or (split, found[0])
             # Any answer shows whether the environment scores; the reference answer also shows how high.
