@@ -147,7 +147,10 @@ class Traveller:
             names = [name for name in after if re.fullmatch(candidate.entry, name)]
         else:
             place = candidate.add[0] if candidate.add else ""
-            names = [name for name, where in after.items() if name not in before or (place and place in where)]
+            names = [name for name in after if name not in before]
+            if not names and place:  # It was added for an earlier draw.
+                module = Path(place).stem.replace("-", "_")
+                names = [name for name, where in after.items() if place in where or name.endswith(f"/{module}")]
         if not names:
             raise Refused(await self._why_not(candidate))
         return names
