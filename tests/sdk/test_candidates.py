@@ -1,0 +1,154 @@
+"""Evolution over candidates of any kind, and rewriting of texts by a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from tests.support.openai_stand_in import OpenAiStandIn
+from toprope.sdk.candidates import EvolutionConfig, Rewriter, evolve
+from toprope.sdk.errors import InvalidRequest
+
+GOAL = "toprope"
+
+
+class Letters:
+    """Finds a word, letter by letter."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.turn = 0
+
+    def evaluate(self, candidate: str) -> float:
+        self.asked.append(candidate)
+        return sum(one == other for one, other in zip(candidate, GOAL, strict=True))
+
+    def mutate(self, candidate: str) -> str:
+        self.turn += 1
+        place = self.turn % len(GOAL)
+        letter = "abcdefghijklmnopqrstuvwxyz"[self.turn * 7 % 26]
+        return candidate[:place] + letter + candidate[place + 1 :]
+
+
+def test_texts_evolve_and_survivors_are_not_evaluated_again() -> None:
+    phases: list[tuple[str, int]] = []
+    strategy = Letters()
+    result = evolve(
+        strategy, ["aaaaaaa"], EvolutionConfig(epochs=120, population_size=12, selection_ratio=0.25),
+        on_phase=lambda phase, epoch: phases.append((phase, epoch)),
+    )  # fmt: skip
+    assert result.best == GOAL and result.best_score == len(GOAL) and result.epochs_completed == 120
+    assert result.history == sorted(result.history), "the best survives"
+    assert result.evaluations == len(strategy.asked) < 12 * 120
+    assert [phase for phase, _ in phases[:4]] == ["init", "evaluating", "selecting", "mutating"]
+    assert phases[-1] == ("complete", 120)
+
+
+@dataclass(frozen=True)
+class Point:
+    x: float
+
+
+class Slow:
+    """Async, with its own selection, over objects."""
+
+    def __init__(self) -> None:
+        self.at_once = self.most = 0
+
+    async def evaluate(self, candidate: Point) -> float:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        await asyncio.sleep(0.001)
+        self.at_once -= 1
+        if candidate.x > 3.5:
+            raise ValueError("too far")
+        return candidate.x
+
+    def select(self, population: list[Point], scores: list[float]) -> list[Point]:
+        assert scores == sorted(scores, reverse=True) and len(population) == len(scores)
+        return population[:1]
+
+    async def mutate(self, candidate: Point) -> Point:
+        return Point(candidate.x + 1.0)
+
+
+def test_objects_evolve_with_own_selection_and_failures_are_data() -> None:
+    strategy = Slow()
+    result = evolve(strategy, [Point(0.0)], EvolutionConfig(epochs=6, population_size=4, concurrency=2))
+    assert result.best == Point(3.0) and strategy.most == 2
+    assert result.failures and result.failures[0] == "evaluate: ValueError: too far"
+
+
+def test_interrupted_search_goes_on_from_its_journal(tmp_path) -> None:
+    journal = tmp_path / "search.jsonl"
+
+    def dies(phase: str, epoch: int) -> None:
+        if (phase, epoch) == ("evaluating", 10):
+            raise RuntimeError("killed")
+
+    config = EvolutionConfig(epochs=30, population_size=8)
+    with pytest.raises(RuntimeError, match="killed"):
+        evolve(Letters(), ["aaaaaaa"], config, journal=journal, on_phase=dies)
+    done = [json.loads(line) for line in journal.read_text().splitlines()][-1]["result"]
+    assert done["epochs_completed"] == 9
+    with journal.open("a") as file:
+        file.write('{"seed": 0, "resu')
+    again = evolve(Letters(), ["zzzzzzz"], config, journal=journal)
+    assert again.epochs_completed == len(again.history) == 30 and again.best_score >= done["best_score"]
+    assert again.evaluations > done["evaluations"]
+    with pytest.raises(InvalidRequest, match="another search"):
+        evolve(Letters(), ["a" * 7], EvolutionConfig(seed=1), journal=journal)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="selection_ratio"):
+        EvolutionConfig(selection_ratio=0.0)
+    with pytest.raises(InvalidRequest, match="empty"):
+        evolve(Letters(), [])
+
+    class Stranger(Letters):
+        def select(self, population, scores):
+            return ["another"]
+
+    with pytest.raises(InvalidRequest, match="select must return"):
+        evolve(Stranger(), ["aaaaaaa"])
+
+    class Broken(Letters):
+        def evaluate(self, candidate):
+            return math.nan
+
+    assert evolve(Broken(), ["aaaaaaa"], EvolutionConfig(epochs=2)).best is None
+
+
+def test_model_rewrites_texts_with_the_owners_key(monkeypatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "sk-very-secret")
+    model = OpenAiStandIn(lambda question: f" {question.upper()}! ")
+    try:
+
+        class Prompts:
+            rewriter = Rewriter(model.url, "writer", key="MY_API_KEY", instruction="Shout.")
+
+            def evaluate(self, candidate: str) -> float:
+                return candidate.count("!")
+
+            async def mutate(self, candidate: str) -> str:
+                return await self.rewriter(candidate)
+
+        result = evolve(Prompts(), ["think"], EvolutionConfig(epochs=4, population_size=3))
+        assert result.best == "THINK!!!!" and result.failures == []
+        path, key, body = model.seen[0]
+        assert path.endswith("/chat/completions") and key == "Bearer sk-very-secret"
+        assert body["messages"][0]["content"] == "Shout." and body["model"] == "writer"
+        for name in ("broken", "moved", "mute", "nonsense"):
+            with pytest.raises(InvalidRequest) as refused:
+                asyncio.run(Rewriter(model.url, name, key="MY_API_KEY")("x"))
+            assert "secret" not in str(refused.value)
+        assert not [one for one, _, _ in model.seen if one.endswith("elsewhere")]
+        with pytest.raises(InvalidRequest, match="NO_KEY is not set"):
+            asyncio.run(Rewriter(model.url, "writer", key="NO_KEY")("x"))
+    finally:
+        model.close()

@@ -1,0 +1,295 @@
+"""Evolution over candidates of any kind: objects, prompts, programs. For settings of runs, see `toprope.sdk.evolution`.
+
+    class Prompts:
+        def evaluate(self, candidate): return accuracy_of(candidate)          # higher is better; may be async
+        def select(self, population, scores): return best_half(population, scores)    # optional
+        def mutate(self, candidate): return reword(candidate)                 # may be async
+
+    result = evolve(Prompts(), ["Answer in one word.", "Think first."], EvolutionConfig(epochs=5, population_size=8))
+    print(result.best, result.best_score)
+
+`Rewriter` is a mutation of texts by a model behind an OpenAI-compatible endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from toprope.sdk.errors import InvalidRequest
+
+__all__ = ["EvolutionConfig", "EvolutionResult", "Phase", "Rewriter", "Strategy", "evolve", "evolve_async"]
+
+Phase = Literal["init", "evaluating", "selecting", "mutating", "complete"]
+_ASK_S = 120.0
+_LONGEST_ANSWER = 1 << 20
+
+
+@dataclass(frozen=True)
+class EvolutionConfig:
+    """How long to search, and how greedily.
+
+    Raises:
+        InvalidRequest: A number is out of range.
+    """
+
+    epochs: int = 10
+    population_size: int = 20
+    selection_ratio: float = 0.5
+    """Share of the population that `select` keeps if the strategy has none; at least one candidate."""
+    mutation_rate: float = 1.0
+    """Probability that a copy of a survivor is mutated."""
+    seed: int = 0
+    concurrency: int = 8
+    """Async evaluations and mutations at a time."""
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.population_size < 1 or self.concurrency < 1:
+            raise InvalidRequest("epochs, population_size and concurrency must be at least 1.")
+        if not 0 < self.selection_ratio <= 1 or not 0 <= self.mutation_rate <= 1:
+            raise InvalidRequest("selection_ratio must be above 0 and at most 1, mutation_rate from 0 to 1.")
+
+
+@dataclass
+class EvolutionResult:
+    """The best candidate ever evaluated, and how the search went."""
+
+    best: Any = None
+    best_score: float = -math.inf
+    """-inf if no candidate could be evaluated."""
+    epochs_completed: int = 0
+    evaluations: int = 0
+    failures: list[str] = field(default_factory=list)
+    """Errors of evaluations and mutations. Such a candidate has no score; a failed mutation keeps its parent."""
+    history: list[float] = field(default_factory=list)
+    """The best score of each epoch."""
+
+
+class Strategy(Protocol):
+    """What `evolve` asks of a strategy. `select(population, scores)` is optional."""
+
+    def evaluate(self, candidate: Any) -> Any:
+        """The score of a candidate, higher is better, or an awaitable for it."""
+
+    def mutate(self, candidate: Any) -> Any:
+        """A new candidate derived from one, or an awaitable for it."""
+
+
+def evolve(
+    strategy: Strategy,
+    population: Sequence[Any],
+    config: EvolutionConfig | None = None,
+    *,
+    on_phase: Callable[[Phase, int], None] = lambda phase, epoch: None,
+    journal: str | os.PathLike[str] | None = None,
+) -> EvolutionResult:
+    """Search from a first population. Not from a running event loop: `evolve_async` is for those.
+
+    Args:
+        strategy: Evaluates, selects and mutates.
+        population: The first candidates; mutations of them fill it up to `population_size`.
+        config: Defaults if None.
+        on_phase: Called at the beginning of each phase with its epoch, from 1.
+        journal: File that keeps every population and score as JSON, so that an interrupted search goes on where it was.
+            Candidates must be JSON values then.
+
+    Raises:
+        InvalidRequest: The population is empty, `select` returned strangers, or the journal is of another search.
+    """
+    return asyncio.run(evolve_async(strategy, population, config, on_phase=on_phase, journal=journal))
+
+
+async def evolve_async(
+    strategy: Strategy,
+    population: Sequence[Any],
+    config: EvolutionConfig | None = None,
+    *,
+    on_phase: Callable[[Phase, int], None] = lambda phase, epoch: None,
+    journal: str | os.PathLike[str] | None = None,
+) -> EvolutionResult:
+    """See `evolve`."""
+    config = config or EvolutionConfig()
+    if not population:
+        raise InvalidRequest("The first population is empty.")
+    search = _Search(strategy, config, None if journal is None else Path(journal))
+    on_phase("init", 1)
+    present = search.resumed() or await search.fill(list(population), 1)
+    for epoch in range(search.result.epochs_completed + 1, config.epochs + 1):
+        on_phase("evaluating", epoch)
+        scores = await search.score(present)
+        on_phase("selecting", epoch)
+        kept = await search.select(present, scores)
+        search.result.epochs_completed = epoch
+        if epoch < config.epochs:
+            on_phase("mutating", epoch)
+            present = await search.fill(kept, epoch + 1)
+        search.record(present)
+    on_phase("complete", config.epochs)
+    return search.result
+
+
+class _Search:
+    def __init__(self, strategy: Strategy, config: EvolutionConfig, journal: Path | None) -> None:
+        self._strategy, self._config, self._journal = strategy, config, journal
+        self._limit = asyncio.Semaphore(config.concurrency)
+        self.result = EvolutionResult()
+        self._known: list[tuple[Any, float | None]] = []
+        """Candidates of the last population with their scores: survivors are not evaluated again."""
+
+    def resumed(self) -> list[Any]:
+        """The population to go on with; empty if there is no journal yet."""
+        if self._journal is None or not self._journal.exists():
+            return []
+        last: dict[str, Any] | None = None
+        for line in self._journal.read_text(encoding="utf-8").splitlines():
+            try:
+                last = json.loads(line)
+            except ValueError:
+                continue  # torn by a kill
+        if last is None:
+            return []
+        if last.get("seed") != self._config.seed:
+            raise InvalidRequest(f"{self._journal} is of another search (seed {last.get('seed')}).")
+        told = last["result"]
+        best_score = -math.inf if told["best_score"] is None else told["best_score"]
+        self.result = EvolutionResult(**{**told, "best_score": best_score})
+        self._known = [(one, score) for one, score in last["known"]]
+        return list(last["population"])
+
+    def record(self, population: list[Any]) -> None:
+        """Append the state after an epoch."""
+        if self._journal is None:
+            return
+        told = vars(self.result) | {
+            "best_score": self.result.best_score if math.isfinite(self.result.best_score) else None
+        }
+        line = {"seed": self._config.seed, "result": told, "known": self._known, "population": population}
+        with self._journal.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    async def score(self, population: list[Any]) -> list[float | None]:
+        """Scores of a population; None where the evaluation failed."""
+
+        async def one(candidate: Any) -> float | None:
+            known = next((pair for pair in self._known if pair[0] == candidate), None)
+            if known is not None:
+                return known[1]
+            self.result.evaluations += 1
+            try:
+                score = float(await self._settled(self._strategy.evaluate, candidate))
+            except Exception as error:  # a user's code may raise anything
+                self.result.failures.append(f"evaluate: {type(error).__name__}: {error}"[:300])
+                return None
+            return score if math.isfinite(score) else None
+
+        scores = list(await asyncio.gather(*(one(candidate) for candidate in population)))
+        self._known = list(zip(population, scores, strict=True))
+        for candidate, score in self._known:
+            if score is not None and score > self.result.best_score:
+                self.result.best, self.result.best_score = candidate, score
+        known = [score for score in scores if score is not None]
+        self.result.history.append(max(known, default=-math.inf))
+        return scores
+
+    async def select(self, population: list[Any], scores: list[float | None]) -> list[Any]:
+        """Survivors; the best by score if the strategy does not select."""
+        ranked = [pair for pair in zip(population, scores, strict=True) if pair[1] is not None]
+        ranked.sort(key=lambda pair: pair[1] or 0.0, reverse=True)
+        alive = [candidate for candidate, _ in ranked]
+        if not alive:
+            return population
+        select = getattr(self._strategy, "select", None)
+        if select is None:
+            return alive[: max(1, round(self._config.selection_ratio * len(population)))]
+        kept = list(await self._settled(select, alive, [score for _, score in ranked]))
+        if not kept or any(one not in alive for one in kept):
+            raise InvalidRequest("select must return some of the candidates that it was given.")
+        return kept
+
+    async def fill(self, kept: list[Any], epoch: int) -> list[Any]:
+        """Survivors with mutations of each in turn, up to the size of the population."""
+        missing = self._config.population_size - len(kept)
+        chance = random.Random(f"{self._config.seed}:{epoch}")
+        parents = [kept[number % len(kept)] for number in range(max(missing, 0))]
+        changed = [chance.random() < self._config.mutation_rate for _ in parents]
+
+        async def child(parent: Any) -> Any:
+            try:
+                return await self._settled(self._strategy.mutate, parent)
+            except Exception as error:  # as above
+                self.result.failures.append(f"mutate: {type(error).__name__}: {error}"[:300])
+                return parent
+
+        made = await asyncio.gather(*(child(one) for one, moved in zip(parents, changed, strict=True) if moved))
+        children = iter(made)
+        return [*kept, *(next(children) if moved else one for one, moved in zip(parents, changed, strict=True))]
+
+    async def _settled(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        async with self._limit:
+            found = call(*arguments)
+            return await found if inspect.isawaitable(found) else found
+
+
+@dataclass(frozen=True)
+class Rewriter:
+    """A mutation of texts by a model behind an OpenAI-compatible endpoint: `await rewriter(text)`.
+
+    Args:
+        base_url: Up to and with the version, such as http://127.0.0.1:8000/v1.
+        model: Its name there.
+        key: Name of the environment variable that holds the key; empty if none is needed. Never the key itself.
+        instruction: What to do with the text.
+        temperature: Sampling temperature.
+    """
+
+    base_url: str
+    model: str
+    key: str = ""
+    instruction: str = "Rewrite the text so that it means the same and works better. Answer with the new text alone."
+    temperature: float = 1.0
+
+    async def __call__(self, text: str) -> str:
+        """The rewritten text.
+
+        Raises:
+            InvalidRequest: The endpoint cannot be asked, or its answer has no text. The key is in no message.
+        """
+        return await asyncio.to_thread(self._ask, text)
+
+    def _ask(self, text: str) -> str:
+        messages = [{"role": "system", "content": self.instruction}, {"role": "user", "content": text}]
+        body = {"model": self.model, "messages": messages, "temperature": self.temperature}
+        head = {"Content-Type": "application/json"}
+        if self.key:
+            if not (secret := os.environ.get(self.key)):
+                raise InvalidRequest(f"The variable {self.key} is not set.")
+            head["Authorization"] = f"Bearer {secret}"
+        request = urllib.request.Request(
+            f"{self.base_url.rstrip('/')}/chat/completions", json.dumps(body).encode(), head
+        )
+        try:
+            with urllib.request.build_opener(_NoRedirect).open(request, timeout=_ASK_S) as answer:
+                told = json.loads(answer.read(_LONGEST_ANSWER))
+            content = told["choices"][0]["message"]["content"]
+        except (OSError, urllib.error.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise InvalidRequest(f"{self.model} did not answer: {type(error).__name__}.") from None
+        if not isinstance(content, str) or not content.strip():
+            raise InvalidRequest(f"{self.model} answered without a text.")
+        return content.strip()
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *arguments: Any, **named: Any) -> None:
+        return None  # the key goes nowhere else
