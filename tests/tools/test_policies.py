@@ -290,5 +290,5 @@ def test_installation_without_torch_says_what_is_missing(shop, full, owner, monk
 
 def test_memory_is_estimated_by_command(owner):
     done = toprope("fit", "--set", "policy.lora=true", "--set", "rollout.group_size=64", "--gpus", "0")
-    assert done.exit_code == 0 and "adapters" in done.output and "Memory: about" in done.output
+    assert done.exit_code == 0 and "trainer" in done.output and "Memory: about" in done.output
     assert toprope("fit", "--set", "policy.lora").exit_code == 2
