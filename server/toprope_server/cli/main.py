@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command that the arguments name."""
+    if sys.platform == "win32":
+        sys.exit("toprope: Windows itself cannot hold a run's processes. Install Toprope in WSL; nothing was changed.")
     os.umask(0o077)  # others on the machine read nothing that Toprope writes
     if sys.argv[1:2] == ["serve"] and (role := _role(sys.argv[2:])) is not None:
         from toprope.sdk.wall.kernel import hide_memory

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from toprope_server.cli import service
 from toprope_server.cli.app import build
+from toprope_server.cli.main import main
 from toprope_server.mcp.prompts import PROMPTS
 from toprope_server.mcp.roles import Role
 from toprope_server.mcp.skill import skill_text
@@ -89,3 +90,9 @@ def test_skill_says_what_the_prompts_say(tmp_path: Path, user: Path) -> None:
     assert "Start at most 3 runs" in body and "'CHANGE'" not in body and "CHANGE" in body
     toprope("skill", "--project", str(tmp_path))
     assert (tmp_path / ".claude" / "skills" / "toprope" / "SKILL.md").read_text() == text
+
+
+def test_windows_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit, match="Install Toprope in WSL"):
+        main()
