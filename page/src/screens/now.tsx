@@ -84,7 +84,7 @@ function Waiting({ ask, at, mayAct }: { ask: Ask; at: number; mayAct: boolean })
   const time = details?.estimates.wall_hours ?? null;
   return (
     <Card class="asked">
-      <h2>{details ? <Text>{details.what}</Text> : "A start waits for you"}</h2>
+      <h2>{details ? <Text>{[details.what, details.environment, details.draft_id].filter(Boolean).join(" · ")}</Text> : "A start waits for you"}</h2>
       {!details && (
         <p>
           <Text>{ask.text}</Text>
