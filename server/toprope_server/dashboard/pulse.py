@@ -74,6 +74,9 @@ class Pulse:
                 those that are no longer known.
         """
         self._pages += 1
+        if self._seen is None:  # whatever changes after the first message is told
+            with suppress(TopropeError, OSError):
+                await to_thread.run_sync(self._look)
         if not self.beating:
             self._task = asyncio.get_running_loop().create_task(self._beat())
         try:

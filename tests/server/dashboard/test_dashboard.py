@@ -6,11 +6,12 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import psutil
 import pytest
-from toprope_server.dashboard.serve import serve_dashboard
+from toprope_server.dashboard.serve import main, serve_dashboard
 
 from tests.support.dashboard_page import DashboardProcess, make_bundle, next_change
 from tests.support.tools_house import become, make_workshop, start_run, step
@@ -238,3 +239,19 @@ def test_server_rests_without_a_page(page: DashboardProcess) -> None:
     with pytest.raises(psutil.TimeoutExpired):
         process.wait(3)
     assert sum(process.cpu_times()[:2]) - before < 0.4
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_command_prints_the_address_and_opens_it(
+    house: House, monkeypatch: pytest.MonkeyPatch, opens: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = Event()
+    seen: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: (seen.append(address), opened.set()))
+    monkeypatch.setattr(
+        "toprope_server.dashboard.serve.serve_dashboard", lambda *_, show, **__: show("http://127.0.0.1:1/#key=k")
+    )
+    main(house.shop, port=0, open_browser=opens, read_only=False)
+    assert opened.wait(10 if opens else 0.2) is opens
+    assert seen == (["http://127.0.0.1:1/#key=k"] if opens else [])
+    assert "http://127.0.0.1:1/#key=k" in capsys.readouterr().out

@@ -253,7 +253,7 @@ def _says(dimension: dict[str, Any]) -> str:
     if dimension.get("choices"):
         return clip(" or ".join(value(one) for one in dimension["choices"]), 200)
     scale = ", on a logarithmic scale" if dimension.get("log") else ""
-    return f"{number(dimension.get('min'))} to {number(dimension.get('max'))}{scale}"
+    return f"{number(dimension.get('low'))} to {number(dimension.get('high'))}{scale}"
 
 
 def _candidate(
