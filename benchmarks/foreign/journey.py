@@ -35,9 +35,13 @@ _ADD_S, _CALL_S, _ROLL_S, _TRAIN_S = 1800.0, 120.0, 300.0, 1500.0
 _ENDED = ("completed", "failed", "lost", "stopped")
 _REFUSED = re.compile(
     r"(?i)connection ?(refused|error)|connect(ion)? to|could ?n.t (connect|reach)|cannot (connect|reach)|"
-    r"name resolution|name or service not known|max retries|not resolve|no address|network is unreachable"
+    r"could not be reached|name resolution|name or service not known|max retries|not resolve|"
+    r"no address|network is unreachable"
 )
-_HOST = re.compile(r"(?i)(?:https?://|host='|host |to )((?:[a-z0-9-]+\.)+[a-z]{2,})\b")
+_HOST = re.compile(
+    r"(?i)(?:https?://|host='|host |to )((?:[a-z0-9-]+\.)+[a-z]{2,})\b|"
+    r"((?:[a-z0-9-]+\.)+[a-z]{2,}) could not be reached"
+)
 _AUTHORS = re.compile(r"(?i)write solve\(\)|fix the environment's code|in a reset\(")
 _TRAINING = {
     "policy.max_context": CONTEXT,
@@ -68,7 +72,7 @@ class Result:
     def refused_host(self) -> str:
         """The host whose refused connection the recorded error names; empty if it names none."""
         host = _HOST.search(self.error)
-        return host.group(1) if host is not None and _REFUSED.search(self.error) else ""
+        return host.group(1) or host.group(2) if host is not None and _REFUSED.search(self.error) else ""
 
     @property
     def unhelpful(self) -> bool:
@@ -147,10 +151,9 @@ class Traveller:
             names = [name for name in after if re.fullmatch(candidate.entry, name)]
         else:
             place = candidate.add[0] if candidate.add else ""
-            names = [name for name in after if name not in before]
-            if not names and place:  # It was added for an earlier draw.
-                module = Path(place).stem.replace("-", "_")
-                names = [name for name, where in after.items() if place in where or name.endswith(f"/{module}")]
+            module = Path(place).stem.replace("-", "_")  # It may have been added for an earlier draw.
+            names = [name for name, where in after.items() if place and (place in where or name.endswith(f"/{module}"))]
+            names = names or [name for name in after if name not in before]
         if not names:
             raise Refused(await self._why_not(candidate))
         return names
