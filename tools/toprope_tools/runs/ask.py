@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from toprope.errors import InvalidValue, NotPossibleNow
-from toprope.records.run.checkpoints import checkpoint_of, newest_sound, no_sound_checkpoint, split_step
+from toprope.records.run.checkpoints import Damage, checkpoint_of, newest_sound, no_sound_checkpoint, split_step
 from toprope.records.run.specification import AskPlan, Specification
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import AnsweredConversation, read_answers
@@ -118,8 +118,9 @@ def _of_run(workshop: Workshop, named: str, plan: Callable[[Config, str], AskPla
             hint="Ask a training run that wrote one (get_results names it), or a draft by draft_id.",
         )
     run = Specification.read(folder)
+    found, damaged = None, list[Damage]()
     if step is not None:
-        found, damaged = checkpoint_of(folder, step, hash_bytes=_HASH_BYTES), []
+        found = checkpoint_of(folder, step, hash_bytes=_HASH_BYTES)
     else:
         found, damaged = newest_sound(folder, below=int(status.checkpoint["step"]), hash_bytes=_HASH_BYTES)
     if found is None:

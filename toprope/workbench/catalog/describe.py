@@ -237,7 +237,7 @@ async def _examples(link: EnvironmentWorker, count: int, timeout: float) -> tupl
             answers = {"reference": str(task.reference), **answers}
             if (near := near_miss(answers["reference"])) is not None:
                 answers["near_miss"] = near
-        scores = {}
+        scores: dict[str, Any] = {}
         for label, answer in answers.items():
             if seconds > _EXAMPLES_SECONDS and scores:
                 break

@@ -15,11 +15,12 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Continuation, Specification
 from toprope.records.run.status import LIVE, RESUMABLE, Status
 from toprope.settings.changes import apply_changes
+from toprope.settings.environment import RUN
 from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
 from toprope.text_format import call
 from toprope.workbench.launch.freeze import new_run_id
-from toprope.workbench.launch.lineage import RUN, base_of
+from toprope.workbench.launch.lineage import base_of
 from toprope.workbench.launch.mixture_sources import hold_locks
 
 

@@ -60,7 +60,7 @@ def require_wall() -> None:
     if not re.search(r"^Seccomp:\s*2$", status, re.MULTILINE):
         raise LoadError(
             "This machine has no wall around the worker (Landlock and seccomp of Linux), and the policy's commands are "
-            "not run without one. Install docker or podman, and set the knob sandbox to container."
+            "not run without one. Use a kernel with Landlock, or install bubblewrap: `toprope doctor` tells."
         )
 
 

@@ -167,8 +167,8 @@ class LoadedEnvironment(OwnLoop):
         parts: dict[str, Part] = {}
         for name, weight in zip(names, weights, strict=True):
             said = first_line(getattr(functions.get(name), "__doc__", None))
-            bounds = (self.knobs.reward_low, self.knobs.reward_high) if weight else (-_METRIC_LIMIT, _METRIC_LIMIT)
-            parts.setdefault(name, Part(float(weight), *bounds, said if weight else said or "a metric"))
+            low, high = (self.knobs.reward_low, self.knobs.reward_high) if weight else (-_METRIC_LIMIT, _METRIC_LIMIT)
+            parts.setdefault(name, Part(float(weight), low, high, said if weight else said or "a metric"))
         if not parts:
             raise EnvironmentMistake("Its rubric has no reward functions, so there is nothing to learn from.")
         return parts
