@@ -178,7 +178,7 @@ def test_names_and_ids_are_completed(tmp_path):
     found = ask(shop, work)
     assert found[:3] == [[folder.run_id], [folder.run_id], [draft]]
     assert "cpu-embedded" in found[3]
-    assert found[4:] == [["trainer"], ["trainer"], [], []]
+    assert found[4:] == [["trainer"], ["trainer", "tracker"], [], []]
     launcher.close()
 
 

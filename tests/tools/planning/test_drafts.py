@@ -149,7 +149,9 @@ def test_starting_freezes_the_draft_and_names_the_next_call(house):
     assert (specification.kind, specification.draft_id, specification.draft_revision) == ("train", draft_id, 1)
     assert specification.policy_cache == str(shop.home.policies)
     assert "launcher.kind" in specification.locks
-    assert launcher.variables[run_id] == {"policy": {"HF_TOKEN": "secret-token"}}
+    given = launcher.variables[run_id]
+    assert given.pop("keeper").keys() == {"TOPROPE_HOME", "TOPROPE_CONFIG"}, "where it finds whom to notify"
+    assert given == {"policy": {"HF_TOKEN": "secret-token"}}
     assert "secret-token" not in shop.runs.folder(run_id).spec.read_text()
 
 
