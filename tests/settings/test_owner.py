@@ -5,6 +5,7 @@ import pytest
 from toprope.errors import InvalidValue, NotFound
 from toprope.settings.owner import Home, OwnerSettings, StatusLimit
 from toprope.settings.presets import load_preset
+from toprope.settings.yamlfiles import set_variable
 
 
 def test_home_follows_environment_variables():
@@ -76,6 +77,19 @@ def test_settings_are_strict_and_errors_hide_secrets(tmp_path):
         with pytest.raises(InvalidValue, match=says) as refused:
             OwnerSettings.read(path)
         assert "s3cret" not in str(refused.value)
+
+
+def test_keys_that_yaml_takes_for_truth_values_are_names(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("notify:\n  on: [failure]\nenvironment:\n  no: {trust: yes}\n")
+    settings = OwnerSettings.read(path)
+    assert settings.notify.on == ["failure"] and settings.environment["no"].trust is True
+    assert set_variable(path, "policy", "HF_TOKEN", "a-token")
+    changed = OwnerSettings.read(path)
+    assert changed.notify == settings.notify and changed.environment == settings.environment
+    path.write_text("notify: {on: [end], on: [failure]}")
+    with pytest.raises(InvalidValue, match="given twice"):
+        OwnerSettings.read(path)
 
 
 def test_status_interval_is_bounded_share_of_length():

@@ -20,11 +20,17 @@ from toprope.errors import InvalidValue
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """The safe loader; it refuses a key that is given twice, of which YAML would silently keep the last."""
+    """The safe loader, with two differences in keys.
+
+    A key that is given twice is refused; YAML would silently keep the last. Keys such as `on` and `no` stay texts; YAML
+    1.1 would read truth values.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:bool":
+                key_node.tag = "tag:yaml.org,2002:str"
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", key_node.start_mark)
@@ -151,7 +157,7 @@ def set_variable(path: Path, component: str, name: str, value: str) -> bool:
         return False
     try:
         edited = edited_yaml(text, ("variables", component, name), value)
-        sound = yaml.safe_load(edited) == wanted
+        sound = _parsed(edited) == wanted
     except Exception:  # whatever the library makes of an unusual file
         sound = False
     if not sound:
