@@ -124,6 +124,14 @@ def test_every_schema_field_accepts_its_default():
         assert get_value(Config(), field) == field.default
 
 
+def test_list_of_choices_accepts_only_these():
+    field = all_fields()["logging.trackers"]
+    assert field.coerce('["trackio"]') == ["trackio"] == field.coerce(["trackio"])
+    for wrong in (["wandb"], "trackio", [1]):
+        with pytest.raises(InvalidValue, match="logging.trackers"):
+            field.coerce(wrong)
+
+
 def test_default_of_knob_may_be_out_of_bounds():
     field = knob_fields([{"name": "size", "type": "int", "default": 0.5, "ge": 1}])["environment.knobs.size"]
     assert field.coerce(0.5) == 0.5

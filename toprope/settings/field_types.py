@@ -10,7 +10,7 @@ import functools
 import json
 import types
 from contextlib import suppress
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AllowInfNan, BeforeValidator, Strict, TypeAdapter
 from pydantic_core import PydanticCustomError
@@ -30,7 +30,7 @@ def reader(
     """An adapter that reads and checks one value.
 
     Args:
-        annotation: A scalar type, a list or dict of one, or Any.
+        annotation: A scalar type, a list or dict of one or of a Literal, or Any.
         nullable: Whether null is a value.
         choices: The only values; text is compared without regard to case.
         metadata: Constraints and validators, as in `Annotated`.
@@ -41,7 +41,7 @@ def reader(
         found = _READABLE[annotation]
     else:
         *key, item = get_args(annotation)
-        parts = (*key, item if item is Any else _READABLE[item])
+        parts = (*key, item if item is Any or get_origin(item) is Literal else _READABLE[item])
         found = Annotated[get_origin(annotation)[parts], BeforeValidator(_json)]
     if metadata:
         found = Annotated[found, *metadata]
