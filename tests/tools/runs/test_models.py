@@ -292,7 +292,7 @@ def test_data_sets_are_in_the_catalog_by_name(house, tmp_path):
     (folder / "typo.yaml").write_text("adapter: dataset\npaht: sums.csv\n")
     listed = {one.name: one for one in do(list_environments, shop, query="no-code").data.environments}
     assert listed["dataset"].state == "not tried"
-    assert (listed["sums"].state, listed["sums"].summary) == ("ready", "Sums")
+    assert (listed["sums"].state, listed["sums"].summary) == ("not tried", "Sums")
     assert "no key 'paht'. Did you mean path?" in listed["typo"].state
     told = do(describe_environment, shop, name="sums")
     assert sum(split["known"] for split in told.data.splits.values()) == 60 and not told.data.remarks
@@ -310,6 +310,8 @@ def test_data_sets_are_in_the_catalog_by_name(house, tmp_path):
     assert "set its knob path" in bare.data.remarks[0] and "scorer" in {knob["name"] for knob in bare.data.knobs}
     draft = shop.drafts.get(drafted(shop, "sums"))
     assert draft.config.environment.knobs["path"] == str(folder / "sums.csv")
+    listed = {one.name: one for one in do(list_environments, shop, query="sums").data.environments}
+    assert listed["sums"].state == "ready", "it was opened"
 
 
 @pytest.mark.slow
