@@ -43,7 +43,7 @@ page:
 	@PIP_ARGS="$(PIP_ARGS)" $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -P page/make_page.py
 
 page-pictures: $(STAMP) tools-page
-	@$(PY) -P -m benchmarks page_pictures
+	@$(PY) -P -m benchmarks.page.pictures
 
 demo: $(STAMP)
 	@$(PY) -P -m toprope_server.cli demo

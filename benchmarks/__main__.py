@@ -32,7 +32,6 @@ TARGETS = {
     "models": "models.models",
     "orchestrator": "orchestrator.orchestrator",
     "page": "page.page",
-    "page_pictures": "page.pictures",
     "ppo": "learning.ppo",
     "reproduce": "learning.reproduce",
     "rollouts": "learning.rollouts",

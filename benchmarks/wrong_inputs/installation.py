@@ -198,7 +198,7 @@ class Installation:
             for place, _, names in os.walk(folder):
                 for name in names:
                     path = Path(place) / name
-                    if not name.startswith(("index.db", "audit.")):  # the trail records every call
+                    if not name.startswith(("index.db", "audit.", "opened.")):  # the trail records every call
                         found[f"file {path.relative_to(self.path)}"] = _digest(path)
         found.update(self._rows())
         for process in self.processes():

@@ -63,7 +63,7 @@ def measured(tmp_path: Path, member: SweepMember | None, test: TestPlan | None =
     spec = SimpleNamespace(
         environment=EnvironmentSource(name="numbers", file=str(file), attribute="Numbers"),
         mixture=[], locks={}, config=config, run_kind=KINDS["test" if test else "train"], run_id="run",
-        test=test, ask=None, member=member, base_run=None,
+        test=test, helpers={}, ask=None, member=member, base_run=None,
     )  # fmt: skip
     membership = SimpleNamespace(spec=spec, report=reports.append, attempt=1, life=0, folder=RunFolder(tmp_path))
     driver, asked = Driver(membership), Asked()  # type: ignore[arg-type]

@@ -283,7 +283,9 @@ class Rewriter:
             with urllib.request.build_opener(_NoRedirect).open(request, timeout=_ASK_S) as answer:
                 told = json.loads(answer.read(_LONGEST_ANSWER))
             content = told["choices"][0]["message"]["content"]
-        except (OSError, urllib.error.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()  # it holds the connection
             raise InvalidRequest(f"{self.model} did not answer: {type(error).__name__}.") from None
         if not isinstance(content, str) or not content.strip():
             raise InvalidRequest(f"{self.model} answered without a text.")

@@ -90,7 +90,8 @@ def rollout_of(environment: Environment) -> Rollout:
 
 def test_outcome_has_fields_of_records() -> None:
     outcome = play(Echo, ["a"])
-    assert [field.name for field in fields(Outcome)] == [field.name for field in msgspec.structs.fields(groups.Outcome)]
+    recorded = [field.name for field in msgspec.structs.fields(groups.Outcome)]
+    assert [field.name for field in fields(Outcome)] == [name for name in recorded if name != "verdicts"]
     assert groups.Outcome(**asdict(outcome)) == groups.Outcome(
         reward=1.5, parts={"right": 1.0, "short": 1.0}, success=True
     )

@@ -306,7 +306,7 @@ def test_prompt_is_offered_and_environment_completed(house):
                     return prompts, text, known.completion, other.completion
 
     prompts, text, known, other = anyio.run(work)
-    names = ["train_an_environment", "write_an_environment", "diagnose_run", "improve_a_run"]
+    names = ["train_an_environment", "write_an_environment", "diagnose_run", "judge_a_change", "improve_a_run"]
     assert [prompt.name for prompt in prompts] == names
     assert "'sort_letters'" in text
     assert "sort_letters" in known.values

@@ -107,7 +107,12 @@ def test_official_client_works_with_minimal_environment(tmp_path, mode):
 
     draft_id = anyio.run(work)
     home = tmp_path / ".local" / "share" / "toprope"
-    assert sorted(path.name for path in files_under(tmp_path)) == ["audit.head", "audit.jsonl", "index.db"]
+    assert sorted(path.name for path in files_under(tmp_path)) == [
+        "audit.head",
+        "audit.jsonl",
+        "index.db",
+        "opened.json",
+    ]
     assert (home.stat().st_mode & 0o777, (home / "index.db").stat().st_mode & 0o777) == (0o700, 0o600)
 
     async def again():

@@ -64,6 +64,7 @@ class Member:
             base_run=None,
             first_task=0,
             test=None,
+            helpers={},
             member=None,
             run_id="run",
         )

@@ -112,7 +112,7 @@ def test_step_has_metrics_of_each_environment() -> None:
     assert numbers["environments/sums/reward"] == numbers["environments/sums/success"] == 0.25
     assert numbers["environments/sums/frac_reward_zero_std"] == 0.5
     assert numbers["environments/words/frac_reward_zero_std"] == 1.0
-    shown = {name: value for name, value in numbers.items() if name.endswith("share")}
+    shown = {name: value for name, value in numbers.items() if name.endswith("/share")}
     assert shown == {"environments/sums/share": 1, "environments/words/share": 0, "environments/games/share": 0}
     assert metrics.add_step(seen, seen[2:] * 3)["environments/words/share"] == 0.75
     assert EnvironmentMetrics(["sums"]).add_step(seen, seen) == {}

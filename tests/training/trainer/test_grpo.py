@@ -111,7 +111,7 @@ def test_every_grpo_algorithm_trains(tiny_policy: Path, name: str) -> None:
     rows, weights = trained_loss(tiny_policy, groups, config)
     start = dict(load_model(tiny_policy, config).named_parameters())
     assert any(not torch.equal(value, start[key]) for key, value in weights.items()) and rows[0]["loss"] is not None
-    assert config.algorithm.importance_sampling_level == ("sequence" if name in ("gspo", "luspo") else "token")
+    assert config.algorithm.importance_sampling_level == ("sequence" if name in ("gspo", "luspo", "rloo") else "token")
 
 
 def test_algorithm_name_sets_and_guards_its_fields() -> None:
