@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from toprope.records.worker_messages import Card, RewardPart
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.mixture import RewardFunction, checked_rewards
 from toprope.training.judges.helpers import Helpers
-from toprope.training.judges.judging import FILE, Judge, Judges, judged_card
+from toprope.training.judges.judging import FILE, Judge, Judges, Verdicts, judged_card
 from toprope.training.judges.questions import Unreadable, read_ranking, read_score, score_question
 from toprope.training.rollouts.endpoint_client import ModelFailed
 from toprope.training.rollouts.group_sampler import SampledGroup
@@ -196,3 +197,21 @@ def test_configuration_needs_a_function_or_a_judge_with_a_rubric() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             checked_rewards([{"name": "x", **wrong}])
+
+
+def test_verdicts_in_memory_are_bounded_and_outlast_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = Verdicts(tmp_path / FILE, most=3)
+    for number in range(5):
+        verdicts.keep(f"k{number}", f"Score: {number}", sealed=False)
+    assert [verdicts.get(f"k{number}") for number in range(5)] == [None, None, "Score: 2", "Score: 3", "Score: 4"]
+    again = Verdicts(tmp_path / FILE, most=2)
+    assert again.get("k2") is None and again.get("k4") == "Score: 4", "the newest of the file are known again"
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("toprope.training.judges.judging.append", full)
+    verdicts.keep("k9", "Score: 9", sealed=False)
+    assert verdicts.get("k9") == "Score: 9"

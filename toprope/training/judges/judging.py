@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from toprope.atomic import append
 from toprope.errors import InvalidValue
 from toprope.records.journal.groups import Outcome
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.worker_messages import Card, RewardPart
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.mixture import RewardFunction
@@ -60,31 +61,47 @@ class JudgeModel(Protocol):
 
 
 class Verdicts:
-    """Verdicts by the hash of everything that was judged.
+    """Verdicts by the hash of everything that was judged; the newest ones, because a long run has millions.
 
     Args:
         path: The file of verdicts from earlier attempts of the run.
+        most: Most verdicts to keep in memory.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, most: int = 20_000) -> None:
+        self._path, self._most = path, most
         self._found: dict[str, str] = {}
-        for line in path.read_text("utf-8", "replace").splitlines() if path.is_file() else ():
-            try:
-                entry = json.loads(line)
-                self._found[entry["hash"]] = str(entry["verdict"])
-            except (ValueError, KeyError, TypeError):
-                continue  # a crash cut it
+        if not path.is_file():
+            return
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    entry = json.loads(line)
+                    self._remember(str(entry["hash"]), str(entry["verdict"]))
+                except (ValueError, KeyError, TypeError):
+                    continue  # a crash cut it
 
     def get(self, key: str) -> str | None:
         """The verdict; None if it was never given."""
         return self._found.get(key)
 
     def keep(self, key: str, verdict: str, *, sealed: bool) -> None:
-        """Keep a verdict, in memory only if it is about a held-out task."""
+        """Keep a verdict, in memory only if it is about a held-out task or the disk is full."""
+        self._remember(key, verdict)
+        if sealed:
+            return
+        try:
+            # A verdict that a crash of the machine loses is asked for again: not worth a wait in the driver's loop.
+            append(self._path, json.dumps({"hash": key, "verdict": verdict}).encode() + b"\n", wait=False)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+
+    def _remember(self, key: str, verdict: str) -> None:
+        self._found.pop(key, None)
         self._found[key] = verdict
-        if not sealed:
-            append(self._path, json.dumps({"hash": key, "verdict": verdict}).encode() + b"\n")
+        while len(self._found) > self._most:
+            del self._found[next(iter(self._found))]
 
 
 @dataclasses.dataclass(frozen=True)
