@@ -169,6 +169,19 @@ async def _ask(home: PageHome, client: Client, agent: _Agent, steps: int) -> Non
         raise RuntimeError("the start was not refused")
 
 
+def train_on(home: PageHome) -> None:
+    """Resume the live run if somebody stopped it, and wait until it trains."""
+
+    async def resume() -> None:
+        async with Client(home.server()) as client:
+            run = {"run_id": home.ids["live"]}
+            await client.call_tool("resume_training", run, read_timeout_seconds=60)
+            waits = {"run_ids": [home.ids["live"]], "wait_s": 45, "until": ["step>=20"]}
+            await client.call_tool("check_status", waits, read_timeout_seconds=90)
+
+    anyio.run(resume)
+
+
 @contextmanager
 def without_live(home: PageHome) -> Iterator[PageHome]:
     """Stop the live run at the end of the block, if it is still there."""

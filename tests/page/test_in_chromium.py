@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.page.browser import MISSING, PAGE, dashboard, ready, variables
-from benchmarks.page.home import PageHome, make_home, without_live
+from benchmarks.page.home import PageHome, make_home, train_on, without_live
 
 pytestmark = [pytest.mark.engines, pytest.mark.skipif(not ready(), reason=MISSING)]
 
@@ -33,10 +33,11 @@ def test_sources_have_no_type_errors() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_page_in_a_clients_frame(home: PageHome) -> None:
-    drive("client.test.mjs", variables(home))
-
-
 def test_page_of_the_dashboard(home: PageHome) -> None:
     with dashboard(home) as (address, _), dashboard(home, "--read-only") as (read_only, _):
         drive("dashboard.test.mjs", variables(home, PAGE_ADDRESS=address, PAGE_READ_ONLY_ADDRESS=read_only))
+
+
+def test_page_in_a_clients_frame(home: PageHome) -> None:
+    train_on(home)  # the dashboard's test stopped the live run, and this one stops it, too
+    drive("client.test.mjs", variables(home))

@@ -114,7 +114,7 @@ os.killpg(os.getpgrp(), signal.SIGKILL)
 def test_keeper_is_detached_from_starter(harness):
     runs, folder = harness.start(ENDLESS)
     keeper = harness.keeper(folder)
-    assert keeper.ppid() != os.getpid()
+    # Its parent may be this process all the same: another test may have made it the one that adopts orphans.
     assert os.getsid(keeper.pid) not in (os.getsid(0), keeper.pid)
     targets = {os.readlink(f"/proc/{keeper.pid}/fd/{number}") for number in (0, 1, 2)}
     assert targets == {"/dev/null", str(folder.log("keeper"))}

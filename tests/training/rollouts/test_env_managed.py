@@ -142,8 +142,13 @@ def test_only_turns_of_the_outcome_are_trained(engine: EmbeddedEngine, tiny_poli
             assert [outcome.reward for outcome in made.outcomes] == [1.0] * 3
             assert made.outcomes[0].parts == {"kind": 1.0, "length": 4.0} and made.outcomes[0].turns == 2
             group = made.to_record("talk", "g")
-            # A random policy samples special tokens, which clients drop: such a conversation is not continued.
-            whole = [not any(token < 4 for token in turns[0].completion_ids[:-1]) for turns in made.turns]
+            # A random policy samples special tokens, which clients drop, and bytes that are no text: such a
+            # conversation is not continued.
+            whole = [
+                not any(token < 4 for token in turns[0].completion_ids[:-1])
+                and "\ufffd" not in turns[0].completion_text
+                for turns in made.turns
+            ]
             for turns, plain in zip(made.turns, whole, strict=True):
                 assert len(turns) == 2, "the retry and the judge are not in it"
                 continued = turns[0].prompt_ids + turns[0].completion_ids
