@@ -40,14 +40,14 @@ _CONTROL_FAILED = 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one benchmark printed."""
+    """The output of one benchmark."""
 
     name: str
     status: int
     seconds: float
     figures: dict[str, Any] = field(default_factory=dict)
     words: str = ""
-    """Why there are no figures."""
+    """The reason if there are no figures."""
 
 
 def read_outcome(name: str, output: str, status: int, seconds: float = 0.0) -> Outcome:

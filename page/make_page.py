@@ -49,7 +49,7 @@ def build(*, tools: bool = False, fetch_node: bool = False) -> None:
 
     Args:
         tools: Also install the development dependencies.
-        fetch_node: Install Node from the package index if there is none.
+        fetch_node: Install Node from the package index if it is missing.
 
     Raises:
         CannotBuild: Nothing was written.

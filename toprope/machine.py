@@ -1,4 +1,4 @@
-"""What this machine is, on Linux and macOS: its boot, its processors, their name, its GPUs. Standard library only."""
+"""Facts about this machine, on Linux and macOS: boot, processors, their name, GPUs. Standard library only."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ _TRAINING = {
 
 @dataclass
 class Result:
-    """How far an environment came."""
+    """The stages that an environment reached."""
 
     candidate: Candidate
     names: list[str] = field(default_factory=list)

@@ -164,7 +164,7 @@ async def sweep(
 
 
 def decisions(standing: Standing) -> dict[str, Any]:
-    """What a sweep decided and measured, without names and times."""
+    """The decisions and scores of a sweep, without names and times."""
     return {
         "candidates": [
             [(one.values, one.steps, standing.scores[one.id].score) for one in generation.candidates]

@@ -73,7 +73,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Row:
-    """What came of one architecture."""
+    """The outcome of one architecture."""
 
     name: str
     parameters: int = 0

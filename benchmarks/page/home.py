@@ -31,7 +31,7 @@ _SHORT = {
 
 @dataclass
 class PageHome:
-    """What lies in the home.
+    """The content of the home.
 
     Attributes:
         folder: Holds the folders `home` and `config`.
@@ -89,7 +89,7 @@ def make_home(folder: Path, *, sweep: bool = True, live: bool = True) -> PageHom
     Args:
         folder: An empty folder.
         sweep: Also a fine-tuning run, a sweep and a data set.
-        live: Leave a run that trains for minutes; whoever asks for it stops it.
+        live: Leave a run that trains for minutes; the caller stops it.
     """
     home = PageHome(folder)
     for name in ("home", "config"):

@@ -23,7 +23,7 @@ async def watch(address: str, run_id: str, pages: int, seconds: float) -> dict[s
         seconds: How long they are watched after all have their first answers.
 
     Returns:
-        How many requests and bytes they cost in that time.
+        The number of requests and bytes in that time.
     """
     origin, key = address.split("/#key=")
     counts = {"requests": 0, "bytes": 0}

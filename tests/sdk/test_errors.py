@@ -1,4 +1,4 @@
-"""What failures of environments say about the places that they could not reach."""
+"""Failures of environments name the hosts that they could not reach."""
 
 from __future__ import annotations
 

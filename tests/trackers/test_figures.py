@@ -1,4 +1,4 @@
-"""What trackers get of each kind of run, with a tracker that remembers it."""
+"""Trackers get the figures of each kind of run; one that remembers them stands in."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Workshop:
     samples: dict[str, TaskSample] = field(default_factory=dict, repr=False)
     """A few tasks of described environments, by environment and knobs, for the fit check."""
     pages: dict[str, Any] = field(default_factory=dict, repr=False)
-    """What answers pages in clients (`toprope_tools.page.source`), made at its first use."""
+    """The source of pages in clients (`toprope_tools.page.source`), made at its first use."""
     _lengths: dict[str, float | None] = field(default_factory=dict, repr=False)
     """Longest training by run, cached because it is frozen with the run."""
 

@@ -37,7 +37,7 @@ _LONGEST_ANSWER = 1 << 20
 
 @dataclass(frozen=True)
 class EvolutionConfig:
-    """How long to search, and how greedily.
+    """Length and greediness of a search.
 
     Raises:
         InvalidRequest: A number is out of range.
@@ -76,7 +76,7 @@ class EvolutionResult:
 
 
 class Strategy(Protocol):
-    """What `evolve` asks of a strategy. `select(population, scores)` is optional."""
+    """The methods that `evolve` calls. `select(population, scores)` is optional."""
 
     def evaluate(self, candidate: Any) -> Any:
         """The score of a candidate, higher is better, or an awaitable for it."""

@@ -170,7 +170,7 @@ class OwnerSettings(BaseModel):
     models: dict[str, Endpoint] = Field(default_factory=dict)
     """Models at OpenAI-compatible endpoints that test_inference may use, by name."""
     confirm_by: Literal["client", "page", "cli"] = "client"
-    """Where a person confirms starts: by command or in the dashboard (cli, page), or also in clients (client)."""
+    """The place of confirmations: by command or in the dashboard (cli, page), or also in clients (client)."""
     preset: str = "cpu-embedded"
     """The preset of a draft that does not name one."""
     status: StatusLimit = Field(default_factory=StatusLimit)

@@ -139,7 +139,7 @@ def set_variable(path: Path, component: str, name: str, value: str) -> bool:
         value: Its value. No message contains it.
 
     Returns:
-        Whether anything changed.
+        True if the file changed.
 
     Raises:
         InvalidValue: The file is wrong, too unusual to be edited, or cannot be written.

@@ -47,7 +47,7 @@ REAP_LIMIT_S = 30.0
 """After so long the guard gives up on processes that survive SIGKILL."""
 
 ADOPTS = sys.platform.startswith("linux")
-"""Whether a process can be made the parent of all orphans below it."""
+"""True if a process can be made the parent of all orphans below it."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _CAUGHT = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

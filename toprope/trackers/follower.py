@@ -98,7 +98,7 @@ class RunFollower:
         write_json(self._folder.path / "trackers.json", record)
 
     def _told(self, tracker: Tracker) -> dict[str, Any]:
-        """What a tracker tells, with the folders of all attempts, the oldest first."""
+        """The record of a tracker, with the folders of all attempts, the oldest first."""
         told, earlier = tracker.record, self._earlier.get(tracker.name, {}).get("folders", [])
         folder = told.get("folder")
         return {**told, "folders": [*(one for one in earlier if one != folder), *([folder] if folder else [])]}
@@ -172,7 +172,7 @@ class RunFollower:
 
 
 def read_record(folder: RunFolder) -> dict[str, Any]:
-    """The content of trackers.json; that of an unlogged run if there is none.
+    """The content of trackers.json; that of an unlogged run if the file is missing.
 
     Raises:
         Corrupt: It cannot be read; TooNew if a newer version wrote it.

@@ -46,7 +46,7 @@ class Tracker(Protocol):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What results tell about it: `folder` and `url`, if there are any."""
+        """Its record in results: `folder` and `url`, if it has them."""
 
     def log(self, values: Mapping[str, Value]) -> None:
         """Log a row of metrics; `AXES` names the one that is its position."""

@@ -33,7 +33,7 @@ class WandbTracker:
     def __init__(self, run: TrackedRun, mode: str, connect_s: float = _CONNECT_S) -> None:
         self._mode = mode
         self.warning = ""
-        """What people should know about how it started; empty if all is as asked."""
+        """A remark for people about its start; empty if all is as asked."""
         try:
             self._run = _open(run, mode, connect_s)
         except Exception as error:  # wandb has no common root of its errors

@@ -38,7 +38,7 @@ class Request:
     refused: bool = False
     """A person decided against it; the same start is refused until the request expires or is approved after all."""
     details: dict[str, Any] = field(default_factory=dict)
-    """What would start and what it may take, for a page: see `toprope.workbench.launch.preview.details_of`."""
+    """The start and its costs, for a page: see `toprope.workbench.launch.preview.details_of`."""
 
 
 class Approvals:

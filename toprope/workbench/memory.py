@@ -21,7 +21,7 @@ MB = 1e6
 TRAINER_BASE = SAMPLER_BASE = 380 * MB
 """Resident memory of the two programs before a model is loaded."""
 PEFT = 80 * MB
-"""What the library of adapters adds."""
+"""Memory that the library of adapters adds."""
 CUDA_BASE = 700 * MB
 """Memory that CUDA and its libraries take on a GPU, per process."""
 _CHUNK = 1 << 26
@@ -37,7 +37,7 @@ _MOST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides memory. `parameters` counts tied weights once."""
+    """Properties that decide memory. `parameters` counts tied weights once."""
 
     hidden: int
     intermediate: int
@@ -99,7 +99,7 @@ class Fit:
     """Bytes that both together may take; None if unknown."""
     gpu: bool
     sure: str
-    """How far the estimate is to be trusted, in words."""
+    """The trust that the estimate deserves, in words."""
     mends: tuple[tuple[str, Mapping[str, Any], float], ...] = field(default=())
     """Changes that make it fit, or lower it most: words, fields, bytes after it."""
 

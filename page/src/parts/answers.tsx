@@ -1,4 +1,4 @@
-// What stands on the screen before an answer is there, and if there is none; actions and what became of them.
+// The screen before an answer arrives and without one; actions and their outcomes.
 import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { type Asked, refusalOf, theSource, told } from "../live.ts";

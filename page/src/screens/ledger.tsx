@@ -1,4 +1,4 @@
-// The ledger: goals, experiments with their decisions, and the handoff to whoever goes on.
+// The ledger: goals, experiments with their decisions, and the handoff to the next agent.
 import { useState } from "preact/hooks";
 import type { Experiment, Ledger } from "../contract/work.ts";
 import { ago, percent } from "../format.ts";

@@ -1,4 +1,4 @@
-"""What changed in a home, told to all open pages: one task looks once a second while there is a page."""
+"""Changes of a home, told to all open pages: one task looks once a second while a page is open."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Pulse:
             await anyio.sleep(self._every_s)
 
     def _look(self) -> dict[str, Any] | None:
-        """What changed since the last look; None if nothing did."""
+        """Changes since the last look; None if nothing changed."""
         home, before = self._workshop.home, self._seen
         now = _Seen({one.run_id: one.state for one in self._workshop.statuses()})
         live = [one.run_id for one in self._workshop.statuses() if not one.ended]

@@ -26,7 +26,7 @@ page_tools = ToolGroup()
 
 
 class Shown(BaseModel):
-    """What the page shows."""
+    """The view that the page shows."""
 
     screen: Literal["now", "run"]
     run_id: str | None = None

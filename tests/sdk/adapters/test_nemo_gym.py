@@ -36,9 +36,9 @@ class Gym(ThreadingHTTPServer):
         self.together = threading.Barrier(1)
         """Verifications that must be in progress at once."""
         self.steps = False
-        """Whether it is played by steps."""
+        """If it is played by steps."""
         self.mcp = False
-        """Whether `increment` is served over MCP as `add`."""
+        """If `increment` is served over MCP as `add`."""
         self.closed: list[str] = []
         self.lock = threading.Lock()
 

@@ -31,7 +31,7 @@ class Simulated:
         return kept | {"TOPROPE_HOME": home, "TOPROPE_CONFIG": configuration}
 
     def noted(self) -> list[str]:
-        """What the simulation replaced, a line each time."""
+        """The replacements of the simulation, a line each time."""
         return (self.folder / "simulated.log").read_text().splitlines()
 
 

@@ -46,7 +46,7 @@ def test_checks_are_shown_while_validating_and_state_always(run):
 
 
 def test_components_logs_and_tracker_are_told(run):
-    """Which component ended with which code, where its log is, and where the run is followed."""
+    """Status tells each component's exit code and log, and the tracker's page."""
     shop, folder = run
     url = "https://wandb.example/me/toprope/runs/a"
     write_json(folder.path / "trackers.json", {"version": 1, "trackers": {"wandb": {"mode": "online", "url": url}}})

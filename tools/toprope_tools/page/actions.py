@@ -1,4 +1,4 @@
-"""What a person does in the dashboard: stop, resume, decide what waits, note. Each is a line of the audit trail."""
+"""Actions of a person in the dashboard: stop, resume, decide what waits, note. Each is a line of the audit trail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Given(BaseModel):
 
 
 class Resume(_Given):
-    """How far a completed run goes on; nothing for others."""
+    """The budget with which a completed run goes on; empty for others."""
 
     steps: int | None = Field(None, ge=1)
     seconds: float | None = Field(None, gt=0)

@@ -31,7 +31,7 @@ _FOLLOW_S = 0.3
 
 
 class Problem(msgspec.Struct):
-    """Why two sides cannot be compared."""
+    """The reason that two sides cannot be compared."""
 
     message: str
     hint: str

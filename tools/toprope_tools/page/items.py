@@ -56,7 +56,7 @@ class Remembered:
 
 
 def stamp(path: os.PathLike[str]) -> tuple[int, int, int] | None:
-    """What changes when a file is written: inode, time and size; None without a file."""
+    """Inode, time and size of a file, which change when it is written; None without a file."""
     try:
         found = os.stat(path)
     except OSError:

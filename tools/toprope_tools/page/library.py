@@ -1,4 +1,4 @@
-"""What lies beside the runs, for the page: data sets with lineage, the ledger with its handoff, environments."""
+"""The page's data beside runs: data sets with lineage, the ledger with its handoff, environments."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def environment(workshop: Workshop, items: Items, remembered: Remembered, name: 
     """One environment.
 
     Raises:
-        NotFound: There is none of this name.
+        NotFound: No data set has this name.
     """
     entry = next((one for one in _entries(workshop, remembered, "") if one.name == name), None)
     entry = entry or workshop.catalog.find(name)

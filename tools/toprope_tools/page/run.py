@@ -32,7 +32,7 @@ _FOLLOW_S = 0.3
 
 
 def fixed_part(workshop: Workshop, specification: Specification) -> shapes.RunFixed:
-    """What does not change while the run lives."""
+    """The part that stays while the run lives."""
     config, beside = specification.config, specification
     return shapes.RunFixed(
         preset=specification.preset,

@@ -136,7 +136,7 @@ class Held(msgspec.Struct):
 
 
 class Rope(msgspec.Struct):
-    """What the owner holds, and in which files."""
+    """Locks and limits of the owner, with their files."""
 
     limits_file: str
     locks_file: str
@@ -162,7 +162,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 class Now(Answer, kw_only=True):
-    """What goes on."""
+    """The present activity."""
 
     read_only: bool
     may_act: bool
@@ -196,7 +196,7 @@ class Setting(msgspec.Struct):
 
 
 class RunFixed(msgspec.Struct):
-    """What does not change while a run lives."""
+    """The part that stays while a run lives."""
 
     preset: str | None
     model: str
@@ -220,7 +220,7 @@ class Standing(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """What a run came to."""
+    """The result of a run."""
 
     split: str
     before: Share | None
@@ -231,7 +231,7 @@ class Verdict(msgspec.Struct):
 
 
 class Facts(msgspec.Struct):
-    """What a run took."""
+    """The cost of a run."""
 
     steps: int
     total_steps: int | None
@@ -317,7 +317,7 @@ class Account(msgspec.Struct):
 
 
 class Failed(msgspec.Struct):
-    """Why a run failed."""
+    """The cause of a run's failure."""
 
     component: str
     kind: str
@@ -353,7 +353,7 @@ class Series(msgspec.Struct):
 
 
 class RunLive(msgspec.Struct):
-    """What changes while a run lives. Events and series are those after the reader's cursor."""
+    """The part that changes while a run lives. Events and series are those after the reader's cursor."""
 
     cursor: str
     run: RunItem

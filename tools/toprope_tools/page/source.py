@@ -1,6 +1,6 @@
 """The page's one source: answers every question of a page, in a browser and in a client.
 
-In the browser the owner sees everything as it is now. In a client the page belongs to whoever works there: numbers of
+In the browser the owner sees everything as it is now. In a client the page belongs to the agent, too: numbers of
 live runs are those that check_status may tell, what waits for the owner and the diary are left out, and no answer has
 more than 60,000 characters, because clients replace longer results by a file.
 """
@@ -34,7 +34,7 @@ _OWNERS_ALONE = frozenset({"log", "sweeps", "datasets", "dataset", "ledger", "en
 
 @dataclass(frozen=True)
 class _Size:
-    """How much an answer may hold: buckets of a series, characters of a text, candidates of a sweep."""
+    """Limits of an answer: buckets of a series, characters of a text, candidates of a sweep."""
 
     buckets: int
     characters: int

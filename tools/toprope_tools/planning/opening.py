@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 _TOLD_EVERY_S = 5.0
 _KEPT_S = 600.0
-"""How long a result waits for the call that asks again."""
+"""Seconds that a result waits for the call that asks again."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who waits for an environment.
+    """A caller that waits for an environment.
 
     Attributes:
         client: It decides how long the call may take; None for a caller without a limit, such as the command line.
@@ -214,7 +214,7 @@ async def opened(
 
 
 def _changed(file: Any) -> int:
-    """Return when a file was changed; 0 if there is none."""
+    """Return when a file was changed; 0 without a file."""
     try:
         return os.stat(file).st_mtime_ns if file else 0
     except OSError:

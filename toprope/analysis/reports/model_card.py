@@ -33,7 +33,7 @@ _RELATIONS = {"merged": "finetune", "adapter": "adapter", "gguf": "quantized"}
 
 @dataclass(frozen=True)
 class Exported:
-    """What is exported: a checkpoint of a run, with the records of that run."""
+    """A checkpoint to export, with the records of its run."""
 
     results: Results
     specification: Specification

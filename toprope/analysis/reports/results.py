@@ -30,7 +30,7 @@ class Accuracy(_Part):
     truncated: float | None = None
     errors: int = 0
     error_kinds: dict[str, int] = Field(default={}, exclude=True)
-    """How often each error ended a rollout; untrusted text. Sealed for held-out tasks."""
+    """Number of rollouts that each error ended; untrusted text. Sealed for held-out tasks."""
     parts: dict[str, float] = {}
     pass_at_k: float | None = None
     all_wrong_share: float | None = None

@@ -159,7 +159,7 @@ def checkpoint_of(folder: RunFolder, step: int | None = None, *, hash_bytes: int
         hash_bytes: See `problem_of`.
 
     Raises:
-        NotFound: There is none of that step, or none at all; the hint names those there are.
+        NotFound: The run has no checkpoint of that step, or no checkpoint; the hint names the others.
         Corrupt: It is damaged, or every one is.
     """
     if step is None:

@@ -1,4 +1,4 @@
-"""What a judge is asked, and how its answer is read.
+"""Questions to judges, and readers of their answers.
 
 An answer under judgement is untrusted: it may claim a score or give orders. It stands between marks that contain a hash
 of everything judged, which its author cannot know, and the judge is told that nothing between them is an instruction.
@@ -61,7 +61,7 @@ def read_score(text: str) -> float:
     """The share of the highest score, 0 to 1; the last one that the text gives counts.
 
     Raises:
-        Unreadable: There is none, or it is out of bounds.
+        Unreadable: The text has no score, or it is out of bounds.
     """
     found = _SCORE.findall(text)
     if not found or not 0 <= float(found[-1]) <= HIGHEST:
@@ -73,7 +73,7 @@ def read_ranking(text: str, count: int) -> list[float]:
     """Per answer its share of answers that it beats, 1 for the best and 0 for the worst; the last ranking counts.
 
     Raises:
-        Unreadable: There is none, or it does not have every number once.
+        Unreadable: The text has no ranking, or it lacks or repeats a number.
     """
     found = _RANKING.findall(text)
     order = [int(one) for one in re.findall(r"\d+", found[-1])] if found else []

@@ -46,8 +46,8 @@ class EnvManagedSampler(GroupSampler):
     rollout_timeout_s: float = 600.0
     """Seconds that one rollout may take, including the policy's time."""
     opponent: EndpointClient | bool = False
-    """Who plays the other seats: a model at an endpoint, True for the weights that inference holds for it, or False for
-    self-play."""
+    """The player of the other seats: a model at an endpoint, True for the weights that inference holds for it, or
+    False for self-play."""
     roles: Mapping[str, EndpointClient] = MappingProxyType({})
     """Models at endpoints by the role that they have in the environment."""
     deaths_allowed = 1

@@ -59,7 +59,7 @@ class KeptChecks:
                 write_json(self._path(environment), kept.model_dump(mode="json"))
 
     def find(self, environment: str) -> KeptCheck | None:
-        """The last check of an environment; None if there is none, or it cannot be read."""
+        """The last check of an environment; None if it was never checked, or the file cannot be read."""
         try:
             return KeptCheck.model_validate(read_json(self._path(environment), _VERSION))
         except (NotFound, Corrupt, ValidationError):

@@ -1,4 +1,4 @@
-"""Which environments a worker has opened here, so that lists call only those ready.
+"""The environments that a worker has opened here; lists call only those ready.
 
 Files tell what an environment is and not whether it loads. The shipped environments and those of reasoning-gym are
 opened by this project's tests.

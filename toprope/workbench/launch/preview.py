@@ -150,7 +150,7 @@ def summarize(specifications: Sequence[Specification], shown: Preview) -> str:
 
 
 def details_of(specifications: Sequence[Specification], shown: Preview, why: str) -> dict[str, Any]:
-    """What would start, why a person is asked, and what it may take, for a page that shows it."""
+    """The start, the reason to ask a person, and the costs, for a page that shows them."""
     first = specifications[0]
     return {
         "what": first.run_kind.title,

@@ -49,7 +49,7 @@ _INSTALLERS = re.compile(
 
 @dataclass(frozen=True)
 class Image:
-    """What a Dockerfile does, in order, as far as a process can."""
+    """Steps of a Dockerfile that a process can carry out, in order."""
 
     workdir: str = "/app"
     variables: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Image:
     installs: tuple[str, ...] = ()
     """Debian packages that it installs."""
     problem: str = ""
-    """Why only a container will do; empty if a process may."""
+    """The reason that only a container will do; empty if a process may."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class TaskFolder:
         return self.path.name
 
     def image(self) -> Image:
-        """What its Dockerfile does."""
+        """The steps of its Dockerfile."""
         if any((self.context / name).is_file() for name in ("docker-compose.yaml", "docker-compose.yml")):
             services = (self.context / "docker-compose.yaml").is_file()
             return Image(problem="it runs several services (docker-compose)" if services else "it uses docker-compose")
@@ -100,7 +100,7 @@ class TaskFolder:
         return _read_dockerfile(file.read_text("utf-8", "replace"))
 
     def missing(self, image: Image) -> str:
-        """Why this machine cannot run the task in a process; empty if it can."""
+        """The reason that this machine cannot run the task in a process; empty if it can."""
         if image.problem:
             return image.problem
         absent = [one for one in image.installs if not _is_installed(one)]
@@ -114,7 +114,7 @@ def task_folders(folder: Path) -> list[TaskFolder]:
     """The tasks of a folder, or the folder itself if it is a task, by name.
 
     Raises:
-        LoadError: There is none, or one cannot be read.
+        LoadError: The folder has no task, or a task cannot be read.
     """
     own = _task(folder)
     found = [own] if own is not None else [one for path in sorted(folder.iterdir()) if (one := _task(path))]

@@ -66,7 +66,7 @@ def _names_of_base(file: Path, tree: ast.Module, depth: int) -> Iterator[str]:
 
 
 def _file_of(file: Path, node: ast.ImportFrom) -> Path | None:
-    """Return the file beside this one that an import reads; None if there is none."""
+    """Return the file beside this one that an import reads; None if it reads another."""
     if not node.module:
         return None
     folder = file.parent

@@ -124,7 +124,7 @@ class Server:
         return self._raised() or next((line for line in reversed(self._lines) if line), "it printed nothing")[:400]
 
     def _raised(self) -> str:
-        """Return the last exception that a server started here has printed; empty if there is none."""
+        """Return the last exception that a server started here has printed; empty if it printed no exception."""
         said = [line for line in list(self._lines) if line.strip("*-= ")]
         raised = [place for place, line in enumerate(said) if _RAISED.match(line)]
         return " ".join(said[raised[-1] :])[:400] if raised else ""

@@ -62,7 +62,7 @@ class _Field:
         """Return the value in the field's type.
 
         Raises:
-            NotAnAction: It is none of the type.
+            NotAnAction: Not a value of the type.
         """
         if self.choices:
             word = str(value).strip().lower()
@@ -152,7 +152,7 @@ class Form:
         return self.calls_tools or bool(self.fields) or not self.closed
 
     def told(self) -> str:
-        """What the policy is told; empty if an answer needs no explanation."""
+        """Instructions for the policy; empty if an answer needs no explanation."""
         one = self.fields.get(self.only)
         if self.calls_tools or one is not None and one.is_text and not (self.description or one.description):
             return ""
@@ -236,7 +236,7 @@ def _field(name: str, given: Any, definitions: Mapping[str, Any], required: bool
 
 
 def _as(kind: str, value: Any) -> Any:
-    """Return a value as a JSON type; None if it is none of that type."""
+    """Return a value as a JSON type; None if it does not have that type."""
     if kind == "string":
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     if kind == "boolean":

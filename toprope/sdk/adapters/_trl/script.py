@@ -31,7 +31,7 @@ _FINISHED = "The script ended without constructing a trainer"
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a script passes to its trainer."""
+    """The arguments that a script passes to its trainer."""
 
     module: ModuleType
     reward_funcs: list[Any]

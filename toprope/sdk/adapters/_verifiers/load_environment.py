@@ -52,7 +52,7 @@ def loads_environment(module: str) -> bool:
 
 
 class LoadedEnvironment(OwnLoop):
-    """What a package's `load_environment` returns."""
+    """The environment that a package's `load_environment` returns."""
 
     guessed_reference = True
     listed = True
