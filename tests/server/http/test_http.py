@@ -1,5 +1,6 @@
 """The HTTP door as clients meet it: a process of its own, a token, names that it goes by, both eras, a clean end."""
 
+import asyncio
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from mcp.client import Client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPDeprecationWarning
 from toprope_server.cli.app import build
+from toprope_server.http.access import AccessRequired
 from toprope_server.http.principals import Tokens
 from toprope_server.http.token import TokenFile
 from typer.testing import CliRunner
@@ -25,6 +27,7 @@ from typer.testing import CliRunner
 from tests.server.cli.test_commands import make_run
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.run.status import EventLog
+from toprope.settings.owner import HttpSettings
 
 COMMAND = [sys.executable, "-P", "-m", "toprope_server.cli"]
 PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
@@ -391,3 +394,23 @@ def test_server_speaks_tls_with_the_owners_certificate(tmp_path):
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET /mcp HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert not plain.recv(100).startswith(b"HTTP/1.1 2")
+
+
+def test_open_stream_ends_with_its_token(tmp_path):
+    tokens, sent = Tokens(tmp_path), []
+    token = tokens.add("reader", "read", days=1)
+
+    async def stream(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        tokens.revoke("reader")
+        await send({"type": "http.response.body", "body": b"two", "more_body": True})
+        await send({"type": "http.response.body", "body": b"three", "more_body": True})
+
+    async def keep(message):
+        sent.append(message)
+
+    headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {token}".encode())]
+    scope = {"type": "http", "path": "/mcp", "method": "GET", "headers": headers, "state": {}}
+    asyncio.run(AccessRequired(stream, tokens, HttpSettings(), "127.0.0.1", None)(scope, None, keep))
+    assert [one.get("body") for one in sent[1:]] == [b"one", b""] and sent[-1]["more_body"] is False
