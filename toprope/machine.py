@@ -1,4 +1,4 @@
-"""Facts about this machine, on Linux and macOS: boot, processors, their name, GPUs. Standard library only."""
+"""Facts about this machine, on Linux and macOS: boot, processors, their name, GPUs, processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
 
 _SYSCTL = "/usr/sbin/sysctl"
 _SYSCTL_S = 5.0
@@ -56,6 +61,22 @@ def gpu_names(root: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
             continue
         names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
     return names
+
+
+def processes_with(variable: str, value: str) -> Iterator[psutil.Process]:
+    """Yield this user's processes that started with an environment variable of this value.
+
+    psutil.process_iter is not used: it keeps its objects, so it hides a process whose id belonged to an earlier one.
+    """
+    import psutil
+
+    for pid in psutil.pids():
+        try:
+            process = psutil.Process(pid)
+            if process.environ().get(variable) == value:
+                yield process
+        except (psutil.Error, OSError):
+            continue
 
 
 def _sysctl(name: str) -> str:

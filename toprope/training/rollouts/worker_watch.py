@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from toprope.machine import processes_with
 from toprope.sdk.wall.enclosure import most_tasks
 from toprope.sdk.wall.groups import ProcessGroup
 from toprope.sdk.worker.client import WorkerClient
@@ -71,18 +72,12 @@ class Family:
             with contextlib.suppress(psutil.Error):
                 self._known.add(psutil.Process(pid))
         if everywhere and self._scratch:
-            self._known.update(filter(self._inherited, psutil.process_iter()))
+            self._known.update(processes_with("TMPDIR", self._scratch))
         self._known = {one for one in self._known if one.is_running()}
         for one in list(self._known):
             with contextlib.suppress(psutil.Error):
                 self._known.update(one.children(recursive=True))
         return list(self._known)
-
-    def _inherited(self, process: psutil.Process) -> bool:
-        try:
-            return process.environ().get("TMPDIR") == self._scratch
-        except (psutil.Error, OSError):
-            return False
 
 
 def used_by(family: Iterable[psutil.Process]) -> Used:

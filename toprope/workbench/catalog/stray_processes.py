@@ -6,7 +6,10 @@ processes in another session are recognised by an inherited environment variable
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+
+from toprope.machine import processes_with
 
 MARK = "TOPROPE_WORKER"
 """Name of the variable."""
@@ -22,12 +25,10 @@ def marked(mark: str) -> set[int]:
     import psutil
 
     found = set()
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+    for process in processes_with(MARK, mark):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
                 found.add(process.pid)
-        except (psutil.Error, OSError):
-            continue
     return found
 
 
@@ -35,9 +36,6 @@ def sweep(mark: str) -> None:
     """Kill this user's processes with the mark; processes that cleared their environment escape."""
     import psutil
 
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark:
-                process.kill()
-        except (psutil.Error, OSError):
-            continue
+    for process in processes_with(MARK, mark):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
