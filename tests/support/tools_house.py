@@ -18,6 +18,7 @@ from toprope.records.run.status import EventLog, Status
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config
 from toprope.supervisor.keeper.logs import read_page
+from toprope.supervisor.launchers import KeeperState
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Drafts
@@ -51,8 +52,8 @@ class StandInLauncher:
         self.held[folder.run_id] = os.dup(lock.fileno())
         self.variables[folder.run_id] = variables
 
-    def status(self, folder):
-        return "alive" if folder.run_id in self.held else "gone"
+    def status(self, folder, *, locked=False):
+        return KeeperState("alive" if folder.run_id in self.held else "gone")
 
     def stop(self, folder, grace_s):
         become(folder, "stopping")

@@ -3,19 +3,74 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from toprope.settings.environment import Section
 
 _LONGEST_WAIT_S = 60.0
 
 
+class Resources(BaseModel):
+    """The room that one component needs on its node of a cluster."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cpus: int = Field(1, ge=1, le=1024)
+    gpus: int = Field(0, ge=0, le=64)
+    memory_mb: int = Field(0, ge=0, le=16_777_216)
+    """0: as much as the cluster gives by default."""
+
+
+_WITH_RESOURCES = ("api", "inference", "trainer", "environment")
+
+
+def _checked_resources(value: dict[str, Any]) -> dict[str, Any]:
+    """Check the resources of components by the model above."""
+    for component, wanted in value.items():
+        if component not in _WITH_RESOURCES:
+            raise ValueError(f"there is no component {component!r}; there are: {', '.join(_WITH_RESOURCES)}")
+        try:
+            Resources.model_validate(wanted)
+        except ValidationError as error:
+            problem = error.errors(include_url=False, include_input=False)[0]
+            raise ValueError(f"{'.'.join(map(str, (component, *problem['loc'])))}: {problem['msg']}") from None
+    return value
+
+
 class LauncherSection(Section):
     """Where and how the crew runs."""
 
-    kind: Literal["local"] = Field("local", description="On this machine.")
+    kind: Literal["local", "slurm", "ray"] = Field(
+        "local", description="local: on this machine; slurm, ray: as a job on one of the owner's clusters."
+    )
+    cluster: str = Field(
+        "", max_length=64, description="The owner's cluster, by name; empty: the only one of the kind."
+    )
+    nodes: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Nodes of a cluster. With more than one, environment workers and drivers spread over the others.",
+    )
+    resources: Annotated[dict[str, Any], AfterValidator(_checked_resources)] = Field(
+        default_factory=dict,
+        description="On a cluster, the room of each component on its node: {trainer: {cpus, gpus, memory_mb}}; also "
+        "api, inference and environment. Without: one CPU each, launcher.threads for trainer and inference.",
+    )
+    features: list[str] = Field(
+        default_factory=list, description="Features that the nodes must have (Slurm's --constraint, Ray's resources)."
+    )
+    partition: str = Field("", max_length=64, description="Slurm's partition; empty: the owner's, or Slurm's default.")
+    account: str = Field("", max_length=64, description="Slurm's account; empty: the owner's, or Slurm's default.")
+    time_limit_minutes: int = Field(
+        0,
+        ge=0,
+        le=525_600,
+        description="Time asked from Slurm; 0: the partition's. A run at its limit writes a checkpoint, ends as "
+        "lost, and resumes as launcher.resume_lost says.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="auto: a GPU if the machine has one. A run has a GPU to itself and is queued until one is free.",
@@ -81,6 +136,11 @@ class LauncherSection(Section):
         le=86_400,
         description="The same for the trainer, which is silent during forward and backward.",
     )
+
+    def resources_of(self, component: str) -> Resources:
+        """The room of a component on a cluster."""
+        usual = {"cpus": self.threads} if component in ("trainer", "inference") else {}
+        return Resources.model_validate({**usual, **self.resources.get(component, {})})
 
 
 class RestartAllowance:

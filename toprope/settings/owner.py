@@ -10,7 +10,8 @@ The variables of runs come from settings.yaml. Nothing is created until it is ne
       exports/    rollouts as files       strategies/    Python files that judge, generate or score data
       index.db    drafts, stamps          environments/  one Python file each
       ledger.jsonl  experiments           settings.yaml  variables, more folders, default preset
-      interpreters/, homes/  of environments   http-token     of `toprope serve --http`
+      interpreters/, homes/  of environments   clusters.yaml  Slurm and Ray
+                                          http-token     of `toprope serve --http`
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from toprope.errors import InvalidValue
+from toprope.settings.clusters import Clusters
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
@@ -310,6 +312,10 @@ class Home:
     def locks(self, preset: str | None = None) -> Locks:
         """The owner's locks as they are on disk now, with those that a preset brings."""
         return locks_under(Locks.read(self.locks_file), preset, self.preset_folders)
+
+    def clusters(self) -> Clusters:
+        """The owner's clusters as they are on disk now."""
+        return Clusters.read(self.configuration / "clusters.yaml")
 
     def limits(self) -> Limits:
         """The owner's limits as they are on disk now."""

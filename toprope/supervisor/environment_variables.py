@@ -39,6 +39,9 @@ _NAMES = frozenset(
 )  # fmt: skip
 _PREFIXES = ("LC_", "XDG_")
 
+_FAR = ("HF_", "HUGGING_FACE_", "TRANSFORMERS_", "LANG", "LC_")
+"""Variables of the front end that hold on a cluster's nodes as well."""
+
 _USERS = {"HF_TOKEN": "policy", "HUGGING_FACE_HUB_TOKEN": "policy", "WANDB_API_KEY": "tracker"}
 """Keys that the surroundings or the owner's variables for all components may hold, and the component that uses each."""
 
@@ -80,6 +83,14 @@ def keeper_variables(owners: OwnerVariables, surroundings: Mapping[str, str] | N
         | keys
         | {OWNERS: json.dumps({component: dict(values) for component, values in owners.items()})}
     )
+
+
+def far_keeper_variables(owners: OwnerVariables, surroundings: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of a keeper on another node, without those that describe this machine (paths of programs
+    and libraries, GPUs, temporary folders); the node has its own."""
+    given = os.environ if surroundings is None else surroundings
+    kept = {name: value for name, value in given.items() if name in _USERS or name.startswith(_FAR)}
+    return keeper_variables(owners, kept)
 
 
 def take_keys(variables: dict[str, str]) -> dict[str, str]:

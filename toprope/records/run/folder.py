@@ -6,6 +6,7 @@
       status.json        state with its data                 (keeper only, replaced atomically)
       events.jsonl       what happened, numbered             (keeper only, appended)
       orders/            requests to the keeper              (renamed into place, removed when carried out)
+      launch.json        its job on a cluster, if any        (the front end that submits it, replaced atomically)
       keeper.lock        held by the keeper while it lives   (flock; if it can be taken, the keeper is gone)
       metrics.jsonl      one row a step                      (trainer only, appended)
       evaluations/       <label>.json                        (environment's driver)
@@ -167,6 +168,10 @@ class RunFolder:
     @property
     def orders(self) -> Path:
         return self.path / "orders"
+
+    @property
+    def launch(self) -> Path:
+        return self.path / "launch.json"
 
     @property
     def lock(self) -> Path:

@@ -24,6 +24,7 @@ from toprope.records.run.folder import RUN_ID, RunFolder, create_runs_folder, re
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import SPENDING, Usage, day_of
 from toprope.settings.limits import FrozenLimits
+from toprope.supervisor.launchers.claims import is_kept
 from toprope.supervisor.lock import RunLock, is_held
 
 _FOLDER = ".budget"
@@ -158,7 +159,7 @@ def _program_accounts(runs: Path, today: str) -> list[Account]:
 
 
 def _read_account(folder: RunFolder, today: str) -> Account:
-    live = is_held(folder.lock)
+    live = is_kept(folder)
     try:
         usage = Usage.read(folder)
     except Corrupt:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +129,17 @@ def choose_containment(wanted: ContainmentSetting, cache: Path | None = None) ->
             hint="The owner makes it work (toprope doctor shows more), or sets containment: auto.",
         )
     return Containment(GUARD, why)
+
+
+def choose_on_node(surroundings: MutableMapping[str, str]) -> None:
+    """Replace the owner's setting in a far keeper's variables by the level that works on its node.
+
+    Raises:
+        ComponentFailed: As `choose_containment`.
+    """
+    wanted = surroundings.get(ENV_CONTAINMENT)
+    chosen: ContainmentSetting = "bubblewrap" if wanted == BUBBLEWRAP else "guard" if wanted == GUARD else "auto"
+    surroundings[ENV_CONTAINMENT] = choose_containment(chosen).level
 
 
 def probe_bubblewrap() -> str:

@@ -27,6 +27,7 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Failure, State, Status
 from toprope.supervisor import guard
 from toprope.supervisor.capacity.reservations import Granted, Reservations, Waiting
+from toprope.supervisor.heartbeat import watch_parent
 from toprope.supervisor.keeper.component import Component, Exit
 from toprope.supervisor.keeper.crew import TRACKING_S, Crew
 from toprope.supervisor.keeper.hang_detector import HangDetector
@@ -36,6 +37,7 @@ from toprope.supervisor.keeper.restart_policy import RestartPolicy
 from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import PLOT, STARTS_RUNS, TRACKER, Programs, members_of
+from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume
 from toprope.supervisor.runs.orders import StopOrder, take_orders
 from toprope.supervisor.watchers.group import WatcherGroup, create_watchers
 from toprope.supervisor.watchers.watcher import RunControl
@@ -48,7 +50,9 @@ _EXIT_WITHIN_S = 1.0
 _PLOT_TIMEOUT_S = 120.0
 _BLAME_ORDER = ("policy", "inference", "environment", "api", "trainer", "conductor")
 """The first of the members that are not ready is blamed: each member waits for those before it."""
-_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_TAKEN_BACK = "The engine took the job's place back (its time limit, or a job with priority)."
+_PARENT_ENDED = "The engine's process above the keeper ended."
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class RunLifecycle:
         lock: The guards hold copies of it.
         programs: argv in place of the real programs; tests pass light ones.
         surroundings: The environment to select the members' variables from; this process's when None.
+        parent: The process of an engine that gave the run its place, and with whose end the run ends; None: the run
+            reserves its place on this machine.
     """
 
     def __init__(
@@ -81,8 +87,9 @@ class RunLifecycle:
         *,
         programs: Programs | None = None,
         surroundings: Mapping[str, str] | None = None,
+        parent: int | None = None,
     ) -> None:
-        self._folder = folder
+        self._folder, self._parent = folder, parent
         self._spec = Specification.read(folder)
         self._writer = StatusWriter(folder, Status.read(folder))
         self._reservations = Reservations(folder.path.parent)
@@ -164,10 +171,16 @@ class RunLifecycle:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop, StopOrder(reason=f"the keeper got {number.name}"))
         loop.add_signal_handler(signal.SIGHUP, lambda: None)
+        if self._parent is not None:
+            loop.add_signal_handler(signal.SIGUSR1, self._stop, StopOrder(reason=_TAKEN_BACK, lost=True))
+            watch_parent(self._parent, lambda: self._stop(StopOrder(reason=_PARENT_ENDED, lost=True)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
 
     async def _reserve_machine(self) -> None:
-        """Wait until the machine has room for the run, or until its end is decided."""
+        """Wait until the machine has room for the run, or until its end is decided. An engine has reserved it already
+        for the keeper that it started."""
+        if self._parent is not None:
+            return
         answer = None if self._closing else self._reservations.claim(self._spec, anew=True)
         while not self._closing:
             if isinstance(answer, Granted):
@@ -192,7 +205,10 @@ class RunLifecycle:
             case Failure():
                 self._writer.enter("failed", ending.reason, failure=ending)
             case StopOrder():
-                self._writer.enter("stopping", ending.reason)
+                if ending.lost:  # `stopping` would mean that somebody wants the run to stop
+                    self._writer.update(reason=ending.reason)
+                else:
+                    self._writer.enter("stopping", ending.reason)
                 self._grace_s = self._grace_s if ending.grace_s is None else ending.grace_s
             case _FolderGone():
                 self._grace_s = 0.0
@@ -202,6 +218,10 @@ class RunLifecycle:
 
     async def _write_end(self, ending: _Ending) -> None:
         match ending:
+            case StopOrder(lost=True):
+                decision = decide_auto_resume(self._folder, self._writer.status)
+                self._writer.update(resume_at=decision.resume_at, resumed_lost=decision.count)
+                self._write_final_status("lost", f"{ending.reason} {decision.explanation}".rstrip())
             case StopOrder():
                 self._write_final_status("stopped", ending.reason)
             case _Completed():

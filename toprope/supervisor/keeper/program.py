@@ -1,13 +1,18 @@
 """The keeper's program: one detached process that owns a run's crew and outlives the front end that started it.
 
-    python -P -m toprope.supervisor.keeper RUN_FOLDER [--lock-fd FD] [--ready-fd FD] [--keys-fd FD] [--foreground]
+    python -P -m toprope.supervisor.keeper RUN_FOLDER [--lock-fd FD] [--ready-fd FD] [--keys-fd FD]
+                                                      [--foreground [--variables NAME]]
 
 It detaches before it imports anything heavy, so that its starter waits only milliseconds. Two forks and a session of
 its own leave nothing of the starter's terminal and pipes. --lock-fd is the run's lock, taken by the starter and handed
 over; without it the keeper takes the lock, and a second keeper of a run exits with code 75. On --ready-fd the keeper
 writes `locked` and its process id once nobody else can take the run. From --keys-fd it reads its secret variables as
-JSON: processes of the same user can read the environment that a process starts with. --foreground leaves out the forks,
-for launchers that detach it themselves.
+JSON: processes of the same user can read the environment that a process starts with.
+
+--foreground leaves out the forks: an engine of a cluster started the keeper and watches it. The keeper watches its
+parent in turn, which is the engine's process (every entrypoint begins with `exec`), and ends its run in order when that
+process goes, because nobody else would. --variables names a file of the run folder with variables as JSON, secret ones
+among them; it is removed when it was read. The node's own variables take precedence.
 """
 
 from __future__ import annotations
@@ -19,14 +24,20 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from toprope.machine import boot_id
 from toprope.supervisor.lock import RunLock
+
+if TYPE_CHECKING:
+    import argparse
 
 ALREADY_KEPT = 75
 """Exit code of a keeper that found another one (EX_TEMPFAIL of sysexits)."""
 
 _KEEPER_LOG_BYTES = 1 << 20
+_SUBMITTER_S = 60.0
+"""The longest that a front end holds the lock of a run that it submits."""
 
 
 def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Sequence[str]] | None = None) -> int:
@@ -36,18 +47,22 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
         arguments: Those of the command line when None.
         programs: argv of components in place of the real ones; tests pass light ones.
     """
-    path, lock_fd, ready_fd, keys_fd, foreground = _parse(sys.argv[1:] if arguments is None else arguments)
+    given = _parse(sys.argv[1:] if arguments is None else arguments)
+    path, lock_fd, ready_fd = given.folder.resolve(), given.lock_fd, given.ready_fd
     # A signal that arrives before the event loop runs stays pending.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
+    parent = os.getppid()
     os.umask(0o077)
-    if keys_fd is not None:
-        with open(keys_fd, encoding="utf-8") as file:
+    if given.keys_fd is not None:
+        with open(given.keys_fd, encoding="utf-8") as file:
             os.environ.update(json.loads(file.read() or "{}"))
-    if not foreground:
+    if given.variables:
+        _take_variables(path / given.variables)
+    if not given.foreground:
         _detach()
         _redirect(path / "logs" / "keeper.log")
-    lock_path = path / "keeper.lock"
-    lock = RunLock.acquire(lock_path) if lock_fd is None else RunLock.from_descriptor(lock_fd, lock_path)
+    lock_path, wait_s = path / "keeper.lock", _SUBMITTER_S if given.foreground else 0.5
+    lock = RunLock.acquire(lock_path, wait_s) if lock_fd is None else RunLock.from_descriptor(lock_fd, lock_path)
     if lock is None:
         print(f"{path} has another keeper.", file=sys.stderr)
         return ALREADY_KEPT
@@ -55,10 +70,10 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     if ready_fd is not None:
         os.write(ready_fd, f"locked {os.getpid()}\n".encode())
         os.close(ready_fd)
-    return _keep(path, lock, programs)
+    return _keep(path, lock, programs, parent if given.foreground else None)
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Path, int | None, int | None, int | None, bool]:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     import argparse
 
     parser = argparse.ArgumentParser(prog="python -P -m toprope.supervisor.keeper", description="Keep one run.")
@@ -66,9 +81,19 @@ def _parse(arguments: Sequence[str]) -> tuple[Path, int | None, int | None, int 
     parser.add_argument("--lock-fd", type=int, help="descriptor that holds the run's lock")
     parser.add_argument("--ready-fd", type=int, help="descriptor to write to when the lock is held")
     parser.add_argument("--keys-fd", type=int, help="descriptor to read secret variables from")
-    parser.add_argument("--foreground", action="store_true", help="do not detach")
-    found = parser.parse_args(arguments)
-    return found.folder.resolve(), found.lock_fd, found.ready_fd, found.keys_fd, found.foreground
+    parser.add_argument("--foreground", action="store_true", help="do not detach; end with the parent")
+    parser.add_argument("--variables", help="file of the run folder with variables; removed when read")
+    return parser.parse_args(arguments)
+
+
+def _take_variables(path: Path) -> None:
+    """Adopt the variables in a file, except those that this node sets itself, and remove the file."""
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return  # a second keeper, which finds out below
+    path.unlink(missing_ok=True)
+    os.environ.update(given | os.environ)
 
 
 def _detach() -> None:
@@ -96,10 +121,14 @@ def _redirect(log: Path) -> None:
     sys.stdout = sys.stderr = KeeperLog(log, _KEEPER_LOG_BYTES)
 
 
-def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | None) -> int:
+def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | None, parent: int | None) -> int:
     """Keep the run whose lock is held until its end, and write an end in any case; return the exit code.
 
-    A run that is not queued had a keeper before: its end is written if it is missing, and nothing is started.
+    A run that is not queued had a keeper before: its end is written if it is missing, and nothing is started. A run on
+    a cluster whose attempt is claimed is left alone.
+
+    Args:
+        parent: The engine's process, whose end ends the run; None: the keeper is on its own.
     """
     import asyncio
     import traceback
@@ -107,13 +136,18 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
     from toprope.records.run.folder import RunFolder
     from toprope.records.run.status import Status
     from toprope.sdk.wall.kernel import hide_memory
+    from toprope.supervisor.keeper.containment import choose_on_node
     from toprope.supervisor.keeper.lifecycle import RunLifecycle, failure_of_keeper
+    from toprope.supervisor.launchers.claims import claim
     from toprope.supervisor.notices import tell_end
     from toprope.supervisor.runs.cleanup import settle_run, write_end
 
     hide_memory()
     folder = RunFolder(path)
     status = Status.read(folder)
+    if folder.launch.exists() and (status.ended or not claim(folder, status.attempt, by="keeper")):
+        print(f"Attempt {status.attempt} of {folder.run_id} was claimed before and was not started.", file=sys.stderr)
+        return ALREADY_KEPT
     if status.state != "queued":
         print(f"{folder.run_id} is {settle_run(folder).state} and was not started again.", file=sys.stderr)
         return 1
@@ -121,9 +155,11 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
     lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id(), attempt=status.attempt, beats=True)
 
     async def run() -> None:
-        await RunLifecycle(folder, lock, programs=programs).run()
+        await RunLifecycle(folder, lock, programs=programs, parent=parent).run()
 
     try:
+        if parent is not None:
+            choose_on_node(os.environ)
         asyncio.run(run())
     except Exception as error:
         traceback.print_exc()
@@ -131,6 +167,8 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
             write_end(folder, "failed", failure=failure_of_keeper(error))
         return 1
     finally:
+        # Without `beats` the last sign of life does not delay the next attempt on a cluster.
+        lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id(), attempt=status.attempt)
         lock.release()
         tell_end(folder, os.environ)
     return 0

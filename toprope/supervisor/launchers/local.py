@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Literal
 
 from toprope.errors import ComponentFailed
 from toprope.records.run.folder import RunFolder
@@ -18,6 +17,7 @@ from toprope.records.walls import ENV_WALLS, Walls
 from toprope.supervisor.environment_variables import OwnerVariables, keeper_variables, split_keeper_variables
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting, choose_containment
 from toprope.supervisor.keeper.logs import LogPage, read_page, read_tail
+from toprope.supervisor.launchers import KeeperState
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.orders import write_stop_order
 
@@ -117,9 +117,9 @@ class LocalLauncher:
             answer += data
         return answer
 
-    def status(self, folder: RunFolder) -> Literal["alive", "gone"]:
+    def status(self, folder: RunFolder, *, locked: bool = False) -> KeeperState:
         """See `Launcher.status`."""
-        return "alive" if is_held(folder.lock) else "gone"
+        return KeeperState("alive" if not locked and is_held(folder.lock) else "gone")
 
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:
         """See `Launcher.stop`."""

@@ -21,13 +21,15 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import ENDED, LIVE, EventLog, Failure, Status, read_events
 from toprope.supervisor.capacity.reservations import Reservations
-from toprope.supervisor.lock import is_held
+from toprope.supervisor.launchers import Launcher
+from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.auto_resume_policy import (
     ResumeDecision,
     decide_auto_resume,
     describe_keeper_loss,
     stop_requested,
 )
+from toprope.supervisor.runs.orders import END_ORDER
 from toprope.supervisor.runs.orphan_reaper import reap_marked
 
 UNFINISHED = ".making-"
@@ -39,13 +41,39 @@ _HASH_BYTES = 2 << 30
 """Takes a few seconds, for which the caller of the next attempt waits."""
 
 
-def settle_run(folder: RunFolder, reaped: int | None = None) -> Status:
+def settle_runs(folders: Iterable[RunFolder], launcher: Launcher) -> dict[str, Status]:
+    """Write the ends of runs without a keeper; leave out runs whose lock another process took meanwhile, and those that
+    the launcher, asked again under the lock, does not call gone.
+
+    Processes are looked for on this machine only, and a run on a cluster has none here.
+    """
+    locks = {folder: lock for folder in folders if (lock := RunLock.acquire(folder.lock, 0.05))}
+    try:
+        states = {folder: launcher.status(folder, locked=True) for folder in locks}
+        last = {folder: Status.read(folder) for folder, state in states.items() if state.life == "gone"}
+        marks = {
+            str(folder.path.resolve()): one.attempt
+            for folder, one in last.items()
+            if one.ended_at is None and not folder.launch.exists()
+        }
+        reaped = reap_marked(marks)
+        return {
+            folder.run_id: settle_run(folder, reaped[str(folder.path.resolve())], states[folder].told)
+            for folder in last
+        }
+    finally:
+        for lock in locks.values():
+            lock.release()
+
+
+def settle_run(folder: RunFolder, reaped: int | None = None, told: str = "") -> Status:
     """Write the end of a run whose keeper is gone, unless it is written already. The caller holds the lock.
 
     A run that was told to stop is stopped; any other run is lost, with a note whether it resumes by itself.
 
     Args:
         reaped: The number of processes that the caller has killed; None: kill them here.
+        told: The end of its job, as an engine tells it; empty: ask this machine.
 
     Returns:
         The status on disk afterwards.
@@ -58,7 +86,7 @@ def settle_run(folder: RunFolder, reaped: int | None = None) -> Status:
         return status
     if reaped is None:
         reaped = reap_crew(folder, status.attempt)
-    reason = describe_keeper_loss(folder, status)
+    reason = told or describe_keeper_loss(folder, status)
     if reaped == 1:
         reason += " 1 process of its crew was still alive and was killed."
     elif reaped:
@@ -184,7 +212,7 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
     checkpoint, damaged = _checkpoint(folder) if specification.run_kind.trains else (None, [])
     kept = [f"{damage} It is kept as {set_aside(damage.path).name}." for damage in damaged]
     folder.tidy()
-    late = () if by_itself else folder.orders.glob("*")
+    late = folder.orders.glob(f"{END_ORDER}*" if by_itself else "*")
     for path in (*late, *folder.orders.glob(".*"), folder.results):
         path.unlink(missing_ok=True)
     for path in folder.evaluations.glob("*.json"):

@@ -28,6 +28,14 @@ def still_running(status: Status) -> NotPossibleNow:
     )
 
 
+def unknown_keeper(folder: RunFolder, told: str) -> NotPossibleNow:
+    """The engine that was given the run does not answer, so the run may still have its keeper."""
+    return NotPossibleNow(
+        f"{folder.run_id} was not resumed, because it may still run. {told}",
+        hint="Call again when the cluster answers; `toprope doctor --cluster NAME` asks it.",
+    )
+
+
 def unreadable_status(folder: RunFolder, error: Exception) -> Status:
     """Return a status, for lists, of a run whose own status cannot be read."""
     at = folder.path.stat().st_mtime

@@ -34,11 +34,11 @@ from toprope.supervisor.runs.cleanup import (
     prepare_attempt,
     remove_unfinished,
     settle_run,
+    settle_runs,
     write_end,
 )
-from toprope.supervisor.runs.errors import cannot_write, still_running, unreadable_status
+from toprope.supervisor.runs.errors import cannot_write, still_running, unknown_keeper, unreadable_status
 from toprope.supervisor.runs.freezing import require_thawed
-from toprope.supervisor.runs.orphan_reaper import reap_marked
 from toprope.supervisor.runs.status_cache import EventCache, StatusCache
 
 Until = Callable[[Status, Sequence[Event]], bool]
@@ -191,7 +191,12 @@ class RunManager:
         if lock is None:
             raise still_running(Status.read(folder))
         try:
-            former = settle_run(folder)
+            state = self.launcher.status(folder, locked=True)
+            if state.life == "alive":
+                raise still_running(Status.read(folder))
+            if state.life == "unknown":
+                raise unknown_keeper(folder, state.told)
+            former = settle_run(folder, 0 if folder.launch.exists() else None, state.told)
             if by_itself and not is_due(former):
                 return former
             if by_itself and stop_requested(folder, former):
@@ -265,25 +270,14 @@ class RunManager:
         """Return the status, with a warning if the keeper is silent, or settled if the keeper is gone."""
         if _is_over(status):
             return status
-        if self._is_alive(folder):
-            silence = describe_silence(folder, status)
-            return status.model_copy(update={"reason": silence}) if silence else status
-        return self._settle([folder]).get(folder.run_id) or Status.read(folder)
+        state = self.launcher.status(folder)
+        if state.life != "gone":
+            told = state.told or describe_silence(folder, status)
+            return status.model_copy(update={"reason": told}) if told else status
+        return settle_runs([folder], self.launcher).get(folder.run_id) or Status.read(folder)
 
     def _is_alive(self, folder: RunFolder) -> bool:
-        return self.launcher.status(folder) == "alive"
-
-    def _settle(self, folders: Iterable[RunFolder]) -> dict[str, Status]:
-        """Write the ends of runs without a keeper; leave out runs whose lock another process took meanwhile."""
-        locks = {folder: lock for folder in folders if (lock := RunLock.acquire(folder.lock, 0.05))}
-        try:
-            last = {folder: Status.read(folder) for folder in locks}
-            marks = {str(folder.path.resolve()): one.attempt for folder, one in last.items() if not _is_over(one)}
-            reaped = reap_marked(marks)
-            return {folder.run_id: settle_run(folder, reaped[str(folder.path.resolve())]) for folder in locks}
-        finally:
-            for lock in locks.values():
-                lock.release()
+        return self.launcher.status(folder).life != "gone"
 
     def _resume_lost(self, folder: RunFolder, lost: Status) -> Status:
         """Start a lost run's next attempt. If that fails, the run stays lost and its status gives the reason."""
@@ -351,7 +345,7 @@ class RunManager:
 
     def _settle_each(self, folders: Sequence[RunFolder]) -> Sequence[Status]:
         try:
-            settled = self._settle(folders)
+            settled = settle_runs(folders, self.launcher)
         except (Corrupt, NotFound, OSError):  # one of them is damaged: settle each alone
             settled = {}
         found = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,7 +17,7 @@ from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.sweep_journal import members_in
-from toprope.supervisor.lock import is_held
+from toprope.supervisor.launchers.claims import is_kept
 
 
 class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
@@ -24,9 +25,11 @@ class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
 
     grace_s: float | None = None
     reason: str = "stopped on request"
+    lost: bool = False
+    """Nobody wants the run to stop, but its place is taken away: it ends as lost and may resume elsewhere."""
 
 
-_STOP = "stop-"
+_STOP, END_ORDER = "stop-", "end-"
 
 
 def write_stop_order(folder: RunFolder, grace_s: float | None) -> None:
@@ -44,10 +47,16 @@ def write_stop_order(folder: RunFolder, grace_s: float | None) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
 
 
+def write_end_order(folder: RunFolder, attempt: int, reason: str) -> None:
+    """Order the keeper of an attempt to end, because its engine has given up its job. The run ends as lost."""
+    with suppress(OSError):  # the next look repeats it
+        write_json(folder.orders / f"{END_ORDER}{attempt}.json", {"order": "stop", "reason": reason, "lost": True})
+
+
 def stop_members(sweep: RunFolder) -> list[str]:
     """Order the live members of a sweep to stop; return their ids."""
     runs = sweep.path.parent
-    live = [run_id for run_id in members_in(runs, sweep.run_id) if is_held(runs / run_id / "keeper.lock")]
+    live = [run_id for run_id in members_in(runs, sweep.run_id) if is_kept(RunFolder(runs / run_id))]
     for run_id in live:
         write_stop_order(RunFolder(runs / run_id), None)
     return live

@@ -16,6 +16,9 @@ from toprope.settings.owner import Home, OwnerSettings
 from toprope.supervisor.capacity.budget_ledger import ledger_lock
 from toprope.supervisor.capacity.reservations import Machine
 from toprope.supervisor.environment_variables import KEEPER
+from toprope.supervisor.keeper.containment import ContainmentSetting
+from toprope.supervisor.launchers.by_kind import LauncherByKind, engine_of
+from toprope.supervisor.launchers.cluster import ClusterLauncher
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.endpoints import variables_for
@@ -28,9 +31,17 @@ CONDUCTOR = "conductor"
 
 def open_runs(home: Home) -> RunManager:
     """Return the run manager of a home, under the owner's settings."""
+
+    def contained() -> ContainmentSetting:
+        return home.settings().containment
+
+    def walls() -> Walls:
+        return Walls.of_home(home)
+
+    cluster = ClusterLauncher(home.clusters, engine_of, contained, walls)
     return RunManager(
         home.runs,
-        LocalLauncher(contained=lambda: home.settings().containment, walls=lambda: Walls.of_home(home)),
+        LauncherByKind(LocalLauncher(contained=contained, walls=walls), cluster),
         lambda: machine_of(home.settings()),
         lambda specification: variables_to_resume(home, specification),
     )

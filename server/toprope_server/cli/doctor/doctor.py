@@ -126,14 +126,14 @@ def runs(home: Home) -> Iterator[Finding]:
     """Unreadable and stuck runs."""
     from toprope.records.run.folder import RUN_ID, RunFolder
     from toprope.records.run.status import Status
-    from toprope.supervisor.lock import is_held
+    from toprope.supervisor.launchers.claims import is_kept
 
     live, count = 0, 0
     for path in sorted(home.runs.iterdir()) if home.runs.is_dir() else ():
         if not path.is_dir() or not RUN_ID.fullmatch(path.name):
             continue
         folder, count = RunFolder(path), count + 1
-        keeper = is_held(folder.lock)
+        keeper = is_kept(folder)
         live += keeper
         try:
             status = Status.read(folder)

@@ -1,0 +1,132 @@
+"""The owner's clusters: clusters.yaml in the configuration folder.
+
+    lab:
+      kind: slurm                                # or ray
+      python: /shared/toprope/.venv/bin/python   # the interpreter on its nodes, with Toprope installed
+      setup: [module load cuda/12.4]             # shell lines before it (Slurm)
+      partition: gpu                             # defaults of launcher.partition and launcher.account
+    farm:
+      kind: ray
+      address: https://ray.example.org:8265      # of the Jobs REST API
+      token_file: ~/.config/ray-token            # a file that only the owner can read
+      network: trusted
+
+The home, with the folder of runs, must lie on storage that all nodes see under the same path.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from toprope.errors import InvalidValue, shown
+from toprope.settings.launcher import LauncherSection
+from toprope.settings.yamlfiles import nearest, read_yaml
+
+
+class Cluster(BaseModel):
+    """One cluster of the owner."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["slurm", "ray"]
+    python: str = ""
+    """Path of the interpreter on the nodes; empty: the path of the server's own."""
+    setup: tuple[str, ...] = ()
+    """Shell lines to run before the keeper, such as `module load cuda/12.4`. Slurm only."""
+    commands: str = ""
+    """Folder of sbatch, squeue and scancel; empty: they are found by PATH. Slurm only."""
+    partition: str = ""
+    account: str = ""
+    """Used if launcher.partition and launcher.account are empty. Slurm only."""
+    address: str = ""
+    """URL of Ray's dashboard, which serves the Jobs REST API."""
+    token_file: str = ""
+    """File with Ray's token; readable by its owner alone."""
+    network: Literal["tls", "trusted"] = "tls"
+    """Between members on several nodes: mutual TLS made for each run, or `trusted`: the owner says that nobody else can
+    listen to or reach the network between the nodes."""
+
+    @field_validator("address")
+    @classmethod
+    def _checked_address(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if value and (parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password):
+            raise ValueError("must be an http or https URL with a host, and without user and password")
+        return value.rstrip("/")
+
+    @model_validator(mode="after")
+    def _checked(self) -> Cluster:
+        if self.kind == "ray" and not self.address:
+            raise ValueError("a Ray cluster needs the address of its dashboard, such as http://head:8265")
+        if self.kind == "ray" and (self.setup or self.commands):
+            raise ValueError("setup and commands are for Slurm; Ray's nodes are set up when Ray starts on them")
+        return self
+
+    def token(self) -> str:
+        """The token in `token_file`; empty if the cluster has none.
+
+        Raises:
+            InvalidValue: The file cannot be read, or others can read it.
+        """
+        if not self.token_file:
+            return ""
+        path = Path(self.token_file).expanduser()
+        try:
+            if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise InvalidValue(f"Others can read the token file {path}.", hint=f"Run: chmod 600 {path}")
+            return path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidValue(f"The token file {path} cannot be read: {error}.") from None
+
+
+class Clusters(BaseModel):
+    """All clusters of the owner, by name."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    named: dict[str, Cluster] = Field(default_factory=dict)
+    path: Path = Path("clusters.yaml")
+
+    @classmethod
+    def read(cls, path: Path) -> Clusters:
+        """The clusters in a file; none if it is missing.
+
+        Raises:
+            InvalidValue: The file cannot be read or is wrong.
+        """
+        data = read_yaml(path) if path.exists() else {}
+        try:
+            return cls.model_validate({"named": data, "path": path})
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors(include_input=False)]
+            raise InvalidValue(f"{path}: {'; '.join(problems)}.", hint="Fix the file.") from None
+
+    def chosen(self, launcher: LauncherSection) -> tuple[str, Cluster]:
+        """Name and settings of the cluster for a run: the one that the run names, else the only one of its kind.
+
+        Raises:
+            InvalidValue: There is no such cluster, or several fit and the run names none.
+        """
+        fitting = [name for name, cluster in self.named.items() if cluster.kind == launcher.kind]
+        if launcher.cluster:
+            if launcher.cluster in fitting:
+                return launcher.cluster, self.named[launcher.cluster]
+            raise InvalidValue(
+                f"launcher.cluster: {self.path} has no {launcher.kind} cluster {shown(launcher.cluster)}.",
+                hint=nearest(launcher.cluster, fitting) if fitting else "The owner adds one to that file.",
+            )
+        if len(fitting) == 1:
+            return fitting[0], self.named[fitting[0]]
+        if fitting:
+            raise InvalidValue(
+                f"launcher.cluster must name one of the owner's {launcher.kind} clusters: {', '.join(fitting)}."
+            )
+        raise InvalidValue(
+            f"launcher.kind is {launcher.kind}, and {self.path} has no {launcher.kind} cluster.",
+            hint="The owner adds one to that file, or set launcher.kind to local.",
+        )

@@ -1,0 +1,50 @@
+"""Claims: one attempt of a run never has two keepers, on whatever nodes they start.
+
+Whoever creates the file of the claim first decides. A keeper that an engine started claims before it starts anything; a
+front end claims a job that waits before it cancels it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+from toprope.errors import TopropeError
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.status import Status
+from toprope.supervisor.lock import is_held
+
+
+def claim(folder: RunFolder, attempt: int, *, by: str) -> bool:
+    """Claim an attempt: True for the first who does, on whatever node. An exclusive creation is atomic where flock is
+    not carried from node to node."""
+    try:
+        folder.crew.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(folder.crew / f"claim-{attempt}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    with open(descriptor, "w", encoding="utf-8") as file:
+        json.dump({"by": by, "node": os.uname().nodename, "pid": os.getpid(), "at": time.time()}, file)
+    return True
+
+
+def claimed_by_front_end(folder: RunFolder, attempt: int) -> bool:
+    """True if a front end took the attempt before its job began."""
+    try:
+        return bool(read_json(folder.crew / f"claim-{attempt}").get("by") == "front end")
+    except (TopropeError, AttributeError):
+        return False
+
+
+def is_kept(folder: RunFolder) -> bool:
+    """True if a keeper or guard holds the run, or a job on a cluster may hold it: it was submitted, and no end is
+    written. Asks no engine."""
+    if is_held(folder.lock):
+        return True
+    if not folder.launch.exists():
+        return False
+    try:
+        return Status.read(folder).ended_at is None
+    except TopropeError:
+        return True

@@ -1,0 +1,169 @@
+"""Submits keepers as jobs to an engine, and judges by folder and engine together if a run is alive.
+
+A run is alive if its lock is held, if its keeper gave a sign of life lately, or if the engine says that its job waits
+or runs. It is gone only if none of these holds and the engine answered. Not every shared file system carries flock from
+node to node, so no single one of them is proof.
+
+Two truths end with one: if the engine has given a job up while its keeper lives on (a node that the engine lost sight
+of), the keeper is ordered to end, and the run is settled once it shows no sign of life.
+
+One attempt never has two keepers: whoever creates the file of its claim first decides. A keeper claims before it starts
+anything; a front end claims a job that waits before it cancels it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+from toprope.atomic import write_json
+from toprope.errors import InvalidValue, TopropeError
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.launch import Launch
+from toprope.records.run.specification import Specification
+from toprope.records.run.status import Status
+from toprope.records.walls import ENV_WALLS, Walls
+from toprope.settings.clusters import Cluster, Clusters
+from toprope.supervisor.environment_variables import OwnerVariables, far_keeper_variables
+from toprope.supervisor.heartbeat import is_beating
+from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting
+from toprope.supervisor.keeper.logs import LogPage, read_page
+from toprope.supervisor.launchers import KeeperState
+from toprope.supervisor.launchers.claims import claim, claimed_by_front_end
+from toprope.supervisor.launchers.engine import Engine, EngineView, Job, JobRequest, Refused, Unreachable
+from toprope.supervisor.lock import RunLock, is_held
+from toprope.supervisor.runs.orders import write_end_order, write_stop_order
+
+_SUBMITTED_WITHIN_S = 60.0
+
+
+class ClusterLauncher:
+    """Starts keepers as jobs on the owner's clusters. See `Launcher`.
+
+    Args:
+        clusters: Returns the owner's clusters; asked at every submission and whenever a cluster is met first.
+        engines: Makes the engine of a cluster.
+        contained: Returns the owner's `containment` setting, which is tried on the node.
+        walls: Returns the owner's decisions about the walls around workers.
+    """
+
+    def __init__(
+        self,
+        clusters: Callable[[], Clusters],
+        engines: Callable[[Cluster], Engine],
+        contained: Callable[[], ContainmentSetting] = lambda: "auto",
+        walls: Callable[[], Walls] = Walls,
+    ) -> None:
+        self._clusters, self._make_engine, self._contained, self._walls = clusters, engines, contained, walls
+        self._views: dict[Cluster, EngineView] = {}
+
+    def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
+        """See `Launcher.submit`. The caller holds the run's lock, so nobody else submits this attempt."""
+        specification, attempt = Specification.read(folder), Status.read(folder).attempt
+        section = specification.config.launcher
+        name, cluster = self._clusters().chosen(section)
+        former = Launch.read(folder)
+        if former is not None and former.attempt == attempt:
+            return
+        now = time.time()
+        launch = Launch(
+            kind=cluster.kind,
+            cluster=name,
+            network=cluster.network,
+            nodes=section.nodes,
+            attempt=attempt,
+            name=f"{folder.run_id}.{attempt}",
+            submitted_at=now,
+            deadline=now + _SUBMITTED_WITHIN_S,
+        )
+        handed_over = folder.path / _variables_name(attempt)
+        write_json(handed_over, self._variables(variables))
+        launch.write(folder)
+        view = self._view(cluster)
+        try:
+            handle = view.engine.submit(request_for(folder, specification, cluster, attempt))
+        except Refused:
+            handed_over.unlink(missing_ok=True)
+            raise
+        except Unreachable:
+            return  # it may have the job; if not, the run is lost after the deadline
+        finally:
+            view.forget()
+        launch.model_copy(update={"handle": handle}).write(folder)
+
+    def _variables(self, owners: OwnerVariables) -> dict[str, str]:
+        return far_keeper_variables(owners) | {ENV_CONTAINMENT: self._contained(), ENV_WALLS: self._walls().encode()}
+
+    def status(self, folder: RunFolder, *, locked: bool = False) -> KeeperState:
+        """See `Launcher.status`."""
+        launch = Launch.read(folder)
+        kept = (not locked and is_held(folder.lock)) or is_beating(folder)
+        if launch is None or claimed_by_front_end(folder, launch.attempt):
+            return KeeperState("alive" if kept else "gone", "It was stopped before its job began.")
+        try:
+            title, job = self._look(launch)
+        except Unreachable as error:
+            return KeeperState("alive" if kept else "unknown", f"Nothing is known of its job: {error}")
+        if job is None and time.time() < launch.deadline:
+            return KeeperState("alive", f"It is being submitted to {title}.")
+        if job is not None and (job.phase in ("waiting", "running") or (job.phase == "ending" and kept)):
+            return KeeperState("alive", f"{title}: {job.told}" if job.told else "")
+        word = f"{title} ended its job {job.handle}: {job.told or job.word}." if job else f"{title} knows no job of it."
+        if kept and not locked:
+            write_end_order(folder, launch.attempt, word)
+        return KeeperState("alive" if kept else "gone", word)
+
+    def stop(self, folder: RunFolder, grace_s: float | None) -> None:
+        """See `Launcher.stop`. A job that waits is cancelled, so that its run ends at once."""
+        write_stop_order(folder, grace_s)
+        launch = Launch.read(folder)
+        if launch is None or is_held(folder.lock) or not claim(folder, launch.attempt, by="front end"):
+            return
+        try:
+            view = self._view(self._cluster(launch))
+            view.engine.cancel(launch.name)
+            view.forget()
+        except TopropeError:
+            pass  # the claim keeps the job from doing anything when it starts
+
+    def logs(
+        self, folder: RunFolder, component: str, *, lines: int, before: int | None = None, secrets: Iterable[str] = ()
+    ) -> LogPage:
+        """See `Launcher.logs`. The engine writes the keeper's output into the run folder."""
+        return read_page(folder.log(component), lines=lines, before=before, secrets=secrets)
+
+    def _look(self, launch: Launch) -> tuple[str, Job | None]:
+        try:
+            view = self._view(self._cluster(launch))
+        except InvalidValue as error:
+            raise Unreachable(str(error)) from None
+        return view.engine.title, view.job(launch.name)
+
+    def _cluster(self, launch: Launch) -> Cluster:
+        clusters = self._clusters()
+        if launch.cluster not in clusters.named:
+            raise InvalidValue(f"{clusters.path} has no cluster {launch.cluster!r}.")
+        return clusters.named[launch.cluster]
+
+    def _view(self, cluster: Cluster) -> EngineView:
+        if cluster not in self._views:
+            self._views[cluster] = EngineView(self._make_engine(cluster))
+        return self._views[cluster]
+
+
+def request_for(folder: RunFolder, specification: Specification, cluster: Cluster, attempt: int = 1) -> JobRequest:
+    """Return the job of a run: its keeper, on the cluster's interpreter. No secret is in it."""
+    python = cluster.python or sys.executable
+    command = [python, "-P", "-m", "toprope.supervisor.keeper", str(folder.path), "--foreground"]
+    return JobRequest(
+        name=f"{folder.run_id}.{attempt}",
+        command=[*command, "--variables", _variables_name(attempt)],
+        folder=folder.path,
+        log=folder.log("keeper"),
+        launcher=specification.config.launcher,
+    )
+
+
+def _variables_name(attempt: int) -> str:
+    return f"variables-{attempt}.json"

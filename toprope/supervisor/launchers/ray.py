@@ -1,0 +1,113 @@
+"""Ray, by the REST interface of its Jobs: plain HTTP, so the server needs no Ray.
+
+Ray shows the entrypoint and the variables of a job to everybody with its token, so neither holds a secret.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import httpx2 as httpx
+
+from toprope.errors import InvalidValue, visible
+from toprope.settings.clusters import Cluster
+from toprope.supervisor.launchers.engine import Job, JobRequest, Phase, Refused, Unreachable
+
+_ANSWER_S = 10.0
+_PHASES: Mapping[str, Phase] = {"PENDING": "waiting", "RUNNING": "running"}
+
+
+class RayEngine:
+    """The Ray of one cluster. See `Engine`."""
+
+    title = "Ray"
+
+    def __init__(self, cluster: Cluster, transport: httpx.BaseTransport | None = None) -> None:
+        self._cluster, self._transport = cluster, transport
+
+    def submit(self, request: JobRequest) -> str:
+        """See `Engine.submit`. Ray answers 500 to a second job of one id, so the id is looked up first."""
+        known = self._ask("GET", f"/api/jobs/{request.name}")
+        if known.status_code == httpx.codes.OK:
+            return request.name
+        answer = self._ask("POST", "/api/jobs/", json=self._job(request))
+        if answer.status_code != httpx.codes.OK:
+            raise Refused(
+                f"Ray refused the job: {_said(answer)}.",
+                hint="Nothing was started. Change launcher.resources or features, or look at Ray's dashboard.",
+            )
+        return request.name
+
+    def _job(self, request: JobRequest) -> dict[str, Any]:
+        room = request.room()
+        # Ray's shell would stay between Ray and the keeper and be killed alone; `exec` replaces it by the keeper. A
+        # shell also redirects, and the log lies on shared storage.
+        entrypoint = f"cd {shlex.quote(str(request.folder))} && exec {shlex.join(request.command)}"
+        return {
+            "submission_id": request.name,
+            "entrypoint": f"{entrypoint} >> {shlex.quote(str(request.log))} 2>&1",
+            "runtime_env": {},
+            "entrypoint_num_cpus": room.cpus,
+            "entrypoint_num_gpus": room.gpus,
+            "entrypoint_memory": room.memory_mb * 1_000_000,
+            "entrypoint_resources": dict.fromkeys(request.launcher.features, 0.001),
+            "metadata": {"toprope": request.name},
+        }
+
+    def jobs(self) -> Mapping[str, Job]:
+        """See `Engine.jobs`."""
+        answer = self._ask("GET", "/api/jobs/")
+        if answer.status_code != httpx.codes.OK:
+            raise Unreachable(f"Ray answered: {_said(answer)}.")
+        try:
+            listed = [entry for entry in answer.json() if entry.get("submission_id")]
+            return {str(entry["submission_id"]): _job(entry) for entry in listed}
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise Unreachable(f"{self._cluster.address} answers, but not as Ray's Jobs interface does.") from None
+
+    def cancel(self, name: str) -> None:
+        """See `Engine.cancel`. Ray does not carry it out for a job that it cannot place; the claim holds that one."""
+        job = self.jobs().get(name)
+        if job is not None and job.phase == "waiting":
+            self._ask("POST", f"/api/jobs/{name}/stop")
+
+    def describe(self, request: JobRequest) -> str:
+        """See `Engine.describe`."""
+        room = request.room()
+        parts = [f"{room.cpus} CPUs", f"{room.gpus} GPUs" if room.gpus else ""]
+        parts += [f"{room.memory_mb} MB" if room.memory_mb else "", " ".join(request.launcher.features)]
+        return f"Ray: {', '.join(part for part in parts if part)}, at {self._cluster.address}"
+
+    def _ask(self, method: str, path: str, **named: Any) -> httpx.Response:
+        try:
+            token = self._cluster.token()
+        except InvalidValue as error:
+            raise Unreachable(str(error)) from None
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            with httpx.Client(timeout=_ANSWER_S, transport=self._transport, trust_env=False) as client:
+                answer = client.request(method, self._cluster.address + path, headers=headers, **named)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unreachable(f"{self._cluster.address} gave no answer ({type(error).__name__}).") from None
+        if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            raise Unreachable(f"{self._cluster.address} does not accept the token in {self._cluster.token_file!r}.")
+        if answer.status_code >= httpx.codes.BAD_GATEWAY or answer.is_redirect:
+            raise Unreachable(f"{self._cluster.address} answered {answer.status_code}.")
+        return answer
+
+
+def _job(entry: Mapping[str, Any]) -> Job:
+    word = str(entry["status"])
+    phase = _PHASES.get(word, "ended")
+    message = visible(str(entry.get("message") or ""), 200).replace("\n", " ")
+    return Job(
+        str(entry["submission_id"]), phase, word, "" if phase == "running" else f"{word}: {message}".rstrip(": ")
+    )
+
+
+def _said(answer: httpx.Response) -> str:
+    """Return the last line of an answer, from outside and therefore shortened."""
+    lines = [line.strip() for line in answer.text.splitlines() if line.strip()]
+    return f"{answer.status_code}, {visible(lines[-1] if lines else '', 300)}".rstrip(" ,.")

@@ -1,0 +1,135 @@
+"""Slurm, by its commands: sbatch, squeue and scancel, which every version and site has.
+
+slurmrestd needs a version of its interface that differs by site, and sacct a database that many sites lack.
+"""
+
+from __future__ import annotations
+
+import getpass
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from toprope.errors import visible
+from toprope.settings.clusters import Cluster
+from toprope.supervisor.launchers.engine import Job, JobRequest, Phase, Refused, Unreachable
+
+_ANSWER_S = 20.0
+_LEAVE_S = 60
+"""Seconds before its time limit at which Slurm warns a job by SIGUSR1."""
+_FIELDS = "%j|%i|%T|%r|%S|%N"
+_WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
+_RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"})
+_UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket", "communication", "try again")
+
+Run = Callable[[Sequence[str], str], subprocess.CompletedProcess[str]]
+"""Runs a command with a text as its input. Raises OSError, or TimeoutExpired after a bounded time."""
+
+
+def run_command(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
+    """Run a command within bounded time. See `Run`."""
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+
+
+class SlurmEngine:
+    """The Slurm of one cluster. See `Engine`."""
+
+    title = "Slurm"
+
+    def __init__(self, cluster: Cluster, run: Run = run_command) -> None:
+        self._cluster, self._run = cluster, run
+
+    def submit(self, request: JobRequest) -> str:
+        """See `Engine.submit`. The script comes by standard input; Slurm keeps a copy, so it holds no secret."""
+        former = self.jobs().get(request.name)
+        if former is not None:
+            return former.handle
+        lines = ["#!/bin/sh", *self._cluster.setup, f"exec {shlex.join(request.command)}", ""]
+        done = self._ask("sbatch", ["--parsable", *self._options(request)], "\n".join(lines))
+        if done.returncode:
+            raise Refused(
+                f"Slurm refused the job: {_said(done)}.",
+                hint="Nothing was started. Change launcher.partition, account, resources or time_limit_minutes.",
+            )
+        return done.stdout.strip().partition(";")[0]
+
+    def _options(self, request: JobRequest) -> list[str]:
+        launcher, room = request.launcher, request.room()
+        options = {
+            "--job-name": request.name,
+            "--chdir": str(request.folder),
+            "--output": str(request.log),
+            "--open-mode": "append",
+            "--export": "NIL",
+            "--signal": f"B:USR1@{_LEAVE_S}",
+            "--nodes": str(launcher.nodes),
+            "--ntasks-per-node": "1",
+            "--cpus-per-task": str(room.cpus),
+            "--mem": f"{room.memory_mb}M" if room.memory_mb else "",
+            "--gpus-per-node": str(room.gpus) if room.gpus else "",
+            "--partition": launcher.partition or self._cluster.partition,
+            "--account": launcher.account or self._cluster.account,
+            "--constraint": "&".join(launcher.features),
+            "--time": str(launcher.time_limit_minutes) if launcher.time_limit_minutes else "",
+        }
+        return ["--no-requeue", *(f"{name}={value}" for name, value in options.items() if value)]
+
+    def jobs(self) -> Mapping[str, Job]:
+        """See `Engine.jobs`. Slurm forgets ended jobs after MinJobAge, 300 s by default."""
+        done = self._ask("squeue", ["--noheader", "--states=all", f"--user={getpass.getuser()}", f"--format={_FIELDS}"])
+        if done.returncode:
+            raise Unreachable(f"squeue answered: {_said(done)}.")
+        found: dict[str, Job] = {}
+        for line in done.stdout.splitlines():
+            name, handle, word, reason, start, nodes = (line.split("|") + [""] * 5)[:6]
+            # Of two jobs with one name the later one is listed under a greater number.
+            if name not in found or int(handle.partition("_")[0]) > int(found[name].handle.partition("_")[0]):
+                found[name] = Job(handle, _phase(word), word, _told(word, reason, start, nodes))
+        return found
+
+    def cancel(self, name: str) -> None:
+        """See `Engine.cancel`."""
+        self._ask("scancel", ["--state=PENDING", f"--user={getpass.getuser()}", f"--name={name}"])
+
+    def describe(self, request: JobRequest) -> str:
+        """See `Engine.describe`."""
+        shown = ("--nodes", "--cpus", "--mem", "--gpus", "--partition", "--account", "--constraint", "--time")
+        return "Slurm: " + " ".join(option for option in self._options(request) if option.startswith(shown))
+
+    def _ask(self, program: str, options: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+        path = str(Path(self._cluster.commands).expanduser() / program) if self._cluster.commands else program
+        try:
+            done = self._run([path, *options], text)
+        except subprocess.TimeoutExpired:
+            raise Unreachable(f"{program} gave no answer within {_ANSWER_S:g} s.") from None
+        except OSError as error:
+            raise Unreachable(f"{program} cannot be run: {error.strerror or error}.") from None
+        if done.returncode and any(part in done.stderr.casefold() for part in _UNREACHABLE):
+            raise Unreachable(f"{program} answered: {_said(done)}.")
+        return done
+
+
+def _phase(word: str) -> Phase:
+    if word in _WAITING:
+        return "waiting"
+    if word in _RUNNING:
+        return "running"
+    return "ending" if word == "COMPLETING" else "ended"
+
+
+def _told(word: str, reason: str, start: str, nodes: str) -> str:
+    """Say why a job waits, or how it ended; nothing about a job that runs."""
+    if word == "PENDING":
+        day, _, clock = start.partition("T")
+        return f"{reason}, estimated start {day} {clock[:5]}" if clock else reason
+    if word in _RUNNING:
+        return ""
+    return word + (f" ({reason})" if reason not in ("None", "") else "") + (f" on {nodes}" if nodes else "")
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last words of a command, from outside and therefore shortened."""
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    said = " ".join(lines[-2:]).removeprefix("sbatch: ").removeprefix("error: ")
+    return visible(said, 300).rstrip(".") or f"exit status {done.returncode}"
