@@ -16,7 +16,9 @@ from toprope.atomic import append, write_text
 from toprope.errors import NotPossibleNow
 
 FILE = "spending.jsonl"
-"""Its name in the folder of a run or of a data job."""
+"""Its name in the folder of a run or of a program that is none."""
+LIMITS = "limits.json"
+"""In the folder of such a program: the limits that were frozen at its start."""
 _COMPACT_AFTER = 256
 """Lines after which closed entries are replaced by one sum per day."""
 

@@ -8,7 +8,7 @@
     result = evolve(Prompts(), ["Answer in one word.", "Think first."], EvolutionConfig(epochs=5, population_size=8))
     print(result.best, result.best_score)
 
-`Rewriter` is a mutation of texts by a model behind an OpenAI-compatible endpoint.
+`toprope.workbench.rewriter` mutates texts by a model of the owner's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import json
 import math
 import os
 import random
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +26,9 @@ from typing import Any, Literal, Protocol
 
 from toprope.sdk.errors import InvalidRequest
 
-__all__ = ["EvolutionConfig", "EvolutionResult", "Phase", "Rewriter", "Strategy", "evolve", "evolve_async"]
+__all__ = ["EvolutionConfig", "EvolutionResult", "Phase", "Strategy", "evolve", "evolve_async"]
 
 Phase = Literal["init", "evaluating", "selecting", "mutating", "complete"]
-_ASK_S = 120.0
-_LONGEST_ANSWER = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -240,58 +236,3 @@ class _Search:
         async with self._limit:
             found = call(*arguments)
             return await found if inspect.isawaitable(found) else found
-
-
-@dataclass(frozen=True)
-class Rewriter:
-    """A mutation of texts by a model behind an OpenAI-compatible endpoint: `await rewriter(text)`.
-
-    Args:
-        base_url: Up to and with the version, such as http://127.0.0.1:8000/v1.
-        model: Its name there.
-        key: Name of the environment variable that holds the key; empty if none is needed. Never the key itself.
-        instruction: What to do with the text.
-        temperature: Sampling temperature.
-    """
-
-    base_url: str
-    model: str
-    key: str = ""
-    instruction: str = "Rewrite the text so that it means the same and works better. Answer with the new text alone."
-    temperature: float = 1.0
-
-    async def __call__(self, text: str) -> str:
-        """The rewritten text.
-
-        Raises:
-            InvalidRequest: The endpoint cannot be asked, or its answer has no text. The key is in no message.
-        """
-        return await asyncio.to_thread(self._ask, text)
-
-    def _ask(self, text: str) -> str:
-        messages = [{"role": "system", "content": self.instruction}, {"role": "user", "content": text}]
-        body = {"model": self.model, "messages": messages, "temperature": self.temperature}
-        head = {"Content-Type": "application/json"}
-        if self.key:
-            if not (secret := os.environ.get(self.key)):
-                raise InvalidRequest(f"The variable {self.key} is not set.")
-            head["Authorization"] = f"Bearer {secret}"
-        request = urllib.request.Request(
-            f"{self.base_url.rstrip('/')}/chat/completions", json.dumps(body).encode(), head
-        )
-        try:
-            with urllib.request.build_opener(_NoRedirect).open(request, timeout=_ASK_S) as answer:
-                told = json.loads(answer.read(_LONGEST_ANSWER))
-            content = told["choices"][0]["message"]["content"]
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            if isinstance(error, urllib.error.HTTPError):
-                error.close()  # it holds the connection
-            raise InvalidRequest(f"{self.model} did not answer: {type(error).__name__}.") from None
-        if not isinstance(content, str) or not content.strip():
-            raise InvalidRequest(f"{self.model} answered without a text.")
-        return content.strip()
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *arguments: Any, **named: Any) -> None:
-        return None  # the key goes nowhere else

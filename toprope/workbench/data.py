@@ -7,7 +7,6 @@ that the program needs.
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,18 +16,13 @@ from typing import Any
 
 from filelock import FileLock
 
-from toprope.atomic import write_json
 from toprope.errors import DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
 from toprope.records.journal.segments import ordinals, plain_bytes, segment_path
-from toprope.records.purse import FILE as SPENDING
-from toprope.records.purse import read_spending
-from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.records.walls import ENV_WALLS, Walls
 from toprope.settings.fields import KNOBS
 from toprope.settings.owner import Home, OwnerSettings
-from toprope.supervisor.capacity.budget_ledger import enter_program, ledger_lock
-from toprope.supervisor.notices import tell
 from toprope.supervisor.runs.freezing import require_thawed
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import WANTED, OwnCode
@@ -38,13 +32,10 @@ from toprope.trajectories.datasets.writers import ENDINGS, FORMATS
 from toprope.trajectories.jobs.jobs import Job
 from toprope.trajectories.jobs.orders import Code, Order
 from toprope.trajectories.synthesis.recipe import Recipe, StepPlan, parse_recipe
-from toprope.workbench.approvals import Approvals
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.endpoints import keys_for, require_keys, resolve_models
-from toprope.workbench.launch.preview import HASH_LENGTH
-from toprope.workbench.launch.reserve_budget import reserve_calls
 from toprope.workbench.launch.seeds import expand
-from toprope.workbench.launch.start import how_to_approve
+from toprope.workbench.paid_calls import reserve_paid_calls
 
 INBOX = "inbox"
 """Suffix of `name@inbox`: items posted for a data set."""
@@ -307,7 +298,7 @@ def begin(home: Home, asked: DataOrder) -> Job:
     """Start the program for an order unless it runs or its result was not reported yet.
 
     Raises:
-        NotPossibleNow: The owner's limit of concurrent jobs is reached.
+        NoRoomWithin, NotPossibleNow: See `reserve_paid_calls`; or the owner's limit of concurrent jobs is reached.
         ComponentFailed: The program does not start.
     """
     job = job_of(home, asked.order)
@@ -324,62 +315,17 @@ def begin(home: Home, asked: DataOrder) -> Job:
             )
         _forget(home)
         if asked.order.teachers:
-            _reserve_calls(home, job, asked.order)
+            reserve_paid_calls(
+                home,
+                f"data-{job.id}",
+                job.folder,
+                asked.order.teachers,
+                asked.order.model_dump(mode="json"),
+                f"build of the data set {asked.order.name}",
+                goes_on=not (job.folder / "outcome.json").exists(),
+            )
         job.begin(asked.order, {**asked.keys, ENV_WALLS: Walls.of_home(home).encode()})
     return job
-
-
-def _reserve_calls(home: Home, job: Job, order: Order) -> None:
-    """Reserve what the calls to teachers may cost, once a person has confirmed it if the owner wants that.
-
-    Raises:
-        NoRoomWithin: A limit on cost leaves nothing, or a teacher has no price.
-        NotPossibleNow: A person must confirm it first.
-    """
-    limits, name, frozen_file = home.limits(), f"data-{job.id}", job.folder / "limits.json"
-    with ledger_lock(home.ensure().runs):
-        frozen = reserve_calls(order.teachers, limits, home.runs, name)
-        cap = frozen.caps.get("cost_usd")
-        free = all(one.prompt_usd == 0 and one.completion_usd == 0 for one in order.teachers.values())
-        if not free:
-            _require_approval(home, order, None if cap is None else cap.value)
-        job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        spent = sum(read_spending(job.folder / SPENDING).values())
-        before = spent
-        if frozen_file.exists() and not (job.folder / "outcome.json").exists():
-            before = float(read_json(frozen_file)["before"])  # it continues, with what is left of its own limit
-        if cap is not None:
-            per_run, total = limits.get("per_run.cost_usd"), spent + cap.value
-            total = total if per_run is None else min(total, before + per_run.max)
-            cap = cap.model_copy(update={"value": total})
-        reserved = {} if cap is None else {"cost_usd": max(0.0, cap.value - spent)}
-        enter_program(home.runs, name, job.folder, reserved)
-        caps = {} if cap is None else {"cost_usd": cap}
-        record = frozen.model_copy(update={"caps": caps, "reserved": reserved})
-        write_json(frozen_file, record.model_dump(mode="json") | {"before": before})
-
-
-def _require_approval(home: Home, order: Order, most_usd: float | None) -> None:
-    limits = home.limits()
-    threshold = limits.above.get("cost_usd")
-    above = threshold is not None and (most_usd is None or most_usd > threshold)
-    if limits.confirm == "never" or (limits.confirm == "above" and not above):
-        return
-    content = [order.model_dump(mode="json"), most_usd is not None]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:HASH_LENGTH]
-    approvals = Approvals(home)
-    if approvals.refused(digest):
-        raise NotPossibleNow(f"Nothing was started: the owner refused this ({digest}).", hint="Ask the owner.")
-    if approvals.use(digest):
-        return
-    most = "an unknown amount" if most_usd is None else f"up to {most_usd:.3g} USD"
-    text = f"build of the data set {order.name} with {', '.join(order.teachers)}: {most} for their answers"
-    if approvals.ask(digest, text):
-        tell(home, "waiting", f"A start waits for you: {text}. toprope approve {digest}", hash=digest)
-    raise NotPossibleNow(
-        f"Nothing was started: the owner wants this confirmed (confirm, set by {limits.source}): {text}.",
-        hint=how_to_approve(digest),
-    )
 
 
 def _forget(home: Home) -> None:

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import EnvironmentFailed, InvalidValue
-from toprope.records.purse import FILE as SPENDING
 from toprope.records.purse import Purse
-from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.sdk.errors import WorkerFailure
 from toprope.sdk.worker.client import worker_environment
-from toprope.settings.limits import FrozenLimits
 from toprope.settings.locks import require_allowed_knobs
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.walls import environment_wall, passed_on
@@ -372,11 +370,9 @@ class Work:
 
     @functools.cached_property
     def _purse(self) -> Purse:
-        """The job's account. Without the limit that was frozen at its start, nothing may be spent."""
-        frozen = FrozenLimits.model_validate(read_json(self._folder / "limits.json"))
-        cap = frozen.caps.get("cost_usd")
-        path = self._folder / SPENDING
-        return Purse(path, None) if cap is None else Purse(path, cap.value, cap.limit)
+        from toprope.trajectories.synthesis.teacher import purse_of
+
+        return purse_of(self._folder)
 
     def _lineage(self, recipe: Recipe) -> dict[str, Any]:
         runs = {}

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from toprope.records.purse import Purse
+from toprope.records.purse import FILE as SPENDING
+from toprope.records.purse import LIMITS, Purse
+from toprope.records.run.folder import read_json
 from toprope.settings.endpoints import Endpoint
+from toprope.settings.limits import FrozenLimits
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, Unanswered
 from toprope.trajectories.synthesis.pipeline import TryAgain
+
+
+def purse_of(folder: Path) -> Purse:
+    """Return the account of a program that calls models. Without its frozen limits, nothing may be spent.
+
+    Raises:
+        NotFound, Corrupt: They cannot be read.
+    """
+    cap = FrozenLimits.model_validate(read_json(folder / LIMITS)).caps.get("cost_usd")
+    return Purse(folder / SPENDING, None) if cap is None else Purse(folder / SPENDING, cap.value, cap.limit)
 
 
 class EndpointTeacher:
