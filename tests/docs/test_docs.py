@@ -19,13 +19,16 @@ from pathlib import Path
 import anyio
 import pytest
 from toprope_server.cli.app import build
+from toprope_server.mcp.roles import role_of_settings
 from toprope_server.mcp.tool_registry import ALL_TOOLS
+from toprope_server.tool_specs.hermes import hermes_tools
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import TARGETS
 from toprope.next_steps import Step, split
 from toprope.sdk import Environment
 from toprope.settings.changes import apply_changes
+from toprope.settings.owner import OwnerSettings
 from toprope.settings.presets import load_preset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +99,22 @@ def test_tutorial_works_from_an_empty_folder(variables: dict[str, str], monkeypa
             assert len(changed) == len(step.arguments["changes"]) and not config.conflicts()
             algorithms.append(config.algorithm.name)
     assert algorithms == ["sft", "sft", "grpo"] and config.policy.model.startswith("run:")
+
+
+def test_settings_for_hermes_bring_the_tools_of_the_table(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "coming-from.md"
+    [settings] = blocks(page, "yaml")
+    (tmp_path / "settings.yaml").write_text(settings)
+    owners = OwnerSettings.read(tmp_path / "settings.yaml")
+    assert owners.preset == "hermes"
+    role = role_of_settings(owners)
+    rows = re.findall(r"^\| (.*?) \|", page.read_text(encoding="utf-8").partition("## OpenJarvis")[0], re.M)
+    named = {f"rl_{name}" for row in rows for name in re.findall(r"`([a-z_]+)[(`]", row)} - {
+        "rl_rl_",
+        "rl_percent_correct",
+    }
+    assert named == {spec.name for spec in hermes_tools if role.allows(spec)}
+    assert not [spec.name for spec in ALL_TOOLS if role.allows(spec)]
 
 
 def check(words: list[str], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

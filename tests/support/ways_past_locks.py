@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope_tools.data import build_dataset
+from toprope_tools.hermes import Selection, rl_edit_config, rl_select_environment, rl_test_inference
 from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.planning.environments import describe_environment, select_environment
@@ -45,7 +46,8 @@ class Way:
         return f"{self.tool.__name__} {self.parameter} {self.field}"
 
     def attack(self, shop: Workshop, draft_id: str) -> Any:
-        """Make the call."""
+        """Make the call; the draft is also the one that a client selected under Hermes' names."""
+        shop.selections[""] = Selection(draft_id)
         given = {name: draft_id if one is DRAFT else one for name, one in self.arguments.items()}
         return do(self.tool, shop, **given)
 
@@ -68,6 +70,10 @@ def _build(field: str, bound: dict[str, Any], *steps: dict[str, Any]) -> Way:
     return Way(build_dataset, "recipe", field, bound, {"name": "x", "recipe": {"target_size": 1, "steps": [*steps]}})
 
 
+def _rl_test(parameter: str, field: str) -> Way:
+    return Way(rl_test_inference, parameter, field, {"max": 64}, {"who": "", parameter: 999, "models": [MODEL]})
+
+
 _GUESS = {"environment": "number_guess"}
 _TAUGHT = ({"templates": ["{a}"], "variables": {"a": ["1"]}}, {"teacher": MODEL, "temperature": 4.0})
 _RATE = "optimizer.learning_rate"
@@ -77,6 +83,16 @@ _WIDER = {"name": "number_guess", "knobs": {"spare": 5}}
 WAYS = (
     Way(select_environment, "knobs", "environment.knobs.spare", {"max": 3}, _WIDER),
     Way(check_environment, "knobs", "environment.knobs.spare", {"max": 3}, _WIDER),
+    Way(
+        rl_select_environment,
+        "name",
+        "environment.name",
+        {"value": "sort_letters"},
+        {"who": "", "name": "number_guess"},
+    ),
+    Way(rl_edit_config, "value", _RATE, {"max": 1e-3}, {"who": "", "field": "learning_rate", "value": 0.5}),
+    _rl_test("num_steps", "evaluation.validation_tasks"),
+    _rl_test("group_size", "rollout.group_size"),
     _test("group_size", "rollout.group_size", 4, 64),
     _test("tasks", "evaluation.validation_tasks", 64, 9999),
     _test("max_new_tokens", "rollout.max_new_tokens", 64, 9999, models=[MODEL]),

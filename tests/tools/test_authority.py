@@ -8,6 +8,7 @@ import time
 import pytest
 import yaml
 from toprope_server.mcp.tool_registry import ALL_TOOLS
+from toprope_server.tool_specs.hermes import hermes_tools
 from toprope_tools.data import build_dataset
 from toprope_tools.experiments.config_history import reproduce_run, undo_edit
 from toprope_tools.parameter_fields import SETS, SETS_NOTHING
@@ -28,6 +29,7 @@ from toprope.workbench.approvals import Approvals
 from toprope.workbench.data import begin, build_order
 from toprope.workbench.launch.open_runs import variables_to_resume
 
+EVERY_TOOL = (*ALL_TOOLS, *hermes_tools)
 MODEL = {"base_url": "http://127.0.0.1:9/v1", "model": "vendor/x"}
 KNOBS = [{"name": "length", "type": "int", "default": 4, "ge": 1, "le": 9}]
 
@@ -62,12 +64,12 @@ def ended(shop, launcher, **config):
 
 
 def test_every_parameter_of_every_tool_is_known():
-    for spec in ALL_TOOLS:
+    for spec in EVERY_TOOL:
         sets, nothing = set(SETS.get(spec.name, {})), SETS_NOTHING.get(spec.name, frozenset())
         parameters = set(spec.build().parameters["properties"])
         assert parameters == sets | nothing, f"{spec.name}: say in parameter_fields what each parameter sets"
         assert not sets & nothing
-    assert {*SETS, *SETS_NOTHING} <= {spec.name for spec in ALL_TOOLS}
+    assert {*SETS, *SETS_NOTHING} <= {spec.name for spec in EVERY_TOOL}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)

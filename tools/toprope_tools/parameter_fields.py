@@ -43,6 +43,9 @@ SETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
             *("environment.name", "environment.knobs.*", "environment.network", "environment.memory_mb"),
         )
     },
+    "rl_select_environment": {"name": ("environment.name",)},
+    "rl_edit_config": {"field": ("*",), "value": ("*",)},
+    "rl_test_inference": {"num_steps": ("evaluation.validation_tasks",), "group_size": ("rollout.group_size",)},
 }
 """Tool -> parameter -> fields; `*` stands for any, of a section or of all."""
 
@@ -73,6 +76,8 @@ SETS_NOTHING: Mapping[str, frozenset[str]] = {
     "build_dataset": frozenset({"name", "sources", "where"}),
     "ask_checkpoint": frozenset({"prompts"}),
     "read_logs": frozenset({"run_id", "component", "lines", "before"}),
+    **{f"rl_{name}": frozenset({"run_id"}) for name in ("check_status", "stop_training", "get_results")},
+    "rl_test_inference": frozenset({"models"}),
     "note_experiment": frozenset(
         {"hypothesis", "run_ids", "draft_id", "experiment_id", "outcome", "decision", "question", "goal"}
     ),

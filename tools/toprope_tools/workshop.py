@@ -47,6 +47,8 @@ class Workshop:
     """Environments that a worker has opened in this home."""
     samples: dict[str, TaskSample] = field(default_factory=dict, repr=False)
     """A few tasks of described environments, by environment and knobs, for the fit check."""
+    selections: dict[str, Any] = field(default_factory=dict, repr=False)
+    """By client, what it selected under the names of Hermes Agent (`toprope_tools.hermes`)."""
     pages: dict[str, Any] = field(default_factory=dict, repr=False)
     """The source of pages in clients (`toprope_tools.page.source`), made at its first use."""
     _lengths: dict[str, float | None] = field(default_factory=dict, repr=False)

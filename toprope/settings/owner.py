@@ -90,7 +90,7 @@ class ServeRole(BaseModel):
     read_only: bool = False
     """Offer only tools that change nothing."""
     tools: list[str] = Field(default_factory=list)
-    """Sets of tools (plan, run, read); empty: all of them."""
+    """Sets of tools: plan, run, read (empty: all of them), hermes."""
 
 
 class DataLimit(BaseModel):

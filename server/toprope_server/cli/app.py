@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ReadOnly = Annotated[bool, typer.Option("--read-only", help="Offer only tools that change nothing.")]
 Tools = Annotated[
-    str | None, typer.Option("--tools", metavar="SETS", help="Offer only these sets of tools: plan,run,read.")
+    str | None, typer.Option("--tools", metavar="SETS", help="Offer only these sets of tools: plan,run,read,hermes.")
 ]
 Run = Annotated[
     str,

@@ -17,12 +17,11 @@ from starlette.datastructures import Headers
 from toprope.bounded_http import admit
 from toprope.settings.owner import HttpSettings
 from toprope_server.http.principals import Principal, Tokens
+from toprope_server.tool_specs.base import PRINCIPAL
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-PRINCIPAL = "toprope.principal"
-"""The key of a request's principal in the state of its scope."""
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from toprope.errors import DiskFull, LockedField, TopropeError
-from toprope_server.http.access import PRINCIPAL
+from toprope_server.tool_specs.base import PRINCIPAL
 
 if TYPE_CHECKING:
     from toprope.settings.owner import Home

@@ -72,6 +72,12 @@ class TopropeServer(MCPServer[Any]):
         role = role or Role()
         self._bundle = bundle
         shown = [*ALL_TOOLS, *(page_tools if is_built(bundle) else ())]
+        instructions = INSTRUCTIONS
+        if "hermes" in (role.sets or ()):
+            from toprope_server.tool_specs import hermes
+
+            shown += hermes.hermes_tools
+            instructions = hermes.INSTRUCTIONS if role.sets == frozenset({"hermes"}) else INSTRUCTIONS
         self._open_workshop = open_workshop or _owners_workshop
         self._specs = {spec.name: spec for spec in shown if role.allows(spec)}
         self._has_page = any(spec.for_pages for spec in self._specs.values())
@@ -80,7 +86,7 @@ class TopropeServer(MCPServer[Any]):
             name="toprope",
             title="Toprope",
             description="Reinforcement learning of language models, planned by an agent, held by its owner.",
-            instructions=role.preamble + INSTRUCTIONS,
+            instructions=role.preamble + instructions,
             version=toprope.__version__,
             tools=list(self._tools.values()),
             extensions=[PageExtension()] if self._has_page else None,
@@ -106,6 +112,18 @@ class TopropeServer(MCPServer[Any]):
         spec = self._specs.get(name)
         if spec is None:
             return _failure(self._no_such_tool(name))
+        result = await self._answer(spec, arguments, context)
+        if spec.toolset == "hermes" and isinstance(result, CallToolResult) and result.is_error:
+            from toprope_server.tool_specs.hermes import json_text
+
+            texts = [part.text for part in result.content if isinstance(part, TextContent)]
+            result.content = [json_text({"error": "\n".join(texts)})]
+        return result
+
+    async def _answer(
+        self, spec: ToolSpec, arguments: dict[str, Any], context: Context[Any, Any] | None
+    ) -> CallToolResult | InputRequiredResult:
+        name = spec.name
         unchanged = [] if spec.reads_only else ["Nothing was changed."]
         tool = self._tools[name]
         if problems := check(tool, arguments):

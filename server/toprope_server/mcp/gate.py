@@ -28,6 +28,7 @@ from toprope.errors import TopropeError
 from toprope.records.audit import AuditTrail, shorten
 from toprope_server.mcp.page_app import is_of_a_page, shows_pages
 from toprope_server.mcp.roles import Role
+from toprope_server.tool_specs.base import PRINCIPAL
 
 if TYPE_CHECKING:
     from mcp.server.context import CallNext, HandlerResult, ServerRequestContext
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toprope.server")
 
-_PRINCIPAL = "toprope.principal"
 _CHANGED = ("run_id", "run_ids", "group_id", "draft_id", "revision", "id", "name", "version", "path", "state")
 """Fields of an answer that name what a call made or changed."""
 NEEDED_TOOLS = {
@@ -201,7 +201,7 @@ _LISTED: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def _principal_of(ctx: ServerRequestContext[Any, Any]) -> Principal | None:
     scope = getattr(ctx.request, "scope", None)
-    found: Principal | None = scope.get("state", {}).get(_PRINCIPAL) if scope is not None else None
+    found: Principal | None = scope.get("state", {}).get(PRINCIPAL) if scope is not None else None
     return found
 
 

@@ -24,6 +24,7 @@ SETS = {
     "plan": "environments, drafts and the notes of experiments",
     "run": "measuring, starting, stopping, resuming and asking",
     "read": "everything that changes nothing",
+    "hermes": "the ten rl_* tools of Hermes Agent, which no other set has",
 }
 _HAS_ROLE = re.compile(r"^\s*[\"']?(serve|installs|saves)[\"']?\s*:", re.MULTILINE)
 _PERMITTED = {"add_environment": "installs", "save_environment": "saves"}
@@ -72,6 +73,8 @@ class Role:
 
     def allows(self, tool: ToolSpec) -> bool:
         """True if the tool is offered."""
+        if tool.toolset == "hermes" and "hermes" not in (self.sets or ()):
+            return False
         if self.read_only:
             return tool.reads_only
         if _PERMITTED.get(tool.name, "") not in {"", *self.permits}:
@@ -89,7 +92,7 @@ class Role:
         if self.read_only:
             text = "This server is read-only: it shows environments, drafts and runs, and changes nothing."
         elif self.sets is not None:
-            text = f"This server has the tools to {', '.join(name for name in SETS if name in self.sets)} only."
+            text = f"This server has these sets of tools only: {', '.join(name for name in SETS if name in self.sets)}."
         else:
             return ""
         return f"{text} {self.why}".strip() + " The owner decides that when it starts.\n\n"

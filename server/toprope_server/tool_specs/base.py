@@ -48,8 +48,11 @@ Filters = Annotated[
     Field(description="Any of success, min_reward, max_reward, task, environment, min_version, per_task (best n)."),
 ]
 
+PRINCIPAL = "toprope.principal"
+"""The key of a request's principal in the state of its scope."""
+
 ToolFunction = Callable[..., Awaitable[CallToolResult]]
-Toolset = Literal["plan", "run", "read"]
+Toolset = Literal["plan", "run", "read", "hermes"]
 F = TypeVar("F", bound=ToolFunction)
 
 
@@ -62,7 +65,7 @@ class ToolSpec:
         title: For people, in a client's menus.
         hints: MCP annotations that differ from MCP's defaults.
         toolset: Offered by servers started with `--tools plan` or `--tools run`; tools that only read are offered by
-            `--tools read` in any case.
+            `--tools read` in any case, and those of hermes by `--tools hermes` alone.
         on_failure: The next step to suggest if a failure suggests none itself.
     """
 
@@ -149,6 +152,13 @@ def client_of(ctx: Context) -> Client:
     """The calling client, by the name in its handshake or (2026-07-28) in this request, which may omit it."""
     params = ctx.session.client_params
     return Client(params.client_info.name if params is not None else "", ctx.headers is not None)
+
+
+def name_of(ctx: Context) -> str:
+    """The caller's token and name, which tell clients of one server apart."""
+    request = ctx.request_context.request
+    principal = getattr(request, "scope", {}).get("state", {}).get(PRINCIPAL)
+    return f"{getattr(principal, 'name', '')}/{client_of(ctx).name}"
 
 
 def caller_of(ctx: Context) -> Caller:

@@ -17,7 +17,7 @@ from mcp.server.mcpserver.resolve import Elicit, Resolve
 from pydantic import BaseModel, Field
 
 from toprope.errors import NotPossibleNow
-from toprope_server.tool_specs.base import workshop_of
+from toprope_server.tool_specs.base import name_of, workshop_of
 
 _ASKS_IN_ITS_ANSWER = "2026-07-28"
 """From this protocol version a question is an answer to the call; before, it is a request of its own."""
@@ -87,6 +87,25 @@ async def sweep_preview_to_show(
         options=options,
     )
     return None if found is None else Preview(*found)
+
+
+async def selected_preview_to_show(ctx: Context) -> Preview | None:
+    """`preview_to_show` for the draft that the client selected under the names of Hermes Agent.
+
+    Raises:
+        TopropeError: Nothing is selected, or it cannot start.
+    """
+    from toprope_tools.hermes import selected
+
+    draft_id = selected(workshop_of(ctx), name_of(ctx)).draft_id
+    return await preview_to_show(ctx, draft_id, None, None, 1, False)
+
+
+def ask_selected_consent(
+    shown: Annotated[Preview | None, Resolve(selected_preview_to_show)],
+) -> Elicit[Consent] | Consent:
+    """See `ask_consent`."""
+    return _question("Start this training run?", shown)
 
 
 def ask_sweep_consent(shown: Annotated[Preview | None, Resolve(sweep_preview_to_show)]) -> Elicit[Consent] | Consent:

@@ -179,7 +179,7 @@ def _places(workshop: Workshop, look: Look) -> tuple[str, dict[str, str]]:
     return str(folder.logs), {name: clip(place, 300) for name, place in told.items() if place}
 
 
-def _components(status: Status) -> dict[str, str]:
+def components(status: Status) -> dict[str, str]:
     """Return the state of each component: running, or exited with its code."""
     found = {}
     for name, one in status.crew.items():
@@ -227,11 +227,11 @@ def _told(look: Look, most: int, causes: str = "", logs: str = "", trackers: Map
     checks = _open_checks(status)
     if checks:
         line += " Checks: " + ", ".join(f"{name} {how}" for name, how in checks.items()) + "."
-    components = _components(status)
-    exited = [f"{name} {how}" for name, how in components.items() if how.startswith("exited")]
+    parts = components(status)
+    exited = [f"{name} {how}" for name, how in parts.items() if how.startswith("exited")]
     known_already = stamp is not None and not exited and not (status.ended and not look.told_the_end)
     if known_already:
-        components, trackers = {}, {}
+        parts, trackers = {}, {}
     line += "".join(f" {name}: {place}." for name, place in (trackers or {}).items())
     if exited:
         line += f" Components: {', '.join(exited)}; logs in {logs}."
@@ -260,8 +260,8 @@ def _told(look: Look, most: int, causes: str = "", logs: str = "", trackers: Map
         failure=None if failure is None else _failure(failure.model_dump(mode="json"), most),
         lifecycle=state_of(status),
         checks=checks,
-        components=components,
-        logs=logs if components else "",
+        components=parts,
+        logs=logs if parts else "",
         trackers=dict(trackers or {}),
     )
     new = bool(told) or (status.ended and not look.told_the_end) or (fresh and look.has_new_numbers) or stamp is None
