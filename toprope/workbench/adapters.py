@@ -36,6 +36,8 @@ class Adapter:
     """Requirements of a separate interpreter; empty: none is needed."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Extras of packages of environments, by requirement, that are taken unless others are named."""
+    urls_alone: bool = False
+    """True if servers by address need no interpreter of the ecosystem."""
     problem: str = ""
     """Reason why the adapter cannot be used; empty if it can."""
     module: ModuleType | None = None
@@ -102,6 +104,7 @@ def adapters(folder: Path = _FOLDER, load: Callable[[str], ModuleType] | None = 
                     package=str(getattr(module, "PACKAGE", "") or ""),
                     requirements=_texts(getattr(module, "REQUIREMENTS", ())),
                     extras=dict(getattr(module, "EXTRAS", {})),
+                    urls_alone=bool(getattr(module, "URLS_ALONE", False)),
                     module=module,
                 )
             )

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 
 from toprope.sdk.adapters import atropos
 from toprope.sdk.adapters._servers.atropos import GROUP
+from toprope.sdk.adapters._servers.atropos_tokenizer import tokenizer_here
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.knobs import describe_knobs
 from toprope.sdk.errors import InvalidRequest
@@ -64,8 +65,9 @@ class Collects:
 
 
 @pytest.fixture
-def collects(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
+def collects(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., OwnLoop]:
     """A function that makes the environment of a `Collects` with these members."""
+    monkeypatch.setattr(atropos, "tokenizer_here", lambda name: name)
     server = type("APIServer", (), {"__init__": lambda self, config, reasoning_config: None})
     stand_in("openai")
     stand_in("atroposlib.envs.base", APIServerConfig=Thing)
@@ -97,6 +99,36 @@ def test_atropos_assigns_scores_to_rollouts(
     assert [one.parts for one in found if isinstance(one, Played)] == parts
     errors = [one.error for one in found if isinstance(one, Played) and one.error]
     assert any(said in error for error in errors)
+
+
+def test_scores_that_the_environment_drops_because_they_are_equal_count(
+    collects: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[__name__]
+    monkeypatch.setattr(module, "ScoredDataGroup", dict, raising=False)
+
+    async def dropping(self: Any, item: Any) -> tuple[Any, list[Any]]:
+        found, _ = await Collects.collect_trajectories(self, item)
+        kept = module.ScoredDataGroup()  # type: ignore[attr-defined]
+        kept["tokens"], kept["scores"] = found["tokens"], found["scores"]
+        return None, []
+
+    environment = collects(scores=[0.5, 0.5], collect_trajectories=dropping, __module__=__name__)
+    [task] = environment.tasks()
+    found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
+    assert [one.parts for one in found if isinstance(one, Played)] == [{"score": 0.5}, {}, {"score": 0.5}]
+
+
+def test_bytes_stand_in_for_a_tokenizer_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+    from transformers import AutoTokenizer
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    found = AutoTokenizer.from_pretrained(tokenizer_here("nobody/has-this"))
+    said = [{"role": "user", "content": "Hé <b>  2"}, {"role": "assistant", "content": "so\n 3"}]
+    ids = found.apply_chat_template(said, tokenize=True, return_dict=False)
+    assert all(one["content"] in found.decode(ids) for one in said) and len(found) < 300
+    assert found.eos_token_id == ids[-2]
 
 
 def test_atropos_converts_items_to_prompts(collects: Callable[..., OwnLoop]) -> None:

@@ -198,3 +198,79 @@ def test_games_of_gem_run_to_the_end() -> None:
                 assert turns <= card["max_turns"]
 
     asyncio.run(main())
+
+
+VERIFIABLE = """
+class VerifiableEnvironment:
+    def __init__(self, answer_markers=("<a>", "</a>")):
+        self.answer_markers = answer_markers
+
+    def generator(self, seed, parameter):
+        self.parameter = dict(parameter, seed=seed)
+        return self._generate()
+
+    def prompt_generator(self):
+        return self._prompt_generate()
+
+    def verifier(self, output):
+        right = f"<a>{self.parameter['first'] + 1}</a>" in output
+        return {"reward": 1.0 if right else -0.5, "accuracy": int(right)}
+"""
+COUNTING = '''
+from Rlve.environment import VerifiableEnvironment
+
+class Counting(VerifiableEnvironment):
+    """Count on."""
+
+    def __init__(self, word: str = "after", **kwargs):
+        super().__init__(**kwargs)
+        self.word = word
+
+    def _generate(self):
+        self.parameter["first"] = self.parameter["N"] * 1000 + self.parameter["seed"] // 1_000_003
+        return self.parameter["seed"] >= 1_000_003  # the first try fails
+
+    def _prompt_generate(self):
+        return f"What comes {self.word} {self.parameter['first']}?"
+'''
+CONTROLLER = """
+class ParameterController: ...
+
+class Counting_ParameterController(ParameterController):
+    def __init__(self):
+        self.N = 3
+
+    def update(self):
+        self.N += 2
+
+    def get_parameter_list(self):
+        return [{"N": self.N}]
+"""
+
+
+def test_verifiable_environment_asks_once_at_the_difficulty_of_its_controller(tmp_path: Path) -> None:
+    package = tmp_path / "Rlve"
+    files = {
+        "environment.py": VERIFIABLE,
+        "environments/counting/environment.py": COUNTING,
+        "parameter_controllers/counting/parameter_controller.py": CONTROLLER,
+    }
+    for name, text in files.items():
+        file = package / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        for folder in (file.parent, file.parent.parent, package):
+            if folder != tmp_path:
+                (folder / "__init__.py").touch()
+    file = package / "environments" / "counting" / "environment.py"
+    [listed] = declared(file, ast.parse(file.read_text()))
+    assert (listed.name, listed.description) == ("counting", "Count on.")
+
+    def played(answer: str, **knobs: object) -> tuple[str, float, bool]:
+        rollout = begun(configure(make(listed.target), knobs=knobs))
+        outcome = rollout.advance(answer).outcome
+        return str(rollout._environment.messages[0]["content"]), outcome.reward, outcome.success
+
+    assert played("so <a>3002</a>") == ("What comes after 3001?\nWrite the answer between <a> and </a>.", 1.0, True)
+    assert played("5002", difficulty=1, word="behind")[0].startswith("What comes behind 5001?")
+    assert played("5002", difficulty=1)[1:] == (-0.5, False)

@@ -287,7 +287,7 @@ def test_reason_of_an_environment_that_cannot_be_created_is_told(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = "OSError: cannot connect to a host"
-    monkeypatch.setattr(Server, "_raised", lambda self: reason)
+    monkeypatch.setattr(Server, "raised", lambda self: reason)
     environment = configure(openenv.make(server), knobs={"reset": {"broken": True}, "action": "message"})
     with pytest.raises(EnvironmentMistake, match=f"not made {reason}"):
         next(iter(environment.tasks()))

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 
 from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.text_format import call, clip, plural
-from toprope.untrusted import marked
+from toprope.untrusted import marked, named
+from toprope.workbench.entries import Entry
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
 from toprope.workbench.interpreters.installing import Wanted
 from toprope_tools.answers.answer import Answer
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9,._ -]+\])?\s*([<>=!~]=?[^@;/\s]+)?")
 _LOOK_S = 1.0
+_NAMED = 6
+"""Environments that the answer names."""
 
 
 async def add_environment(
@@ -77,7 +80,7 @@ async def add_environment(
         raise installation.error
     assert installation.outcome is not None  # it ended without an error
     outcome = installation.outcome
-    found = await to_thread.run_sync(count_environments, workshop, outcome)
+    found = await to_thread.run_sync(environments_of, workshop, outcome)
     made = outcome.made
     data = Installed(
         name=outcome.added.name,
@@ -85,29 +88,31 @@ async def add_environment(
         packages=len(made.pins) if made is not None else 0,
         megabytes=round(made.bytes / 1e6, 1) if made is not None else 0.0,
         seconds=round(outcome.seconds, 1),
-        environments=found,
+        environments=sum(entry.usable for entry in found),
     )
     query = call("list_environments", query=outcome.added.adapter or outcome.added.name)
     return Answer(f"{describe_outcome(outcome, found)}\nNext: {query}", data)
 
 
-def count_environments(workshop: Workshop, outcome: Outcome) -> int:
-    """Count the environments that the catalog lists from an installation."""
+def environments_of(workshop: Workshop, outcome: Outcome) -> list[Entry]:
+    """Return the catalog's entries that come from an installation, usable or not."""
     added = outcome.added
     entries = workshop.catalog.entries()
-    if added.python is not None:
-        return sum(entry.environment.interpreter == added.python for entry in entries)
     if added.kind == "packages":
-        return sum(entry.ecosystem == added.adapter and entry.usable for entry in entries)
+        if added.python is not None:
+            return [entry for entry in entries if entry.environment.interpreter == added.python]
+        return [entry for entry in entries if entry.ecosystem == added.adapter and entry.usable]
     place = added.path or ""
-    return sum(
-        entry.name == added.name or (bool(place) and str(entry.environment.file or "").startswith(place))
-        for entry in entries
-    )
+    sources = {entry.name: f"{entry.environment.file or ''}\n{entry.environment.target or ''}" for entry in entries}
+    return [entry for entry in entries if entry.name == added.name or (bool(place) and place in sources[entry.name])]
 
 
-def describe_outcome(outcome: Outcome, environments: int) -> str:
-    """Describe the outcome of an installation in one or two lines."""
+def describe_outcome(outcome: Outcome, found: Sequence[Entry]) -> str:
+    """Describe the outcome of an installation in one or two lines.
+
+    Args:
+        found: See `environments_of`.
+    """
     added, made = outcome.added, outcome.made
     if outcome.own and added.kind == "packages":
         first = f"{added.name}: Toprope's own interpreter already has it; nothing was installed."
@@ -118,8 +123,15 @@ def describe_outcome(outcome: Outcome, environments: int) -> str:
         first = f"{added.name}: runs in {added.python}."
     else:
         first = f"{added.name}: added."
-    if environments:
-        return f"{first} {plural(environments, 'environment')} to choose from."
+    usable = [entry.name for entry in found if entry.usable]
+    if usable:
+        first += f" {plural(len(usable), 'environment')} to choose from: {', '.join(map(named, usable[:_NAMED]))}"
+        first += ", ..." if len(usable) > _NAMED else "."
+    if unusable := [entry for entry in found if not entry.usable]:
+        one = unusable[0]
+        first += f" {len(unusable)} cannot be used, such as {named(one.name)}: {marked(one.problem, 300)}"
+    if found:
+        return first
     if added.adapter is not None and added.kind == "packages":
         return (
             f"{first} It contains no environments itself. Files in your folders that follow its conventions run in it; "

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._servers.atropos import GROUP, Group, server_class
+from toprope.sdk.adapters._servers.atropos import GROUP, Group, Scores, server_class
 from toprope.sdk.adapters._servers.atropos_files import declared
+from toprope.sdk.adapters._servers.atropos_tokenizer import BYTES_PER_TOKEN, tokenizer_here
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
@@ -41,7 +42,7 @@ _LONGEST_ITEM = 4000
 class AtroposKnobs:
     """Knobs of an Atropos environment."""
 
-    tokenizer: str = knob("", help="name or folder of the policy's tokenizer; empty: the environment's")
+    tokenizer: str = knob("", help="name or folder of the policy's tokenizer; empty: the environment's, or bytes")
     config: dict[str, Any] = knob({}, help="fields of the environment's own configuration")
     items: int = knob(512, ge=30, le=1_000_000, help="number of tasks: the first items of the environment")
     turns: int = knob(16, ge=1, le=1000, help="most answers in a rollout, as far as known")
@@ -111,8 +112,11 @@ class Atropos(OwnLoop):
         changed = {
             **own, **knobs.config, "use_wandb": False, "data_path_to_save_groups": None, "include_messages": True
         }  # fmt: skip
-        if knobs.tokenizer:
-            changed["tokenizer_name"] = knobs.tokenizer
+        name = changed.get("tokenizer_name", config.tokenizer_name)
+        changed["tokenizer_name"] = found = knobs.tokenizer or tokenizer_here(name)
+        if found != name and not knobs.tokenizer and "max_token_length" not in knobs.config:
+            limit = getattr(config, "max_token_length", 0)  # Texts have several times as many bytes as tokens.
+            changed |= {"max_token_length": BYTES_PER_TOKEN * limit} if limit else {}
         unknown = [name for name in changed if name not in type(config).model_fields]
         if unknown:
             fields = ", ".join(type(config).model_fields)
@@ -133,6 +137,7 @@ class Atropos(OwnLoop):
                 f"the owner lists it under `reads` of this environment in settings.yaml. {first_line(str(error))}",
                 "tokenizer",
             ) from error
+        Scores.install(sys.modules[self._cls.__module__])
         env.server.servers = [server_class(lambda: env.tokenizer)(place)]
         await env.setup()
         return env
@@ -148,6 +153,7 @@ class Atropos(OwnLoop):
         if isinstance(scored, list):
             known = [one for one in scored if one is not None]
             scored = known[-1] if known else None
+        scored = scored or group.scores
         if scored is None:
             why = "the environment dropped the group (Atropos does so if all scores are equal, among other reasons)"
             return [Played({}, messages=one.messages, turns=len(one.said), error=why) for one in group.rollouts]

@@ -1,6 +1,6 @@
 """Environments with `reset` and `step`, as Gymnasium has them, whose observations and actions are text.
 
-Classes written for Gymnasium, GEM, SkyRL-gym or for no library run unchanged. The target is a JSON object:
+Classes written for Gymnasium, GEM, SkyRL-gym, RLVE-Gym or for no library run unchanged. The target is a JSON object:
 
     {"file": "/path/maze.py", "class": "Maze",      a class (or function) that makes an environment; or
      "registry": "gem", "id": "game:Sokoban-v0-easy",    a module with make(id, **arguments)
@@ -15,6 +15,7 @@ SkyRL-gym):
 
 - `reset(seed=...)` gives an observation, or a pair of it and a dict; `step(action)` gives observation, reward,
   terminated, truncated and a dict, the older four values with one `done`, or the first three.
+- RLVE-Gym: `generator(seed, parameter)`, `prompt_generator()`, `verifier(output)`, see `_gymnasium/verifiable.py`.
 - SkyRL-gym: the class takes `extras`, a row; `init(prompt)` gives messages and a dict, and `step` gives a dict with
   observations, reward and done.
 
@@ -36,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from toprope.sdk.adapters._gymnasium import verifiable
 from toprope.sdk.adapters._shared.listing import Listed, why_not
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import rows_of
@@ -230,7 +232,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
         problem = f"No rows: add a list `rows` with prompts, or {file.stem}.jsonl beside {file.name}."
         listed.append(
             Listed(
-                name=file.stem if len(found) == 1 else f"{file.stem}-{node.name.lower()}",
+                name=_name(file, node.name, alone=len(found) == 1),
                 target=json.dumps({key: value for key, value in target.items() if value}),
                 description=text or f"{node.name} of {file.name}, an environment with reset and step",
                 tags=Gymnasium.tags,
@@ -240,10 +242,18 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     return listed
 
 
+def _name(file: Path, name: str, *, alone: bool) -> str:
+    """The name of a class's environment: of its file, or of the folder for a file with a name that says nothing."""
+    plain = file.parent.name if file.stem in ("env", "environment") else file.stem
+    return plain if alone else f"{plain}-{name.lower()}"
+
+
 def _methods(node: ast.ClassDef) -> set[str]:
     """The methods of a class if they make it an environment of this kind; empty if not."""
     bases = {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases}
     defined = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+    if verifiable.BASE in bases and "_generate" in defined:
+        return set(defined)
     if node.name.startswith("_") or "step" not in defined or len(defined["step"].args.args) != 2:
         return set()
     if "BaseTextEnv" in bases:
@@ -257,6 +267,8 @@ def _maker(target: Mapping[str, Any]) -> tuple[Callable[..., Any], UserFile | No
         found = user.get(str(target.get("class") or ""), "the environment") if target.get("class") else None
         if not callable(found):
             raise LoadError(f"The target needs `class`, a class of {user.path.name} with reset and step.")
+        if any(one.__name__ == verifiable.BASE for one in getattr(found, "__mro__", ())):
+            return verifiable.maker(found, user.path), user
         return found, user
     registry, name = str(target.get("registry") or ""), str(target.get("id") or "")
     if not registry or not name:

@@ -1,8 +1,10 @@
-"""Resources servers of NeMo Gym by address: `/seed_session`, tools and `/verify`, or `/reset` and `/step`.
+"""Resources servers of NeMo Gym: `/seed_session`, tools and `/verify`, or `/reset` and `/step`.
 
-The owner starts the servers in their own interpreters. The target is a JSON object:
+The worker starts the server of a folder; servers by address are the owner's. The target is a JSON object:
 
     {"url": "http://127.0.0.1:8000",    the resources server; or several, by the name of the rows' `agent_ref`
+     "folder": "/path/resources_servers/mcqa",    instead of `url`: a folder with `app.py`, and
+     "packages": ["/path/resources_servers"],     folders of packages that it imports from
      "rows": "/path/train.jsonl",       NeMo Gym's rows: each with `responses_create_params` and what `/verify` needs;
                                         or a list of files
      "range": [0, 1], "clip": false,    bounds of the reward; a value outside is an error of its rollout, or clipped;
@@ -28,24 +30,32 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from toprope.sdk.adapters._servers.nemo_gym import messages_of, response_of
+from toprope.sdk.adapters._servers.nemo_gym_files import command, declared, installed
+from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, JUDGE_MODEL
+from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.adapters._shared import rows as _rows
 from toprope.sdk.adapters._shared.json_http import Answer, JsonServer, Unreachable
 from toprope.sdk.adapters._shared.mcp_http import McpSession
 from toprope.sdk.adapters._shared.user_files import Bounds, parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
+from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.orchestration.tools import Tool
 from toprope.sdk.tooled import TOOL_PARTS, Called, ToolEnvironment, calls_in
 
-__all__ = ["KEYS", "NemoGym", "make"]
+__all__ = ["KEYS", "PACKAGE", "REQUIREMENTS", "URLS_ALONE", "NemoGym", "declared", "installed", "make"]
 
-KEYS = ("url", "rows", "range", "clip", "success", "shown", "reference", "max_turns", "timeout_s", "name",
-         "description")  # fmt: skip
+REQUIREMENTS = ("nemo-gym==0.4.*",)
+PACKAGE = "nemo_gym"
+URLS_ALONE = True
+KEYS = ("url", "folder", "packages", "rows", "range", "clip", "success", "shown", "reference", "max_turns",
+        "timeout_s", "name", "description")  # fmt: skip
 """Keys of a target, and of an owner's YAML file."""
 _PARAMETERS = "responses_create_params"
 _REFERENCES = ("expected_answer", "answer", "reference", "ground_truth")
@@ -55,6 +65,14 @@ _WITHOUT_INPUT = "Begin."
 _MANY = 1e9
 _UNDECLARED = (-1000.0, 1000.0)
 """Bounds of the sum of steps if the owner gives none."""
+
+
+@dataclass
+class NemoGymKnobs:
+    """Knobs of a server that is started here."""
+
+    judge_url: str = knob("", help="endpoint with OpenAI's chat completions for the models that the server asks")
+    judge_model: str = knob("", help="name of the model there")
 
 
 class NemoGym(ToolEnvironment):
@@ -68,11 +86,17 @@ class NemoGym(ToolEnvironment):
         timeout = target.get("timeout_s", 60)
         if not isinstance(timeout, int | float) or isinstance(timeout, bool) or timeout <= 0:
             raise LoadError(f"timeout_s must be a number of seconds, not {timeout!r}.")
+        self._folder, self._timeout = str(target.get("folder") or ""), float(timeout)
+        self._started: dict[tuple[str, ...], StartedServer] = {}
         url = target.get("url") or ""
         addresses = url if isinstance(url, Mapping) else {"": url}
-        self._servers = {str(name): JsonServer(str(one or ""), float(timeout)) for name, one in addresses.items()}
-        if not self._servers:
-            raise LoadError("url names no server.")
+        self._servers: dict[str, JsonServer] = {}
+        if self._folder:
+            self.Knobs = NemoGymKnobs  # type: ignore[assignment]
+        else:
+            self._servers = {str(name): JsonServer(str(one or ""), self._timeout) for name, one in addresses.items()}
+            if not self._servers:
+                raise LoadError("url names no server.")
         given = target.get("rows") or ""
         files = [str(one) for one in given] if isinstance(given, list) else [str(given)]
         if missing := [one for one in files if not Path(one).expanduser().is_file()] or (not files and [""]):
@@ -80,7 +104,7 @@ class NemoGym(ToolEnvironment):
         self._rows = [Path(one).expanduser().absolute() for one in files]
         self.files = tuple(map(str, self._rows))
         self.name = str(target.get("name") or "nemo_gym")  # type: ignore[misc]
-        places = ", ".join(one.url for one in self._servers.values())
+        places = self._folder or ", ".join(one.url for one in self._servers.values())
         rows = ", ".join(one.name for one in self._rows)
         self.__doc__ = str(target.get("description") or f"NeMo Gym's server at {places}: {rows}")
         self._given = target
@@ -91,6 +115,8 @@ class NemoGym(ToolEnvironment):
 
     def setup(self) -> None:
         target = self._given
+        if self._folder:
+            self._servers = {"": JsonServer(self._served(), self._timeout)}
         try:
             for name, server in self._servers.items():
                 server.check()
@@ -188,6 +214,15 @@ class NemoGym(ToolEnvironment):
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["reward"] >= self._solved - 1e-9
+
+    def _served(self) -> str:
+        """Return the address of the server of the folder, started with the knobs in force."""
+        variables = {JUDGE: self.knobs.judge_url, JUDGE_MODEL: self.knobs.judge_model}
+        known = tuple(variables.values())
+        if known not in self._started:
+            words = command(self._folder, list(map(str, self._given.get("packages") or ())))
+            self._started[known] = StartedServer("NeMo Gym server", "", words, self._folder, variables)
+        return str(self._started[known].url)
 
     def _server_of(self, row: Mapping[str, Any], what: str) -> str:
         """Return the name of the server that a row belongs to."""

@@ -100,6 +100,11 @@ def module_of(file: Path) -> ModuleType:
     folder = str(file.parent)
     if folder not in sys.path[:1]:
         sys.path.insert(0, folder)
+    root = file.parent
+    while (root / "__init__.py").is_file():  # Files of a package import its other modules by their full names.
+        root = root.parent
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
     return _import(file, folder)
 
 

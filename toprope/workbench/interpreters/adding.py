@@ -27,6 +27,7 @@ from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, di
 from toprope.workbench.interpreters.known import known_interpreters
 from toprope.workbench.interpreters.naming import Target, checked_name, is_project, require_no_secret, target_of
 from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.pythons import newer_python
 from toprope.workbench.interpreters.registry import Added, Registry
 from toprope.workbench.interpreters.store import Made, Store, bytes_of, digests_in_use
 from toprope.workbench.interpreters.words import excerpt, progress_of
@@ -230,9 +231,8 @@ class Interpreters:
             commands = Commands(aside / "log", timeout_s=_LONGEST_S, heard=_telling(progress), given_up=given_up)
             installer = Installer(aside / "venv", commands)
             progress(f"resolving {', '.join(requirements)} with {installer.name}")
-            installer.make(wanted.base)
+            pins = _resolved(installer, target.name, wanted, progress)
             what = _looked_at(installer.python).what
-            pins = installer.resolve(target.name, wanted)
             digest = digest_of(pins, what)
             try:
                 with self.store.lock(digest, _LONGEST_S):
@@ -408,6 +408,21 @@ def _looked_at(python: str) -> _Seen:
             hint="Give the path of a Python interpreter.",
         )
     return _Seen(tuple(said["version"]), str(said["site"]), str(said["what"]))
+
+
+def _resolved(installer: Installer, name: str, wanted: Wanted, progress: Callable[[str], None]) -> list[Pin]:
+    """Make the environment and resolve its pins, with a newer Python of this machine if the packages require one."""
+    installer.make(wanted.base)
+    try:
+        return installer.resolve(name, wanted)
+    except EnvironmentFailed as failed:
+        other = newer_python(failed.message) if wanted.base is None else None
+        if other is None:
+            raise
+        progress(f"it requires {other}")
+        shutil.rmtree(Path(installer.python).parents[1])
+        installer.make(other)
+        return installer.resolve(name, wanted)
 
 
 def _require_import(python: str, adapter: Adapter, aside: Path) -> None:

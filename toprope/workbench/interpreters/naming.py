@@ -6,6 +6,7 @@ import importlib.util
 import keyword
 import re
 import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from toprope.settings.yamlfiles import nearest
 from toprope.workbench.adapters import Adapter
 
 _GIT = re.compile(r"^(git\+|git@|ssh://|file://.*\.git)|\.git(@[^/@]+)?$")
+_EDITABLE = re.compile(r"(?:-e|--editable)[ =]+(?:[\w.-]+(?:\[[^\]]*\])? *@ *)?(?P<place>\.[^\s;]*)")
 _HUB = re.compile(r"hf:[\w.-]+(/[\w.-]+)?")
 
 
@@ -127,7 +129,7 @@ def _place_of(given: str, plain: str, by_name: dict[str, Adapter], speaks: str |
     if re.match(r"(https?|wss?)://", plain):
         return _server(plain, by_name, speaks)
     if (path := Path(plain).expanduser()).exists():
-        return _path(given, path.absolute())
+        return _path(given, path.absolute(), list(by_name.values()))
     return None
 
 
@@ -153,14 +155,14 @@ def _server(given: str, by_name: dict[str, Adapter], speaks: str | None) -> Targ
     return Target("server", given.rstrip("/"), name, adapter=by_name[speaks])
 
 
-def _path(given: str, path: Path) -> Target:
+def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     if path.is_file() and path.suffix not in (".py", ".whl"):
         raise InvalidValue(f"{path} is neither a folder nor a Python file nor a wheel.")
     name = _name_from(path.stem if path.is_file() else path.name)
     if path.suffix == ".whl" or (path.is_dir() and is_project(path)):
         return Target("packages", str(path), _name_from(name.split("-")[0]), (str(path),), path=path)
     listed = path / "requirements.txt"
-    own = tuple(_lines(listed)) if listed.is_file() else ()
+    own = tuple(_lines(listed, adapters)) if listed.is_file() else ()
     if path.is_file() and not own:
         own = tuple(script_requirements(path.read_text("utf-8", "replace")))
     return Target("folder", str(path), name, own, path=path)
@@ -171,19 +173,39 @@ def is_project(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("pyproject.toml", "setup.py"))
 
 
-def _lines(file: Path) -> list[str]:
+def _lines(file: Path, adapters: Sequence[Adapter]) -> list[str]:
+    """Return the requirements of a file; for the project of an ecosystem itself, those of its adapter."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidValue(f"{file} cannot be read as UTF-8: {error}.", hint="Save it as UTF-8.") from None
     lines = (line.partition(" #")[0].strip() for line in text.splitlines())
-    wanted = [line for line in lines if line and not line.startswith("#")]
-    if option := next((line for line in wanted if line.startswith("-")), None):
-        raise InvalidValue(
-            f"{file} has the line {shown(option)}, which is a pip option, not a requirement.",
-            hint="Remove it from the file and use --requirement, --extra-index-url or --find-links.",
-        )
+    wanted: list[str] = []
+    for line in lines:
+        if editable := _EDITABLE.match(line):
+            wanted += _project(file.parent / editable["place"], adapters)
+        elif line.startswith("-"):
+            raise InvalidValue(
+                f"{file} has the line {shown(line)}, which is a pip option, not a requirement.",
+                hint="Remove it from the file and use --requirement, --extra-index-url or --find-links.",
+            )
+        elif line and not line.startswith("#"):
+            wanted.append(line)
     return wanted
+
+
+def _project(place: Path, adapters: Sequence[Adapter]) -> tuple[str, ...]:
+    """Return the requirement of a project in a folder."""
+    try:
+        named = tomllib.loads((place / "pyproject.toml").read_text("utf-8"))["project"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        named = ""
+    for adapter in adapters:
+        if any(
+            canonicalize_name(Requirement(one).name) == canonicalize_name(str(named)) for one in adapter.requirements
+        ):
+            return adapter.requirements
+    return (str(place.resolve()),)
 
 
 def _name_from(text: str) -> str:

@@ -61,8 +61,8 @@ def failure(what: str, lines: Sequence[str], *, offline: bool, constraint: str =
         hint = "--offline uses only --find-links and the installer's cache: omit it, or name a folder."
     elif _NO_NETWORK.search(text):
         hint = "No package index was reached: check the network, or give --offline --find-links FOLDER."
-    elif "requires a different Python" in text or "Requires-Python" in text:
-        hint = "Give --base with the path of another Python."
+    elif re.search(r"requires a different Python|Requires-Python|does not satisfy Python", text):
+        hint = "This machine has no Python that fits: install one, and give its path with --base."
     elif constraint and "torch" in text and ("conflict" in text or "unsatisfiable" in text):
         hint = f"torch is pinned to Toprope's own version ({constraint}); --torch any removes the pin (gigabytes)."
     return EnvironmentFailed(f"{said} The installer printed:\n{excerpt(lines)}", hint=hint)

@@ -74,8 +74,9 @@ class RegisteredSource:
         if adapter is None or adapter.problem:
             problem = adapter.problem if adapter is not None else f"Unknown adapter {one.adapter!r}."
             return broken(one.name, problem, one.kind)
-        known = None if one.python else home_of(adapter, self._interpreters())
-        lacks = not one.python and known is None
+        own = one.python is not None or adapter.urls_alone
+        known = None if own else home_of(adapter, self._interpreters())
+        lacks = not own and known is None
         entry = Entry(
             name=one.name,
             description=f"The {adapter.name} server at {one.url}",

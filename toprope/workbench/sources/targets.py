@@ -104,7 +104,7 @@ class TargetSource:
             return broken(file.stem, str(problem), self.kind)
         python = given.pop("interpreter", None)
         listed = self._listed(file, adapter, given) if keys else _targeted(file, adapter, given)
-        if python is None and adapter.package:
+        if python is None and adapter.package and not (adapter.urls_alone and given.get("url")):
             home = home_of(adapter, self._interpreters())
             python = home.python if home is not None else None
             if home is None:
@@ -117,7 +117,7 @@ class TargetSource:
         target = {key: value for key, value in given.items() if key != "adapter"}
         for key in _PATHS:
             beside = file.parent / Path(str(target.get(key) or "")).expanduser()
-            if isinstance(target.get(key), str) and beside.is_file():
+            if isinstance(target.get(key), str) and beside.exists():
                 target[key] = str(beside)
         target.setdefault("name", file.stem)
         said = (

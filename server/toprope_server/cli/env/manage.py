@@ -58,7 +58,7 @@ def add(
 
     A failed installation leaves nothing behind and names the requirement.
     """
-    from toprope_tools.planning.installation import count_environments, describe_outcome
+    from toprope_tools.planning.installation import describe_outcome, environments_of
 
     from toprope.workbench.interpreters.adding import Interpreters, Order
     from toprope.workbench.interpreters.installing import Wanted
@@ -82,7 +82,7 @@ def add(
     )
     with open_workshop() as workshop:
         outcome = Interpreters(workshop.home).add(order, _Progress().show)
-        typer.echo(describe_outcome(outcome, count_environments(workshop, outcome)))
+        typer.echo(describe_outcome(outcome, environments_of(workshop, outcome)))
 
 
 def list_environments(

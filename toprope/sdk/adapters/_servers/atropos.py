@@ -14,7 +14,7 @@ from typing import Any
 
 from toprope.sdk.authoring.env_managed import Session
 
-__all__ = ["GROUP", "Group", "server_class"]
+__all__ = ["GROUP", "Group", "Scores", "server_class"]
 
 
 @dataclass
@@ -30,6 +30,8 @@ class Group:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.rollouts = [_Rollout(session) for session in sessions]
+        self.scores: Any = None
+        """The newest scores that the environment made; it may return none of them."""
 
     def take(self, count: int, before: str) -> list[_Rollout]:
         """Return the rollouts of `count` answers.
@@ -80,6 +82,32 @@ class Group:
 
 GROUP: ContextVar[Group | None] = ContextVar("group", default=None)
 """The group of the present asyncio task."""
+
+
+class Scores(dict[str, Any]):
+    """An environment's `ScoredDataGroup`, kept with its group.
+
+    Many environments return nothing if all scores of a group are equal, although they have them.
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._kept()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._kept()
+
+    def _kept(self) -> None:
+        group = GROUP.get()
+        if group is not None and {"tokens", "scores"} <= self.keys():
+            group.scores = self
+
+    @classmethod
+    def install(cls, module: Any) -> None:
+        """Have the environments of a module make their scores so."""
+        if hasattr(module, "ScoredDataGroup"):
+            module.ScoredDataGroup = cls
 
 
 def server_class(tokenizer: Callable[[], Any]) -> type:

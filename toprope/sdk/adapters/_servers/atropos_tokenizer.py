@@ -1,0 +1,52 @@
+"""The tokenizer of an Atropos environment, and one that stands in where it cannot be had.
+
+Atropos tells rollouts apart by their tokens, and here these are decoded again: training uses the tokens that the policy
+sampled. So any tokenizer does that gives a text back, and one of bytes needs no download.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+
+__all__ = ["BYTES_PER_TOKEN", "tokenizer_here"]
+
+BYTES_PER_TOKEN = 4
+_END, _PAD = "<|im_end|>", "<|endoftext|>"
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@functools.cache
+def tokenizer_here(name: str) -> str:
+    """Return a name if its tokenizer loads here and has a chat template, or the folder of a tokenizer of bytes."""
+    from transformers import AutoTokenizer  # type: ignore[import-not-found,unused-ignore]
+
+    try:
+        if AutoTokenizer.from_pretrained(name).chat_template:
+            return name
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        print(f"The tokenizer {name!r} does not load, so one of bytes stands in: {why}", file=sys.stderr)
+    return _of_bytes()
+
+
+@functools.cache
+def _of_bytes() -> str:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # type: ignore[import-not-found,unused-ignore]
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(letters, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token=_PAD, eos_token=_END, pad_token=_PAD, chat_template=_TEMPLATE,
+        additional_special_tokens=["<|im_start|>"], clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    folder = tempfile.mkdtemp(prefix="tokenizer-")
+    whole.save_pretrained(folder)
+    return folder

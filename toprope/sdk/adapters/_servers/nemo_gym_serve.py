@@ -1,0 +1,182 @@
+"""Serve a resources server of NeMo Gym from its folder: `python nemo_gym_serve.py FOLDER PORT [PACKAGE...]`.
+
+NeMo Gym's own command starts Ray and a head server around each; here it is the server alone, with the settings of the
+first of its `configs`. PACKAGE is a folder of packages beside it, `nemo_gym` or `resources_servers` of a checkout. A
+model that it asks, such as a judge, is any endpoint with OpenAI's chat completions, named by variables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+JUDGE, JUDGE_MODEL, KEY = "TOPROPE_JUDGE_URL", "TOPROPE_JUDGE_MODEL", "OPENAI_API_KEY"
+_WAIT_S = 300.0
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+_SAMPLING = {"max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
+
+
+def main() -> None:
+    """Serve until a signal."""
+    folder, port, *packages = Path(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:])
+    name = folder.name
+    # Only the packages can be read, not the folder that they are in.
+    root = Path(tempfile.mkdtemp(prefix="gym-"))
+    for package in packages:
+        (root / package.name).symlink_to(package)
+    sys.path[:0] = [str(root)]
+    sys.path.append(str(folder))
+    module = importlib.import_module(f"resources_servers.{name}.app" if folder.parent in packages else "app")
+    kind = _server_of(module)
+    settings = {**_settings(folder), "host": "127.0.0.1", "port": port, "name": name}
+    client = _client()
+    server = kind(config=kind.model_fields["config"].annotation.model_validate(settings), server_client=client)
+    app = server.setup_webserver()
+    if getattr(server.config, "expose_tools_over_mcp", False):
+        from nemo_gym.mcp_auto_exposure import maybe_auto_expose  # type: ignore[import-not-found,unused-ignore]
+
+        maybe_auto_expose(server, app)
+    _tell_failures(app)
+    import uvicorn  # type: ignore[import-not-found,unused-ignore]
+
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+
+
+def _server_of(module: Any) -> Any:
+    """The class of the server: the last one that the file defines."""
+    from nemo_gym.base_resources_server import SimpleResourcesServer  # type: ignore[import-not-found,unused-ignore]
+
+    found = [
+        one
+        for one in vars(module).values()
+        if inspect.isclass(one) and issubclass(one, SimpleResourcesServer) and one.__module__ == module.__name__
+    ]
+    if not found:
+        raise SystemExit(f"LookupError: {module.__file__} defines no SimpleResourcesServer")
+    return found[-1]
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """The server's settings in the first of its configurations that has some, without those that are left open."""
+    import yaml
+
+    files = sorted(folder.glob("configs/*.yaml"), key=lambda file: (file.stem != folder.name, file.name))
+    for file in files:
+        for one in (yaml.safe_load(file.read_text()) or {}).values():
+            own = one.get("resources_servers") if isinstance(one, dict) else None
+            if own:
+                given = own.get(folder.name) or next(iter(own.values()))
+                return {key: value for key, value in given.items() if value != "???" and "${" not in str(value)}
+    return {"entrypoint": "app.py", "domain": "other"}
+
+
+def _client() -> Any:
+    from nemo_gym.config_types import BaseServerConfig  # type: ignore[import-not-found,unused-ignore]
+    from nemo_gym.server_utils import ServerClient  # type: ignore[import-not-found,unused-ignore]
+    from omegaconf import DictConfig  # type: ignore[import-not-found,unused-ignore]
+
+    class Models(ServerClient):  # type: ignore[misc,unused-ignore]
+        """Asks the endpoint for every model."""
+
+        async def post(self, server_name: str, url_path: str, **asked: Any) -> _Answer:
+            if not os.environ.get(JUDGE):
+                raise RuntimeError(f"it asks the model {server_name!r}: name an endpoint by the knob judge_url")
+            return await _asked(url_path, asked.get("json") or {})
+
+        def poll_for_status(self, server_name: str) -> str:
+            return "success"
+
+    return Models(head_server_config=BaseServerConfig(host="127.0.0.1", port=9), global_config_dict=DictConfig({}))
+
+
+class _Answer:
+    """An answer with the members of aiohttp's that NeMo Gym's servers use."""
+
+    status, ok, cookies = 200, True, dict[str, str]()
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        self.content = self
+
+    async def json(self) -> Any:
+        return self._value
+
+    async def read(self) -> bytes:
+        return json.dumps(self._value).encode()
+
+    async def text(self) -> str:
+        return json.dumps(self._value)
+
+    def raise_for_status(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+async def _asked(path: str, body: Any) -> _Answer:
+    """Ask for an answer in the form of OpenAI's Responses, or of chat completions."""
+    body = body.model_dump(exclude_none=True, mode="json") if hasattr(body, "model_dump") else dict(body)
+    chat = path.endswith("/chat/completions")
+    asked = body if chat else {
+        "messages": _messages(body),
+        **{ours: body[theirs] for theirs, ours in _SAMPLING.items() if body.get(theirs) is not None},
+    }  # fmt: skip
+    asked["model"] = os.environ.get(JUDGE_MODEL) or "judge"
+    said = await asyncio.to_thread(_said, asked)
+    if chat:
+        return _Answer(said)
+    content = [{"type": "output_text", "text": said["choices"][0]["message"].get("content") or "", "annotations": []}]
+    message = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": content}
+    return _Answer(
+        {
+            "id": "resp_1", "created_at": said.get("created", 0), "object": "response", "model": asked["model"],
+            "output": [message], "parallel_tool_calls": False, "tool_choice": "auto", "tools": [],
+        }
+    )  # fmt: skip
+
+
+def _said(asked: dict[str, Any]) -> Any:
+    """Return the endpoint's answer to a request for a chat completion."""
+    headers = {"Authorization": f"Bearer {os.environ.get(KEY) or 'none'}", "Content-Type": "application/json"}
+    address = f"{os.environ[JUDGE].rstrip('/')}/chat/completions"
+    request = urllib.request.Request(address, json.dumps(asked).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_WAIT_S) as answer:
+            return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(f"the judge answered {error.code}: {error.read()[:300].decode(errors='replace')}") from None
+
+
+def _messages(body: dict[str, Any]) -> list[dict[str, str]]:
+    given = body.get("input") or ""
+    told = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    if isinstance(given, str):
+        return [*told, {"role": "user", "content": given}]
+    for one in given:
+        content = one.get("content")
+        parts = content if isinstance(content, list) else [{"text": content}]
+        text = "".join(str(part.get("text") or "") for part in parts)
+        told.append({"role": _ROLES.get(one.get("role"), "user"), "content": text})
+    return told
+
+
+def _tell_failures(app: Any) -> None:
+    """Answer an exception with its text, which a server's plain 500 hides."""
+    from starlette.responses import JSONResponse  # type: ignore[import-not-found,unused-ignore]
+
+    async def told(request: Any, error: Exception) -> Any:
+        return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, 500)
+
+    app.add_exception_handler(Exception, told)
+
+
+if __name__ == "__main__":
+    main()

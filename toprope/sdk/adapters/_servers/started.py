@@ -1,0 +1,116 @@
+"""Servers of environments that a worker starts, and those at an address."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toprope.sdk.errors import LoadError
+
+__all__ = ["StartedServer"]
+
+_WAIT_S = 60.0
+_START_S = 900.0
+"""Limit of a server that is started here; opening an environment has a limit of its own, which the owner sets."""
+_RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
+
+
+class StartedServer:
+    """A server by address or start command.
+
+    Args:
+        kind: For messages.
+        url: Address; empty with a command.
+        command: Words of a command; `{port}` and `{python}` are filled in.
+        folder: Working folder of the command.
+        variables: Environment variables of the command.
+
+    Raises:
+        LoadError: The server does not start or answer.
+    """
+
+    def __init__(self, kind: str, url: str, command: Sequence[str], folder: str, variables: Mapping[str, str]) -> None:
+        self._kind = kind
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lines: collections.deque[str] = collections.deque(maxlen=60)
+        self._silent = threading.Event()
+        self.url = url.rstrip("/")
+        if command:
+            self._start(command, folder, variables)
+        self._wait()
+
+    def close(self) -> None:
+        """End the server if it was started here."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(2)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _start(self, command: Sequence[str], folder: str, variables: Mapping[str, str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        words = [word.replace("{port}", str(port)).replace("{python}", sys.executable) for word in command]
+        surroundings = os.environ | dict(variables)
+        try:
+            # It runs in the worker's process group, which ends as a whole.
+            self._process = subprocess.Popen(
+                words, cwd=folder or None, env=surroundings, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE
+            )
+        except OSError as error:
+            raise LoadError(f"The {self._kind} cannot be started ({' '.join(words)}): {error}") from error
+        threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True, name=self._kind).start()
+        atexit.register(self.close)
+
+    def _listen(self, errors: Any) -> None:
+        """Pass the server's standard error on, and keep the last lines."""
+        for line in errors:
+            self._lines.append(line.decode(errors="replace").strip())
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+        self._silent.set()
+
+    def _last_words(self) -> str:
+        """Return what a server that ended has said last."""
+        self._silent.wait(2)
+        return self.raised() or next((line for line in reversed(self._lines) if line), "it printed nothing")[:400]
+
+    def raised(self) -> str:
+        """Return the last exception that a server started here has printed; empty if it printed no exception."""
+        said = [line for line in list(self._lines) if line.strip("*-= ")]
+        raised = [place for place, line in enumerate(said) if _RAISED.match(line)]
+        return " ".join(said[raised[-1] :])[:400] if raised else ""
+
+    def _wait(self) -> None:
+        deadline, why = time.monotonic() + (_WAIT_S if self._process is None else _START_S), ""
+        while time.monotonic() < deadline:
+            if self._process is not None and (code := self._process.poll()) is not None:
+                raise LoadError(
+                    f"The {self._kind} ended with exit code {code} before it was ready: {self._last_words()}"
+                )
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return
+            except urllib.error.HTTPError:
+                return  # the server answers
+            except (OSError, ValueError) as error:
+                why = str(error)
+                if self._process is None and "refused" not in why:
+                    break
+            time.sleep(0.05)
+        self.close()
+        raise LoadError(f"The {self._kind} at {self.url} does not answer: {why}. Check that it runs at this URL.")

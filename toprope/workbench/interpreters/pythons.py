@@ -1,0 +1,61 @@
+"""Other Pythons of this machine, for packages that Toprope's own is too old for."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+_REQUIRED = re.compile(r"(?:satisfy Python|Requires-Python|not in ')\s*(?P<what>[<>=!~][^\s'\"]*)")
+_NEWEST_MINOR = 20
+_LOOK_S = 20.0
+
+
+def newer_python(said: str) -> str | None:
+    """Return the oldest Python of this machine that an installer's complaint asks for; None if there is no such one.
+
+    Looks in PATH and where pyenv and uv keep theirs.
+
+    Args:
+        said: What pip or uv printed about the version of Python.
+    """
+    found = _REQUIRED.search(said)
+    if found is None:
+        return None
+    try:
+        wanted = SpecifierSet(found["what"].rstrip(",."))
+    except InvalidSpecifier:
+        return None
+    fitting = [(version, python) for python in _pythons() if (version := _version(python)) and _text(version) in wanted]
+    return min(fitting)[1] if fitting else None
+
+
+def _text(version: tuple[int, ...]) -> str:
+    """Return a version with dots."""
+    return ".".join(map(str, version))
+
+
+def _pythons() -> Iterator[str]:
+    for minor in range(sys.version_info[1] + 1, _NEWEST_MINOR):
+        if python := shutil.which(f"python3.{minor}"):
+            yield python
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
+    uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR") or Path.home() / ".local" / "share" / "uv" / "python")
+    for folder in (pyenv, uv):
+        yield from map(str, sorted(folder.glob("*/bin/python3")))
+
+
+def _version(python: str) -> tuple[int, ...] | None:
+    """Return the version of an interpreter; None if it does not run, as pyenv's stand-ins do not."""
+    command = [python, "-I", "-c", "import sys; print(*sys.version_info[:3])"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_S, check=True)
+        return tuple(map(int, done.stdout.split()))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
