@@ -82,6 +82,7 @@ def engines() -> list[Engine]:
         ),
         _ecosystem("textarena", "textarena==0.7.*", "numpy", tests="tests/sdk/adapters/test_textarena.py"),
         _ecosystem("gem", "gem-llm==0.1.*", tests="tests/sdk/adapters/test_gymnasium.py"),
+        _ecosystem("ors", "ors-sdk==0.1.*", tests="tests/sdk/adapters/test_ors.py"),
         _ecosystem("inspect_ai", "inspect-ai", "openai"),
         _ecosystem("openenv", "openenv==0.10.*"),
         _ecosystem("verifiers", "verifiers==0.4.*", "uv"),

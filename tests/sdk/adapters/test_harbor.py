@@ -197,8 +197,109 @@ def test_first_format_of_terminal_bench_is_decided_by_the_exit_code(tmp_path: Pa
 def test_nothing_runs_without_a_wall(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = harbor.make(str(tasks))
     environment.knobs = harbor.Harbor.Knobs()
-    monkeypatch.setattr("toprope.sdk.adapters._harbor.sandbox.Path.read_text", lambda self: "Seccomp:\t0\n")
+    real = Path.read_text
+
+    def without(self: Path, *given: Any) -> str:
+        return "Seccomp:\t0\n" if self == Path("/proc/self/status") else real(self, *given)
+
+    monkeypatch.setattr(Path, "read_text", without)
     with pytest.raises(LoadError, match="no wall around the worker"):
         environment.setup()
     with pytest.raises(LoadError, match="is not a folder"):
         harbor.make("/no/such/folder")
+
+
+DOCKER = """#!{python}
+# Containers are folders: the task's paths in commands are moved into them.
+import re, shutil, subprocess, sys
+from pathlib import Path
+
+state = Path(__file__).parent / "state"
+state.mkdir(exist_ok=True)
+word, *rest = sys.argv[1:]
+with (state / "calls").open("a") as calls:
+    print(word, *rest, file=calls)
+
+
+def moved(text, name):
+    root = f"{{state}}/{{name}}/"
+    return re.sub(r"(?<![\\\\w/])/(tests|logs|etc/shop|workspace)", lambda found: root + found[1], text)
+
+
+if word == "info" and (state / "refuses").exists():
+    sys.exit("permission denied while trying to connect to the docker API")
+elif word == "build":
+    shutil.copytree(rest[-1], state / rest[2], dirs_exist_ok=True)
+elif word == "run":
+    image, name = rest[-3], rest[rest.index("--name") + 1]
+    for folder in ("tests", "logs", "workspace", "etc/shop"):
+        (state / name / folder).mkdir(parents=True)
+    shutil.copy(state / image / "stock.txt", state / name / "etc/shop")
+elif word == "cp":
+    name, _, place = rest[1].partition(":")
+    target = Path(moved(place, name))
+    if target.is_dir():
+        for file in Path(rest[0]).iterdir():
+            (target / file.name).write_text(moved(file.read_text(), name))
+    else:
+        target.write_text(moved(Path(rest[0]).read_text(), name))
+elif word == "exec":
+    done = subprocess.run([moved(one, rest[0]) for one in rest[1:]], cwd=state / rest[0] / "workspace")
+    sys.exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
+elif word == "rm":
+    shutil.rmtree(state / rest[1])
+"""
+COUNTED = """\
+#!/bin/bash
+grep -qx 5 /workspace/total.txt && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a stand-in for docker, which PATH finds."""
+    program = tmp_path / "bin" / "docker"
+    program.parent.mkdir()
+    program.write_text(DOCKER.format(python=sys.executable))
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program.parent
+
+
+def test_tasks_that_no_process_can_run_get_a_container(tmp_path: Path, docker: Path) -> None:
+    folder = tmp_path / "tasks"
+    for number in range(12):
+        written(folder, f"shop-{number}", packages=" no-such-package-xyz", test=COUNTED)
+    for one in list(folder.glob("*/task.toml")):
+        one.write_text(one.read_text() + "[environment]\nmemory_mb = 512\nallow_internet = false\n")
+
+    async def work() -> Any:
+        async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:
+            await link.open({"adapter": "harbor", "target": str(folder)}, timeout=60, knobs={"command_s": 0.5})
+            right = await worked(link, "cat /etc/shop/stock.txt", SUM, "sleep 9")
+            return right, await worked(link, "exit 3")
+
+    (printed, right), (said, wrong) = asyncio.run(work())
+    assert printed[:2] == ["pears 2\nplums 3", "(no output)"] and "it took longer than 0.5 s" in printed[2]
+    assert (right.error, right.reward, wrong.reward, said) == (None, 1.0, 0.0, ["(exit code 3)"])
+    calls = (docker / "state" / "calls").read_text()
+    assert "--memory=512m --network=none" in calls and calls.count("rm --force") == calls.count("run --detach") == 2
+    assert not list((docker / "state").glob("*/workspace"))
+
+
+def test_tasks_without_a_container_are_refused_with_what_to_do(
+    tmp_path: Path, docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "tasks", "shop", packages=" no-such-package-xyz")
+    environment = harbor.make(str(tmp_path / "tasks"))
+    environment.knobs = harbor.Harbor.Knobs()
+    (docker / "state").mkdir()
+    (docker / "state" / "refuses").touch()
+    with pytest.raises(LoadError, match=r"docker refuses: permission denied .*`trust: yes`"):
+        environment.setup()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LoadError, match=r"no-such-package-xyz.*neither docker nor podman\. Install one\."):
+        environment.setup()
+    environment.knobs = harbor.Harbor.Knobs(container="never")
+    with pytest.raises(LoadError, match=r"or choose others\."):
+        environment.setup()

@@ -114,7 +114,7 @@ def test_policy_in_folder_answers(shell: Shell, tmp_path: Path) -> None:
 def test_adding_and_removing_on_the_command_line(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "talk.py").write_text(TALK)
-    assert shell("add", str(tmp_path / "mine")) == "mine: added. 1 environment to choose from.\n"
+    assert shell("add", str(tmp_path / "mine")) == "mine: added. 1 environment to choose from: talk.\n"
     assert "mine: folder" in shell("list") and "toprope: 5 ready" in shell("list")
     assert "talk: Say what was said." in shell("try", "talk", "--model", "solver", "--tasks", "1", code=1)
     assert "already has it; nothing was installed" in shell("add", "reasoning_gym")

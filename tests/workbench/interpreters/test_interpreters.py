@@ -34,6 +34,7 @@ from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
 from toprope.workbench.interpreters.naming import target_of
 from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.pythons import newer_python
 from toprope.workbench.interpreters.registry import Added
 from toprope.workbench.interpreters.words import failure
 from toprope.workbench.launch.requirements import require_interpreters
@@ -424,6 +425,56 @@ def test_plain_only_ignores_folders_beside_the_server(
         assert (target.kind, target.path, target.requirements) == ("packages", None, (given,))
     added = Interpreters(home, lambda: []).add(Order("here", plain_only=True)).added
     assert (added.kind, added.path, added.requirements) == ("packages", None, ["here"])
+
+
+def test_project_of_an_ecosystem_is_required_as_its_adapter_says(tmp_path: Path) -> None:
+    for name in ("gymlike", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pyproject.toml").write_text(f'[project]\nname = "{name}"\n')
+    server = tmp_path / "gymlike" / "servers" / "one"
+    server.mkdir(parents=True)
+    (server / "requirements.txt").write_text(
+        "-e Gymlike[dev] @ ../../\ntinyrules # of play\n--editable ../../../other\n"
+    )
+    known = adapter("gym", "gymlike", "gymlike==0.4.*")
+    assert target_of(str(server), [known]).requirements == ("gymlike==0.4.*", "tinyrules", str(tmp_path / "other"))
+    assert target_of(str(server), []).requirements[0] == str(tmp_path / "gymlike")
+
+
+def test_packages_get_the_newer_python_that_they_require(
+    home: Home, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for version in ("3.11.9", "3.13.5", "3.14.2"):
+        python = tmp_path / "versions" / version / "bin" / "python3"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\necho {version.replace('.', ' ')}\n")
+        python.chmod(0o700)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("PATH", "/nowhere")
+    newer = str(tmp_path / "versions" / "3.13.5" / "bin" / "python3")
+    assert newer_python("Because Python (3.11.7) does not satisfy Python>=3.12 and x depends on it") == newer
+    assert newer_python("Package 'x' requires a different Python: 3.11.7 not in '>=3.15'") is None
+    assert newer_python("No matching distribution found for x") is None
+    made: list[str | None] = []
+    resolved, making = Installer.resolve, Installer.make
+
+    def resolve(self: Installer, what: str, wanted: Wanted) -> list[Pin]:
+        if made[-1] is None:
+            raise failure(what, ["error: 3.11.7 does not satisfy Python>=3.12"], offline=False)
+        return resolved(self, what, wanted)
+
+    def make(self: Installer, base: str | None) -> None:
+        made.append(base)
+        making(self, None)
+
+    monkeypatch.setattr(Installer, "resolve", resolve)
+    monkeypatch.setattr(Installer, "make", make)
+    assert Interpreters(home).add(Order("tinyrules")).added.python is not None
+    assert made == [None, newer]
+    with pytest.raises(EnvironmentFailed, match="does not satisfy"):
+        made.clear()
+        monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "none"))
+        Interpreters(home).add(Order("tinymore"))
 
 
 def test_requirements_must_be_utf8(tmp_path: Path) -> None:

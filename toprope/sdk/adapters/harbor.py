@@ -1,7 +1,7 @@
 """Task folders of Harbor and Terminal-Bench: the policy works in a shell, and the task's own tests give the reward.
 
 The target is a folder of tasks, or one task. See `toprope.sdk.adapters._harbor.folders` for the formats and
-`toprope.sdk.adapters._harbor.sandbox` for where commands run.
+`toprope.sdk.adapters._harbor.sandbox` and `container` for where commands run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from toprope.sdk.adapters._harbor.container import Container, engine
 from toprope.sdk.adapters._harbor.folders import TaskFolder, task_folders
 from toprope.sdk.adapters._harbor.sandbox import Sandbox, require_wall
 from toprope.sdk.authoring.environment import Messages, Part, Task
@@ -41,6 +42,9 @@ class Harbor(ToolEnvironment):
 
         turns: int = knob(30, ge=1, le=1000, help="most answers")
         command_s: float = knob(60.0, ge=0.1, le=3600, help="seconds that one command may take")
+        container: Literal["auto", "always", "never"] = knob(
+            "auto", help="docker or podman; auto: for tasks that no process can run, if there is one"
+        )
         difficulty: str = knob("", help="only tasks of this difficulty, as their authors say; empty: all")
 
     def __init__(self, target: str) -> None:
@@ -55,24 +59,37 @@ class Harbor(ToolEnvironment):
 
     def setup(self) -> None:
         super().setup()
-        require_wall()
         self.max_turns = self.knobs.turns
         wanted = [one for one in self._found if self.knobs.difficulty in ("", one.difficulty)]
         self._ready: dict[str, TaskFolder] = {}
+        self._contained: set[str] = set()
         refused: list[str] = []
+        self._engine, no_engine = "", ""
         for one in wanted:
-            if problem := one.missing(one.image()):
+            problem = "all tasks run in containers" if self.knobs.container == "always" else one.missing(one.image())
+            if problem and self.knobs.container != "never" and not one.services:
+                if not self._engine and not no_engine:
+                    try:
+                        self._engine = engine()
+                    except LoadError as error:
+                        no_engine = str(error)
+                if self._engine:
+                    self._contained.add(one.name)
+                    problem = ""
+            if problem:
                 refused.append(f"{one.name}: {problem}")
             else:
                 self._ready[one.name] = one
         if not self._ready:
             raise LoadError(
-                f"None of {len(wanted)} tasks of {self._folder.name} can run without a container. "
-                + ". ".join(refused[:_SHOWN])
-                + ". Install what they need, or choose others."
+                f"None of {len(wanted)} tasks of {self._folder.name} can run here. "
+                + ". ".join([*refused[:_SHOWN], *filter(None, [no_engine])])
+                + ("" if no_engine else ". Install what they need, or choose others.")
             )
+        if len(self._contained) < len(self._ready):
+            require_wall()
         if refused:
-            print(f"{len(refused)} of {len(wanted)} tasks need a container or packages:", file=sys.stderr)
+            print(f"{len(refused)} of {len(wanted)} tasks are left out. {no_engine}", file=sys.stderr)
             print("\n".join(refused[: 4 * _SHOWN]), file=sys.stderr)
 
     def tasks(self) -> Iterator[Task]:
@@ -81,7 +98,11 @@ class Harbor(ToolEnvironment):
 
     def reset(self, task: Task) -> Messages:
         chosen = self._ready[task.data["name"]]
-        self._sandbox = Sandbox(chosen, chosen.image())
+        self._sandbox: Sandbox | Container
+        if chosen.name in self._contained:
+            self._sandbox = Container(chosen, self._engine)
+        else:
+            self._sandbox = Sandbox(chosen, chosen.image())
         return self.with_tools(chosen.instruction + _TOLD)
 
     @tool

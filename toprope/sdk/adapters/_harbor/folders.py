@@ -21,8 +21,10 @@ from typing import Any
 
 from toprope.sdk.errors import LoadError
 
-__all__ = ["Image", "TaskFolder", "task_folders"]
+__all__ = ["Image", "TaskFolder", "task_folders", "told"]
 
+_LONGEST = 8000
+"""Characters of a command's output that the policy sees."""
 _PACKAGES = Path("/var/lib/dpkg/info")
 _COMMON = frozenset(
     {"python3", "python3-pip", "python3-venv", "python3-dev", "pip", "curl", "wget", "ca-certificates", "tmux"}
@@ -74,6 +76,9 @@ class TaskFolder:
         rewards: Whether the verifier writes a reward; else its exit code decides.
         seconds: Time limit of the verifier.
         difficulty: As its author says.
+        cpus: Processors of its container; 0: no limit.
+        memory_mb: Memory of its container; 0: no limit.
+        internet: Whether its container has a network.
     """
 
     path: Path
@@ -84,16 +89,23 @@ class TaskFolder:
     rewards: bool
     seconds: float
     difficulty: str = ""
+    cpus: float = 0.0
+    memory_mb: float = 0.0
+    internet: bool = True
 
     @property
     def name(self) -> str:
         return self.path.name
 
+    @property
+    def services(self) -> bool:
+        """True if it needs more than one container."""
+        return any((self.context / name).is_file() for name in ("docker-compose.yaml", "docker-compose.yml"))
+
     def image(self) -> Image:
         """The steps of its Dockerfile."""
-        if any((self.context / name).is_file() for name in ("docker-compose.yaml", "docker-compose.yml")):
-            services = (self.context / "docker-compose.yaml").is_file()
-            return Image(problem="it runs several services (docker-compose)" if services else "it uses docker-compose")
+        if self.services:
+            return Image(problem="it runs several services (docker-compose)")
         file = self.context / "Dockerfile"
         if not file.is_file():
             return Image()
@@ -123,6 +135,22 @@ def task_folders(folder: Path) -> list[TaskFolder]:
     return found
 
 
+def told(code: int | None, printed: str, seconds: float) -> str:
+    """Return what the policy is told of a command.
+
+    Args:
+        code: Exit code; None if it was stopped after `seconds`.
+        printed: What it printed.
+    """
+    if code is None:
+        printed += f"\n(stopped: it took longer than {seconds:g} s)"
+    elif code:
+        printed += f"\n(exit code {code})"
+    half = _LONGEST // 2
+    printed = printed if len(printed) <= _LONGEST else f"{printed[:half]}\n[...]\n{printed[-half:]}"
+    return printed.strip() or "(no output)"
+
+
 def _task(folder: Path) -> TaskFolder | None:
     if not folder.is_dir():
         return None
@@ -130,6 +158,7 @@ def _task(folder: Path) -> TaskFolder | None:
         if (folder / "task.toml").is_file() and (folder / "instruction.md").is_file():
             settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
             solution = folder / "solution" / "solve.sh"
+            machine = settings.get("environment") or {}
             return TaskFolder(
                 folder,
                 (folder / "instruction.md").read_text("utf-8").strip(),
@@ -139,6 +168,9 @@ def _task(folder: Path) -> TaskFolder | None:
                 True,
                 float((settings.get("verifier") or {}).get("timeout_sec", 180)),
                 str((settings.get("metadata") or {}).get("difficulty", "")),
+                float(machine.get("cpus") or 0),
+                float(machine.get("memory_mb") or 0),
+                machine.get("allow_internet") is not False,
             )
         if (folder / "task.yaml").is_file() and (folder / "run-tests.sh").is_file():
             said = _simple_yaml((folder / "task.yaml").read_text("utf-8"))

@@ -19,7 +19,7 @@ import tempfile
 import weakref
 from pathlib import Path
 
-from toprope.sdk.adapters._harbor.folders import Image, TaskFolder
+from toprope.sdk.adapters._harbor.folders import Image, TaskFolder, told
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
 __all__ = ["Sandbox", "require_wall"]
@@ -34,8 +34,6 @@ _DEEPER = re.compile(r"(?<![\w./-])/((?:etc|opt|srv|var|mnt|usr/local)/[\w.-]+)"
 """Folders within those of the system, which a task may have to itself."""
 _MARK = "TOPROPE_TASK_FOLDER"
 _DENIED = re.compile(r"Read-only file system|Permission denied|Operation not permitted")
-_LONGEST = 8000
-"""Characters of a command's output that the policy sees."""
 _TEXT = 1 << 20
 """Bytes of a file up to which its paths are moved."""
 _IDLE = ("apt-get", "apt", "sudo-install", "pip", "pip3")
@@ -108,14 +106,7 @@ class Sandbox:
 
     def run(self, command: str, seconds: float) -> str:
         """Run a command of the policy in the working folder; what it printed, and its exit code if that is not 0."""
-        code, said = self._run(command, self._image.workdir, seconds)
-        if code is None:
-            said += f"\n(stopped: it took longer than {seconds:g} s)"
-        elif code:
-            said += f"\n(exit code {code})"
-        half = _LONGEST // 2
-        said = said if len(said) <= _LONGEST else f"{said[:half]}\n[...]\n{said[-half:]}"
-        return said.strip() or "(no output)"
+        return told(*self._run(command, self._image.workdir, seconds), seconds)
 
     def verify(self) -> tuple[int | None, str]:
         """Run the task's tests in the state that the policy left.

@@ -86,13 +86,16 @@ class JsonServer:
         except OSError as error:
             raise Unreachable(f"Nothing answers at {self.url}: {error.strerror or error}.") from None
 
-    def get(self, path: str) -> Answer:
+    def get(self, path: str, headers: Mapping[str, str] | None = None) -> Answer:
         """Request a path.
+
+        Args:
+            headers: Further headers.
 
         Raises:
             Unreachable: No answer in time.
         """
-        return self._asked("GET", path, None, {"Accept": "application/json"}, None)
+        return self._asked("GET", path, None, {"Accept": "application/json", **(headers or {})}, None)
 
     def post(
         self,

@@ -1,0 +1,227 @@
+"""Environments of OpenReward's protocol (ORS): tools over HTTP, each answer with its reward.
+
+The target is a server's address, with the name of an environment after `#` if it has several, or a JSON object:
+
+    {"url": "http://127.0.0.1:8080",     the server; or
+     "file": "/path/server.py",          a file with classes of `ors` or `openreward`, served by this interpreter
+     "environment": "mathenv",           the first by default
+     "split": "train",                   by default those for training, or else all
+     "range": [0, 1], "clip": true,      bounds of the sum of the rewards; a value outside is clipped by default
+     "success": 1.0,                     sum from which a rollout counts as solved; the highest by default
+     "max_turns": 10, "timeout_s": 60, "name": "...", "description": "..."}
+
+A rollout is a session: its prompt, its tools, and a call for each of the policy's. The tool that ends the episode says
+so; so does an answer without a call. (PyPI `ors-sdk` 0.1, server.py; `openreward` 0.1.167 has the same endpoints.)
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toprope.sdk.adapters._servers.started import StartedServer
+from toprope.sdk.adapters._shared.json_http import JsonServer
+from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.adapters._shared.user_files import Bounds, parsed
+from toprope.sdk.authoring.environment import Messages, Task
+from toprope.sdk.discovery import first_line
+from toprope.sdk.errors import EnvironmentMistake, LoadError
+from toprope.sdk.orchestration.tools import Tool
+from toprope.sdk.tooled import TOOL_PARTS, ToolEnvironment
+
+__all__ = ["KEYS", "PACKAGE", "REQUIREMENTS", "URLS_ALONE", "Ors", "declared", "make"]
+
+REQUIREMENTS = ("ors-sdk==0.1.*",)
+PACKAGE = "ors"
+URLS_ALONE = True
+KEYS = ("url", "file", "environment", "split", "range", "clip", "success", "max_turns", "timeout_s", "name",
+        "description")  # fmt: skip
+"""Keys of a target, and of an owner's YAML file."""
+_PACKAGES = ("ors", "openreward")
+_SERVE = str(Path(__file__).parent / "_servers" / "ors_serve.py")
+_FREE: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class Ors(ToolEnvironment):
+    """An environment of an ORS server."""
+
+    tags = ("ors", "server")
+
+    def __init__(self, target: Mapping[str, Any]) -> None:
+        self._given = target
+        self._file, self._timeout = str(target.get("file") or ""), float(target.get("timeout_s") or 60)
+        self._server = None if self._file else JsonServer(str(target.get("url") or ""), self._timeout)
+        self.files = (self._file,) if self._file else ()
+        place = self._file or (self._server.url if self._server is not None else "")
+        self.name = str(target.get("name") or target.get("environment") or "ors").lower()  # type: ignore[misc]
+        self.__doc__ = str(target.get("description") or f"The ORS environment at {place}")
+        self._bounds = Bounds(target.get("range"), bool(target.get("clip", True)), "`range`")
+        self._solved = float(target.get("success", self._bounds.high))
+        self.max_turns = int(target.get("max_turns") or 10)
+        self.tool_timeout_s = self._timeout + 5
+        self.parts = {"reward": self._bounds.part(1.0, "the sum of the calls' rewards"), **TOOL_PARTS}
+
+    def setup(self) -> None:
+        if self._server is None:
+            words = ("{python}", "-P", _SERVE, self._file, "{port}")
+            started = StartedServer("ORS server", "", words, str(Path(self._file).parent), {})
+            self._server = JsonServer(started.url, self._timeout)
+        known = self._get("list_environments")
+        named = str(self._given.get("environment") or (known[0] if known else "")).lower()
+        if named not in known:
+            raise LoadError(f"The server has no environment {named!r}. Environments: {', '.join(known) or 'none'}.")
+        self._at = named
+
+    def tasks(self) -> Iterator[Task]:
+        splits = self._get(f"{self._at}/splits")
+        wanted = self._given.get("split")
+        chosen = [one["name"] for one in splits if (one["name"] == wanted if wanted else one["type"] == "train")]
+        if wanted and not chosen:
+            names = ", ".join(str(one["name"]) for one in splits)
+            raise EnvironmentMistake(f"The environment has no split {wanted!r}. Splits: {names}.")
+        for split in chosen or [one["name"] for one in splits]:
+            for number in range(self._posted(f"{self._at}/num_tasks", {"split": split})["num_tasks"]):
+                spec = self._posted(f"{self._at}/task", {"split": split, "index": number})["task"]
+                session = self._begun(spec)
+                try:
+                    messages = self._prompt(session)
+                finally:
+                    self._posted("delete", {}, session)
+                yield Task(messages, data={"spec": spec}, key=json.dumps(spec, sort_keys=True, default=str))
+
+    def reset(self, task: Task) -> Messages:
+        self._session, self._total, self._finished = self._begun(task.data["spec"]), 0.0, False
+        return self.with_tools(self._prompt(self._session))
+
+    def own_tools(self) -> list[Tool]:
+        listed = self._get(f"{self._at}/task_tools", self._session)
+        return [self._tool(one) for one in listed["tools"]]
+
+    def step(self, text: str) -> tuple[Messages | None, bool]:
+        said, done = super().step(text)
+        return (None, True) if self._finished else (said, done)
+
+    def score(self) -> dict[str, float]:
+        self._posted("delete", {}, self._session)
+        return {"reward": self._bounds.value(self._total, "the sum of rewards")}
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        return parts["reward"] >= self._solved - 1e-9
+
+    def _tool(self, given: Mapping[str, Any]) -> Tool:
+        name = str(given["name"])
+
+        def call(arguments: str) -> str:
+            if self._finished:
+                return "The episode is over."
+            found = self._called(name, json.loads(arguments))
+            self._total += float(found.get("reward") or 0.0)
+            self._finished = bool(found.get("finished"))
+            return _text(found.get("blocks"))
+
+        schema = given.get("input_schema") or _FREE
+        return Tool(name, str(given.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
+
+    def _called(self, name: str, arguments: Any) -> Mapping[str, Any]:
+        """Call a tool; the answer comes as events, of which the last has the rest of the JSON.
+
+        Raises:
+            EnvironmentMistake: The tool refuses, or the server fails.
+        """
+        headers = {"X-Session-ID": self._session, "Accept": "text/event-stream"}
+        path, body = f"{self._at}/call", {"name": name, "input": arguments}
+        answer = self._connected().post(path, body, headers=headers)
+        if answer.status != 200:
+            answer.value(path)
+        text = ""
+        for event, data in _events(answer.text):
+            if event == "error":
+                raise EnvironmentMistake(f"{name} failed: {data[:400]}")
+            text += data if event in ("chunk", "end") else ""
+        found = json.loads(text or "{}")
+        if not found.get("ok"):
+            raise EnvironmentMistake(str(found.get("error") or f"{name} gave no answer")[:400])
+        output: Mapping[str, Any] = found["output"]
+        return output
+
+    def _begun(self, spec: Any) -> str:
+        session = uuid.uuid4().hex
+        self._posted("create", {"env_name": self._at, "task_spec": spec}, session)
+        return session
+
+    def _prompt(self, session: str) -> Messages:
+        return [{"role": "user", "content": _text(self._get(f"{self._at}/prompt", session))}]
+
+    def _connected(self) -> JsonServer:
+        assert self._server is not None  # setup has made it
+        return self._server
+
+    def _get(self, path: str, session: str = "") -> Any:
+        return self._connected().get(path, {"X-Session-ID": session} if session else {}).value(f"/{path}")
+
+    def _posted(self, path: str, body: Any, session: str = "") -> Any:
+        headers = {"X-Session-ID": session} if session else {}
+        return self._connected().post(path, body, headers=headers).value(f"/{path}")
+
+
+def make(target: str) -> Ors:
+    """Make the environment of a target. See the module.
+
+    Raises:
+        LoadError: Not a valid target.
+    """
+    if target.lstrip().startswith("{"):
+        return Ors(parsed(target, "ors", KEYS))
+    url, _, name = target.partition("#")
+    return Ors({"url": url, "environment": name})
+
+
+def declared(file: Path, tree: ast.Module) -> list[Listed]:
+    """List the classes of a file that derive from `Environment` of `ors` or `openreward`."""
+    names = {
+        one.asname or one.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in _PACKAGES
+        for one in node.names
+        if one.name == "Environment"
+    }
+    found = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and any(isinstance(one, ast.Name) and one.id in names for one in node.bases)
+    ]
+    return [
+        Listed(
+            name=file.stem if len(found) == 1 else f"{file.stem}-{node.name.lower()}",
+            target=json.dumps({"file": str(file), "environment": node.name.lower()}),
+            description=first_line(ast.get_docstring(node)) or first_line(ast.get_docstring(tree)),
+            tools=True,
+            tags=("ors",),
+        )
+        for node in found
+    ]
+
+
+def _text(blocks: Any) -> str:
+    """Return the text of blocks.
+
+    Raises:
+        EnvironmentMistake: They have content other than text.
+    """
+    kinds = {str(one.get("type")) for one in blocks or ()} - {"text"}
+    if kinds:
+        raise EnvironmentMistake(f"It shows content of type {', '.join(sorted(kinds))}; policies here read text alone.")
+    return "\n".join(str(one.get("text") or "") for one in blocks or ())
+
+
+def _events(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the server-sent events of a stream with their data."""
+    for block in text.replace("\r\n", "\n").split("\n\n"):
+        lines = [line.partition(":") for line in block.splitlines() if not line.startswith(":")]
+        fields = [(name, value.removeprefix(" ")) for name, _, value in lines]
+        event = next((value for name, value in fields if name == "event"), "message")
+        yield event, "\n".join(value for name, value in fields if name == "data")
