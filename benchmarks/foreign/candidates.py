@@ -6,12 +6,15 @@ files that their authors ship.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["COLLECTORS", "Candidate"]
+__all__ = ["COLLECTORS", "POLICY", "Candidate"]
+
+POLICY = "{policy}"
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Candidate:
         name: For reports: repository and place.
         add: Arguments of `toprope env add`; empty if its ecosystem's package has it.
         entry: Regular expression of its names in the catalog; by default, every name that adding it brings.
-        knobs: The settings that its documentation asks for.
+        knobs: The settings that its documentation asks for; `POLICY` stands for the address of the policy.
+        rows: Rows of its owner, in a file beside that of `add`, whose project is the nearest folder above.
     """
 
     ecosystem: str
@@ -31,6 +35,7 @@ class Candidate:
     add: tuple[str, ...] = ()
     entry: str = ""
     knobs: tuple[tuple[str, object], ...] = ()
+    rows: tuple[str, ...] = ()
 
 
 def _verifiers(root: Path) -> Iterator[Candidate]:
@@ -69,7 +74,9 @@ def _inspect_ai(root: Path) -> Iterator[Candidate]:
 def _nemo_gym(root: Path) -> Iterator[Candidate]:
     for folder in sorted(root.glob("NVIDIA-NeMo+Gym/resources_servers/*")):
         if (folder / "app.py").is_file():
-            yield Candidate("nemo_gym", f"NeMo Gym/{folder.name}", (str(folder), "-r", "nemo_gym"))
+            settings = "".join(file.read_text(errors="replace") for file in folder.glob("configs/*.yaml"))
+            knobs = (("judge_url", POLICY), ("judge_model", "policy")) if "judge" in settings else ()
+            yield Candidate("nemo_gym", f"NeMo Gym/{folder.name}", (str(folder),), knobs=knobs)
 
 
 def _textarena(root: Path) -> Iterator[Candidate]:
@@ -89,8 +96,20 @@ def _gem(root: Path) -> Iterator[Candidate]:
 
 
 def _gymnasium(root: Path) -> Iterator[Candidate]:
-    for folder in sorted(root.glob("NovaSky-AI+SkyRL/skyrl-gym/skyrl_gym/envs/*/env.py")):
-        yield Candidate("gymnasium", f"skyrl-gym/{folder.parent.name}", (str(folder), "-r", "skyrl-gym"))
+    for file in _with(root / "NovaSky-AI+SkyRL/skyrl-gym/skyrl_gym/envs", r"^class \w+\(BaseTextEnv\)"):
+        rows = tuple(json.dumps(_sum(number)) for number in range(30))
+        project = str(root / "NovaSky-AI+SkyRL/skyrl-gym")
+        yield Candidate("gymnasium", f"skyrl-gym/{file.parent.name}/{file.stem}", (str(file), "-r", project), rows=rows)
+    for file in sorted(root.glob("Zhiyuan-Zeng+RLVE/Gym/environments/*/environment.py")):
+        name = file.parent.name.replace("_", "-")[:64]
+        yield Candidate("gymnasium", f"RLVE-Gym/{name}", (str(file), "--name", name, "-r", "networkx", "-r", "torch"))
+
+
+def _sum(number: int) -> dict[str, object]:
+    """A row with the columns that SkyRL-gym's environments document."""
+    truth = {"ground_truth": str(number + 5)}
+    prompt = [{"role": "user", "content": f"What is {number} + 5? Write #### and the number."}]
+    return {"prompt": prompt, "reward_spec": truth, "reward_model": truth, "max_turns": 2, "extra_info": {}}
 
 
 def _reasoning_gym(root: Path) -> Iterator[Candidate]:

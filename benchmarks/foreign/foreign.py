@@ -31,7 +31,7 @@ from rich.table import Table
 from toprope_server.cli.demo import server_parameters
 
 from benchmarks.foreign.candidates import COLLECTORS, Candidate
-from benchmarks.foreign.journey import CONTEXT, STAGES, Result, Traveller, variables_of
+from benchmarks.foreign.journey import ROLLED_CONTEXT, STAGES, Result, Traveller, variables_of
 from benchmarks.scratch import scratch
 
 LIMIT, TRAIN = 11, 3
@@ -109,27 +109,34 @@ async def _tried(
     home: Path, drawn: Sequence[Candidate], train: int, console: Console, report: Path | None
 ) -> list[Result]:
     from toprope.settings.schema import Config
-    from toprope.training.rollouts.preview_policy import serve_policy
+    from toprope.training.inference.client import PolicyClient
+    from toprope.training.rollouts.preview_policy import serving
 
     (home / "config").mkdir(parents=True, exist_ok=True)
     config = Config.model_validate(
-        {"policy": {"model": "embedded", "max_context": CONTEXT}, "launcher": {"threads": 1}}
+        {"policy": {"model": "embedded", "max_context": ROLLED_CONTEXT}, "launcher": {"threads": 1}}
     )
+    secret = secrets.token_hex(16)
+    (home / "config" / "settings.yaml").write_text(f"variables: {{environment: {{OPENAI_API_KEY: {secret}}}}}\n")
     results: list[Result] = []
     trained: dict[str, int] = defaultdict(int)
     async with (
-        serve_policy(config, home / "policies", lambda said: None) as policy,
+        serving(config, home / "policies", lambda said: None, secret=secret) as served,
         Client(server_parameters(variables_of(home))) as client,
     ):
-        traveller = Traveller(home, client, policy)
-        for candidate in drawn:
-            result = await traveller.go(candidate, train=trained[candidate.ecosystem] < train)
-            trained[candidate.ecosystem] += "trained" in (*result.reached, result.failed_at)
-            results.append(result)
-            state = f"failed at {result.failed_at}: {result.error[:300]}" if result.failed_at else "whole way"
-            console.print(f"{candidate.ecosystem} {candidate.name}: {state}", markup=False, highlight=False)
-            if report is not None:
-                report.write_text(json.dumps([one.record() for one in results], indent=1))
+        policy = PolicyClient(served.url, secret)
+        traveller = Traveller(home, client, policy, f"{served.url}/v1")
+        try:
+            for candidate in drawn:
+                result = await traveller.go(candidate, train=trained[candidate.ecosystem] < train)
+                trained[candidate.ecosystem] += "trained" in (*result.reached, result.failed_at)
+                results.append(result)
+                state = f"failed at {result.failed_at}: {result.error[:300]}" if result.failed_at else "whole way"
+                console.print(f"{candidate.ecosystem} {candidate.name}: {state}", markup=False, highlight=False)
+                if report is not None:
+                    report.write_text(json.dumps([one.record() for one in results], indent=1))
+        finally:
+            await policy.close()
     return results
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from mcp import Client
 from toprope_tools.planning.opening import options_of
 from toprope_tools.workshop import Workshop
 
-from benchmarks.foreign.candidates import Candidate
+from benchmarks.foreign.candidates import POLICY, Candidate
 from toprope.errors import TopropeError
 from toprope.sdk.errors import WorkerFailure
 from toprope.settings.environment import EnvironmentSection
@@ -30,6 +32,8 @@ from toprope.workbench.catalog.describe import failed
 STAGES = ("listed", "described", "checked", "rolled", "trained")
 STEPS = 30
 CONTEXT = 4096
+ROLLED_CONTEXT = 32_768
+"""For a few answers, as another policy would have it; training has the smaller one."""
 _TASKS, _GROUP, _TOKENS, _TURNS = 2, 2, 64, 3
 _ADD_S, _CALL_S, _ROLL_S, _TRAIN_S = 1800.0, 120.0, 300.0, 1500.0
 _ENDED = ("completed", "failed", "lost", "stopped")
@@ -107,17 +111,18 @@ class Traveller:
         home: The owner's home.
         client: A session with a server of that home.
         policy: The policy that answers in rollouts.
+        address: Its address, for judges.
     """
 
-    def __init__(self, home: Path, client: Client, policy: PolicyClient) -> None:
-        self._client, self._policy = client, policy
+    def __init__(self, home: Path, client: Client, policy: PolicyClient, address: str) -> None:
+        self._home, self._client, self._policy, self._address = home, client, policy, address
         self._variables = variables_of(home)
         self._workshop = Workshop.open()
 
     async def go(self, candidate: Candidate, *, train: bool) -> Result:
         """Take an environment as far as it comes; `train` is the last stage."""
         result = Result(candidate)
-        knobs = dict(candidate.knobs)
+        knobs = {name: self._address if value == POLICY else value for name, value in candidate.knobs}
         try:
             result.failed_at = "listed"
             result.names = await self._listed(candidate)
@@ -143,27 +148,41 @@ class Traveller:
         return result
 
     async def _listed(self, candidate: Candidate) -> list[str]:
-        before = await asyncio.to_thread(self._usable)
-        if candidate.add:
-            await self._command("env", "add", *candidate.add)
-        after = await asyncio.to_thread(self._usable)
+        before = await asyncio.to_thread(self._usable, candidate.ecosystem)
+        add = self._with_rows(candidate) if candidate.rows else candidate.add
+        if add:
+            await self._command("env", "add", *add)
+        after = await asyncio.to_thread(self._usable, candidate.ecosystem)
         if candidate.entry:
             names = [name for name in after if re.fullmatch(candidate.entry, name)]
         else:
-            place = candidate.add[0] if candidate.add else ""
-            module = Path(place).stem.replace("-", "_")  # It may have been added for an earlier draw.
-            names = [name for name, where in after.items() if place and (place in where or name.endswith(f"/{module}"))]
+            place, modules = (add[0], _modules(Path(add[0]))) if add else ("", set[str]())
+            names = [
+                name
+                for name, where in after.items()
+                if place and (place in where or name.rpartition("/")[2] in modules)
+            ]
             names = names or [name for name in after if name not in before]
         if not names:
             raise Refused(await self._why_not(candidate))
         return names
 
-    def _usable(self) -> dict[str, str]:
-        """Return the usable environments with their place."""
+    def _with_rows(self, candidate: Candidate) -> tuple[str, ...]:
+        """Copy a project, add the rows of its owner beside the file, and return how to add that."""
+        file = Path(candidate.add[0])
+        project = next(folder for folder in file.parents if (folder / "pyproject.toml").is_file())
+        copy = self._home / "projects" / project.name
+        shutil.copytree(project, copy, dirs_exist_ok=True)
+        file = copy / file.relative_to(project)
+        file.with_suffix(".jsonl").write_text("".join(f"{row}\n" for row in candidate.rows))
+        return (str(file), "--name", f"{file.parent.name}-{file.stem}".replace("_", "-"), *candidate.add[1:])
+
+    def _usable(self, ecosystem: str) -> dict[str, str]:
+        """Return the usable environments of an ecosystem with their place."""
         return {
             one.name: f"{one.environment.file or ''} {one.environment.target or ''}"
             for one in self._workshop.catalog.entries()
-            if one.usable
+            if one.usable and one.ecosystem == ecosystem
         }
 
     async def _why_not(self, candidate: Candidate) -> str:
@@ -244,6 +263,14 @@ class Traveller:
         if run["state"] != "completed":
             told = await self._client.call_tool("check_status", {"run_ids": [run_id]})
             raise Refused("\n".join(block.text for block in told.content if block.type == "text"))
+
+
+def _modules(place: Path) -> set[str]:
+    """Return the names that the module of a project or file may have."""
+    names = {place.stem}
+    if (place / "pyproject.toml").is_file():
+        names.add(str(tomllib.loads((place / "pyproject.toml").read_text())["project"]["name"]))
+    return {name.replace("-", "_") for name in names}
 
 
 def variables_of(home: Path) -> dict[str, str]:

@@ -109,7 +109,7 @@ def test_scores_that_the_environment_drops_because_they_are_equal_count(
 
     async def dropping(self: Any, item: Any) -> tuple[Any, list[Any]]:
         found, _ = await Collects.collect_trajectories(self, item)
-        kept = module.ScoredDataGroup()  # type: ignore[attr-defined]
+        kept = module.ScoredDataGroup()
         kept["tokens"], kept["scores"] = found["tokens"], found["scores"]
         return None, []
 
@@ -126,7 +126,7 @@ def test_bytes_stand_in_for_a_tokenizer_that_is_not_here(monkeypatch: pytest.Mon
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     found = AutoTokenizer.from_pretrained(tokenizer_here("nobody/has-this"))
     said = [{"role": "user", "content": "Hé <b>  2"}, {"role": "assistant", "content": "so\n 3"}]
-    ids = found.apply_chat_template(said, tokenize=True, return_dict=False)
+    ids: Any = found.apply_chat_template(said, tokenize=True, return_dict=False)
     assert all(one["content"] in found.decode(ids) for one in said) and len(found) < 300
     assert found.eos_token_id == ids[-2]
 

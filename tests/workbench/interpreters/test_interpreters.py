@@ -441,6 +441,14 @@ def test_project_of_an_ecosystem_is_required_as_its_adapter_says(tmp_path: Path)
     assert target_of(str(server), []).requirements[0] == str(tmp_path / "gymlike")
 
 
+def test_file_requires_what_lies_beside_it_unless_it_names_its_own(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("tinyrules\n")
+    plain, own = tmp_path / "plain.py", tmp_path / "own.py"
+    plain.write_text("")
+    own.write_text('# /// script\n# dependencies = ["tinymore"]\n# ///\n')
+    assert [target_of(str(one), []).requirements for one in (plain, own)] == [("tinyrules",), ("tinymore",)]
+
+
 def test_packages_get_the_newer_python_that_they_require(
     home: Home, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -161,10 +161,10 @@ def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     name = _name_from(path.stem if path.is_file() else path.name)
     if path.suffix == ".whl" or (path.is_dir() and is_project(path)):
         return Target("packages", str(path), _name_from(name.split("-")[0]), (str(path),), path=path)
-    listed = path / "requirements.txt"
-    own = tuple(_lines(listed, adapters)) if listed.is_file() else ()
-    if path.is_file() and not own:
-        own = tuple(script_requirements(path.read_text("utf-8", "replace")))
+    own = tuple(script_requirements(path.read_text("utf-8", "replace"))) if path.is_file() else ()
+    listed = (path.parent if path.is_file() else path) / "requirements.txt"
+    if not own and listed.is_file():
+        own = tuple(_lines(listed, adapters))
     return Target("folder", str(path), name, own, path=path)
 
 
