@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["COLLECTORS", "POLICY", "Candidate"]
+__all__ = ["COLLECTORS", "GRADER", "Candidate"]
 
-POLICY = "{policy}"
+GRADER = "{grader}"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Candidate:
         name: For reports: repository and place.
         add: Arguments of `toprope env add`; empty if its ecosystem's package has it.
         entry: Regular expression of its names in the catalog; by default, every name that adding it brings.
-        knobs: The settings that its documentation asks for; `POLICY` stands for the address of the policy.
+        knobs: The settings that its documentation asks for; `GRADER` stands for a grader's address.
         rows: Rows of its owner, in a file beside that of `add`, whose project is the nearest folder above.
     """
 
@@ -75,7 +75,7 @@ def _nemo_gym(root: Path) -> Iterator[Candidate]:
     for folder in sorted(root.glob("NVIDIA-NeMo+Gym/resources_servers/*")):
         if (folder / "app.py").is_file():
             settings = "".join(file.read_text(errors="replace") for file in folder.glob("configs/*.yaml"))
-            knobs = (("judge_url", POLICY), ("judge_model", "policy")) if "judge" in settings else ()
+            knobs = (("judge_url", GRADER), ("judge_model", "grader")) if "judge" in settings else ()
             yield Candidate("nemo_gym", f"NeMo Gym/{folder.name}", (str(folder),), knobs=knobs)
 
 

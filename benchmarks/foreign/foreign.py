@@ -8,7 +8,8 @@ into an interpreter of its own where it needs one. Shares count what needs no mi
 only what failed with a recorded error that names a refused connection to a host.
 
 `--home` keeps the installed interpreters for another draw. Estimated time: an hour for a draw of 90, without
-installations; needs the package index.
+installations; needs the package index. Environments with graders ask a model that always gives the same verdict,
+because the embedded policy gives none that can be read.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ from toprope_server.cli.demo import server_parameters
 from benchmarks.foreign.candidates import COLLECTORS, Candidate
 from benchmarks.foreign.journey import ROLLED_CONTEXT, STAGES, Result, Traveller, variables_of
 from benchmarks.scratch import scratch
+from toprope.sdk.worker.scripted_policy import scripted_session
 
 LIMIT, TRAIN = 11, 3
+_VERDICT = "GRADE: I"
+"""What the grader says of every answer: that it is incorrect, in the form that inspect-ai asks for."""
 _CLAIMS = {"rolled_share": 0.9, "rolled_share_each": 0.8, "trained_share": 0.8, "left_out_share": 0.25}
 
 
@@ -109,24 +113,22 @@ async def _tried(
     home: Path, drawn: Sequence[Candidate], train: int, console: Console, report: Path | None
 ) -> list[Result]:
     from toprope.settings.schema import Config
-    from toprope.training.inference.client import PolicyClient
-    from toprope.training.rollouts.preview_policy import serving
+    from toprope.training.rollouts.preview_policy import serve_policy
 
     (home / "config").mkdir(parents=True, exist_ok=True)
     config = Config.model_validate(
         {"policy": {"model": "embedded", "max_context": ROLLED_CONTEXT}, "launcher": {"threads": 1}}
     )
-    secret = secrets.token_hex(16)
-    (home / "config" / "settings.yaml").write_text(f"variables: {{environment: {{OPENAI_API_KEY: {secret}}}}}\n")
     results: list[Result] = []
     trained: dict[str, int] = defaultdict(int)
-    async with (
-        serving(config, home / "policies", lambda said: None, secret=secret) as served,
-        Client(server_parameters(variables_of(home))) as client,
-    ):
-        policy = PolicyClient(served.url, secret)
-        traveller = Traveller(home, client, policy, f"{served.url}/v1")
-        try:
+    with scripted_session(_VERDICT) as grader:
+        models = {"grader": {"base_url": grader.base_url, "model": "grader"}}
+        (home / "config" / "settings.yaml").write_text(json.dumps({"models": models}))
+        async with (
+            serve_policy(config, home / "policies", lambda said: None) as policy,
+            Client(server_parameters(variables_of(home))) as client,
+        ):
+            traveller = Traveller(home, client, policy, grader.base_url)
             for candidate in drawn:
                 result = await traveller.go(candidate, train=trained[candidate.ecosystem] < train)
                 trained[candidate.ecosystem] += "trained" in (*result.reached, result.failed_at)
@@ -135,8 +137,6 @@ async def _tried(
                 console.print(f"{candidate.ecosystem} {candidate.name}: {state}", markup=False, highlight=False)
                 if report is not None:
                     report.write_text(json.dumps([one.record() for one in results], indent=1))
-        finally:
-            await policy.close()
     return results
 
 

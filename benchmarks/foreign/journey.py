@@ -17,13 +17,16 @@ from mcp import Client
 from toprope_tools.planning.opening import options_of
 from toprope_tools.workshop import Workshop
 
-from benchmarks.foreign.candidates import POLICY, Candidate
+from benchmarks.foreign.candidates import GRADER, Candidate
 from toprope.errors import TopropeError
 from toprope.sdk.errors import WorkerFailure
+from toprope.settings.endpoints import Endpoint
 from toprope.settings.environment import EnvironmentSection
 from toprope.settings.launcher import LauncherSection
 from toprope.training.inference.client import PolicyClient, Sampling
+from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
+from toprope.training.rollouts.environment_host import MODEL_ROLES
 from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
 from toprope.training.rollouts.restarting_worker import RestartingWorker
@@ -111,18 +114,18 @@ class Traveller:
         home: The owner's home.
         client: A session with a server of that home.
         policy: The policy that answers in rollouts.
-        address: Its address, for judges.
+        grader: Address of a model that gives verdicts; the owner's name for it is `grader`.
     """
 
-    def __init__(self, home: Path, client: Client, policy: PolicyClient, address: str) -> None:
-        self._home, self._client, self._policy, self._address = home, client, policy, address
+    def __init__(self, home: Path, client: Client, policy: PolicyClient, grader: str) -> None:
+        self._home, self._client, self._policy, self._grader = home, client, policy, grader
         self._variables = variables_of(home)
         self._workshop = Workshop.open()
 
     async def go(self, candidate: Candidate, *, train: bool) -> Result:
         """Take an environment as far as it comes; `train` is the last stage."""
         result = Result(candidate)
-        knobs = {name: self._address if value == POLICY else value for name, value in candidate.knobs}
+        knobs = {name: self._grader if value == GRADER else value for name, value in candidate.knobs}
         try:
             result.failed_at = "listed"
             result.names = await self._listed(candidate)
@@ -134,11 +137,11 @@ class Traveller:
                 splits = (await self._patiently(tool, name=name, knobs=knobs)).get("splits") or splits
                 result.reached.append(stage)
             result.failed_at = "rolled"
-            await asyncio.wait_for(self._rolled(name, knobs), _ROLL_S)
+            grades = await asyncio.wait_for(self._rolled(name, knobs), _ROLL_S)
             result.reached.append("rolled")
             if train:
                 result.failed_at = "trained"
-                await asyncio.wait_for(self._trained(name, knobs, splits), _TRAIN_S)
+                await asyncio.wait_for(self._trained(name, knobs, splits, grades=grades), _TRAIN_S)
                 result.reached.append("trained")
             result.failed_at = ""
         except Refused as refusal:
@@ -220,8 +223,8 @@ class Traveller:
             text = said.decode(errors="replace")
             raise Refused(text[text.rfind("toprope: ") :] if "toprope: " in text else text[-2000:])
 
-    async def _rolled(self, name: str, knobs: Mapping[str, Any]) -> None:
-        """Sample two rollouts of two tasks, through a worker behind its wall."""
+    async def _rolled(self, name: str, knobs: Mapping[str, Any]) -> bool:
+        """Sample two rollouts of two tasks, through a worker behind its wall; return True if it asks graders."""
         entry = await asyncio.to_thread(self._workshop.catalog.find, name)
         options = options_of(self._workshop, EnvironmentSection(name=name, knobs=dict(knobs)))
 
@@ -237,10 +240,14 @@ class Traveller:
             async with await RestartingWorker.start(opened, LauncherSection(restarts=0)) as worker:
                 kind = EnvManagedSampler if card.own_loop else GroupSampler
                 maker = kind(worker, self._policy, multi_turn=card.max_turns > 1, call_timeout_s=60.0)
+                if isinstance(maker, EnvManagedSampler) and MODEL_ROLES in card.tags:
+                    endpoint = Endpoint(base_url=self._grader, model="grader")
+                    maker.roles = {"grader": EndpointClient(endpoint, None, None)}
                 for index in range(_TASKS):
                     made = await maker.sample(TaskRef("train", index), _GROUP, Sampling(1.0, 1.0, _TOKENS))
                     if error := next((one.error for one in made.outcomes if one.error), ""):
                         raise Refused(f"A rollout ended with an error: {error}")
+            return MODEL_ROLES in card.tags
         except WorkerFailure as failure:
             told = failed(entry, failure)
             raise Refused(f"{told.message}\n{told.hint}") from None
@@ -250,10 +257,12 @@ class Traveller:
             if link is not None:
                 await asyncio.shield(link.close(0))
 
-    async def _trained(self, name: str, knobs: Mapping[str, Any], splits: Mapping[str, Any]) -> None:
+    async def _trained(self, name: str, knobs: Mapping[str, Any], splits: Mapping[str, Any], *, grades: bool) -> None:
         draft = await self._patiently("select_environment", name=name, preset="cpu-embedded", knobs=dict(knobs))
         unmeasured = not (splits.get("heldout") or {}).get("known")
         changes = _TRAINING | ({"evaluation.heldout_tasks": 0} if unmeasured else {})
+        if grades:
+            changes |= {"environment.model_roles": {"grader": "grader"}}
         await self._call("edit_config", draft_id=draft["draft_id"], changes=changes)
         run_id = (await self._call("start_training", draft_id=draft["draft_id"]))["run_id"]
         while True:

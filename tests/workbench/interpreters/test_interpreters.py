@@ -28,11 +28,11 @@ from toprope.records.run.manifest import packages_in, site_packages_of
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config
-from toprope.workbench.adapters import Adapter
+from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
-from toprope.workbench.interpreters.naming import target_of
+from toprope.workbench.interpreters.naming import ecosystem_requirements, target_of
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import newer_python
 from toprope.workbench.interpreters.registry import Added
@@ -447,6 +447,23 @@ def test_file_requires_what_lies_beside_it_unless_it_names_its_own(tmp_path: Pat
     plain.write_text("")
     own.write_text('# /// script\n# dependencies = ["tinymore"]\n# ///\n')
     assert [target_of(str(one), []).requirements for one in (plain, own)] == [("tinyrules",), ("tinymore",)]
+
+
+def test_folder_gets_the_ecosystem_of_its_files(home: Home, quick: None, tmp_path: Path) -> None:
+    place = tmp_path / "games" / "counting"
+    place.mkdir(parents=True)
+    (place / "app.py").write_text(
+        "from nemo_gym.base import SimpleResourcesServer\nclass A(SimpleResourcesServer): ...\n"
+    )
+    (tmp_path / "games" / "requirements.txt").write_text("tinyrules\n")
+    known = [one for one in adapters() if one.name in ("nemo_gym", "atropos")]
+    target = target_of(str(tmp_path / "games"), known)
+    assert ecosystem_requirements(target, known) == ("nemo-gym==0.4.*",)
+    assert ecosystem_requirements(target_of(str(place / "app.py"), known), known) == ("nemo-gym==0.4.*",)
+    assert Interpreters(home, lambda: known).add(Order(str(tmp_path / "games"))).added.requirements == [
+        "tinyrules",
+        "nemo-gym==0.4.*",
+    ]
 
 
 def test_packages_get_the_newer_python_that_they_require(

@@ -25,9 +25,15 @@ from toprope.settings.yamlfiles import nearest
 from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
 from toprope.workbench.interpreters.known import known_interpreters
-from toprope.workbench.interpreters.naming import Target, checked_name, is_project, require_no_secret, target_of
+from toprope.workbench.interpreters.naming import (
+    Target,
+    checked_name,
+    ecosystem_requirements,
+    is_project,
+    require_no_secret,
+    target_of,
+)
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.pythons import newer_python
 from toprope.workbench.interpreters.registry import Added, Registry
 from toprope.workbench.interpreters.store import Made, Store, bytes_of, digests_in_use
 from toprope.workbench.interpreters.words import excerpt, progress_of
@@ -119,7 +125,8 @@ class Interpreters:
                 target = _within(target, checkout)
             target = replace(target, name=name)
             if target.requirements:
-                target = replace(target, requirements=(*target.requirements, *self._more(target.path)))
+                more = (*self._more(target.path), *ecosystem_requirements(target, self._adapters()))
+                target = replace(target, requirements=(*target.requirements, *more))
             given_up = given_up or threading.Event()
             outcome = self._place(order, target, progress, given_up)
             if outcome.made is not None and (more := self._more(outcome.added.site_packages)):
@@ -231,7 +238,7 @@ class Interpreters:
             commands = Commands(aside / "log", timeout_s=_LONGEST_S, heard=_telling(progress), given_up=given_up)
             installer = Installer(aside / "venv", commands)
             progress(f"resolving {', '.join(requirements)} with {installer.name}")
-            pins = _resolved(installer, target.name, wanted, progress)
+            pins = installer.made_and_resolved(target.name, wanted, progress)
             what = _looked_at(installer.python).what
             digest = digest_of(pins, what)
             try:
@@ -408,21 +415,6 @@ def _looked_at(python: str) -> _Seen:
             hint="Give the path of a Python interpreter.",
         )
     return _Seen(tuple(said["version"]), str(said["site"]), str(said["what"]))
-
-
-def _resolved(installer: Installer, name: str, wanted: Wanted, progress: Callable[[str], None]) -> list[Pin]:
-    """Make the environment and resolve its pins, with a newer Python of this machine if the packages require one."""
-    installer.make(wanted.base)
-    try:
-        return installer.resolve(name, wanted)
-    except EnvironmentFailed as failed:
-        other = newer_python(failed.message) if wanted.base is None else None
-        if other is None:
-            raise
-        progress(f"it requires {other}")
-        shutil.rmtree(Path(installer.python).parents[1])
-        installer.make(other)
-        return installer.resolve(name, wanted)
 
 
 def _require_import(python: str, adapter: Adapter, aside: Path) -> None:

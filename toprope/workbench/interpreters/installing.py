@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +23,7 @@ from packaging.utils import canonicalize_name
 
 from toprope.errors import EnvironmentFailed
 from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.pythons import newer_python
 from toprope.workbench.interpreters.words import excerpt, failure
 
 _TORCH_INDEX = "https://download.pytorch.org/whl/"
@@ -94,6 +95,24 @@ class Installer:
                 f"{command[0]} cannot make a virtual environment; nothing was kept. It printed:\n{excerpt(lines)}",
                 hint="Give --base with the path of another Python.",
             )
+
+    def made_and_resolved(self, what: str, wanted: Wanted, progress: Callable[[str], None]) -> list[Pin]:
+        """Make the environment and resolve its pins, with a newer Python of this machine if the packages require one.
+
+        Raises:
+            EnvironmentFailed: See `make` and `resolve`.
+        """
+        self.make(wanted.base)
+        try:
+            return self.resolve(what, wanted)
+        except EnvironmentFailed as failed:
+            other = newer_python(failed.message) if wanted.base is None else None
+            if other is None:
+                raise
+            progress(f"it requires {other}")
+            shutil.rmtree(self._venv)
+            self.make(other)
+            return self.resolve(what, wanted)
 
     def resolve(self, what: str, wanted: Wanted) -> list[Pin]:
         """Resolve the requirements to pins.

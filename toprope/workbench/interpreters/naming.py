@@ -16,7 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from toprope.errors import InvalidValue, NotFound, shown
-from toprope.sdk.discovery import NAME, script_requirements
+from toprope.sdk.discovery import NAME, environment_files, parse, script_requirements
 from toprope.sdk.worker.client import KEY_IN_URL
 from toprope.settings.yamlfiles import nearest
 from toprope.workbench.adapters import Adapter
@@ -166,6 +166,21 @@ def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     if not own and listed.is_file():
         own = tuple(_lines(listed, adapters))
     return Target("folder", str(path), name, own, path=path)
+
+
+def ecosystem_requirements(target: Target, adapters: Sequence[Adapter]) -> tuple[str, ...]:
+    """Return what the ecosystems of a folder's files need, which their authors often leave out of its requirements."""
+    if target.kind == "packages" or target.path is None:
+        return ()
+    asked = [adapter for adapter in adapters if adapter.reads_files and adapter.package and adapter.requirements]
+    found: dict[str, Adapter] = {}
+    for file in [target.path] if target.path.is_file() else environment_files(target.path, deep=True):
+        try:
+            tree = parse(file)
+            found |= {adapter.name: adapter for adapter in asked if adapter.declared(file, tree)}
+        except Exception:  # Listing reports files that cannot be read.
+            continue
+    return tuple(dict.fromkeys(line for adapter in found.values() for line in adapter.requirements))
 
 
 def is_project(folder: Path) -> bool:
