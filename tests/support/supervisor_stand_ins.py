@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from toprope.records import messages as crew
 from toprope.records.run.folder import RunFolder
 
 PATH = Path(__file__).resolve()
-NAMES = ("policy", "api", "inference", "trainer", "environment")
+NAMES = ("policy", "api", "inference", "trainer", "environment", "environment-2")
 
 
 def programs(behaviours: dict[str, dict[str, Any]], token: str) -> dict[str, list[str]]:
@@ -134,7 +135,7 @@ class StandIn:
         if self.life > 1:
             time.sleep(self.behaviour.get("slow", 0.0))
         self.moment("start")
-        getattr(self, self.name)()
+        getattr(self, "sampler" if self.name.startswith("environment-") else self.name)()
 
     def policy(self) -> None:
         self.report(crew.Ready(str(self.folder.path)))
@@ -147,8 +148,32 @@ class StandIn:
 
     def api(self) -> None:
         self.report(crew.Ready(self.listening()))
+        threading.Thread(target=self.greet, daemon=True).start()
         self.report(crew.CountsReport({"accepted": 3, "committed": 3}))
         self.serve()
+
+    def greet(self) -> None:
+        """Tell every caller the secret of this member's run."""
+        while True:
+            caller, _ = self.socket.accept()
+            with caller:
+                caller.sendall(os.environ[crew.ENV_SECRET].encode())
+
+    def sampler(self) -> None:
+        """A further driver: post a group after each answer of the API, until it is stopped."""
+        self.report(crew.Checked({"tasks": {"train": 9}}))
+        self.report(crew.Ready())
+        self.moment("ready")
+        self.need(crew.BASELINE, "api")
+        posted = 0
+        while not any(isinstance(order, crew.Stop) for order in self.orders):
+            port = int(self.peers["api"].rpartition(":")[2])
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as api:
+                if api.recv(100) == os.environ[crew.ENV_SECRET].encode():
+                    posted += 1
+            self.report(crew.Making(posted + 1, 0, posted))
+            self.moment("posted")
+            self.listen(0.02)
 
     def inference(self) -> None:
         self.report(crew.Ready(self.listening(), {"vocabulary": 7}))

@@ -14,6 +14,9 @@ import msgspec
 COMPONENTS = ("policy", "api", "inference", "trainer", "environment")
 """The members of a crew. `policy` is a program that ends after it has put the policy's folder in place."""
 
+BASELINE = "baseline"
+"""Among the addresses of peers once the starting policy is evaluated; further drivers sample only then."""
+
 ENV_FOLDER = "TOPROPE_RUN_FOLDER"
 ENV_COMPONENT = "TOPROPE_COMPONENT"
 ENV_ATTEMPT = "TOPROPE_ATTEMPT"
@@ -146,6 +149,21 @@ class Warned(msgspec.Struct, tag="warned"):
     what: str
 
 
+class Used(msgspec.Struct, tag="used"):
+    """A member on another node, with all its processes, used so much processor time since its last report of this
+    kind, and holds so much memory now."""
+
+    cpu_s: float
+    memory_bytes: int
+
+
+class Offered(msgspec.Struct, tag="offered"):
+    """The member's node offers something to others under a name of its own: `weights`."""
+
+    name: str
+    address: str
+
+
 class NoRoom(msgspec.Struct, tag="no_room"):
     """The member could not write to a full disk; it continues and tries again later."""
 
@@ -163,6 +181,8 @@ Report = (
     | Finished
     | Failed
     | Warned
+    | Used
+    | Offered
     | NoRoom
     | Beat
     | Making

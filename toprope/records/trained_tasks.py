@@ -35,10 +35,11 @@ class TrainedTasks:
     Args:
         folder: The run's folder.
         base: Folder of the run whose weights it begins with, if any.
+        driver: Number of the driver that records; each has a file of its own.
     """
 
-    def __init__(self, folder: Path, base: Path | None) -> None:
-        self._path = folder / FILE
+    def __init__(self, folder: Path, base: Path | None, driver: int = 1) -> None:
+        self._path = folder / (FILE if driver == 1 else FILE.replace(".", f"-{driver}."))
         self.inherited = read_trained(base) if base is not None else frozenset[str]()
         """Ids of the tasks that the first weights were trained on."""
         self._known = set(read_trained(folder))
@@ -70,13 +71,19 @@ def sync_trained(folder: Path) -> None:
     Raises:
         OSError: The disk is full, or failed.
     """
-    with contextlib.suppress(FileNotFoundError):
-        fsync(folder / FILE)
+    for path in _files(folder):
+        with contextlib.suppress(FileNotFoundError):
+            fsync(path)
 
 
 def read_trained(folder: Path) -> frozenset[str]:
     """Return the ids that a run recorded; empty for runs of earlier versions."""
-    try:
-        return frozenset((folder / FILE).read_text(encoding="utf-8").split())
-    except FileNotFoundError:
-        return frozenset()
+    found: set[str] = set()
+    for path in _files(folder):
+        with contextlib.suppress(FileNotFoundError):
+            found.update(path.read_text(encoding="utf-8").split())
+    return frozenset(found)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [folder / FILE, *folder.glob(FILE.replace(".", "-*."))]

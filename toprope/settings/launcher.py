@@ -82,6 +82,13 @@ class LauncherSection(Section):
         description="CPU threads of each torch process. Training on the CPU reserves twice as many, for trainer and "
         "inference, and is queued until they are free; tests run beside training and wait for other tests only.",
     )
+    drivers: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Environment drivers, each with workers of its own; those after the first only sample for "
+        "training. At least one for each node after the first.",
+    )
     start_timeout_s: float = Field(600.0, gt=0, le=86_400, description="Seconds until every component must be ready.")
     stop_grace_s: float = Field(
         4.0,
@@ -141,6 +148,11 @@ class LauncherSection(Section):
         """The room of a component on a cluster."""
         usual = {"cpus": self.threads} if component in ("trainer", "inference") else {}
         return Resources.model_validate({**usual, **self.resources.get(component, {})})
+
+    @property
+    def driver_count(self) -> int:
+        """Environment drivers of a run that samples."""
+        return max(self.drivers, self.nodes - 1)
 
 
 class RestartAllowance:

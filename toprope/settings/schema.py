@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from toprope.settings.algorithms import contradictions
-from toprope.settings.environment import EnvironmentSection, Section, mixture_conflicts
+from toprope.settings.environment import EnvironmentSection, Section, members_of, mixture_conflicts
 from toprope.settings.launcher import LauncherSection
 
 EMBEDDED = ("embedded", "embedded-tools")
@@ -311,6 +311,12 @@ class Config(BaseModel):
                 if algorithm.name == "custom"
                 else f"algorithm.trainer is for algorithm.name custom; the name is {algorithm.name}."
             )
+        if self.launcher.driver_count > 1:
+            one = "needs one driver (launcher.drivers, launcher.nodes - 1)"
+            if algorithm.deterministic:
+                found.append(f"algorithm.deterministic {one}, which samples in step.")
+            if any(plan.curriculum for plan in members_of(self.environment)):
+                found.append(f"environment.curriculum {one}, which measures the levels.")
         return found
 
 

@@ -16,6 +16,8 @@ from toprope.records import messages
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.walls import ENV_WALLS
+from toprope.supervisor.keeper.containment import ENV_CONTAINMENT
+from toprope.supervisor.programs import role_of
 
 ALL_COMPONENTS = "*"
 """In the owner's variables: for every component, except keys that only one component uses."""
@@ -38,6 +40,7 @@ _NAMES = frozenset(
     }
 )  # fmt: skip
 _PREFIXES = ("LC_", "XDG_")
+_ENGINES = ("SLURM_", "RAY_", "MUNGE_")
 
 _FAR = ("HF_", "HUGGING_FACE_", "TRANSFORMERS_", "LANG", "LC_")
 """Variables of the front end that hold on a cluster's nodes as well."""
@@ -53,6 +56,14 @@ _SHORTEST_SECRET = 8
 
 def _allowed(surroundings: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in surroundings.items() if name in _NAMES or name.startswith(_PREFIXES)}
+
+
+def engine_variables(surroundings: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for programs of an engine, which may show them to others or send them in clear."""
+    named = {name: value for name, value in surroundings.items() if name.startswith(_ENGINES)}
+    if ENV_CONTAINMENT in surroundings:
+        named[ENV_CONTAINMENT] = surroundings[ENV_CONTAINMENT]
+    return _allowed(surroundings) | named
 
 
 def _is_for(name: str, component: str, specification: Specification) -> bool:
@@ -141,7 +152,7 @@ def component_variables(
     """Return the whole environment of one component, without the descriptor of its reports.
 
     Args:
-        component: Its name.
+        component: Its name; that of a further driver ends in its number.
         specification: Its run: threads, the seed of hashes, the keys that it needs.
         attempt: Number of the run's attempt.
         secret: The run's secret, by which its members recognize each other.
@@ -150,6 +161,7 @@ def component_variables(
         gpus: Ids of the reserved GPUs, the only ones that the run sees; None: no reservation.
         checkpoint: Checkpoint that this attempt resumes from.
     """
+    component, member = role_of(component), component
     variables = _allowed(surroundings)
     keys = {name: value for name, value in surroundings.items() if name in _USERS}
     for name, value in (keys | dict(owners.get(ALL_COMPONENTS, {}))).items():
@@ -179,7 +191,7 @@ def component_variables(
     variables |= owners.get(component, {})
     return variables | {
         messages.ENV_FOLDER: str(folder),
-        messages.ENV_COMPONENT: component,
+        messages.ENV_COMPONENT: member,
         messages.ENV_ATTEMPT: str(attempt),
         messages.ENV_SECRET: secret,
     }

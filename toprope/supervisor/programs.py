@@ -39,19 +39,27 @@ Programs = Mapping[str, Sequence[str]]
 """Component -> argv, in place of the programs above."""
 
 
+def role_of(member: str) -> str:
+    """Return the component that a member is: `environment` for `environment-2`, a further driver."""
+    return member.partition("-")[0]
+
+
 def command_of(component: str, programs: Programs | None = None) -> list[str]:
     """Return the argv that starts a component."""
     if programs and component in programs:
         return list(programs[component])
-    return [sys.executable, "-P", "-m", PROGRAMS[component]]
+    return [sys.executable, "-P", "-m", PROGRAMS[role_of(component)]]
 
 
 def members_of(specification: Specification) -> tuple[str, ...]:
-    """Return the members of a run's crew in start order. A test of endpoints alone needs no policy here."""
+    """Return the members of a run's crew in start order. A test of endpoints alone needs no policy here. Drivers after
+    the first only sample for training."""
     models = specification.test.models if specification.test else []
     members = specification.run_kind.members
     if models and all(model.endpoint is not None for model in models):
         members = ("environment",)
+    if specification.run_kind.samples:
+        members = (*members, *(f"environment-{n}" for n in range(2, specification.config.launcher.driver_count + 1)))
     return (*members, TRACKER) if is_tracked(specification) else members
 
 
@@ -62,8 +70,9 @@ def is_tracked(specification: Specification) -> bool:
 
 
 def optional_members_of(specification: Specification) -> frozenset[str]:
-    """Return the members that may fail without ending the run: the tracker, and those of the policy if endpoints are
-    tested as well."""
+    """Return the members that may fail without ending the run: the tracker, all drivers but the first, and those of the
+    policy if endpoints are tested as well."""
     models = specification.test.models if specification.test else []
     with_endpoints = any(model.endpoint is not None for model in models)
-    return frozenset({TRACKER, "policy", "inference"} if with_endpoints else {TRACKER})
+    drivers = {name for name in members_of(specification) if name.startswith("environment-")}
+    return frozenset(drivers | ({TRACKER, "policy", "inference"} if with_endpoints else {TRACKER}))

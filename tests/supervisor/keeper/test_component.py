@@ -18,6 +18,7 @@ class StandInGuard:
     """A guard without a program; the test writes its reports and decides when it ends."""
 
     pid = 1
+    node = None
 
     def __init__(self) -> None:
         self.orders = os.open(os.devnull, os.O_WRONLY)
@@ -25,7 +26,7 @@ class StandInGuard:
         os.set_blocking(self.reports, False)
         self.ended = asyncio.Event()
 
-    def spawn(self, request: SpawnRequest) -> StandInGuard:
+    def spawn(self, member: str, request: SpawnRequest) -> StandInGuard:
         return self
 
     def stop(self, grace_s: float) -> None:

@@ -96,6 +96,9 @@ class CrewMember(_Record):
 
     state: Literal["starting", "ready", "finished", "exited", "stopped"]
     pid: int | None = None
+    """Process id on its node."""
+    node: str | None = None
+    """The node that it runs on, if the crew has several."""
     exit_code: int | None = None
     since: float
     restarts: int = 0

@@ -8,7 +8,6 @@ sides, and nothing but the ports that were asked for can be reached.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import struct
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 from toprope.sdk.errors import WorkerDied
 
-__all__ = ["Relay"]
+__all__ = ["Relay", "join"]
 
 _CHUNK = 1 << 16
 _ANSWER_S = 10.0
@@ -75,22 +74,43 @@ def _copier(port: int):  # type: ignore[no-untyped-def]
         except OSError:
             writer.close()
             return
-        both = [asyncio.create_task(_pump(reader, outer_writer)), asyncio.create_task(_pump(outer_reader, writer))]
-        try:
-            await asyncio.gather(*both)
-        finally:
-            for task in both:
-                task.cancel()
-            writer.close()
-            outer_writer.close()
+        await join(reader, writer, outer_reader, outer_writer)
 
     return copy
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
+async def join(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    outer_reader: asyncio.StreamReader,
+    outer_writer: asyncio.StreamWriter,
+) -> None:
+    """Copy bytes between two connections, both ways, then close them.
+
+    They end when both directions have; a direction that cannot be ended alone (TLS) ends the other with it.
+    """
+    both = {asyncio.create_task(_pump(reader, outer_writer)), asyncio.create_task(_pump(outer_reader, writer))}
+    left, goes_on = both, True
+    try:
+        while left and goes_on:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            goes_on = all(task.result() for task in done)
+    finally:
+        for task in both:
+            task.cancel()
+        writer.close()
+        outer_writer.close()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    """Copy until the end; False if the other direction cannot go on alone."""
+    try:
         while data := await reader.read(_CHUNK):
             writer.write(data)
             await writer.drain()
-        if writer.can_write_eof():
-            writer.write_eof()
+        if not writer.can_write_eof():
+            return False
+        writer.write_eof()
+    except OSError:
+        return False
+    return True

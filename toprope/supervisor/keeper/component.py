@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from toprope.records.messages import Order, Report, decode_report, encode_line
+from toprope.records.messages import Keys, Order, Report, decode_report, encode_line
 from toprope.supervisor import guard
 from toprope.supervisor.keeper.logs import read_tail
 from toprope.supervisor.keeper.spawner import Spawner, SpawnRequest
@@ -79,14 +79,21 @@ class Component:
         self._unread = b""
         self._unsent = b""
         self._loop = asyncio.get_running_loop()
-        self._guard = spawner.spawn(request)
+        self._guard = spawner.spawn(name, request)
         self._orders, self._reports = self._guard.orders, self._guard.reports
         self._loop.add_reader(self._reports, self._on_reports)
         self._follower = self._loop.create_task(self._follow_guard())
+        if request.keys and self.node is None:  # elsewhere they do not travel with the orders
+            self.send(Keys(dict(request.keys)))
 
     @property
     def guard_pid(self) -> int:
         return self._guard.pid
+
+    @property
+    def node(self) -> str | None:
+        """Name of the node that it runs on; None beside the keeper."""
+        return self._guard.node
 
     async def wait_started(self) -> int | None:
         """Return the program's process id as soon as it is known; None if the guard ended before."""
@@ -118,7 +125,7 @@ class Component:
 
     def kill_group(self) -> None:
         """Kill what is left in the program's process group, after its guard was killed."""
-        if self.pid is not None:
+        if self.pid is not None and self.node is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
-from toprope.records.messages import ENV_KEYS, ENV_LIFE, ENV_LISTENER_FD, Evaluate, Keys, Order, Peers, Stop, Without
+from toprope.records.messages import ENV_KEYS, ENV_LIFE, ENV_LISTENER_FD, Evaluate, Order, Peers, Stop, Without
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.supervisor import guard
@@ -36,8 +36,11 @@ from toprope.supervisor.programs import (
     Programs,
     command_of,
     members_of,
+    role_of,
 )
 from toprope.supervisor.runs.orphan_reaper import reap_marked, run_marks
+from toprope.supervisor.spread.nodes import Spread
+from toprope.supervisor.spread.spawner import SpreadSpawner
 
 _SECOND_GRACE_S = 0.5
 """The least that inference and api get to end, even if the members before them used up the grace."""
@@ -58,7 +61,8 @@ class Crew:
         programs: argv in place of the real programs.
         surroundings: The environment to select the members' variables from.
         checkpoint: Checkpoint that this attempt resumes from.
-        spawner: Starts the members' processes.
+        spawner: Starts the members' processes; chosen here if None.
+        spread: The nodes that members run on; None if all run beside the keeper.
     """
 
     def __init__(
@@ -72,10 +76,11 @@ class Crew:
         surroundings: Mapping[str, str],
         checkpoint: Path | None = None,
         spawner: Spawner | None = None,
+        spread: Spread | None = None,
     ) -> None:
         self._folder, self._spec, self._lock, self._attempt = folder, specification, lock, attempt
         self._programs, self._surroundings = programs, surroundings
-        self._spawner = spawner or self._make_spawner()
+        self._spawner = spawner or self._make_spawner(spread)
         self.checkpoint = checkpoint
         """Checkpoint that members started from now on resume from."""
         self.gpus: tuple[str, ...] | None = None
@@ -90,7 +95,10 @@ class Crew:
         self._deadline_moved = asyncio.Event()
         self._listener: socket.socket | None = None
 
-    def _make_spawner(self) -> Spawner:
+    def _make_spawner(self, spread: Spread | None) -> Spawner:
+        if spread is not None:
+            self._folder.crew.mkdir(mode=0o700, exist_ok=True)
+            return SpreadSpawner(LocalSpawner(), spread, self._folder.crew)
         preloadable = IMPORTS_TORCH.intersection(members_of(self._spec)) - set(self._programs or {})
         if len(preloadable) > 1 and can_preload():
             return PreloadingSpawner(len(preloadable))
@@ -124,8 +132,8 @@ class Crew:
         variables[ENV_LIFE] = str(self._launches[name])
         if listener is not None:
             variables[ENV_LISTENER_FD] = str(listener.fileno())
-        command, keys = [*command_of(name, self._programs), *arguments], {}
-        if name in PROGRAMS and name != PLOT and not (self._programs and name in self._programs):
+        command, keys = [*command_of(name, self._programs), *arguments], dict[str, str]()
+        if role_of(name) in PROGRAMS and name != PLOT and not (self._programs and name in self._programs):
             # Its environment becomes unreadable, so the orphan reaper knows it by its arguments.
             command += run_marks(self._folder.path, self._attempt)
             keys = take_keys(variables)
@@ -140,12 +148,11 @@ class Crew:
             inherits=[] if listener is None else [listener.fileno()],
             releases_detached=name in STARTS_RUNS,
             preloadable=name in IMPORTS_TORCH and name not in (self._programs or {}),
+            keys=keys,
         )
         component = Component(name, request, self._spawner)
         self._components[name] = component
         self._launches[name] += 1
-        if keys:
-            component.send(Keys(keys))
         if self._addresses:
             component.send(Peers(dict(self._addresses)))
         for order in self._unsettled.get(name, {}).values():
@@ -161,6 +168,12 @@ class Crew:
             self._listener.bind(("127.0.0.1", 0))
             self._listener.listen(_BACKLOG)
         return self._listener
+
+    @property
+    def drivers(self) -> list[str]:
+        """Names of the drivers that were started, the first one first."""
+        found = [name for name in self._components if role_of(name) == "environment"]
+        return sorted(found, key=lambda name: (len(name), name))
 
     def announce(self, name: str, address: str) -> None:
         """Send the address of `name` to every member."""
@@ -227,7 +240,7 @@ class Crew:
         soon = loop.time() + min(grace_s, _NOTHING_TO_SAVE_S)
         await self._reap_unguarded()
         running = [component for component in self._components.values() if not component.gone.is_set()]
-        first = [component for component in running if component.name in _CLOSED_FIRST]
+        first = [component for component in running if role_of(component.name) in _CLOSED_FIRST]
         for component in first:
             if component.name == "trainer":
                 component.send(Stop(grace_s))

@@ -39,6 +39,7 @@ from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import PLOT, STARTS_RUNS, TRACKER, Programs, members_of
 from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume
 from toprope.supervisor.runs.orders import StopOrder, take_orders
+from toprope.supervisor.spread.nodes import Spread
 from toprope.supervisor.watchers.group import WatcherGroup, create_watchers
 from toprope.supervisor.watchers.watcher import RunControl
 
@@ -78,6 +79,7 @@ class RunLifecycle:
         surroundings: The environment to select the members' variables from; this process's when None.
         parent: The process of an engine that gave the run its place, and with whose end the run ends; None: the run
             reserves its place on this machine.
+        spread: The nodes that members run on; None if all run beside the keeper.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class RunLifecycle:
         programs: Programs | None = None,
         surroundings: Mapping[str, str] | None = None,
         parent: int | None = None,
+        spread: Spread | None = None,
     ) -> None:
         self._folder, self._parent = folder, parent
         self._spec = Specification.read(folder)
@@ -104,6 +107,7 @@ class RunLifecycle:
             programs=programs,
             surroundings=os.environ if surroundings is None else surroundings,
             checkpoint=checkpoint,
+            spread=spread,
         )
         self._pause = PauseControl(self._writer, self._crew)
         self._reports = ReportHandler(self._spec, self._writer, self._crew, resumes=checkpoint is not None)
@@ -315,7 +319,9 @@ class RunLifecycle:
 
     def _launch(self, name: str) -> None:
         self._writer.set_member(name, "starting", pid=None)
-        self._run_in_background(self._follow(self._crew.launch(name)))
+        component = self._crew.launch(name)
+        self._writer.set_member(name, "starting", pid=None, node=component.node)
+        self._run_in_background(self._follow(component))
 
     async def _follow(self, component: Component) -> None:
         self._writer.set_member(component.name, "starting", pid=await component.wait_started())
@@ -348,6 +354,7 @@ class RunLifecycle:
             (name == "policy" and name in reports.ready)
             or (name == "trainer" and name in reports.finished)
             or (name == "environment" and "after" in reports.evaluated)
+            or (name in self._crew.drivers[1:] and "trainer" in reports.finished)
             or (name == "conductor" and name in reports.finished)
             or (name == TRACKER and self._closing)
         )

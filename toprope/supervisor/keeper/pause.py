@@ -13,9 +13,6 @@ from toprope.records.run.status import TRANSITIONS, State
 from toprope.supervisor.keeper.crew import Crew
 from toprope.supervisor.keeper.status_writer import StatusWriter
 
-_MEMBERS = ("trainer", "environment")
-"""The members that begin work; the others only answer requests."""
-
 
 class PauseControl:
     """The pauses that are wanted now, by party, and the state to return to."""
@@ -31,7 +28,7 @@ class PauseControl:
         self._reasons[by] = reason
         if known == reason:
             return
-        for name in _MEMBERS:
+        for name in self._members():
             self._crew.send_until_settled(name, Pause(reason))
         if self._writer.state == "paused":
             self._writer.update(reason=reason)
@@ -44,10 +41,14 @@ class PauseControl:
         if self._reasons:
             self._writer.update(reason=list(self._reasons.values())[-1])
             return
-        for name in _MEMBERS:
+        for name in self._members():
             self._crew.settle(name, Pause())
             self._crew.send(name, Proceed())
         self.leave_pause()
+
+    def _members(self) -> list[str]:
+        """The members that begin work; the others only answer requests."""
+        return ["trainer", *(self._crew.drivers or ["environment"])]
 
     def apply(self) -> None:
         """Enter `paused` if a pause is wanted and the present state allows it."""

@@ -69,10 +69,10 @@ class PreloadingSpawner:
         self._timer: asyncio.TimerHandle | None = None
         self._reaper: asyncio.Task[None] | None = None
 
-    def spawn(self, request: SpawnRequest) -> SpawnedGuard:
+    def spawn(self, member: str, request: SpawnRequest) -> SpawnedGuard:
         """See `Spawner.spawn`."""
         if not request.preloadable or request.inherits or self._left <= 0:
-            return self._local.spawn(request)
+            return self._local.spawn(member, request)
         self._left -= 1
         if self._socket is None:
             self._start(request)
@@ -176,6 +176,8 @@ def _message(request: SpawnRequest) -> dict[str, object]:
 
 class _ForkedGuard:
     """A guard that another process forks for this one, which becomes its parent. See `SpawnedGuard`."""
+
+    node: str | None = None
 
     def __init__(self, request: SpawnRequest) -> None:
         self._request, self._pipes = request, Pipes()

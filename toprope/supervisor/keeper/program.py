@@ -134,6 +134,7 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
     import traceback
 
     from toprope.records.run.folder import RunFolder
+    from toprope.records.run.launch import Launch
     from toprope.records.run.status import Status
     from toprope.sdk.wall.kernel import hide_memory
     from toprope.supervisor.keeper.containment import choose_on_node
@@ -141,6 +142,7 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
     from toprope.supervisor.launchers.claims import claim
     from toprope.supervisor.notices import tell_end
     from toprope.supervisor.runs.cleanup import settle_run, write_end
+    from toprope.supervisor.spread.nodes import find_nodes
 
     hide_memory()
     folder = RunFolder(path)
@@ -155,7 +157,8 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
     lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id(), attempt=status.attempt, beats=True)
 
     async def run() -> None:
-        await RunLifecycle(folder, lock, programs=programs, parent=parent).run()
+        spread = find_nodes(Launch.read(folder), os.environ)
+        await RunLifecycle(folder, lock, programs=programs, parent=parent, spread=spread).run()
 
     try:
         if parent is not None:

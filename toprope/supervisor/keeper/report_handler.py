@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 from toprope.records.messages import (
+    BASELINE,
     Checked,
     Checkpointed,
     CountsReport,
@@ -20,18 +21,20 @@ from toprope.records.messages import (
     Finished,
     Leveled,
     Making,
+    Offered,
     Progress,
     Ready,
     Renewed,
     Report,
     Stepped,
+    Stop,
     Warned,
 )
 from toprope.records.run.specification import Specification
 from toprope.supervisor.keeper.component import Component
 from toprope.supervisor.keeper.crew import Crew
 from toprope.supervisor.keeper.status_writer import StatusWriter
-from toprope.supervisor.programs import members_of, optional_members_of
+from toprope.supervisor.programs import members_of, optional_members_of, role_of
 
 _EVALUATE_AFTER = Evaluate("after")
 _DRIVER_ENDED = "the environment's driver ended"
@@ -94,8 +97,8 @@ class ReportHandler:
 
     def close_member(self, name: str) -> None:
         """Close the counts of a member that ended."""
-        if name == "environment":
-            self._groups.close()
+        if role_of(name) == "environment":
+            self._groups.close(name)
 
     def handle(self, component: Component, report: Report, *, closing: bool) -> None:
         """Handle one report. While the run is being closed, only results and failures count."""
@@ -113,7 +116,7 @@ class ReportHandler:
             case CountsReport():
                 writer.update(counts=report.counts)
             case Making():
-                self._groups.add(report)
+                self._groups.add(name, report)
             case Evaluated():
                 self._handle_evaluation(report)
             case Leveled():
@@ -126,6 +129,8 @@ class ReportHandler:
                 return
             case Ready():
                 self._handle_ready(component, report.address)
+            case Offered():
+                self._crew.announce(report.name, report.address)
             case Checked():
                 self._set_ready(component, closing)
             case Renewed():
@@ -141,11 +146,15 @@ class ReportHandler:
                 if name == "trainer" and "after" not in self.evaluated:
                     writer.advance_to("evaluating")
                     self._crew.send_until_settled("environment", _EVALUATE_AFTER)
+                    for driver in self._crew.drivers[1:]:  # nobody would read further groups
+                        self._crew.send(driver, Stop())
 
     def _handle_evaluation(self, report: Evaluated) -> None:
         writer = self._writer
         self.evaluated.add(report.label)
         self._crew.settle("environment", Evaluate(report.label))
+        if report.label == "before" and self._spec.config.launcher.driver_count > 1:
+            self._crew.announce(BASELINE, "evaluated")
         if writer.status.evaluations.get(report.label) == report.summary:
             return  # a member that was started again reports the evaluation that it finds on disk
         writer.update(evaluations={**writer.status.evaluations, report.label: report.summary})
@@ -177,7 +186,7 @@ class ReportHandler:
 
 
 class _GroupCounts:
-    """Counts the groups that the environment's driver begins, across all restarts of the driver.
+    """Counts the groups that the drivers begin, across all their restarts.
 
     Groups that were in progress when a driver ended are counted as given up, so that every group is accounted for.
     """
@@ -185,34 +194,40 @@ class _GroupCounts:
     def __init__(self, writer: StatusWriter) -> None:
         self._writer = writer
         self._before: dict[str, Any] = dict(writer.status.making)
-        self._latest: Making | None = None
+        self._latest: dict[str, Making] = {}
 
-    def add(self, report: Making) -> None:
-        """Replace the counts of the present driver."""
-        self._latest = report
-        self._writer.update(making=self._sum(report, report.posting, dict(report.given_up)))
+    def add(self, driver: str, report: Making) -> None:
+        """Replace the counts of a present driver."""
+        self._latest[driver] = report
+        self._write()
 
-    def close(self) -> None:
-        """Give up the groups in progress, because their driver has ended."""
-        if (latest := self._latest) is None:
+    def close(self, driver: str) -> None:
+        """Give up the groups in progress of a driver that has ended."""
+        if (latest := self._latest.pop(driver, None)) is None:
             return
         given_up = Counter(latest.given_up)
         left = latest.begun - latest.posting - latest.posted - given_up.total()
         if left > 0:
             given_up[_DRIVER_ENDED] += left
-        self._before = self._sum(latest, latest.posting, given_up)
-        self._latest = None
-        self._writer.update(making=self._before)
+        latest.given_up = dict(given_up)
+        self._before = _sum(self._before, latest)
+        self._write()
 
-    def _sum(self, latest: Making, unanswered: int, given_up: dict[str, int]) -> dict[str, Any]:
-        before = self._before
-        total = Counter(before.get("given_up", {}))
-        total.update(given_up)
-        return {
-            "begun": before.get("begun", 0) + latest.begun,
-            "posted": before.get("posted", 0) + latest.posted,
-            "unanswered": before.get("unanswered", 0) + unanswered,
-            "given_up": dict(total),
-            "rollouts": before.get("rollouts", 0) + latest.rollouts,
-            "errors": dict(Counter(before.get("errors", {})) + Counter(latest.errors)),
-        }
+    def _write(self) -> None:
+        making = self._before
+        for latest in self._latest.values():
+            making = _sum(making, latest)
+        self._writer.update(making=making)
+
+
+def _sum(before: dict[str, Any], latest: Making) -> dict[str, Any]:
+    total = Counter(before.get("given_up", {}))
+    total.update(latest.given_up)
+    return {
+        "begun": before.get("begun", 0) + latest.begun,
+        "posted": before.get("posted", 0) + latest.posted,
+        "unanswered": before.get("unanswered", 0) + latest.posting,
+        "given_up": dict(total),
+        "rollouts": before.get("rollouts", 0) + latest.rollouts,
+        "errors": dict(Counter(before.get("errors", {})) + Counter(latest.errors)),
+    }

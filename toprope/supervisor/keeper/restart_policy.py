@@ -25,7 +25,7 @@ from toprope.supervisor.keeper.component import Component
 from toprope.supervisor.keeper.crew import Crew
 from toprope.supervisor.keeper.report_handler import ReportHandler
 from toprope.supervisor.keeper.status_writer import StatusWriter
-from toprope.supervisor.programs import TRACKER, optional_members_of
+from toprope.supervisor.programs import optional_members_of
 
 _KILL_GUARD_AFTER_S = 5.0
 """A guard that has not ended a hung member after so long is killed itself."""
@@ -175,7 +175,7 @@ class RestartPolicy:
             what = f"{name} failed, the run goes on without it: {failure.reason}"
             self._writer.record_event("warning", what=what)
             reason = f"{failure.reason} {failure.hint}".strip()
-            if name != TRACKER:
+            if name in ("policy", "inference"):
                 self._crew.send_until_settled("environment", Without(name, reason))
             return
         self._fail(failure)

@@ -1,7 +1,7 @@
-"""Starts a program under a guard, on this machine or (later) on another one.
+"""Starts a program under a guard, on this machine or on another one.
 
 `Component` reads and writes two byte streams and waits for the end of the guard; a `Spawner` decides where that guard
-runs. `LocalSpawner` starts it as a child process.
+runs. `LocalSpawner` starts it as a child process, `toprope.supervisor.spread.spawner` on any node of the run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -35,7 +35,7 @@ class SpawnRequest:
     argv: Sequence[str]
     """The program and its arguments; never a shell."""
     variables: Mapping[str, str]
-    """Its whole environment, without TOPROPE_REPORT_FD, which the spawner adds."""
+    """Its environment, without TOPROPE_REPORT_FD, which the spawner adds."""
     log: Path
     """File that receives its output; rotated and bounded by the guard."""
     grace_s: float
@@ -50,13 +50,17 @@ class SpawnRequest:
     """Processes that the program detaches, such as keepers of runs that it starts, may outlive it."""
     preloadable: bool = False
     """The program may be forked from a process that has imported PyTorch; argv is then `python -P -m MODULE ...`."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Secret variables; the program gets them as its first order."""
 
 
 class SpawnedGuard(Protocol):
     """A guard that was started, with its program below it."""
 
     pid: int
-    """The guard's process id."""
+    """The guard's process id; that of the connection to it, if it runs elsewhere."""
+    node: str | None
+    """Name of the node that it runs on; None beside the keeper."""
     orders: int
     """Non-blocking descriptor to write the program's standard input to. The caller closes it."""
     reports: int
@@ -81,8 +85,8 @@ class SpawnedGuard(Protocol):
 class Spawner(Protocol):
     """Decides where the programs of a crew run."""
 
-    def spawn(self, request: SpawnRequest) -> SpawnedGuard:
-        """Start a program under a guard and return at once.
+    def spawn(self, member: str, request: SpawnRequest) -> SpawnedGuard:
+        """Start a member's program under a guard and return at once.
 
         Raises:
             OSError: The guard cannot be started.
@@ -153,7 +157,7 @@ def start_guard(request: SpawnRequest, pipes: Pipes) -> SpawnedGuard:
 class LocalSpawner:
     """Starts guards as children of this process, in a pid namespace where containment allows it."""
 
-    def spawn(self, request: SpawnRequest) -> SpawnedGuard:
+    def spawn(self, member: str, request: SpawnRequest) -> SpawnedGuard:
         """See `Spawner.spawn`."""
         pipes = Pipes()
         try:
@@ -170,6 +174,8 @@ class LocalSpawner:
 
 class _LocalGuard:
     """A guard that is a child of this process. See `SpawnedGuard`."""
+
+    node: str | None = None
 
     def __init__(self, process: subprocess.Popen[bytes], pipes: Pipes, *, in_namespace: bool) -> None:
         self.pid, self.orders, self.reports = process.pid, pipes.orders, pipes.reports

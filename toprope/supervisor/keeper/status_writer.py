@@ -99,6 +99,7 @@ class StatusWriter:
         """Set the state of one crew member and schedule a write."""
         known = self.status.crew.get(name)
         fields.setdefault("pid", known.pid if known else None)
+        fields.setdefault("node", known.node if known else None)
         for counter in ("restarts", "worker_restarts"):
             fields.setdefault(counter, getattr(known, counter, 0))
         since = known.since if known and known.state == state else time.time()

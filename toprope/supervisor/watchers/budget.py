@@ -1,20 +1,20 @@
 """Enforces the owner's limits on one run and writes down its use of resources.
 
 The kernel's figures count: processor time of the keeper and everything below it (that of ended processes stays with the
-parent that waited for them), wall time since the run left the queue, GPUs while it has them, the size of its folder. At
-a cap the run is stopped in order, with a last checkpoint.
+parent that waited for them), and what members on other nodes report; wall time since the run left the queue, GPUs while
+it has them, the size of its folder. At a cap the run is stopped in order, with a last checkpoint.
 """
 
 from __future__ import annotations
 
-import resource
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toprope.analysis.budget import spent
 from toprope.errors import Corrupt, NotFound
-from toprope.records.messages import Report, Stepped
+from toprope.machine import cpu_and_memory
+from toprope.records.messages import Report, Stepped, Used
 from toprope.records.purse import read_spending
 from toprope.records.run.folder import read_json
 from toprope.records.run.status import Finding
@@ -23,9 +23,6 @@ from toprope.settings.limits import UNITS, Cap
 from toprope.supervisor.capacity.budget_ledger import folder_bytes
 from toprope.supervisor.runs.orders import StopOrder
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
-
-if TYPE_CHECKING:
-    import psutil
 
 _MEASURE_EVERY_S = 4.0
 _DISK_EVERY_S = 20.0
@@ -48,7 +45,8 @@ class BudgetWatcher(Watcher):
             self._usage = Usage()
         self._gpus = 0
         self._counted_at: float | None = None
-        self._cpu_s = measure_cpu_and_memory()[0]
+        self._cpu_s = cpu_and_memory()[0]
+        self._far_memory: dict[str, int] = {}
         self._measured_at = self._weighed_at = self._written_at = float("-inf")
         self._recorded: set[str] = set()
 
@@ -56,6 +54,9 @@ class BudgetWatcher(Watcher):
         if isinstance(report, Stepped):
             self._usage.steps = max(self._usage.steps, report.step)
             self._check_cap("steps", float(report.step))
+        elif isinstance(report, Used):
+            self._add(cpu_s=report.cpu_s)
+            self._far_memory[component] = report.memory_bytes
 
     def on_tick(self, now: float) -> None:
         self._count_time()
@@ -90,9 +91,10 @@ class BudgetWatcher(Watcher):
         self._add(wall_s=passed, gpu_s=passed * self._gpus)
 
     def _count_cpu(self) -> None:
-        cpu_s, memory = measure_cpu_and_memory()
+        cpu_s, memory = cpu_and_memory()
         self._add(cpu_s=max(0.0, cpu_s - self._cpu_s))
         self._cpu_s = max(self._cpu_s, cpu_s)
+        memory += sum(self._far_memory.values())
         self._usage.peak_memory_bytes = max(self._usage.peak_memory_bytes, memory)
 
     def _count_tokens(self) -> None:
@@ -165,33 +167,3 @@ class BudgetWatcher(Watcher):
             self._usage.write(self._control.folder)
         except OSError:
             return  # the disk watcher handles a full disk; the next write may succeed
-
-
-def measure_cpu_and_memory() -> tuple[float, int]:
-    """Return the processor seconds of this process and everything below it, ended processes included, and the resident
-    bytes of the live processes below it."""
-    import psutil
-
-    me = psutil.Process()
-    own, reaped = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = own.ru_utime + own.ru_stime + reaped.ru_utime + reaped.ru_stime
-    memory = 0
-    for process in _descendants(me):
-        try:
-            with process.oneshot():
-                times = process.cpu_times()
-                memory += process.memory_info().rss
-        except psutil.Error:
-            continue
-        seconds += times.user + times.system + getattr(times, "children_user", 0.0)
-        seconds += getattr(times, "children_system", 0.0)
-    return seconds, memory
-
-
-def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    import psutil
-
-    try:
-        return process.children(recursive=True)
-    except (psutil.Error, OSError):
-        return []

@@ -37,6 +37,7 @@ from toprope.records.messages import (
 )
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
+from toprope.records.weight_file import ENV_WEIGHTS
 from toprope.sdk.wall.kernel import hide_memory
 
 _POLL_S = 0.25
@@ -113,6 +114,16 @@ class CrewMember:
         member = cls(folder, name, secret, report_fd, attempt, int(os.environ.get(ENV_LIFE, "0")))
         member.beat()  # tells the keeper to expect heartbeats
         return member
+
+    @property
+    def number(self) -> int:
+        """Number among the members of its kind; only drivers can be several."""
+        return int(self.name.partition("-")[2] or 1)
+
+    @property
+    def weights(self) -> Path:
+        """Folder of the file through which the trainer publishes weights."""
+        return Path(os.environ.get(ENV_WEIGHTS) or self.folder.crew)
 
     def report(self, report: Report) -> None:
         """Send a report to the keeper; do nothing if it is gone, which the end of the orders shows."""

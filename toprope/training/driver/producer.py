@@ -111,7 +111,7 @@ class GroupProducer:
         environments: The environments with the policy.
         api: Takes the groups.
         sampling: Sampling parameters.
-        evaluator: Evaluates during training.
+        evaluator: Evaluates during training; None if another driver does.
         tasks: Chooses the tasks.
         validation_tasks: Tasks of an evaluation during training.
         on_group: Called with every group that was sampled for training.
@@ -123,7 +123,7 @@ class GroupProducer:
         environments: EnvironmentSet,
         api: ApiClient,
         sampling: Sampling,
-        evaluator: Evaluator,
+        evaluator: Evaluator | None,
         tasks: TaskSampler,
         *,
         validation_tasks: int = 0,
@@ -182,7 +182,7 @@ class GroupProducer:
         async with asyncio.TaskGroup() as group:
             for _ in range(rollout.concurrency):
                 group.create_task(sample_forever())
-            if self._config.evaluation.every_steps:
+            if self._config.evaluation.every_steps and self._evaluator is not None:
                 group.create_task(self._evaluate_repeatedly())
             if self._tasks.curricula:
                 group.create_task(self._measure_levels_repeatedly())
@@ -249,7 +249,8 @@ class GroupProducer:
     def _group_id(self, number: int) -> str:
         member = self._member
         life = f"{member.attempt}.{member.life}" if member.life else str(member.attempt)
-        return f"{self._spec.run_id}-{life}-{number}"
+        driver = f"d{member.number}-" if member.number > 1 else ""
+        return f"{self._spec.run_id}-{life}-{driver}{number}"
 
     def _update_reward_weights(self) -> None:
         """Interpolates the weights of reward parts by the share of steps that the policy has made."""
@@ -328,6 +329,7 @@ class GroupProducer:
 
     async def _evaluate(self, version: int) -> int:
         """Evaluates on validation tasks; returns the version at which the next evaluation is due."""
+        assert self._evaluator is not None
         label, every = f"step-{version}", self._config.evaluation.every_steps
         self._member.report(Evaluated(label, await self._evaluator.evaluate_validation(label, self._validation_tasks)))
         return (version // every + 1) * every

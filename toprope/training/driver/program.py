@@ -12,7 +12,6 @@ import asyncio
 import functools
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
 from toprope.records.journal.demonstrations import read_traces
 from toprope.records.messages import (
+    BASELINE,
     Checked,
     Evaluate,
     Evaluated,
@@ -34,7 +34,6 @@ from toprope.records.messages import (
 )
 from toprope.records.purse import Purse
 from toprope.records.run.folder import read_json
-from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.specification import EnvironmentSource, TestPlan
 from toprope.records.run.tested_models import ENDPOINT_KEY, write_models
 from toprope.records.run.usage import purse_of
@@ -74,7 +73,9 @@ class Driver:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
         self._contamination = ContaminationTracker()
         folder, base = member.folder.path, self._spec.base_run
-        self._trained = TrainedTasks(folder, folder.parent / base if base else None)
+        self._trained = TrainedTasks(folder, folder.parent / base if base else None, member.number)
+        self._is_first = member.number == 1
+        """The first driver evaluates; further ones only sample for training."""
         self._hosts: list[EnvironmentHost] = []
         """The environments whose workers were started, the selected one first."""
         self._helpers: Helpers | None = None
@@ -97,7 +98,7 @@ class Driver:
             await self.check_environments()
             if self._spec.run_kind.demonstrates:
                 self._member.report(Ready(str(await self._collect_demonstrations())))
-            elif self._has_custom_trainer:
+            elif self._has_custom_trainer and self._is_first:
                 self._member.report(Ready(str(await write_environment_report(self._member.folder, self._hosts))))
             else:
                 self._member.report(Ready())
@@ -105,7 +106,8 @@ class Driver:
                 await self._compare_models(self._spec.test)
                 return
             policy = await self._connect_policy()
-            environments = EnvironmentSet(self._hosts, policy)
+            drivers = self._config.launcher.driver_count
+            environments = EnvironmentSet(self._hosts, policy, driver=self._member.number, drivers=drivers)
             evaluator = self._create_evaluator(environments)
             if self._spec.test is not None:
                 await self.test(self._spec.test, environments, evaluator)
@@ -124,8 +126,7 @@ class Driver:
         Raises:
             WorkerFailure, InvalidValue, LockedField: See `EnvironmentHost.start`; `close` ends the other workers.
         """
-        plans = environment_plans(self._spec)
-        folder = self._member.folder.path
+        plans, folder = environment_plans(self._spec), self._member.folder.path
         self._helpers = helpers = Helpers.open(self._spec.helpers, self._keys, lambda: self._purse, folder)
 
         async def start(plan: MemberPlan, source: EnvironmentSource) -> None:
@@ -148,7 +149,9 @@ class Driver:
         Raises: see `EnvironmentHost.check` and `require_reward_signal`.
         """
         evaluation, test = self._config.evaluation, self._spec.test
-        if test is not None and test.heldout:
+        if not self._is_first:
+            needed = {"train": 1, "validation": 1, "heldout": 0}
+        elif test is not None and test.heldout:
             needed = {"train": 0, "validation": max(evaluation.examples, 1), "heldout": test.tasks}
         elif test is not None:
             needed = {"train": 0, "validation": test.tasks, "heldout": 0}
@@ -160,7 +163,8 @@ class Driver:
 
         async def check(host: EnvironmentHost) -> None:
             await host.check(needed)
-            if self._spec.run_kind.samples and not host.is_judged:  # a judge may vary what the environment does not
+            # A judge may vary what the environment does not.
+            if self._is_first and self._spec.run_kind.samples and not host.is_judged:
                 await require_reward_signal(host)
 
         await _gather_all([check(host) for host in self._hosts])
@@ -336,7 +340,10 @@ class Driver:
         """Samples groups for the trainer, and evaluates before and after."""
         if self._has_custom_trainer:
             await self._member.address_async("trainer")  # its checks come before anything is sampled
-        await self._evaluate_before(environments, evaluator)
+        if self._is_first:
+            await self._evaluate_before(environments, evaluator)
+        else:
+            await self._member.address_async(BASELINE)
         await self._member.address_async("api")
         api = ApiClient(lambda: self._member.peer("api"), self._member.secret)
         producer = GroupProducer(
@@ -344,7 +351,7 @@ class Driver:
             environments,
             api,
             self._sampling(),
-            evaluator,
+            evaluator if self._is_first else None,
             TaskSampler(self._member, environments.hosts),
             validation_tasks=environments.count("validation", self._config.evaluation.validation_tasks),
             on_group=lambda group: self._track_contamination("train", group),
@@ -396,12 +403,8 @@ class Driver:
         self._contamination.add(split, f"{group.environment}/{group.task_id}", group.messages)
 
     def _write_contamination(self) -> None:
-        try:
+        if self._is_first:
             write_contamination(self._member.folder, self._member.attempt, self._contamination)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            print(f"contents.json could not be written: {error}", file=sys.stderr, flush=True)
 
 
 async def _gather_all(work: Sequence[Coroutine[Any, Any, object]]) -> None:

@@ -47,7 +47,7 @@ def main() -> int:
     engine = EmbeddedEngine(
         model,
         tokenizer,
-        weights=WeightReader(member.folder.crew, dict(model.named_parameters())),
+        weights=WeightReader(member.weights, dict(model.named_parameters())),
         max_context=config.policy.max_context,
         # Other rows of a decode batch change the last bits of a row's logits, so every request is a batch of its own.
         **({"max_rows": 1} if config.algorithm.deterministic else {}),

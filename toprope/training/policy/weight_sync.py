@@ -1,11 +1,12 @@
-"""Weights from the trainer to inference on one machine: a memory-mapped file with two slots and a version.
+"""Weights from the trainer to inference on one machine: a memory-mapped file (`records.weight_file`).
 
 The trainer writes a version into the slot that is not in use, then advances the version number. Inference checks the
 number between decode batches, at no cost, and copies the slot if it has advanced. No messages, no pauses, no torn
 reads: a slot is rewritten only by the next version but one, which the reader notices and then reads again.
 
 `weights.json` beside the file names the tensors. Only trained parameters are published; with LoRA, only the adapters.
-An engine elsewhere (vLLM, a cluster) needs its own publisher with `version` and `publish()` as here.
+On several nodes, `toprope.supervisor.spread.weights` copies the file to the node of inference. Another kind of engine
+(vLLM) needs its own publisher with `version` and `publish()` as here.
 """
 
 from __future__ import annotations
@@ -13,18 +14,14 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toprope.atomic import allocate, write_json
+from toprope.records.weight_file import ALIGN, HEADER
 
 if TYPE_CHECKING:
     import torch
-
-_HEADER = struct.Struct("<qq")
-"""The version at which the file began, and its newest one; equal until the first publication."""
-_ALIGN = 64
 
 
 class WeightFile:
@@ -46,20 +43,20 @@ class WeightFile:
             size = tensor.numel() * tensor.element_size()
             dtype = str(tensor.dtype).removeprefix("torch.")
             layout.append({"name": name, "shape": list(tensor.shape), "dtype": dtype, "offset": offset})
-            offset += -(-size // _ALIGN) * _ALIGN
+            offset += -(-size // ALIGN) * ALIGN
         path, aside = folder / "weights.bin", folder / ".weights.bin"
         aside.unlink(missing_ok=True)
         descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            size = _ALIGN + 2 * max(offset, _ALIGN)
+            size = ALIGN + 2 * max(offset, ALIGN)
             allocate(descriptor, size)  # writing to a mapped file on a full disk would kill the trainer
             self._map = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)
-        self._slots = [_views(self._map, layout, _ALIGN + slot * offset) for slot in (0, 1)]
+        self._slots = [_views(self._map, layout, ALIGN + slot * offset) for slot in (0, 1)]
         self._parameters = [(name, tensor.detach()) for name, tensor in parameters.items()]
         self._no_grad = torch.no_grad
-        _HEADER.pack_into(self._map, 0, version, version)
+        HEADER.pack_into(self._map, 0, version, version)
         self._began_at = version
         # The layout comes first: a reader that finds the new file must read its layout.
         write_json(folder / "weights.json", {"version": 1, "slot_bytes": offset, "tensors": layout})
@@ -72,7 +69,7 @@ class WeightFile:
         with self._no_grad():
             for name, tensor in self._parameters:
                 slot[name].copy_(tensor)
-        _HEADER.pack_into(self._map, 0, self._began_at, version)
+        HEADER.pack_into(self._map, 0, self._began_at, version)
         self.version = version
         return version
 
@@ -100,7 +97,7 @@ class WeightReader:
             return self.version
         assert self._map is not None
         # A restarted trainer may continue from a lower version, so any other number means new weights.
-        while (version := _HEADER.unpack_from(self._map, 0)[1]) != self._seen:
+        while (version := HEADER.unpack_from(self._map, 0)[1]) != self._seen:
             with torch.no_grad():
                 for name, tensor in self._slots[version % 2].items():
                     self._parameters[name].copy_(tensor)
@@ -124,11 +121,11 @@ class WeightReader:
             self._map = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)
-        self._seen = _HEADER.unpack_from(self._map, 0)[0]
+        self._seen = HEADER.unpack_from(self._map, 0)[0]
         tensors, slot_bytes = layout["tensors"], layout["slot_bytes"]
         if missing := [entry["name"] for entry in tensors if entry["name"] not in self._parameters]:
             raise KeyError(f"the trainer publishes parameters that inference does not have: {missing[:3]}")
-        self._slots = [_views(self._map, tensors, _ALIGN + slot * slot_bytes) for slot in (0, 1)]
+        self._slots = [_views(self._map, tensors, ALIGN + slot * slot_bytes) for slot in (0, 1)]
         return True
 
 

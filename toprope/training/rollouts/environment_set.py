@@ -20,11 +20,12 @@ class EnvironmentSet:
 
     Args:
         hosts: The environments, the selected one first, started and checked.
+        driver: Number of this driver, of `drivers`; sessions of all of them have different numbers.
     """
 
-    def __init__(self, hosts: Sequence[EnvironmentHost], policy: Policy) -> None:
+    def __init__(self, hosts: Sequence[EnvironmentHost], policy: Policy, *, driver: int = 1, drivers: int = 1) -> None:
         self.hosts = {host.label: host for host in hosts}
-        numbers = itertools.count()
+        numbers = itertools.count(driver - 1, drivers)
         self.samplers: dict[str, GroupSampler] = {host.label: host.sampler(policy, numbers) for host in hosts}
         self._order: dict[str, list[tuple[str, int]]] = {}
 

@@ -61,14 +61,16 @@ class TaskSampler:
         config = member.spec.config
         self._deterministic = config.algorithm.deterministic
         self._is_mixture = len(hosts) > 1
+        self._number, self._drivers = member.number, config.launcher.driver_count
         plans = [host.plan for host in hosts.values()]
         self._scheduler = MixtureScheduler(
             [MixtureEntry(plan.label, plan.weight, plan.min_share) for plan in plans],
             places=1 if self._deterministic else config.rollout.concurrency,
-            seed=config.algorithm.seed,
+            seed=config.algorithm.seed + self._number - 1,
         )
         self._has_minimum = any(plan.min_share for plan in plans)
         self._begun: Counter[str] = Counter()
+        """Tasks begun by this driver; drivers take turns in the numbers of tasks."""
         self._posted: Counter[str] = Counter()
         self._freed = asyncio.Event()
         self._saved_at = self._adjusted_at = float("-inf")
@@ -96,7 +98,7 @@ class TaskSampler:
             accepted: Groups that earlier attempts and lives posted.
         """
         if not self._is_mixture:
-            self._begun[next(iter(self._hosts))] = first + accepted
+            self._begun[next(iter(self._hosts))] = (first + accepted) // self._drivers
             return
         state: Mapping[str, Any] = {}
         if accepted:
@@ -108,7 +110,8 @@ class TaskSampler:
                 state = {}
         if not state:
             shares = self._scheduler.shares
-            self._begun.update({label: first + round(accepted * shares[label]) for label in self._hosts})
+            begun = {label: first + round(accepted * shares[label]) for label in self._hosts}
+            self._begun.update({label: number // self._drivers for label, number in begun.items()})
         self._posted.update(self._begun)
 
     async def next(self) -> TaskChoice:
@@ -117,7 +120,7 @@ class TaskSampler:
         while (label := self._scheduler.choose()) is None:
             self._freed.clear()
             await self._freed.wait()
-        index = self._begun[label]
+        index = self._begun[label] * self._drivers + self._number - 1
         self._begun[label] += 1
         curriculum = self.curricula.get(label)
         variant = level_variant(curriculum.next_level()) if curriculum is not None else ""
@@ -151,7 +154,7 @@ class TaskSampler:
         if self._is_mixture:
             state = {"version": MIXTURE_VERSION, "posted": dict(self._posted), "mixer": self._scheduler.state()}
             _write_if_room(lambda: write_json(self._path, state))
-        if self._difficulty is not None:
+        if self._difficulty is not None and self._number == 1:
             _write_if_room(self._difficulty.save)
 
     def add_measure(self, label: str, step: int, successes: int, tasks: int) -> None:
@@ -173,7 +176,7 @@ class TaskSampler:
 
     @property
     def _path(self) -> Path:
-        return self._member.folder.path / "mixture.json"
+        return self._member.folder.path / ("mixture.json" if self._number == 1 else f"mixture-{self._number}.json")
 
     def _adjust_shares(self) -> None:
         """Adjusts the schedule to the shares in the trainer's newest metrics."""

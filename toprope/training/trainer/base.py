@@ -163,7 +163,7 @@ class TrainingRun(ABC):
         self._model = load_model(folder, self._config, trained=True)
         trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
         # Inference may hold weights from an earlier life of this trainer; from -1 on it accepts even version 0.
-        self._publisher = WeightFile(self._member.folder.crew, trained, -1 if self._member.life else 0)
+        self._publisher = WeightFile(self._member.weights, trained, -1 if self._member.life else 0)
         return trained
 
     def _make_scheduler(self) -> torch.optim.lr_scheduler.LambdaLR:

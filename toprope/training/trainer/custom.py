@@ -88,7 +88,7 @@ class CustomRun(TrainingRun):
         member, config = self._member, self._config
         self._trainer = self._create_trainer(train_config(config, describe_device(config)))
         policy, data = Path(member.address("policy")), _read_data(Path(member.address("environment")))
-        self._publisher = self._weights = _CopiedWeights(member.folder.crew, -1 if member.life else 0)
+        self._publisher = self._weights = _CopiedWeights(member.weights, -1 if member.life else 0)
         session = _RunSession(self, policy, data)
         with self._translated_errors():
             self._trainer.validate(session)

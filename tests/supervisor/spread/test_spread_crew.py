@@ -1,0 +1,95 @@
+"""A crew on two nodes: here two addresses of this machine, as far as addresses, keys, reports and losses go."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.run_harness import RunHarness, ended, eventually, until
+from toprope.records.run.folder import RunFolder
+from toprope.supervisor.runs.manager import RunManager
+from toprope.supervisor.spread.nodes import ENV_NODES, Node, describe_nodes
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="crews spread over nodes need Linux")
+
+NODES = [Node("first", "127.0.0.1"), Node("second", "127.0.0.2")]
+
+
+def start(
+    harness: RunHarness, behaviours: dict[str, dict[str, Any]] | None = None, network: str = "tls", **launcher: Any
+) -> tuple[RunManager, RunFolder]:
+    """Start a run of stand-ins with two drivers, whose keeper is told of two nodes."""
+    runs = harness.runs(behaviours)
+    runs.launcher.command = ["env", f"{ENV_NODES}={describe_nodes(NODES, network)}", *runs.launcher.command]
+    specification = harness.specification(**launcher)
+    specification.config.launcher.drivers = 2
+    folder = runs.start(specification)
+    harness.started.append(folder)
+    return runs, folder
+
+
+def outpost_of(harness: RunHarness, folder: RunFolder, member: str) -> psutil.Process:
+    found = [one for one in harness.processes(folder) if one.cmdline()[-1].endswith(f"request-{member}.json")]
+    [outpost] = [one for one in found if "toprope.supervisor.spread.outpost" in one.cmdline()]
+    return outpost
+
+
+@pytest.mark.parametrize("network", ["tls", "trusted"])
+def test_members_on_two_nodes_reach_each_other(harness: RunHarness, network: str) -> None:
+    runs, folder = start(harness, {"trainer": {"endless": True}}, network)
+    status = eventually(lambda: (found := runs.status(folder.run_id)).making.get("posted", 0) >= 3 and found)
+    nodes = {name: member.node for name, member in status.crew.items()}
+    assert nodes == {
+        "policy": None, "api": "first", "inference": "first", "trainer": "first",
+        "environment": "second", "environment-2": "second",
+    }  # fmt: skip
+    for process in harness.processes(folder):
+        shown = " ".join(process.cmdline()) + " ".join(process.environ().values())
+        assert "PRIVATE KEY" not in shown
+    assert not list(folder.crew.glob("request-*"))
+    runs.stop(folder.run_id)
+    assert ended(runs, folder).state == "stopped"
+    harness.check_nothing_left(folder)
+
+
+def test_run_completes_and_stops_its_further_driver(harness: RunHarness) -> None:
+    runs, folder = start(harness)
+    status = ended(runs, folder)
+    assert status.state == "completed", status.failure
+    assert status.crew["environment-2"].state == "finished"
+    harness.check_nothing_left(folder)
+
+
+def test_loss_of_a_drivers_node_is_counted_and_training_goes_on(harness: RunHarness) -> None:
+    runs, folder = start(harness, {"trainer": {"endless": True}}, restarts=0)
+    eventually(lambda: runs.status(folder.run_id).making.get("posted", 0) >= 1)
+    outpost_of(harness, folder, "environment-2").kill()
+    status = eventually(lambda: (now := runs.status(folder.run_id)).crew["environment-2"].state == "exited" and now)
+    assert status.making["given_up"] == {"the environment's driver ended": 1}
+    assert any("goes on without it" in event.data.get("what", "") for event in runs.events(folder.run_id))
+    step = status.progress["step"]
+    eventually(lambda: runs.status(folder.run_id).progress["step"] > step)
+    runs.stop(folder.run_id)
+    assert ended(runs, folder).state == "stopped"
+    harness.check_nothing_left(folder)
+
+
+def test_trainer_restarts_on_another_node_when_its_own_is_lost(harness: RunHarness) -> None:
+    gpus = [Node("first", "127.0.0.1"), Node("second", "127.0.0.2", gpus=1), Node("third", "127.0.0.3", gpus=1)]
+    runs = harness.runs({"trainer": {"endless": True, "patient": True}})
+    runs.launcher.command = ["env", f"{ENV_NODES}={describe_nodes(gpus, 'tls')}", *runs.launcher.command]
+    folder = runs.start(harness.specification(restarts=1))
+    harness.started.append(folder)
+    status = until(runs, folder, "training")
+    assert (status.crew["trainer"].node, status.crew["inference"].node) == ("second", "third")
+    outpost_of(harness, folder, "trainer").kill()
+    eventually(lambda: (now := runs.status(folder.run_id).crew["trainer"]).restarts == 1 and now.state == "ready")
+    assert runs.status(folder.run_id).crew["trainer"].node == "third"
+    runs.stop(folder.run_id)
+    status = ended(runs, folder)
+    assert status.state == "stopped"
+    assert status.checkpoint is not None  # the stop left one
+    harness.check_nothing_left(folder)

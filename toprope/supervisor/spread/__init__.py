@@ -1,0 +1,1 @@
+"""Runs the members of one crew on several nodes."""

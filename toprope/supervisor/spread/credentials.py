@@ -1,0 +1,54 @@
+"""Keys with which the nodes of one run recognize each other. The keeper makes them; they exist only in memory."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import ssl
+
+_DAYS = 400
+_HOUR = datetime.timedelta(hours=1)
+
+
+def make_identity() -> str:
+    """Return a new certificate with its key, in PEM. All members of a run show it, and accept no other one."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "toprope-run")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - 24 * _HOUR)  # nodes have clocks of their own
+        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .sign(key, hashes.SHA256())
+    )
+    encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    private = key.private_bytes(encoding, form, serialization.NoEncryption())
+    return (private + certificate.public_bytes(encoding)).decode()
+
+
+def contexts(identity: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Return the TLS contexts of servers and clients: each side shows the run's certificate and requires it."""
+    made = []
+    # OpenSSL reads keys from files only; this one is in memory and has no name.
+    descriptor = os.memfd_create("identity")
+    try:
+        os.write(descriptor, identity.encode())
+        for kind in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
+            context = ssl.SSLContext(kind)
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.check_hostname = False  # the certificate itself is the identity, whatever the address
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=identity[identity.index("-----BEGIN CERTIFICATE") :])
+            context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+            made.append(context)
+    finally:
+        os.close(descriptor)
+    return made[0], made[1]

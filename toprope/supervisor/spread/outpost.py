@@ -1,0 +1,312 @@
+"""The process beside a member that makes its node look like the keeper's: `... spread.outpost REQUEST_FILE`.
+
+It starts the member's guard and carries lines between the keeper and both: orders and reports as they are on one
+machine, but with addresses that the other nodes can reach (`gate`) and with weights that come over the network
+(`weights`). Its standard input carries orders, which begin with `{`, orders to the guard (`stop SECONDS`), and signs of
+life of the keeper. Its standard output carries reports. It exits with 0 once the guard is gone, and with another code
+if it does not know.
+
+If the keeper is gone (end of input), or has been silent for longer than the lease, the guard ends the member as if its
+pipes had closed, which they do. If this process is killed, the pipes close too. On a node that is not the keeper's,
+the guard is no descendant of this process: engines kill what is below the process that they started, and the guard
+must outlive that to end the member in order.
+
+The request is a file, because it holds keys: they stand in no argument and in no variable, and do not travel with what
+engines carry in clear. It is deleted when it has been read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from toprope.errors import ComponentFailed
+from toprope.machine import cpu_and_memory
+from toprope.records.messages import (
+    ENV_SECRET,
+    Keys,
+    Offered,
+    Peers,
+    Ready,
+    Used,
+    decode_order,
+    decode_report,
+    encode_line,
+)
+from toprope.records.weight_file import ENV_WEIGHTS
+from toprope.sdk.wall.kernel import hide_memory
+from toprope.supervisor import guard
+from toprope.supervisor.keeper.containment import BUBBLEWRAP, ENV_CONTAINMENT, choose_containment, level_from
+from toprope.supervisor.keeper.spawner import Pipes, SpawnRequest, start_guard, wait_for_end, write_stop
+from toprope.supervisor.lock import RunLock
+from toprope.supervisor.programs import role_of
+from toprope.supervisor.spread.credentials import contexts
+from toprope.supervisor.spread.gate import Gate
+
+if TYPE_CHECKING:
+    from toprope.supervisor.spread.weights import WeightMirror, WeightSource
+
+LEASE_S = 30.0
+"""An outpost on another node ends its member if it hears nothing of the keeper for so long."""
+_MEASURE_EVERY_S = 4.0
+_DRAIN_S = 2.0
+_WEIGHTS = "weights"
+"""The name under which the trainer's node offers weights."""
+
+
+class Request(msgspec.Struct):
+    """What the keeper asks for."""
+
+    member: str
+    argv: list[str]
+    variables: dict[str, str]
+    keys: dict[str, str]
+    log: str
+    folder: str | None
+    grace_s: float
+    lock: int | None
+    inherits: list[int]
+    releases_detached: bool
+    node: str
+    address: str
+    is_far: bool
+    identity: str
+    """Certificate and key; empty on a trusted network."""
+
+
+@dataclass(frozen=True)
+class _Guard:
+    pid: int
+    pipes: Pipes
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return its exit code."""
+    [path] = sys.argv[1:] if arguments is None else arguments
+    request = msgspec.json.decode(Path(path).read_bytes(), type=Request)
+    os.unlink(path)
+    tls = contexts(request.identity) if request.identity else None
+    hide_memory()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # engines signal a whole job; the keeper decides about its crew
+    weights = None
+    if role_of(request.member) in ("trainer", "inference"):
+        weights = Path(tempfile.mkdtemp(prefix="toprope-weights-"))
+        request.variables[ENV_WEIGHTS] = str(weights)
+    try:
+        started = _start(request)
+        return asyncio.run(_Outpost(request, started, Gate(request.node, request.address, tls), weights).run())
+    finally:
+        if weights is not None:
+            shutil.rmtree(weights, ignore_errors=True)
+
+
+def _start(request: Request) -> _Guard:
+    """Start the guard, contained as this node allows it.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+    if request.is_far and level_from(os.environ) == BUBBLEWRAP:
+        found = choose_containment("auto")
+        os.environ[ENV_CONTAINMENT] = found.level
+        if found.why:
+            print(f"{request.node}: a guard alone contains {request.member}: {found.why}", file=sys.stderr, flush=True)
+    asked = SpawnRequest(
+        argv=request.argv,
+        variables=request.variables,
+        log=Path(request.log),
+        grace_s=request.grace_s,
+        lock=None if request.lock is None else RunLock(request.lock),
+        folder=None if request.folder is None else Path(request.folder),
+        inherits=request.inherits,
+        releases_detached=request.releases_detached,
+    )
+    pipes = Pipes()
+    if not request.is_far:
+        guard.become_subreaper()  # whatever outlives a killed guard
+        pid = start_guard(asked, pipes).pid
+    else:
+        told, telling = os.pipe()
+        if (middle := os.fork()) == 0:
+            try:
+                os.setsid()
+                os.write(telling, str(start_guard(asked, pipes).pid).encode())
+            finally:
+                os._exit(0)
+        os.close(telling)
+        os.waitpid(middle, 0)
+        with os.fdopen(told, "rb") as answer:
+            if not (number := answer.read()):
+                raise OSError("the guard was not started")
+        pid = int(number)
+    pipes.close_theirs()
+    for descriptor in [*request.inherits, *([] if request.lock is None else [request.lock])]:
+        os.close(descriptor)
+    return _Guard(pid, pipes)
+
+
+class _Outpost:
+    def __init__(self, request: Request, started: _Guard, gate: Gate, weights: Path | None) -> None:
+        self._request, self._guard, self._gate, self._weights = request, started, gate, weights
+        self._control = started.pipes.control
+        self._member_pid: int | None = None
+        self._saw_exit = False
+        self._source: WeightSource | None = None
+        self._mirror: WeightMirror | None = None
+
+    async def run(self) -> int:
+        """Carry lines until the guard is gone."""
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._loop.time()
+        pipes, request = self._guard.pipes, self._request
+        self._orders = await _writing(pipes.orders)
+        self._output = await _writing(1)
+        reports = asyncio.create_task(self._carry_reports(pipes.reports))
+        others = [asyncio.create_task(self._carry_orders())]
+        if request.is_far:
+            others += [asyncio.create_task(self._watch_lease()), asyncio.create_task(self._measure())]
+        self._orders.write(encode_line(Keys(request.keys)) if request.keys else b"")
+        await self._offer_weights()
+        with suppress(ProcessLookupError):
+            await wait_for_end(self._guard.pid)
+        if not self._saw_exit:
+            await asyncio.wait([reports], timeout=_DRAIN_S)
+        self._end_orphans()
+        await asyncio.wait([reports], timeout=_DRAIN_S)
+        for task in [reports, *others]:
+            task.cancel()
+        if self._source is not None:
+            await self._source.close()
+        self._gate.close()
+        with suppress(OSError, TimeoutError):
+            await asyncio.wait_for(self._output.drain(), _DRAIN_S)
+        return 0
+
+    def _say(self, line: bytes) -> None:
+        if not self._output.is_closing():
+            self._output.write(line)
+
+    async def _carry_orders(self) -> None:
+        async for line in _lines(0):
+            self._heard = self._loop.time()
+            if line.startswith(b'{"type":"peers"'):
+                await self._carry_peers(line)
+            elif line.startswith(b"{"):
+                self._orders.write(line + b"\n")
+            elif line.startswith(b"stop ") and self._control >= 0:
+                write_stop(self._control, float(line.split()[1]))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close the pipes to guard and member, as the end of the keeper does on one machine."""
+        if self._control >= 0:
+            os.close(self._control)
+            self._control = -1
+            self._orders.close()
+
+    async def _carry_peers(self, line: bytes) -> None:
+        order = decode_order(line)
+        if not isinstance(order, Peers):
+            return
+        addresses = {name: await self._gate.reach(address) for name, address in order.addresses.items()}
+        weights = addresses.pop(_WEIGHTS, "")
+        if weights and self._mirror is not None:
+            self._mirror.follow(weights)
+        self._orders.write(encode_line(Peers(addresses)))
+
+    async def _offer_weights(self) -> None:
+        """Serve the trainer's weights, or get ready to copy them."""
+        if self._weights is None:
+            return
+        from toprope.supervisor.spread.weights import WeightMirror, WeightSource  # imports for these two members only
+
+        secret = self._request.keys.get(ENV_SECRET) or self._request.variables.get(ENV_SECRET, "")
+        if self._request.member == "inference":
+            self._mirror = WeightMirror(self._weights, secret)
+            return
+        self._source = WeightSource(self._weights, secret)
+        self._say(encode_line(Offered(_WEIGHTS, await self._gate.announce(await self._source.start()))))
+
+    async def _carry_reports(self, descriptor: int) -> None:
+        async for line in _lines(descriptor):
+            if line.startswith(b'{"type":"ready"') and isinstance(report := decode_report(line), Ready):
+                report.address = await self._gate.announce(report.address)
+                self._say(encode_line(report))
+                continue
+            if b'"guard_' in line:
+                self._note_guard(line)
+            if line:
+                self._say(line + b"\n")
+
+    def _note_guard(self, line: bytes) -> None:
+        with suppress(ValueError, TypeError, AttributeError):
+            told = json.loads(line)
+            if told.get("type") == "guard_started":
+                self._member_pid = told["pid"]
+            self._saw_exit = self._saw_exit or told.get("type") == "guard_exited"
+
+    def _end_orphans(self) -> None:
+        """Kill what a killed guard left: as far as possible, since nothing holds it any more."""
+        if self._saw_exit:
+            return
+        tree = guard.children_by_parent()
+        left = guard.descendants(tree.get(os.getpid(), []), tree)
+        if self._member_pid is not None:
+            left = [*guard.descendants([self._member_pid], tree), -self._member_pid, *left]
+        guard.kill(left)
+
+    async def _watch_lease(self) -> None:
+        while self._loop.time() - self._heard < LEASE_S:
+            await asyncio.sleep(1.0)
+        print(f"nothing was heard of the keeper for {LEASE_S:g} s", file=sys.stderr, flush=True)
+        self._leave()
+
+    async def _measure(self) -> None:
+        before = 0.0
+        while True:
+            await asyncio.sleep(_MEASURE_EVERY_S)
+            seconds, memory = await asyncio.to_thread(cpu_and_memory, self._guard.pid)
+            self._say(encode_line(Used(max(0.0, seconds - before), memory)))
+            before = max(before, seconds)
+
+
+async def _lines(descriptor: int) -> AsyncIterator[bytes]:
+    """Lines that arrive on a descriptor, without their newlines; ends with the descriptor."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0))
+    pending = b""
+    with suppress(OSError):
+        while chunk := await reader.read(1 << 16):
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                yield line
+
+
+async def _writing(descriptor: int) -> asyncio.StreamWriter:
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.connect_write_pipe(
+        asyncio.streams.FlowControlMixin, os.fdopen(descriptor, "wb", 0)
+    )
+    return asyncio.StreamWriter(transport, protocol, None, loop)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ComponentFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
