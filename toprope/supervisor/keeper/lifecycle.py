@@ -350,16 +350,17 @@ class RunLifecycle:
         assert how is not None
         self._hangs.forget(name)
         reports.close_member(name)
+        samples_no_more = name in self._crew.drivers[1:] and "trainer" in reports.finished
         may_end = (
             (name == "policy" and name in reports.ready)
             or (name == "trainer" and name in reports.finished)
             or (name == "environment" and "after" in reports.evaluated)
-            or (name in self._crew.drivers[1:] and "trainer" in reports.finished)
+            or samples_no_more
             or (name == "conductor" and name in reports.finished)
             or (name == TRACKER and self._closing)
         )
         # A member that reported the end of its work has finished, even if it was ended on its way out.
-        done = name in reports.finished or (name == "policy" and name in reports.ready)
+        done = name in reports.finished or (name == "policy" and name in reports.ready) or samples_no_more
         if name in self._ended_when_done or (how.code == 0 and may_end) or (self._closing and done):
             state = "finished"
         else:
