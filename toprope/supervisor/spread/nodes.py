@@ -134,13 +134,13 @@ def _nodes_of_slurm(surroundings: Mapping[str, str]) -> list[Node]:
     for number, name in enumerate(names):
         shown = _ask(["scontrol", "-o", "show", "node", name])
         address = re.search(r"NodeAddr=(\S+)", shown)
-        step = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", f"--nodelist={name}", "--unbuffered")
+        step = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", "--export=ALL", "--unbuffered")
         found.append(
             Node(
                 name=name,
                 address=address[1] if address else name,
                 gpus=int(gpus) if gpus.isdecimal() else 0,
-                command=step if number else (),
+                command=(*step, f"--nodelist={name}") if number else (),
                 is_far=number > 0,
             )
         )

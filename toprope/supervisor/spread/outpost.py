@@ -58,7 +58,7 @@ from toprope.supervisor.spread.gate import Gate
 if TYPE_CHECKING:
     from toprope.supervisor.spread.weights import WeightMirror, WeightSource
 
-LEASE_S = 30.0
+LEASE_S = 15.0
 """An outpost on another node ends its member if it hears nothing of the keeper for so long."""
 _MEASURE_EVERY_S = 4.0
 _DRAIN_S = 2.0

@@ -10,6 +10,9 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,7 +25,7 @@ from toprope.supervisor.spread.credentials import make_identity
 from toprope.supervisor.spread.nodes import Node, Spread
 from toprope.supervisor.spread.outpost import LEASE_S, Request
 
-_PING_EVERY_S = 5.0
+_PING_EVERY_S = 3.0
 _MOST_UNSENT = 1 << 20
 _FENCE_MARGIN_S = 2.0
 
@@ -38,6 +41,9 @@ class SpreadSpawner:
     def __init__(self, local: Spawner, spread: Spread, scratch: Path) -> None:
         self._local, self._spread, self._scratch = local, spread, scratch
         self._identity = make_identity() if spread.network == "tls" else ""
+        self._connections: set[_Connection] = set()
+        self._closed = threading.Event()
+        threading.Thread(target=self._ping, name="pings", daemon=True).start()
 
     def spawn(self, member: str, request: SpawnRequest) -> SpawnedGuard:
         """See `Spawner.spawn`."""
@@ -78,11 +84,20 @@ class SpreadSpawner:
         fence_s = 0.0
         if node.is_far and role_of(member) != "environment":  # a second driver harms nothing
             fence_s = LEASE_S + request.grace_s + _FENCE_MARGIN_S
-        return _Connection(process, node, self._spread, fence_s)
+        connection = _Connection(process, node, self._spread, fence_s, self._connections.discard)
+        self._connections.add(connection)
+        return connection
 
     def close(self) -> None:
         """See `Spawner.close`."""
         self._local.close()
+        self._closed.set()
+
+    def _ping(self) -> None:
+        """Tell all outposts that the keeper lives; in a thread, because slow storage may hold up the event loop."""
+        while not self._closed.wait(_PING_EVERY_S):
+            for connection in list(self._connections):
+                connection.ping()
 
 
 class _Connection:
@@ -90,13 +105,23 @@ class _Connection:
 
     Args:
         fence_s: Seconds after which the member is certainly gone if the connection broke.
+        ended: Called at the end of the connection.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], node: Node, spread: Spread, fence_s: float) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        node: Node,
+        spread: Spread,
+        fence_s: float,
+        ended: Callable[[_Connection], None],
+    ) -> None:
         assert process.stdin is not None and process.stdout is not None
         self.pid = process.pid
         self.node: str | None = node.name
         self._process, self._node, self._spread, self._fence_s = process, node, spread, fence_s
+        self._ended = ended
+        self._writing = threading.Lock()
         self._input = os.dup(process.stdin.fileno())
         self.reports = os.dup(process.stdout.fileno())
         process.stdin.close()
@@ -107,7 +132,6 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self._unsent = self._partial = b""
         self._loop.add_reader(self._from_keeper, self._read_orders)
-        self._pings = self._loop.create_task(self._ping())
 
     def stop(self, grace_s: float) -> None:
         self._send(f"stop {max(grace_s, 0.0):.3f}\n".encode())
@@ -118,21 +142,23 @@ class _Connection:
     async def wait(self) -> int | None:
         await wait_for_end(self.pid)
         code = self._process.wait()
-        self._pings.cancel()
+        self._ended(self)
         self._loop.remove_reader(self._from_keeper)
         self._loop.remove_writer(self._input)
         os.close(self._from_keeper)
-        os.close(self._input)
-        self._input = -1
+        with self._writing:
+            os.close(self._input)
+            self._input = -1
         if code != 0:
             self._spread.lose(self._node)
             await asyncio.sleep(self._fence_s)
         return None  # the guard has reported the member's end, if anything is known about it
 
-    async def _ping(self) -> None:
-        while True:
-            await asyncio.sleep(_PING_EVERY_S)
-            self._send(b"alive\n")
+    def ping(self) -> None:
+        """Write a sign of life, unless lines wait to be written; for another thread."""
+        with self._writing, suppress(OSError):
+            if self._input >= 0 and not self._unsent:
+                os.write(self._input, b"alive\n")
 
     def _read_orders(self) -> None:
         try:
@@ -149,18 +175,20 @@ class _Connection:
     def _send(self, lines: bytes) -> None:
         if self._input < 0 or len(self._unsent) > _MOST_UNSENT:
             return
-        idle = not self._unsent
-        self._unsent += lines
-        if idle and self._unsent:
+        with self._writing:
+            idle = not self._unsent
+            self._unsent += lines
+        if idle and lines:
             self._write()
 
     def _write(self) -> None:
-        try:
-            self._unsent = self._unsent[os.write(self._input, self._unsent) :]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            self._unsent = b""
+        with self._writing:
+            try:
+                self._unsent = self._unsent[os.write(self._input, self._unsent) :]
+            except BlockingIOError:
+                pass
+            except BrokenPipeError:
+                self._unsent = b""
         if self._unsent:
             self._loop.add_writer(self._input, self._write)
         else:
