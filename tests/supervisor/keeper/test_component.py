@@ -18,7 +18,7 @@ class StandInGuard:
     """A guard without a program; the test writes its reports and decides when it ends."""
 
     pid = 1
-    node = None
+    node = silence_limit_s = None
 
     def __init__(self) -> None:
         self.orders = os.open(os.devnull, os.O_WRONLY)

@@ -77,6 +77,7 @@ class Component:
         self._started = asyncio.Event()
         self._queue: asyncio.Queue[Report | None] = asyncio.Queue()
         self._unread = b""
+        self._heard: float | None = None
         self._unsent = b""
         self._loop = asyncio.get_running_loop()
         self._guard = spawner.spawn(name, request)
@@ -94,6 +95,13 @@ class Component:
     def node(self) -> str | None:
         """Name of the node that it runs on; None beside the keeper."""
         return self._guard.node
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True if nothing has come of it for so long that the connection to its node must be broken."""
+        limit = self._guard.silence_limit_s
+        silent = limit is not None and self._heard is not None and self._loop.time() - self._heard > limit
+        return silent and self.exit is None
 
     async def wait_started(self) -> int | None:
         """Return the program's process id as soon as it is known; None if the guard ended before."""
@@ -179,6 +187,7 @@ class Component:
         if not data:
             self._close_reports()
             return False
+        self._heard = self._loop.time()
         *lines, self._unread = (self._unread + data).split(b"\n")
         if len(self._unread) > _LONGEST_LINE:
             self._unread = b""

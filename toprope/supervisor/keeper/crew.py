@@ -175,6 +175,10 @@ class Crew:
         found = [name for name in self._components if role_of(name) == "environment"]
         return sorted(found, key=lambda name: (len(name), name))
 
+    def cut_off(self) -> list[Component]:
+        """The components whose node cannot be reached any more."""
+        return [component for component in self._components.values() if component.is_cut_off]
+
     def announce(self, name: str, address: str) -> None:
         """Send the address of `name` to every member."""
         self._addresses[name] = address

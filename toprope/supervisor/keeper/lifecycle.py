@@ -387,6 +387,9 @@ class RunLifecycle:
                 limit = f"at most {self._silence_limit_s(name):g} are allowed"
                 reason = f"{name} gave no sign of life for {seconds:.0f} s ({limit}) and was ended."
                 self._restarts.kill_hung(self._crew[name], reason)
+            for component in self._crew.cut_off():
+                reason = f"Nothing came of {component.name} or its node {component.node} any more."
+                self._restarts.kill_hung(component, reason)
             self._watchers.on_tick(now)
             await asyncio.sleep(_WATCH_EVERY_S)
 

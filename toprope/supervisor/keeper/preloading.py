@@ -178,6 +178,7 @@ class _ForkedGuard:
     """A guard that another process forks for this one, which becomes its parent. See `SpawnedGuard`."""
 
     node: str | None = None
+    silence_limit_s: float | None = None
 
     def __init__(self, request: SpawnRequest) -> None:
         self._request, self._pipes = request, Pipes()

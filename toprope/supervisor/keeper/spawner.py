@@ -61,6 +61,8 @@ class SpawnedGuard(Protocol):
     """The guard's process id; that of the connection to it, if it runs elsewhere."""
     node: str | None
     """Name of the node that it runs on; None beside the keeper."""
+    silence_limit_s: float | None
+    """Seconds without a report after which it is cut off; None if it cannot be."""
     orders: int
     """Non-blocking descriptor to write the program's standard input to. The caller closes it."""
     reports: int
@@ -176,6 +178,7 @@ class _LocalGuard:
     """A guard that is a child of this process. See `SpawnedGuard`."""
 
     node: str | None = None
+    silence_limit_s: float | None = None
 
     def __init__(self, process: subprocess.Popen[bytes], pipes: Pipes, *, in_namespace: bool) -> None:
         self.pid, self.orders, self.reports = process.pid, pipes.orders, pipes.reports

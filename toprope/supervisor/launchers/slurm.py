@@ -73,7 +73,8 @@ class SlurmEngine:
             "--constraint": "&".join(launcher.features),
             "--time": str(launcher.time_limit_minutes) if launcher.time_limit_minutes else "",
         }
-        return ["--no-requeue", *(f"{name}={value}" for name, value in options.items() if value)]
+        # The crew goes on if a node fails that is not the keeper's.
+        return ["--no-requeue", "--no-kill", *(f"{name}={value}" for name, value in options.items() if value)]
 
     def jobs(self) -> Mapping[str, Job]:
         """See `Engine.jobs`. Slurm forgets ended jobs after MinJobAge, 300 s by default."""

@@ -119,6 +119,7 @@ class _Connection:
         assert process.stdin is not None and process.stdout is not None
         self.pid = process.pid
         self.node: str | None = node.name
+        self.silence_limit_s = LEASE_S if node.is_far else None
         self._process, self._node, self._spread, self._fence_s = process, node, spread, fence_s
         self._ended = ended
         self._writing = threading.Lock()
