@@ -60,7 +60,7 @@ class StandInMember:
     """A member without a keeper; the policy's folder is its only peer. Stops after step `stop_after`."""
 
     def __init__(self, folder: RunFolder, policy: Path, config: Config, stop_after: int = 0) -> None:
-        self.folder, self.secret, self.ending = folder, "secret", threading.Event()
+        self.folder, self.weights, self.secret, self.ending = folder, folder.crew, "secret", threading.Event()
         self.spec = SimpleNamespace(
             config=config, member=None, run_kind=KINDS["train"], trainer=None, continued_run=None
         )

@@ -52,7 +52,7 @@ class Echo(Environment):
 class Member:
     """Stand-in for the driver's membership that records reports."""
 
-    attempt, life = 1, 0
+    attempt, life, number = 1, 0, 1
 
     def __init__(self, source: EnvironmentSource, config: Config) -> None:
         self.spec = SimpleNamespace(

@@ -79,7 +79,7 @@ def short(answer):
 class Member:
     """Stand-in for the driver's membership."""
 
-    attempt, life, secret = 1, 0, ""
+    attempt, life, number, secret = 1, 0, 1, ""
 
     def __init__(self, spec: Specification, folder: Path) -> None:
         self.spec, self.folder, self.reports = spec, RunFolder(folder), []
