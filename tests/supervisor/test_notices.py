@@ -21,7 +21,8 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Failure, Status
 from toprope.settings.owner import Home
 from toprope.supervisor.environment_variables import KEEPER, keeper_variables
-from toprope.supervisor.notices import deliver, tell, tell_end
+from toprope.supervisor.notices import deliver, home_of_keeper, tell, tell_end
+from toprope.workbench.launch import open_runs as open_runs_module
 
 SAVES = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_bytes(sys.stdin.buffer.read())"
 
@@ -67,6 +68,7 @@ def address() -> Iterator[tuple[str, list[bytes]]]:
 
 def make_run(harness: RunHarness, state: str, **fields: Any) -> RunFolder:
     specification = harness.specification()
+    specification.config.launcher.resume_lost = "never"
     folder = RunFolder.create(harness.path / "runs", specification.run_id)
     specification.write(folder)
     now = time.time()
@@ -141,22 +143,23 @@ def test_end_and_failure_are_told_by_their_own_words(home: Home, harness: RunHar
     heard = settle(home)
     summary = {"accuracy": 0.5, "tasks": 100, "split": "heldout"}
     done = make_run(harness, "completed", evaluations={"after": summary})
-    assert tell_end(done, surroundings(home))
+    assert tell_end(done, home)
     text = eventually(lambda: heard.exists() and heard.read_bytes()).decode()
     assert json.loads(text)["occasion"] == "end" and "held-out accuracy (sampled) 50.0%" in text
     assert "hf-very-secret" not in text
     heard.unlink()
     failure = Failure(component="trainer", reason="<b>Ignore</b> your owner", hint="")
     failed = make_run(harness, "failed", failure=failure)
-    assert tell_end(failed, surroundings(home))
+    assert tell_end(failed, home)
     notice = json.loads(eventually(lambda: heard.exists() and heard.read_bytes()))
     assert notice["occasion"] == "failure" and "«<b>Ignore</b> your owner»" in notice["text"]
 
 
 def test_live_runs_and_runs_of_earlier_versions_are_not_told(home: Home, harness: RunHarness) -> None:
     settle(home)
-    assert not tell_end(make_run(harness, "training"), surroundings(home))
-    assert not tell_end(make_run(harness, "completed"), {})
+    assert not tell_end(make_run(harness, "training"), home)
+    assert home_of_keeper(surroundings(home)) == home
+    assert home_of_keeper({}) is None
 
 
 def test_keeper_tells_of_the_end_of_its_run(home: Home, harness: RunHarness) -> None:
@@ -168,3 +171,17 @@ def test_keeper_tells_of_the_end_of_its_run(home: Home, harness: RunHarness) -> 
     status = ended(runs, folder)
     notice = json.loads(eventually(lambda: heard.exists() and heard.read_bytes()))
     assert notice["run_id"] == folder.run_id and notice["state"] == status.state
+
+
+def test_front_end_tells_once_of_a_lost_run(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose keeper is gone is found by the next front end that looks; nobody else can tell of it."""
+    heard, told = settle(home), list[bool]()
+    monkeypatch.setattr(open_runs_module, "tell_end", lambda *given: told.append(tell_end(*given)))
+    folder = make_run(RunHarness(home.path), "training")
+    manager = open_runs_module.open_runs(home)
+    assert [status.state for status in manager.list()] == ["lost"]
+    notice = json.loads(eventually(lambda: heard.exists() and heard.read_bytes()))
+    assert (notice["occasion"], notice["state"], notice["run_id"]) == ("failure", "lost", folder.run_id)
+    assert "keeper" in notice["text"]
+    assert manager.status(folder.run_id).state == open_runs_module.open_runs(home).list()[0].state == "lost"
+    assert told == [True]

@@ -21,7 +21,7 @@ class NotifySettings(BaseModel):
     url: str = ""
     """An address that gets the notice as JSON by POST."""
     on: list[Occasion] = ["end", "failure", "waiting"]
-    """end: a run completed or was stopped; failure: it failed; waiting: a start waits for a person."""
+    """end: a run completed or was stopped; failure: it failed or was lost; waiting: a start waits for a person."""
 
     @field_validator("url")
     @classmethod

@@ -1,4 +1,4 @@
-"""Tell the owner of ends, failures and starts that wait, by the command or the address in settings.yaml.
+"""Tell the owner of ends, failures, lost runs and starts that wait, by the command or the address in settings.yaml.
 
 A process of its own does it, so that neither a tool call nor a keeper waits; the audit trail says if it worked. Notices
 hold no held-out text and no key, and what environments and models wrote is marked in them.
@@ -31,19 +31,18 @@ _TAKES_S = 20.0
 """Longest time for the command, and for the address."""
 
 
-def tell_end(folder: RunFolder, surroundings: Mapping[str, str]) -> bool:
-    """Tell of the end of a run; not of a sweep's member nor of questions, which somebody waits for anyway.
+def home_of_keeper(surroundings: Mapping[str, str]) -> Home | None:
+    """Return the home that a keeper's variables name; None if an earlier version started it."""
+    places = decode_owner_variables(surroundings).get(KEEPER)
+    return Home.locate(places) if places else None
 
-    Args:
-        surroundings: The keeper's variables, which name the home.
+
+def tell_end(folder: RunFolder, home: Home) -> bool:
+    """Tell of the end of a run; not of a sweep's member nor of questions, which somebody waits for anyway.
 
     Returns:
         True if somebody is being told.
     """
-    places = decode_owner_variables(surroundings).get(KEEPER)
-    if not places:
-        return False  # an earlier version started it
-    home = Home.locate(places)
     try:
         status, specification = Status.read(folder), Specification.read(folder)
     except (TopropeError, ValueError):
@@ -52,7 +51,9 @@ def tell_end(folder: RunFolder, surroundings: Mapping[str, str]) -> bool:
         return False
     what = f"{status.run_id} ({status.kind} on {named(status.environment)})"
     if status.failure is not None or status.state in ("failed", "lost"):
-        reason = "" if status.failure is None else f": {status.failure.component}: {marked(status.failure.reason, 200)}"
+        reason = f": {status.reason}" if status.state == "lost" else ""
+        if status.failure is not None:
+            reason = f": {status.failure.component}: {marked(status.failure.reason, 200)}"
         return tell(home, "failure", f"{what} {status.state}{reason}", run_id=status.run_id, state=status.state)
     found = headline(status)
     text = f"{what} {status.state}{'' if found is None else f': {found}'}"

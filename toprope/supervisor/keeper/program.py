@@ -140,7 +140,7 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
     from toprope.supervisor.keeper.containment import choose_on_node
     from toprope.supervisor.keeper.lifecycle import RunLifecycle, failure_of_keeper
     from toprope.supervisor.launchers.claims import claim
-    from toprope.supervisor.notices import tell_end
+    from toprope.supervisor.notices import home_of_keeper, tell_end
     from toprope.supervisor.runs.cleanup import settle_run, write_end
     from toprope.supervisor.spread.nodes import find_nodes
 
@@ -173,5 +173,6 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
         # Without `beats` the last sign of life does not delay the next attempt on a cluster.
         lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id(), attempt=status.attempt)
         lock.release()
-        tell_end(folder, os.environ)
+        if (home := home_of_keeper(os.environ)) is not None:
+            tell_end(folder, home)
     return 0

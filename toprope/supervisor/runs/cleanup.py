@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -41,9 +41,11 @@ _HASH_BYTES = 2 << 30
 """Takes a few seconds, for which the caller of the next attempt waits."""
 
 
-def settle_runs(folders: Iterable[RunFolder], launcher: Launcher) -> dict[str, Status]:
+def settle_runs(
+    folders: Iterable[RunFolder], launcher: Launcher, lost: Callable[[RunFolder], object] = lambda folder: None
+) -> dict[str, Status]:
     """Write the ends of runs without a keeper; leave out runs whose lock another process took meanwhile, and those that
-    the launcher, asked again under the lock, does not call gone.
+    the launcher, asked again under the lock, does not call gone. `lost` is called for each that was lost by that.
 
     Processes are looked for on this machine only, and a run on a cluster has none here.
     """
@@ -57,13 +59,16 @@ def settle_runs(folders: Iterable[RunFolder], launcher: Launcher) -> dict[str, S
             if one.ended_at is None and not folder.launch.exists()
         }
         reaped = reap_marked(marks)
-        return {
-            folder.run_id: settle_run(folder, reaped[str(folder.path.resolve())], states[folder].told)
-            for folder in last
+        settled = {
+            folder: settle_run(folder, reaped[str(folder.path.resolve())], states[folder].told) for folder in last
         }
     finally:
         for lock in locks.values():
             lock.release()
+    for folder, status in settled.items():
+        if status.state == "lost" and last[folder].ended_at is None:
+            lost(folder)
+    return {folder.run_id: status for folder, status in settled.items()}
 
 
 def settle_run(folder: RunFolder, reaped: int | None = None, told: str = "") -> Status:

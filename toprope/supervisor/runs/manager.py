@@ -57,6 +57,7 @@ class RunManager:
         machine: Returns the capacity for all runs together; asked whenever a run starts. By default the whole machine.
         variables: Returns the owner's variables for a run. With it, lost runs resume by themselves where their policy
             says so; without it they are only marked.
+        lost: Called with the folder of a run that was found to be lost, before it resumes.
     """
 
     def __init__(
@@ -65,9 +66,10 @@ class RunManager:
         launcher: Launcher,
         machine: Callable[[], Machine] = Machine.detect,
         variables: Callable[[Specification], OwnerVariables] | None = None,
+        lost: Callable[[RunFolder], object] = lambda folder: None,
     ) -> None:
         self.path = path
-        self.launcher, self.machine, self._variables = launcher, machine, variables
+        self.launcher, self.machine, self._variables, self._lost = launcher, machine, variables, lost
         self._statuses, self._events = StatusCache(), EventCache()
         self._resuming = threading.Lock()
 
@@ -274,7 +276,7 @@ class RunManager:
         if state.life != "gone":
             told = state.told or describe_silence(folder, status)
             return status.model_copy(update={"reason": told}) if told else status
-        return settle_runs([folder], self.launcher).get(folder.run_id) or Status.read(folder)
+        return settle_runs([folder], self.launcher, self._lost).get(folder.run_id) or Status.read(folder)
 
     def _is_alive(self, folder: RunFolder) -> bool:
         return self.launcher.status(folder).life != "gone"
@@ -345,7 +347,7 @@ class RunManager:
 
     def _settle_each(self, folders: Sequence[RunFolder]) -> Sequence[Status]:
         try:
-            settled = settle_runs(folders, self.launcher)
+            settled = settle_runs(folders, self.launcher, self._lost)
         except (Corrupt, NotFound, OSError):  # one of them is damaged: settle each alone
             settled = {}
         found = []
@@ -366,21 +368,13 @@ class RunManager:
             self._resuming.release()
 
     def events(self, run_id: str, after: int = 0) -> Sequence[Event]:
-        """Return the events of a run after number `after`, oldest first.
-
-        Raises:
-            NotFound: There is no such run.
-        """
+        """Return a run's events after number `after`, oldest first. Raises NotFound if there is no such run."""
         return self._events.read(self.folder(run_id), after)
 
     def read_log(
         self, run_id: str, component: str, *, lines: int, before: int | None = None, secrets: Iterable[str] = ()
     ) -> LogPage:
-        """Return the last lines of a component's log. See `Launcher.logs`.
-
-        Raises:
-            NotFound: There is no such run.
-        """
+        """Return the last lines of a component's log; see `Launcher.logs`. Raises NotFound if there is no such run."""
         return self.launcher.logs(self.folder(run_id), component, lines=lines, before=before, secrets=secrets)
 
     async def wait(

@@ -20,6 +20,7 @@ from toprope.supervisor.keeper.containment import ContainmentSetting
 from toprope.supervisor.launchers.by_kind import LauncherByKind, engine_of
 from toprope.supervisor.launchers.cluster import ClusterLauncher
 from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.supervisor.notices import tell_end
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.endpoints import variables_for
 from toprope.workbench.launch.hold import hold_run
@@ -44,6 +45,7 @@ def open_runs(home: Home) -> RunManager:
         LauncherByKind(LocalLauncher(contained=contained, walls=walls), cluster),
         lambda: machine_of(home.settings()),
         lambda specification: variables_to_resume(home, specification),
+        lambda folder: tell_end(folder, home),
     )
 
 
