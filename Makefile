@@ -8,10 +8,13 @@ TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder -q --durations=10
 ENGINES_MINUTES ?= 40
 PY = $(VENV)/bin/python
 NODE_TOOLS ?= $(HOME)/.cache/toprope/inspector
+# Container images of a release need mmdebstrap and buildah: make release IMAGES="server train"
+IMAGES ?= $(if $(and $(shell command -v mmdebstrap),$(shell command -v buildah)),server train)
+RELEASE_TOOLS ?= $(HOME)/.cache/toprope/release-tools
 ATROPOS_VENV ?= $(or $(TOPROPE_BENCH_VENV),$(HOME)/.cache/toprope/bench-atropos)
 STAMP = $(VENV)/.toprope-installed
 
-.PHONY: help setup page page-pictures demo test test-engines tools-node tools-page tools-atropos lint docs clean
+.PHONY: help setup page page-pictures demo test test-engines tools-node tools-page tools-atropos tools-release lint lock docs docs-site release clean
 
 help:
 	@echo "make demo    train a tiny policy end to end through the server (sets up first; no GPU, key or network)"
@@ -23,8 +26,11 @@ help:
 	@echo "make tools-node   MCP Inspector, the conformance suite and mcpb, for their tests (npm; into $(NODE_TOOLS))"
 	@echo "make tools-page   what the page's tests, pictures and benchmark need, apart from Chromium (npm)"
 	@echo "make tools-atropos   atroposlib, for the tests and the benchmark beside it (3 GB; into $(ATROPOS_VENV))"
+	@echo "make release      wheel, sdist, .mcpb, server.json, locks, bills of materials, licences, checksums; into dist/"
+	@echo "make lock    renew bundles/requirements from pyproject.toml and constraints.txt"
 	@echo "make lint    formatting, types, imports between rooms, likely mistakes, generated pages"
 	@echo "make docs    generate docs/tools.md and docs/settings.md from the code"
+	@echo "make docs-site    the documentation as a site that needs no network; into build/site"
 	@echo "make page-pictures   pictures of the page for the documentation (make tools-page, Chromium)"
 	@echo "make bench-NAME   one of: $$($(PY) -P -m benchmarks --list 2>/dev/null)"
 
@@ -76,6 +82,22 @@ tools-atropos:
 	@"$(ATROPOS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		torch==2.13.0 atroposlib==0.4.0
 	@echo "installed in $(ATROPOS_VENV)"
+
+# Not .venv: their dependencies are not Toprope's.
+tools-release:
+	@test -x "$(RELEASE_TOOLS)/bin/python" || $(PYTHON) -m venv "$(RELEASE_TOOLS)"
+	@"$(RELEASE_TOOLS)/bin/python" -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		'cyclonedx-bom==7.*' 'mkdocs-material==9.*' 'pipx>=1.7' 'uv>=0.9'
+
+release: $(STAMP) tools-release
+	@$(PY) -P bundles/make_release.py dist --tools "$(RELEASE_TOOLS)/bin" $(if $(OWNER),--owner $(OWNER)) \
+		$(addprefix --image ,$(IMAGES))
+
+docs-site: $(STAMP) tools-release
+	@$(PY) -P bundles/make_site.py build/site --tools "$(RELEASE_TOOLS)/bin"
+
+lock: $(STAMP) tools-release
+	@$(PY) -P bundles/make_release.py --locks --tools "$(RELEASE_TOOLS)/bin"
 
 lint: $(STAMP)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(VENV)/bin/lint-imports && $(PY) -m mypy && \

@@ -1,4 +1,4 @@
-"""Hatchling's hook that puts the page into the wheel.
+"""Hatchling's hook that puts the page into wheel and sdist.
 
 Without Node the wheel is built all the same, with a warning: only `toprope dashboard` and the MCP App miss the page.
 """
@@ -18,7 +18,7 @@ sys.path.pop(0)
 
 
 class PageHook(BuildHookInterface[Any]):
-    """Builds the page before the wheel; an editable installation leaves that to `make page`."""
+    """Builds the page before a wheel or an sdist; an editable installation leaves that to `make page`."""
 
     PLUGIN_NAME = "custom"
 

@@ -11,6 +11,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import jsonschema
 import pytest
 from toprope_server.mcp.tool_registry import ALL_TOOLS
 
@@ -60,8 +61,10 @@ def test_entry_point_starts_the_server(made: Path, tmp_path: Path) -> None:
 
 
 def test_registry_entry_keeps_the_rules_of_its_schema(made: Path) -> None:
-    """The rules of the schema 2025-12-11 for the fields that are used."""
+    """The rules of the schema 2025-12-11 for the fields that are used; TOPROPE_SERVER_SCHEMA names the schema itself."""
     entry = json.loads((made / "server.json").read_text())
+    if schema := os.environ.get("TOPROPE_SERVER_SCHEMA"):
+        jsonschema.Draft7Validator(json.loads(Path(schema).read_text())).validate(entry)
     assert re.fullmatch(r"[a-zA-Z0-9.-]+/[a-zA-Z0-9._-]+", entry["name"]) and 3 <= len(entry["name"]) <= 200
     assert 1 <= len(entry["description"]) <= 100 and 1 <= len(entry["title"]) <= 100
     assert entry["$schema"].endswith("/schemas/2025-12-11/server.schema.json")
