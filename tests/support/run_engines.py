@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from benchmarks.server.conformance import node_tool
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = Path.home() / ".cache" / "toprope"
 ECOSYSTEMS = Path(os.environ.get("TOPROPE_ECOSYSTEMS") or CACHE / "ecosystems")
+RELEASE_TOOLS = Path(os.environ.get("RELEASE_TOOLS") or CACHE / "release-tools")
+"""cyclonedx-py, mkdocs, pipx and uv."""
 ATROPOS = Path(os.environ.get("TOPROPE_BENCH_VENV") or CACHE / "bench-atropos")
 _NO_TESTS_COLLECTED = 5
 Command = Sequence[str | Path]
@@ -38,6 +41,8 @@ class Engine:
         install: Commands to install it, in the repository's root.
         needs: Programs without which the commands cannot work.
         only: A pytest expression that selects its tests in files shared with other engines.
+        python: The interpreter that runs the tests.
+        marked: Selects tests by their marks.
     """
 
     name: str
@@ -46,6 +51,8 @@ class Engine:
     install: tuple[Command, ...] = ()
     needs: tuple[str, ...] = ()
     only: str = ""
+    python: Path = Path(sys.executable)
+    marked: str = "engines"
 
 
 def engines() -> list[Engine]:
@@ -87,8 +94,17 @@ def engines() -> list[Engine]:
         _ecosystem("openenv", "openenv==0.10.*"),
         _ecosystem("verifiers", "verifiers==0.4.*", "uv"),
         _ecosystem("verifiers_before", "verifiers<0.2"),
-        Engine("wheel with downloads", ("tests/packaging",)),
+        _trackio(),
+        Engine(
+            "release, installation, documentation site",
+            ("tests/packaging", "tests/docs"),
+            (RELEASE_TOOLS / "bin" / "mkdocs").exists() and page_tools_ready(),
+            (("make", "tools-release", "tools-page"),),
+            ("npm", "git"),
+        ),
         Engine("macOS, simulated", ("tests/whole/test_darwin.py",)),
+        _server_under("3.12"),
+        _server_under("3.13"),
         Engine(
             "atroposlib",
             ("tests/training/api", "tests/sdk/adapters/test_ecosystems.py"),
@@ -113,6 +129,59 @@ def _ecosystem(name: str, *packages: str, tests: str = "tests/sdk/adapters/test_
             ("touch", folder / "installed"),
         ),
         only=name.partition("_")[0],
+    )
+
+
+def _server_under(version: str) -> Engine:
+    """The tests that need no PyTorch, in another Python with the locked packages of the server."""
+    folder = CACHE / f"python-{version}"
+    python = folder / "bin" / "python"
+    versions = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python{version}"))
+    system = str(versions[-1]) if versions else f"python{version}"
+    pip = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check")
+    tested = ("pytest", "pytest-xdist", "hypothesis", "hatchling", "editables", "networkx", "grimp")
+    return Engine(
+        f"Python {version} without PyTorch",
+        (
+            "tests/settings",
+            "tests/records",
+            "tests/supervisor",
+            "tests/sdk/authoring",
+            "tests/server/mcp/test_surface.py",
+        ),
+        (folder / "installed").exists(),
+        (
+            (system, "-m", "venv", folder),
+            (*pip, "--require-hashes", "-r", "bundles/requirements/server.txt"),
+            (*pip, "-c", "constraints.txt", *tested),
+            (*pip, "--no-deps", "--no-build-isolation", "-e", "."),
+            ("touch", folder / "installed"),
+        ),
+        (system,),
+        python=python,
+        marked="not slow and not engines",
+    )
+
+
+def _trackio() -> Engine:
+    """trackio with its dependencies, beside the packages of this interpreter."""
+    folder = ECOSYSTEMS / "trackio"
+    python = folder / "bin" / "python"
+    own = sysconfig.get_path("purelib")
+    borrow = f"import sysconfig; open(sysconfig.get_path('purelib') + '/borrowed.pth', 'w').write({own!r})"
+    pip_args = os.environ.get("PIP_ARGS", "").split()
+    install = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *pip_args, "trackio>=0.40,<1")
+    return Engine(
+        "trackio",
+        ("tests/trackers/test_trackio.py",),
+        (folder / "installed").exists(),
+        (
+            (sys.executable, "-m", "venv", folder),
+            (python, "-c", borrow),
+            install,
+            ("touch", folder / "installed"),
+        ),
+        python=python,
     )
 
 
@@ -149,7 +218,7 @@ def _try(engine: Engine, deadline: float, install_limit: float) -> str:
             if code:
                 return f"skipped: cannot be installed ({command[0]} ended with status {code})"
     selection = ["-k", engine.only] if engine.only else []
-    pytest = [sys.executable, "-P", "-m", "pytest", "-q", "-m", "engines", *selection, *engine.tests]
+    pytest = [engine.python, "-P", "-m", "pytest", "-q", "-m", engine.marked, *selection, *engine.tests]
     code = _run(pytest, deadline)
     if code is None:
         return "stopped: its tests did not fit into the time limit"
