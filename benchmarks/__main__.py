@@ -25,6 +25,7 @@ TARGETS = {
     "growth": "performance.growth",
     "hostile": "hostile.hostile",
     "house": "house.house",
+    "install": "house.install",
     "lifecycle": "faults.lifecycle",
     "load": "server.load",
     "many_runs": "server.many_runs",
