@@ -177,8 +177,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
         print(f"{path.stat().st_size:>10,}  {path.name}")
     if not given.owner:
         print(
-            "server.json names no owner. Whoever publishes it gives --owner (make release OWNER=...): the account's "
-            "name goes into server.json and, as the line that registries look for, into the package's README."
+            "server.json names no owner. Its publisher gives one (make release OWNER=...): the account's name "
+            "goes into server.json and, as the line that registries look for, into the package's README."
         )
 
 

@@ -61,7 +61,7 @@ def test_entry_point_starts_the_server(made: Path, tmp_path: Path) -> None:
 
 
 def test_registry_entry_keeps_the_rules_of_its_schema(made: Path) -> None:
-    """The rules of the schema 2025-12-11 for the fields that are used; TOPROPE_SERVER_SCHEMA names the schema itself."""
+    """The schema 2025-12-11 for the fields that are used, and all of it if TOPROPE_SERVER_SCHEMA names its file."""
     entry = json.loads((made / "server.json").read_text())
     if schema := os.environ.get("TOPROPE_SERVER_SCHEMA"):
         jsonschema.Draft7Validator(json.loads(Path(schema).read_text())).validate(entry)
