@@ -97,10 +97,18 @@ def engines() -> list[Engine]:
         _trackio(),
         Engine(
             "release, installation, documentation site",
-            ("tests/packaging", "tests/docs"),
+            tuple(f"tests/packaging/test_{name}.py" for name in ("wheel", "release", "install_paths"))
+            + ("tests/docs",),
             (RELEASE_TOOLS / "bin" / "mkdocs").exists() and page_tools_ready(),
             (("make", "tools-release", "tools-page"),),
             ("npm", "git"),
+        ),
+        Engine(
+            "container image",
+            ("tests/packaging/test_image.py",),
+            all(shutil.which(program) for program in ("mmdebstrap", "buildah", "bwrap")),
+            (("apt-get", "install", "--yes", "--quiet", "mmdebstrap", "buildah", "bubblewrap"),),
+            ("apt-get",),
         ),
         Engine("macOS, simulated", ("tests/whole/test_darwin.py",)),
         _server_under("3.12"),
