@@ -287,12 +287,19 @@ def doctor(
     repair: Annotated[
         bool, typer.Option("--repair", help="Rebuild a damaged index of drafts; the old file is kept.")
     ] = False,
+    upgrade: Annotated[
+        bool, typer.Option("--upgrade", help="Prepare a home of an earlier version; refuse one of a newer version.")
+    ] = False,
 ) -> None:
-    """Find what is broken or missing on this machine, and say how to fix it. Changes nothing without --repair.
+    """Find what is broken or missing on this machine, and say how to fix it.
 
-    Exit status 1 if something is broken.
+    Changes nothing without --repair or --upgrade. Exit status 1 if something is broken.
     """
     with reporting_errors():
+        if upgrade:
+            from toprope_server.cli.doctor.upgrade import main as upgrade_home
+
+            raise typer.Exit(upgrade_home())
         if repair:
             from toprope_server.cli.doctor.repair import main as repair_index
 
