@@ -40,6 +40,8 @@ class Cluster(BaseModel):
     """Shell lines to run before the keeper, such as `module load cuda/12.4`. Slurm only."""
     commands: str = ""
     """Folder of sbatch, squeue and scancel; empty: they are found by PATH. Slurm only."""
+    config: str = ""
+    """The file slurm.conf; empty: Slurm's default. Clients pass few variables on to servers. Slurm only."""
     partition: str = ""
     account: str = ""
     """Used if launcher.partition and launcher.account are empty. Slurm only."""
@@ -63,8 +65,8 @@ class Cluster(BaseModel):
     def _checked(self) -> Cluster:
         if self.kind == "ray" and not self.address:
             raise ValueError("a Ray cluster needs the address of its dashboard, such as http://head:8265")
-        if self.kind == "ray" and (self.setup or self.commands):
-            raise ValueError("setup and commands are for Slurm; Ray's nodes are set up when Ray starts on them")
+        if self.kind == "ray" and (self.setup or self.commands or self.config):
+            raise ValueError("setup, commands and config are for Slurm; Ray's nodes are set up when Ray starts on them")
         return self
 
     def token(self) -> str:

@@ -290,6 +290,9 @@ def doctor(
     upgrade: Annotated[
         bool, typer.Option("--upgrade", help="Prepare a home of an earlier version; refuse one of a newer version.")
     ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Check this cluster of yours instead, by a small job on it.")
+    ] = None,
 ) -> None:
     """Find what is broken or missing on this machine, and say how to fix it.
 
@@ -306,7 +309,7 @@ def doctor(
             raise typer.Exit(repair_index())
         from toprope_server.cli.doctor.doctor import main
 
-        raise typer.Exit(main(as_json))
+        raise typer.Exit(main(as_json, cluster))
 
 
 def prune(

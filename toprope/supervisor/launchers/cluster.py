@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from toprope.atomic import write_json
 from toprope.errors import InvalidValue, TopropeError
@@ -32,6 +32,7 @@ from toprope.supervisor.keeper.logs import LogPage, read_page
 from toprope.supervisor.launchers import KeeperState
 from toprope.supervisor.launchers.claims import claim, claimed_by_front_end
 from toprope.supervisor.launchers.engine import Engine, EngineView, Job, JobRequest, Refused, Unreachable
+from toprope.supervisor.launchers.local import KEEPER
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.orders import write_end_order, write_stop_order
 
@@ -46,6 +47,7 @@ class ClusterLauncher:
         engines: Makes the engine of a cluster.
         contained: Returns the owner's `containment` setting, which is tried on the node.
         walls: Returns the owner's decisions about the walls around workers.
+        command: The keeper's argv before its own arguments, in place of the cluster's interpreter and our module.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class ClusterLauncher:
         engines: Callable[[Cluster], Engine],
         contained: Callable[[], ContainmentSetting] = lambda: "auto",
         walls: Callable[[], Walls] = Walls,
+        command: Sequence[str] | None = None,
     ) -> None:
+        self._command = command
         self._clusters, self._make_engine, self._contained, self._walls = clusters, engines, contained, walls
         self._views: dict[Cluster, EngineView] = {}
 
@@ -82,7 +86,7 @@ class ClusterLauncher:
         launch.write(folder)
         view = self._view(cluster)
         try:
-            handle = view.engine.submit(request_for(folder, specification, cluster, attempt))
+            handle = view.engine.submit(request_for(folder, specification, cluster, attempt, self._command))
         except Refused:
             handed_over.unlink(missing_ok=True)
             raise
@@ -152,13 +156,18 @@ class ClusterLauncher:
         return self._views[cluster]
 
 
-def request_for(folder: RunFolder, specification: Specification, cluster: Cluster, attempt: int = 1) -> JobRequest:
-    """Return the job of a run: its keeper, on the cluster's interpreter. No secret is in it."""
-    python = cluster.python or sys.executable
-    command = [python, "-P", "-m", "toprope.supervisor.keeper", str(folder.path), "--foreground"]
+def request_for(
+    folder: RunFolder,
+    specification: Specification,
+    cluster: Cluster,
+    attempt: int = 1,
+    command: Sequence[str] | None = None,
+) -> JobRequest:
+    """Return the job of a run: its keeper, by the cluster's interpreter or by `command`. No secret is in it."""
+    keeper = command or [cluster.python or sys.executable, *KEEPER[1:]]
     return JobRequest(
         name=f"{folder.run_id}.{attempt}",
-        command=[*command, "--variables", _variables_name(attempt)],
+        command=[*keeper, str(folder.path), "--foreground", "--variables", _variables_name(attempt)],
         folder=folder.path,
         log=folder.log("keeper"),
         launcher=specification.config.launcher,

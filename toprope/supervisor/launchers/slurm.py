@@ -6,6 +6,7 @@ slurmrestd needs a version of its interface that differs by site, and sacct a da
 from __future__ import annotations
 
 import getpass
+import os
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +22,18 @@ _LEAVE_S = 60
 _FIELDS = "%j|%i|%T|%r|%S|%N"
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"})
+_PASSED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "KRB5CCNAME", "LD_LIBRARY_PATH")
 _UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket", "communication", "try again")
 
-Run = Callable[[Sequence[str], str], subprocess.CompletedProcess[str]]
-"""Runs a command with a text as its input. Raises OSError, or TimeoutExpired after a bounded time."""
+Run = Callable[[Sequence[str], str, Mapping[str, str]], subprocess.CompletedProcess[str]]
+"""Runs a command with a text as its input and a whole environment. Raises OSError, or TimeoutExpired in the end."""
 
 
-def run_command(command: Sequence[str], text: str) -> subprocess.CompletedProcess[str]:
+def run_command(command: Sequence[str], text: str, variables: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run a command within bounded time. See `Run`."""
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False)
+    return subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False, env=variables
+    )
 
 
 class SlurmEngine:
@@ -99,9 +103,13 @@ class SlurmEngine:
         return "Slurm: " + " ".join(option for option in self._options(request) if option.startswith(shown))
 
     def _ask(self, program: str, options: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+        own = {"SLURM_CONF": str(Path(self._cluster.config).expanduser())} if self._cluster.config else {}
+        # No key of the server reaches the job, whatever the site makes of --export.
+        variables = {name: value for name, value in os.environ.items() if name in _PASSED or name.startswith("SLURM_")}
+        variables |= own
         path = str(Path(self._cluster.commands).expanduser() / program) if self._cluster.commands else program
         try:
-            done = self._run([path, *options], text)
+            done = self._run([path, *options], text, variables)
         except subprocess.TimeoutExpired:
             raise Unreachable(f"{program} gave no answer within {_ANSWER_S:g} s.") from None
         except OSError as error:

@@ -38,7 +38,7 @@ from toprope.workbench.launch.custom_trainers import trainer_of
 from toprope.workbench.launch.hold import hold_run, plan_values
 from toprope.workbench.launch.lineage import base_of, with_dataset, with_split_rule
 from toprope.workbench.launch.mixture_sources import Ingredients, blend, hold_locks
-from toprope.workbench.launch.requirements import require_interpreters, require_trackers, require_wandb
+from toprope.workbench.launch.requirements import describe_job, require_interpreters, require_trackers, require_wandb
 
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 
@@ -107,6 +107,7 @@ def freeze_drafts(
     if kind.trains or kind.starts_runs:
         require_wandb(found[0].config, settings, home.settings_file)
     require_trackers(found[0].config)
+    describe_job(found[0], home)  # a cluster that the owner does not have is refused here
     return found
 
 

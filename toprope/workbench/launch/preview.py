@@ -105,13 +105,16 @@ class _Measured:
     fixed_bytes: float
 
 
-def preview(specifications: Sequence[Specification], limits: Limits, demand: Demand, runs: Path) -> Preview:
+def preview(
+    specifications: Sequence[Specification], limits: Limits, demand: Demand, runs: Path, job: str = ""
+) -> Preview:
     """Estimate the cost of starting runs.
 
     Args:
         specifications: Of runs that differ in their seed alone, with their frozen limits if known.
         limits: The owner's, which contain prices.
         runs: The folder of runs with the measurements.
+        job: What an engine would be asked for, in words.
     """
     first, count = specifications[0], len(specifications)
     measured, alike = _measured(first, runs)
@@ -120,7 +123,7 @@ def preview(specifications: Sequence[Specification], limits: Limits, demand: Dem
     shown = Preview(
         count=count,
         estimates=found,
-        basis=_basis(first, measured, alike, runs) + _KEPT[first.config.logging.keep_rollouts],
+        basis=_basis(first, measured, alike, runs) + _KEPT[first.config.logging.keep_rollouts] + job,
         steps=first.config.budget.steps,
         # Free disk space changes with every write, so it must not be part of the hash.
         caps={name: cap.value for name, cap in (frozen.caps if frozen else {}).items() if cap.limit != "disk_gb"},

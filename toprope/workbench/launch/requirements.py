@@ -12,9 +12,12 @@ from pathlib import Path
 
 from toprope.errors import InvalidValue
 from toprope.extras import missing
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
-from toprope.settings.owner import OwnerSettings
+from toprope.settings.owner import Home, OwnerSettings
 from toprope.settings.schema import Config
+from toprope.supervisor.launchers.by_kind import engine_of
+from toprope.supervisor.launchers.cluster import request_for
 
 _KEY = "WANDB_API_KEY"
 _HOST = "wandb"
@@ -33,6 +36,20 @@ def require_interpreters(specification: Specification) -> None:
                 hint=f"describe_environment shows the present state of {source.name}. Then make a new draft with "
                 "select_environment, or ask the owner to add it again (toprope env add).",
             )
+
+
+def describe_job(specification: Specification, home: Home) -> str:
+    """Say what a cluster's engine would be asked for; empty for a run on this machine. The engine is not asked.
+
+    Raises:
+        InvalidValue: The owner has no such cluster.
+    """
+    launcher = specification.config.launcher
+    if launcher.kind == "local" or specification.run_kind.starts_runs:
+        return ""
+    name, cluster = home.clusters().chosen(launcher)
+    request = request_for(RunFolder(home.runs / specification.run_id), specification, cluster)
+    return f" It would run on the cluster {name}. Asked from {engine_of(cluster).describe(request)}."
 
 
 def require_wandb(

@@ -31,6 +31,7 @@ from toprope.workbench.history import beside_preset
 from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.open_runs import variables_of
 from toprope.workbench.launch.preview import Preview, details_of, needs_confirmation, preview, summarize
+from toprope.workbench.launch.requirements import describe_job
 from toprope.workbench.launch.reserve_budget import demand, reserve
 from toprope.workbench.launch.seeds import as_group, check_seeds, members, seeded
 from toprope.workbench.launch.sweep_budget import require_room_for_members
@@ -193,7 +194,8 @@ class RunStarter:
         if found[0].sweep is not None and request is not None and request.longest_member_steps is not None:
             longest = request.longest_member_steps
             return found, require_room_for_members(found[0], found[0].sweep, longest, self._home, machine)
-        return found, lambda: preview(found, limits, demand(found[0], machine), runs)
+        job = describe_job(found[0], self._home)
+        return found, lambda: preview(found, limits, demand(found[0], machine), runs, job)
 
     def _require_confirmation(
         self,

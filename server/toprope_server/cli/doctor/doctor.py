@@ -186,12 +186,16 @@ def clients(home: Home) -> Iterator[Finding]:
 _ALL = (*CHECKS, limits, walls, runs, containment, clients)
 
 
-def main(as_json: bool) -> int:
-    """Print the findings; return 1 if something is broken."""
+def main(as_json: bool, cluster: str | None = None) -> int:
+    """Print the findings about this machine, or about a cluster; return 1 if something is broken."""
     home = Home.locate()
     findings: list[Finding] = []
     with showing_work("Looking ...") as show:
-        for check in _ALL:
+        if cluster is not None:
+            from toprope_server.cli.doctor.cluster import check_cluster
+
+            findings += check_cluster(home, cluster, show=show)
+        for check in () if cluster is not None else _ALL:
             show(f"Checking: {check.__name__.replace('_', ' ')} ...")
             findings += every(home, [check])
     broken = sum(finding.level == "broken" for finding in findings)

@@ -1,0 +1,235 @@
+"""Measures of `make bench-slurm` and `make bench-ray`: real crews on a cluster of two nodes, through every fault."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.cluster.house import House, kill_all, wait_until
+from benchmarks.cluster.matrix import FAULTS, keepers_of, launcher_for, processes_of_run, suffer
+from benchmarks.faults.lives import RealHarness
+from benchmarks.learning.demo import demo
+from benchmarks.report import report
+from benchmarks.scratch import scratch
+from toprope.errors import ComponentFailed
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
+from toprope.supervisor.runs.manager import RunManager
+
+__all__ = ["measure"]
+
+_READY = frozenset({"ready", "finished"})
+_SOON_S = 90.0
+_ANSWERS_S = 12.0
+
+
+class _ClusterHarness(RealHarness):
+    """Runs with the real programs on a house."""
+
+    def __init__(self, path: Path, house: House) -> None:
+        super().__init__(path)
+        self.house = house
+
+    def runs(self, behaviours: Any = None, *, plot: Any = False) -> RunManager:
+        return RunManager(self.path / "runs", launcher_for(self.house), lambda: self.machine)
+
+    def specification(self, kind: str = "train", **launcher: Any) -> Specification:
+        made = super().specification(kind, **launcher)
+        made.config.launcher.kind = self.house.cluster.kind
+        made.config.launcher.nodes = len(self.house.nodes)
+        return made
+
+
+def measure(
+    name: str,
+    why_not: Callable[[], str],
+    house_class: Callable[[Path, str], Any],
+    *,
+    start_goal_s: float,
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Run the benchmark of one engine and print its figures. It skips, with words, where the engine cannot run."""
+    parser = argparse.ArgumentParser(description=f"Real crews on a {name} of two nodes, through every fault.")
+    parser.add_argument("--no-demo", action="store_true", help="leave the demo out")
+    parser.add_argument("--only", help="only faults whose names contain this")
+    given = parser.parse_args(arguments)
+    if why := why_not():
+        print(json.dumps({"skipped": why}))
+        return 0
+    console = Console(stderr=True, highlight=False)
+    with scratch(name) as path:
+        console.rule(f"{name}: two nodes")
+        house = house_class(path / "house", sys.executable)
+        try:
+            tally = _Tally(console)
+            (path / "home").mkdir()
+            harness = _ClusterHarness(path / "home", house)
+            for fault in FAULTS:
+                if not given.only or given.only in fault:
+                    tally.strike(harness, fault)
+            if not given.only:
+                tally.silence(harness)
+                tally.refusal(harness)
+                tally.wait_for_ever(harness)
+            figures = tally.figures()
+            if not given.no_demo and not given.only:
+                console.rule("the demo, by an agent's tools")
+                figures["accuracy_after"] = _demo(path / "demo", house)
+        finally:
+            house.close()
+    goals = {
+        "start_seconds": f"<= {start_goal_s:g}",
+        "stop_seconds": "<= 4",
+        "leftovers": "== 0",
+        "wrong_endings": "== 0",
+        "double_keepers": "== 0",
+        "accuracy_after": ">= 0.8",
+    }
+    return report(
+        f"A run on {name}",
+        figures,
+        goals={key: goal for key, goal in goals.items() if key in figures},
+        control="a run counts only if it trained before the fault; processes are counted on both nodes",
+        control_failed="" if tally.trained else "no run trained",
+        timed=["start_seconds", "stop_seconds"],
+    )
+
+
+class _Tally:
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._starts: list[float] = []
+        self._stops: list[float] = []
+        self._left: list[str] = []
+        self._wrong: list[str] = []
+        self._double = 0
+        self.trained = 0
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "start_seconds": round(statistics.median(self._starts), 2) if self._starts else None,
+            "stop_seconds": round(max(self._stops), 2) if self._stops else None,
+            "leftovers": len(self._left),
+            "wrong_endings": len(self._wrong),
+            "double_keepers": self._double,
+        }
+
+    def _start(self, harness: _ClusterHarness) -> tuple[RunManager, RunFolder]:
+        """Start a run, wait until it trains, and submit it a second time."""
+        begun = time.monotonic()
+        runs, folder = harness.start()
+        wait_until(lambda: _all_ready(runs, folder), "all members", _SOON_S)
+        self._starts.append(time.monotonic() - begun)
+        wait_until(lambda: runs.status(folder.run_id).state == "training", "training", _SOON_S)
+        self.trained += 1
+        harness.runs().launcher.submit(folder, {})
+        self._double += keepers_of(folder) - 1
+        return runs, folder
+
+    def strike(self, harness: _ClusterHarness, name: str) -> None:
+        """One run, one fault."""
+        runs, folder = self._start(harness)
+        outcome = suffer(harness.house, runs, folder, FAULTS[name])
+        if name == "stop order":
+            self._stops.append(outcome.seconds)
+        self._note(name, outcome.state, FAULTS[name].ends, outcome.left, outcome.reason, outcome.seconds)
+
+    def silence(self, harness: _ClusterHarness) -> None:
+        """The engine does not answer for a while; the run goes on."""
+        runs, folder = self._start(harness)
+        with harness.house.unreachable():
+            limit, states = time.monotonic() + _ANSWERS_S, set()
+            while time.monotonic() < limit:
+                states.add(harness.runs().status(folder.run_id).state)
+                states.add(runs.status(folder.run_id).state)
+                time.sleep(0.5)
+        runs.stop(folder.run_id)
+        wait_until(lambda: runs.status(folder.run_id).ended_at is not None, "the end", _SOON_S)
+        seen = "+".join(sorted(states))
+        self._note("unreachable", seen, frozenset({"training"}), _left(folder), "", 0.0)
+
+    def refusal(self, harness: _ClusterHarness) -> None:
+        """The engine refuses the job."""
+        specification = harness.specification()
+        # No node of any cluster has so many processors, and no partition of Slurm has this name.
+        specification.config.launcher.partition = "nowhere"
+        if harness.house.cluster.kind != "slurm":
+            return
+        runs, state = harness.runs(), "started"
+        try:
+            runs.start(specification)
+        except ComponentFailed:
+            state = runs.status(specification.run_id).state
+        self._note("refused", state, frozenset({"failed"}), [], "", 0.0)
+
+    def wait_for_ever(self, harness: _ClusterHarness) -> None:
+        """The engine has no room; the run says why, and a stop ends it."""
+        busy_runs, busy = harness.runs(), harness.specification()
+        busy.config.launcher.resources = {"trainer": {"cpus": 6}}
+        if harness.house.cluster.kind == "ray":
+            busy.config.launcher.features = ["nowhere"]
+        first = busy_runs.start(busy)
+        harness.started.append(first)
+        told = ""
+        if harness.house.cluster.kind == "slurm":
+            wait_until(lambda: busy_runs.status(first.run_id).state == "training", "training", _SOON_S)
+        second = busy.model_copy(update={"run_id": f"{busy.run_id}-b"})
+        folder = busy_runs.start(second) if harness.house.cluster.kind == "slurm" else first
+        harness.started.append(folder)
+        wait_until(lambda: harness.house.engine.title in busy_runs.status(folder.run_id).reason, "a reason", _SOON_S)
+        told = busy_runs.status(folder.run_id).reason
+        begun = time.monotonic()
+        for run_id in {folder.run_id, first.run_id}:
+            busy_runs.stop(run_id)
+        wait_until(lambda: busy_runs.status(folder.run_id).ended_at is not None, "the end", _SOON_S)
+        wait_until(lambda: busy_runs.status(first.run_id).ended_at is not None, "the end", _SOON_S)
+        state = busy_runs.status(folder.run_id).state
+        self._note("no room", state, frozenset({"stopped"}), _left(folder), told, time.monotonic() - begun)
+
+    def _note(
+        self, name: str, state: str, ends: frozenset[str], left: Sequence[str], reason: str, seconds: float
+    ) -> None:
+        self._left += left
+        if state not in ends:
+            self._wrong.append(f"{name}: {state}")
+        mark = "" if state in ends and not left else "[bold red]wrong[/] "
+        self._console.print(f"{mark}{name}: {state} after {seconds:.1f} s, {len(left)} left. {reason}")
+        for words in left:
+            self._console.print(f"   left: {words}")
+
+
+def _all_ready(runs: RunManager, folder: RunFolder) -> bool:
+    status = runs.status(folder.run_id)
+    if status.ended:
+        raise TimeoutError(f"{folder.run_id} is {status.state}: {status.reason} {status.failure}")
+    return len(status.crew) > 1 and all(member.state in _READY for member in status.crew.values())
+
+
+def _left(folder: RunFolder) -> list[str]:
+    limit = time.monotonic() + 10
+    while (left := processes_of_run(folder)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    words = [" ".join(process.cmdline())[:200] for process in left if process.is_running()]
+    kill_all(left)
+    return words
+
+
+def _demo(home: Path, house: House) -> float:
+    """Return the accuracy after the demo, whose runs an agent starts on the cluster."""
+    (home / "config").mkdir(parents=True)
+    entry = {"house": house.cluster.model_dump(mode="json", exclude_defaults=True)}
+    (home / "config" / "clusters.yaml").write_text(json.dumps(entry))
+    # The demo tries a locked field.
+    lock = {"field": "optimizer.learning_rate", "max": 0.01, "reason": "A higher rate risks a collapse."}
+    (home / "config" / "locks.yaml").write_text(json.dumps({"locks": [lock]}))
+    changes = {"launcher.kind": house.cluster.kind, "launcher.nodes": len(house.nodes)}
+    told, _ = demo(home, changes)
+    return float(told["results"]["evaluations"]["after"]["sampled"]["accuracy"])

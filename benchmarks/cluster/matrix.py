@@ -1,0 +1,110 @@
+"""The faults that a run on a cluster must survive in a known state, for stand-in crews and real ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import anyio
+import psutil
+
+from benchmarks.cluster.house import House, kill_all
+from toprope.records.messages import ENV_FOLDER
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.status import Status
+from toprope.settings.clusters import Clusters
+from toprope.supervisor.launchers.by_kind import LauncherByKind
+from toprope.supervisor.launchers.cluster import ClusterLauncher
+from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.supervisor.runs.manager import RunManager
+
+__all__ = ["FAULTS", "Outcome", "keepers_of", "launcher_for", "processes_of_run", "suffer"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: what happens to a run that trains, and the states in which it may end."""
+
+    strike: Callable[[House, RunManager, RunFolder], object]
+    ends: frozenset[str]
+    mends: bool = False
+    """The house has to be mended afterwards."""
+
+
+@dataclass
+class Outcome:
+    """The end of a run after a fault."""
+
+    state: str
+    reason: str
+    seconds: float
+    left: list[str] = field(default_factory=list)
+    """Command lines of processes that were left."""
+
+
+def launcher_for(house: House, command: tuple[str, ...] | None = None) -> LauncherByKind:
+    """Return a launcher whose only cluster is the house.
+
+    Args:
+        command: argv of the keeper before its own arguments; the real one when None.
+    """
+    clusters = Clusters(named={"house": house.cluster})
+    cluster = ClusterLauncher(lambda: clusters, lambda _: house.engine, command=command)
+    return LauncherByKind(LocalLauncher(), cluster)
+
+
+def _keeper(folder: RunFolder) -> psutil.Process:
+    return psutil.Process(read_json(folder.lock)["pid"])
+
+
+FAULTS: Mapping[str, Fault] = {
+    "stop order": Fault(lambda house, runs, folder: runs.stop(folder.run_id), frozenset({"stopped"})),
+    "engine's stop": Fault(lambda house, runs, folder: house.cancel(folder), frozenset({"stopped"})),
+    "keeper killed": Fault(lambda house, runs, folder: _keeper(folder).kill(), frozenset({"lost"})),
+    "engine's process killed": Fault(
+        lambda house, runs, folder: house.kill_engine_process(folder), frozenset({"lost"})
+    ),
+    "daemon killed": Fault(lambda house, runs, folder: house.kill_daemon(folder), frozenset({"lost"}), mends=True),
+    "node killed": Fault(lambda house, runs, folder: house.kill_node(folder), frozenset({"lost"}), mends=True),
+}
+
+
+def processes_of_run(folder: RunFolder) -> list[psutil.Process]:
+    """Return keeper, guards and members of a run, on all nodes that share /proc with this process."""
+    found, text = [], str(folder.path)
+    for pid in psutil.pids():
+        try:
+            process = psutil.Process(pid)
+            words = process.cmdline()
+            if any(text in word for word in words) or process.environ().get(ENV_FOLDER) == text:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def suffer(house: House, runs: RunManager, folder: RunFolder, fault: Fault, limit_s: float = 90.0) -> Outcome:
+    """Strike a run that trains, follow it as a front end does, and return its end."""
+    begun = time.monotonic()
+    fault.strike(house, runs, folder)
+    status, _ = anyio.run(runs.wait, folder.run_id, _is_over, limit_s)
+    seconds = time.monotonic() - begun
+    limit = time.monotonic() + 10
+    while (left := processes_of_run(folder)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    words = [" ".join(process.cmdline())[:200] for process in left if process.is_running()]
+    kill_all(left)
+    if fault.mends:
+        house.mend()
+    return Outcome(status.state if status.ended_at is not None else f"{status.state}?", status.reason, seconds, words)
+
+
+def _is_over(status: Status, _: object) -> bool:
+    return status.ended_at is not None
+
+
+def keepers_of(folder: RunFolder) -> int:
+    """Return the number of the run's keepers that an engine started."""
+    words = [process.cmdline() for process in processes_of_run(folder)]
+    return sum("--foreground" in line and not {"-c", "sh"} & set(line) for line in words)

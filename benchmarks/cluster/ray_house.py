@@ -1,0 +1,140 @@
+"""A Ray of two nodes on this machine, from a virtual environment with `ray[default]`: `make bench-ray`.
+
+The benchmark runs real crews through every fault of the matrix, then the demo over both nodes. Ten minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from benchmarks.cluster.house import START_S, Daemons, Net, kill_all, missing, wait_until
+from toprope.errors import TopropeError
+from toprope.records.run.folder import RunFolder, read_json
+from toprope.settings.clusters import Cluster
+from toprope.supervisor.launchers.ray import RayEngine
+
+__all__ = ["RAY", "RayHouse", "why_not"]
+
+RAY = Path(os.environ.get("TOPROPE_RAY") or Path.home() / ".cache" / "toprope" / "ray")
+"""Virtual environment with Ray. `make test-engines` installs it."""
+_CPUS = 8
+
+
+def why_not() -> str:
+    """Say what is missing for a Ray here; empty if nothing is."""
+    return missing() or ("" if (RAY / "bin" / "ray").exists() else f"{RAY} has no Ray")
+
+
+class RayHouse:
+    """See `House`. `ray stop` is never used: it would end every Ray of the machine."""
+
+    nodes = ("n1", "n2")
+
+    def __init__(self, folder: Path, python: str) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._token = folder / "token"
+        self._token.write_text(secrets.token_hex(24))
+        self._token.chmod(0o600)
+        self.net = Net(self.nodes)
+        self._daemons = Daemons(folder / "logs")
+        address = f"http://{self.net.addresses['n1']}:8265"
+        self.cluster = Cluster(
+            kind="ray", python=python, address=address, token_file=str(self._token), network="trusted"
+        )
+        self.engine = RayEngine(self.cluster)
+        try:
+            self.mend()
+        except BaseException:
+            self.close()
+            raise
+
+    def mend(self) -> None:
+        """See `House.mend`."""
+        for name in self.nodes:
+            known = self._daemons.running.get(name)
+            if known is None or known.poll() is not None:
+                self._start(name)
+                if name == "n1":
+                    wait_until(self._answers, "Ray's dashboard", 2 * START_S)
+
+    def _start(self, name: str) -> None:
+        here = f"--node-ip-address={self.net.addresses[name]}"
+        room = [here, f"--num-cpus={_CPUS}", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+        if name == "n1":
+            # A short folder, because sockets lie in it.
+            temporary = f"/tmp/{self.net.space('ray')}"
+            room += ["--head", f"--dashboard-host={self.net.addresses['n1']}", f"--temp-dir={temporary}"]
+            room += ['--resources={"keeper": 10}']
+        else:
+            room += [f"--address={self.net.addresses['n1']}:6379", '--resources={"other": 10}']
+        variables = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self._token),
+            "PATH": f"{RAY / 'bin'}:{os.environ['PATH']}",
+        }
+        self._daemons.start(name, [*self.net.enter(name), str(RAY / "bin" / "ray"), "start", *room], variables)
+
+    def _answers(self) -> bool:
+        try:
+            self.engine.jobs()
+        except TopropeError:
+            return False
+        return True
+
+    def _keeper(self, folder: RunFolder) -> psutil.Process:
+        return psutil.Process(read_json(folder.lock)["pid"])
+
+    def cancel(self, folder: RunFolder) -> None:
+        """See `House.cancel`."""
+        self.engine._ask("POST", f"/api/jobs/{folder.run_id}.1/stop")
+
+    def kill_engine_process(self, folder: RunFolder) -> None:
+        """See `House.kill_engine_process`: the worker that supervises the job."""
+        parent = self._keeper(folder).parent()
+        assert parent is not None
+        parent.kill()
+
+    def kill_daemon(self, folder: RunFolder) -> None:
+        """See `House.kill_daemon`: the raylet."""
+        for process in self.net.processes(self.net.node_of(self._keeper(folder).pid)):
+            if process.name() == "raylet":
+                process.kill()
+
+    def kill_node(self, folder: RunFolder) -> None:
+        """See `House.kill_node`."""
+        node = self.net.node_of(self._keeper(folder).pid)
+        kill_all(self.net.processes(node))
+        self._daemons.kill(node)
+
+    @contextmanager
+    def unreachable(self) -> Iterator[None]:
+        """See `House.unreachable`: the dashboard is stopped and goes on."""
+        stopped = [one for one in self.net.processes("n1") if any("dashboard.py" in word for word in one.cmdline())]
+        for process in stopped:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in stopped:
+                process.resume()
+
+    def close(self) -> None:
+        """End everything that the house started."""
+        for name in self.nodes:
+            kill_all([one for one in self.net.processes(name) if one.pid != os.getpid()])
+        self._daemons.close()
+        self.net.close()
+
+
+if __name__ == "__main__":
+    from benchmarks.cluster.bench import measure
+
+    sys.exit(measure("ray", why_not, RayHouse, start_goal_s=30))

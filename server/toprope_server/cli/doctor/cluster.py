@@ -1,0 +1,133 @@
+"""`toprope doctor --cluster NAME`: ask a cluster's engine, and prove by a small job what a run needs there."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import toprope
+from toprope.errors import TopropeError
+from toprope.records.run.folder import read_json
+from toprope.settings.clusters import Cluster
+from toprope.settings.launcher import LauncherSection
+from toprope.settings.owner import Home
+from toprope.supervisor.launchers.by_kind import engine_of
+from toprope.supervisor.launchers.engine import Engine, JobRequest
+from toprope.supervisor.launchers.probe import FACTS, HELD
+from toprope.supervisor.lock import RunLock
+from toprope_server.cli.doctor.checks import Finding
+
+LIMIT_S = 300.0
+_SKEW_S = 5.0
+_LOOK_EVERY_S = 0.5
+
+
+def check_cluster(
+    home: Home,
+    name: str,
+    *,
+    engine: Callable[[Cluster], Engine] = engine_of,
+    limit_s: float = LIMIT_S,
+    show: Callable[[str], None] = lambda _: None,
+) -> Iterator[Finding]:
+    """Prove each requirement of a cluster.
+
+    Args:
+        name: As clusters.yaml names it.
+        engine: Makes the engine.
+        limit_s: The longest that the job may wait and run.
+        show: Called with what is being waited for.
+    """
+    try:
+        clusters = home.clusters()
+        kind = clusters.named[name].kind if name in clusters.named else "slurm"
+        _, cluster = clusters.chosen(LauncherSection(kind=kind, cluster=name))
+        asked = engine(cluster)
+        count = len(asked.jobs())
+    except TopropeError as error:
+        yield Finding(name, "broken", error.message, error.hint or "Fix clusters.yaml, or the way to the cluster.")
+        return
+    yield Finding(name, "ok", f"{asked.title} answers; it knows {count} jobs of yours")
+    home.ensure().runs.mkdir(mode=0o700, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=home.runs))
+    lock = RunLock.acquire(folder / HELD)
+    try:
+        yield from _probe(asked, cluster, name, folder, limit_s, show)
+    except TopropeError as error:
+        yield Finding(name, "broken", error.message, error.hint)
+    finally:
+        if lock is not None:
+            lock.release()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _probe(
+    asked: Engine, cluster: Cluster, name: str, folder: Path, limit_s: float, show: Callable[[str], None]
+) -> Iterator[Finding]:
+    log, job_name = folder / "job.log", f"toprope-doctor-{folder.name.rpartition('-')[2]}"
+    command = [cluster.python or sys.executable, "-P", "-m", "toprope.supervisor.launchers.probe", str(folder)]
+    section = LauncherSection(kind=cluster.kind)
+    asked.submit(JobRequest(job_name, command, folder, log, section))
+    limit, ended_at = time.monotonic() + limit_s, None
+    while not (folder / FACTS).exists():
+        job = asked.jobs().get(job_name)
+        told = job.told or job.word if job else "unknown to the engine"
+        show(f"The job waits: {told} ...")
+        if job is not None and job.phase == "ended":
+            # The file may still be on its way through a shared file system.
+            ended_at = ended_at or time.monotonic()
+            if time.monotonic() - ended_at > _SKEW_S:
+                said = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+                why = f"the job ended without an answer ({told})" + (f": {said[0][:200]}" if said else "")
+                remedy = f"The node needs {command[0]} with Toprope, and {folder.parent} under the same path."
+                yield Finding(name, "broken", why, remedy)
+                return
+        if time.monotonic() > limit:
+            asked.cancel(job_name)
+            yield Finding(name, "broken", f"the job did not run within {limit_s:g} s: {told}", "Ask again later.")
+            return
+        time.sleep(_LOOK_EVERY_S)
+    yield from _judge(name, read_json(folder / FACTS))
+
+
+def _judge(name: str, facts: dict[str, Any]) -> Iterator[Finding]:
+    where = f"{name}, node {facts['node']}"
+    room = f"{facts['processors']} processors, {facts['memory_bytes'] / 1e9:.0f} GB, {len(facts['gpus'])} GPUs"
+    yield Finding(where, "ok", f"runs jobs, and sees the home under its path; {room}")
+    if facts["version"] != toprope.__version__:
+        yield Finding(
+            where,
+            "broken",
+            f"its Toprope is {facts['version']}, here is {toprope.__version__}",
+            "Install the same version, or set the cluster's `python`.",
+        )
+    if facts["missing"]:
+        lacking = ", ".join(facts["missing"])
+        yield Finding(where, "broken", f"its interpreter lacks {lacking}", "Install toprope[train] there.")
+    if not facts["lock_carried"]:
+        yield Finding(
+            where,
+            "note",
+            "locks do not reach it from here; runs are told apart by claims and signs of life, which takes 10 s longer",
+        )
+    if abs(facts["clock_ahead_s"]) > _SKEW_S:
+        yield Finding(
+            where,
+            "warning",
+            f"its clock differs by {facts['clock_ahead_s']:+.0f} s from that of the shared storage",
+            "Synchronise the clocks; times of events are the node's.",
+        )
+    if facts["containment"] != "bubblewrap":
+        yield Finding(where, "note", f"guard without pid namespaces: {facts['containment_why']}")
+    if facts["parent"] in ("sh", "bash", "dash"):
+        yield Finding(
+            where,
+            "broken",
+            f"a shell ({facts['parent']}) stays above the keeper, so the loss of its engine would go unnoticed",
+            "Remove what keeps `exec` from replacing it, such as a trap in `setup`.",
+        )

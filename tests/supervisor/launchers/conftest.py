@@ -1,0 +1,134 @@
+"""An engine that runs jobs as processes of this machine, as Slurm and Ray do, and houses for the contract's tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from tests.support.run_harness import eventually
+from toprope.records.run.folder import read_json
+from toprope.settings.clusters import Cluster
+from toprope.supervisor import heartbeat
+from toprope.supervisor.launchers import engine
+from toprope.supervisor.launchers.engine import Job, Refused, Unreachable
+
+_STEP = """
+import signal, subprocess, sys
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+sys.exit(child.wait() and 1)
+"""
+"""What slurmstepd and Ray's supervisor are: a parent that passes SIGTERM on, and leaves its child if it is killed."""
+
+
+class LocalEngine:
+    """See `Engine`. `waits`: jobs never start; `refuses`: no job is accepted; `silent`: nobody answers."""
+
+    title = "Engine"
+
+    def __init__(self):
+        self.steps, self.requests, self.cancelled = {}, {}, set()
+        self.waits = self.refuses = self.silent = self.loses_answer = False
+        self.gave_up = set()
+
+    def submit(self, request):
+        if self.silent:
+            raise Unreachable("nobody answers.")
+        if self.refuses:
+            raise Refused("Engine refused the job: no such partition.")
+        if request.name not in self.requests:
+            self.requests[request.name] = request
+            if not self.waits:
+                self.start(request.name)
+        if self.loses_answer:
+            raise Unreachable("the answer was lost.")
+        return f"job-{request.name}"
+
+    def start(self, name):
+        request = self.requests[name]
+        with request.log.open("ab") as log:
+            self.steps[name] = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _STEP, *request.command],
+                cwd=request.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"]},
+            )  # fmt: skip
+
+    def jobs(self):
+        if self.silent:
+            raise Unreachable("nobody answers.")
+        return {name: self._job(name) for name in self.requests}
+
+    def _job(self, name):
+        step = self.steps.get(name)
+        if step is None:
+            ended = name in self.cancelled
+            return Job(name, "ended" if ended else "waiting", "PENDING", "" if ended else "Resources")
+        if name in self.gave_up:
+            return Job(name, "ended", "NODE_FAIL", "NODE_FAIL")
+        code = step.poll()
+        return Job(name, "running" if code is None else "ended", "RUNNING" if code is None else f"EXIT {code}")
+
+    def cancel(self, name):
+        if self.silent:
+            raise Unreachable("nobody answers.")
+        if name not in self.steps:
+            self.cancelled.add(name)
+
+    def describe(self, request):
+        return f"Engine: {request.room().cpus} CPUs"
+
+
+class LocalHouse:
+    """See `benchmarks.cluster.house.House`: `LocalEngine` as a cluster of one node."""
+
+    def __init__(self):
+        self.cluster = Cluster(kind="slurm", python=sys.executable)
+        self.engine = LocalEngine()
+
+    def _step(self, folder):
+        return self.engine.steps[f"{folder.run_id}.1"]
+
+    def cancel(self, folder):
+        self._step(folder).terminate()
+
+    def kill_engine_process(self, folder):
+        self._step(folder).kill()
+
+    def kill_daemon(self, folder):
+        self.engine.gave_up.add(f"{folder.run_id}.1")
+
+    def kill_node(self, folder):
+        keeper = psutil.Process(read_json(folder.lock)["pid"])
+        family = [psutil.Process(self._step(folder).pid), keeper, *keeper.children(recursive=True)]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process in family:
+                process.send_signal(number)
+
+    def mend(self):
+        pass
+
+    @contextmanager
+    def unreachable(self):
+        self.engine.silent = True
+        yield
+        self.engine.silent = False
+
+    def close(self):
+        for step in self.engine.steps.values():
+            eventually(lambda one=step: one.poll() is not None or one.kill())
+
+
+@pytest.fixture
+def local_house(monkeypatch):
+    """Asks and concludes faster than is wise with a real engine."""
+    monkeypatch.setattr(heartbeat, "_BEATING_S", 1.2)
+    monkeypatch.setattr(engine, "_ASK_EVERY_S", 0.05)
+    house = LocalHouse()
+    yield house
+    house.close()

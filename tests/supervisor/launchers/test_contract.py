@@ -1,0 +1,270 @@
+"""The contract of launchers on clusters, for a stand-in engine and, where they are installed, for real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from benchmarks.cluster import ray_house, slurm_house
+from benchmarks.cluster.matrix import FAULTS, keepers_of, launcher_for, processes_of_run, suffer
+from tests.support import supervisor_stand_ins
+from tests.support.run_harness import ended, eventually, until
+from toprope.errors import ComponentFailed, NotPossibleNow
+from toprope.records.run.folder import read_json
+from toprope.records.run.launch import Launch
+from toprope.records.run.status import Status
+from toprope.supervisor.keeper.program import ALREADY_KEPT
+from toprope.supervisor.lock import is_held
+from toprope.supervisor.runs.manager import RunManager
+
+LIMIT_S = 60.0
+CANARY = "canary-4f1b77a0c2"
+ENGINES = ("slurm", "ray")
+
+
+@pytest.fixture(params=["stand-in", *(pytest.param(name, marks=pytest.mark.engines) for name in ENGINES)])
+def house(request):
+    if request.param == "stand-in":
+        return request.getfixturevalue("local_house")
+    return request.getfixturevalue(f"real_{request.param}")
+
+
+@pytest.fixture(scope="session")
+def real_slurm(tmp_path_factory):
+    yield from _real(slurm_house.why_not(), slurm_house.SlurmHouse, tmp_path_factory.mktemp("slurm") / "house")
+
+
+@pytest.fixture(scope="session")
+def real_ray(tmp_path_factory):
+    yield from _real(ray_house.why_not(), ray_house.RayHouse, tmp_path_factory.mktemp("ray") / "house")
+
+
+def _real(why_not, house, folder):
+    if why_not:
+        pytest.skip(why_not)
+    made = house(folder, sys.executable)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster(house, harness):
+    """Starts runs with stand-in crews on the house."""
+    return OnCluster(house, harness)
+
+
+class OnCluster:
+    def __init__(self, house, harness):
+        self.house, self.harness = house, harness
+
+    def runs(self, behaviours=None, variables=None) -> RunManager:
+        harness = self.harness
+        harness.runs(behaviours or {"trainer": {"endless": True}})
+        table = harness.path / "programs.json"
+        table.write_text(json.dumps(harness.programs))
+        launcher = launcher_for(
+            self.house, (sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table))
+        )
+        return RunManager(harness.path / "runs", launcher, lambda: harness.machine, variables)
+
+    def specification(self, **launcher):
+        specification = self.harness.specification(**launcher)
+        specification.config.launcher.kind = self.house.cluster.kind
+        return specification
+
+    def start(self, runs, specification=None, variables=None):
+        folder = runs.start(specification or self.specification(), variables or {})
+        self.harness.started.append(folder)
+        return folder
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_run_ends_in_known_state_after_fault(cluster, fault):
+    runs = cluster.runs()
+    folder = cluster.start(runs)
+    until(runs, folder, "training", limit_s=LIMIT_S)
+    outcome = suffer(cluster.house, runs, folder, FAULTS[fault])
+    assert outcome.state in FAULTS[fault].ends, outcome
+    assert not outcome.left
+    assert not is_held(folder.lock)
+
+
+def test_run_completes_and_leaves_nothing(cluster):
+    runs = cluster.runs({"trainer": {"steps": 3}})
+    folder = cluster.start(runs)
+    assert ended(runs, folder, LIMIT_S).state == "completed"
+    eventually(lambda: not processes_of_run(folder), LIMIT_S)
+    assert not folder.crew.exists()
+
+
+def test_engine_that_does_not_answer_settles_nothing(cluster):
+    runs = cluster.runs()
+    folder = cluster.start(runs)
+    until(runs, folder, "training", limit_s=LIMIT_S)
+    with cluster.house.unreachable():
+        assert runs.status(folder.run_id).state == "training"
+        os.kill(read_json(folder.lock)["pid"], signal.SIGKILL)
+        eventually(lambda: not processes_of_run(folder), LIMIT_S)
+        other = cluster.runs()  # has never had an answer
+        eventually(lambda: other.launcher.status(folder).life == "unknown", LIMIT_S)
+        assert "Nothing is known" in other.status(folder.run_id).reason
+        assert other.list()[0].state == "training"
+        with pytest.raises(NotPossibleNow, match="may still run"):
+            other.resume(folder.run_id)
+    assert ended(other, folder, LIMIT_S).state == "lost"
+
+
+def test_attempt_never_has_two_keepers(cluster):
+    runs = cluster.runs()
+    folder = cluster.start(runs)
+    until(runs, folder, "training", limit_s=LIMIT_S)
+    runs.launcher.submit(folder, {})
+    cluster.runs().launcher.submit(folder, {})
+    # Where flock is not carried from node to node, each node sees a lock of its own.
+    folder.lock.rename(folder.lock.with_suffix(".elsewhere"))
+    table = cluster.harness.path / "programs.json"
+    command = [sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table), str(folder.path)]
+    second = subprocess.run([*command, "--foreground"], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert second.returncode == ALREADY_KEPT and "claimed before" in second.stderr
+    folder.lock.with_suffix(".elsewhere").rename(folder.lock)
+    assert keepers_of(folder) == 1
+    assert Status.read(folder).state == "training"
+    runs.stop(folder.run_id)
+    assert ended(runs, folder, LIMIT_S).state == "stopped"
+
+
+def test_secrets_reach_members_and_nobody_else(cluster):
+    runs = cluster.runs()
+    folder = cluster.start(runs, variables={"environment": {"MY_API_KEY": CANARY}})
+    until(runs, folder, "training", limit_s=LIMIT_S)
+    assert not list(folder.path.glob("variables-*"))
+    holders = [one for one in processes_of_run(folder) if CANARY in json.dumps(one.environ())]
+    assert holders and not any(CANARY in word for one in processes_of_run(folder) for word in one.cmdline())
+    keeper = psutil.Process(read_json(folder.lock)["pid"])
+    assert CANARY not in json.dumps([keeper.environ(), keeper.parent().environ(), keeper.parent().cmdline()])
+    assert CANARY not in folder.log("keeper").read_text() + folder.launch.read_text() + folder.status.read_text()
+    runs.stop(folder.run_id)
+    assert ended(runs, folder, LIMIT_S).state == "stopped"
+
+
+def test_far_run_leaves_this_machines_room_alone(cluster):
+    cluster.harness.machine = cluster.harness.machine.model_copy(update={"threads": 1})
+    runs = cluster.runs()
+    folders = [cluster.start(runs) for _ in range(2)]
+    for folder in folders:
+        until(runs, folder, "training", limit_s=LIMIT_S)
+        runs.stop(folder.run_id)
+    assert {ended(runs, folder, LIMIT_S).state for folder in folders} == {"stopped"}
+
+
+def test_job_that_waits_is_told_and_stops_at_once(cluster):
+    runs, specification = cluster.runs(), cluster.specification()
+    if hasattr(cluster.house.engine, "waits"):
+        cluster.house.engine.waits = True
+    else:
+        specification.config.launcher.features = [] if cluster.house.cluster.kind == "slurm" else ["nowhere"]
+        specification.config.launcher.nodes = 2
+        busy = cluster.start(runs, _whole(cluster.specification()))
+        until(runs, busy, "training", limit_s=LIMIT_S)
+        specification = _whole(specification)
+    folder = cluster.start(runs, specification)
+    eventually(lambda: f"{cluster.house.engine.title}: " in runs.status(folder.run_id).reason, LIMIT_S)
+    assert [status.state for status in runs.list() if status.run_id == folder.run_id] == ["queued"]
+    with pytest.raises(NotPossibleNow):
+        runs.resume(folder.run_id)
+    begun = time.monotonic()
+    runs.stop(folder.run_id)
+    assert ended(runs, folder, LIMIT_S).state == "stopped"
+    assert time.monotonic() - begun < 10
+    if hasattr(cluster.house.engine, "waits"):  # the job starts all the same
+        cluster.house.engine.start(f"{folder.run_id}.1")
+        eventually(lambda: cluster.house.engine.steps[f"{folder.run_id}.1"].poll() is not None)
+        assert Status.read(folder).state == "stopped"
+    else:
+        runs.stop(busy.run_id)
+        ended(runs, busy, LIMIT_S)
+
+
+def _whole(specification):
+    """All processors of two nodes."""
+    specification.config.launcher.resources = {"trainer": {"cpus": 5}}
+    specification.config.launcher.nodes = 2
+    return specification
+
+
+def test_launch_is_written_before_submission(local_house, harness):
+    seen = []
+    real = local_house.engine.submit
+
+    def watches(request):
+        launch = Launch.read(cluster_folder())
+        seen.append((launch.name, launch.handle, launch.deadline > launch.submitted_at))
+        variables = request.folder / "variables-1.json"
+        seen.append((stat.S_IMODE(variables.stat().st_mode), CANARY in variables.read_text()))
+        assert CANARY not in json.dumps(request.command)
+        return real(request)
+
+    local_house.engine.submit = watches
+    cluster = OnCluster(local_house, harness)
+    runs, specification = cluster.runs({"trainer": {"steps": 1}}), cluster.specification()
+
+    def cluster_folder():
+        return runs.folder(specification.run_id)
+
+    folder = cluster.start(runs, specification, {"environment": {"MY_API_KEY": CANARY}})
+    assert seen == [(f"{folder.run_id}.1", "", True), (0o600, True)]
+    assert Launch.read(folder).handle == f"job-{folder.run_id}.1"
+    assert ended(runs, folder).state == "completed"
+
+
+def test_lost_answer_is_no_lost_run(local_house, harness):
+    local_house.engine.loses_answer = True
+    cluster = OnCluster(local_house, harness)
+    runs = cluster.runs({"trainer": {"steps": 1}})
+    folder = cluster.start(runs)
+    assert Launch.read(folder).handle == ""
+    assert ended(runs, folder).state == "completed"
+
+
+def test_submission_that_never_arrived_is_lost_after_its_deadline(local_house, harness, monkeypatch):
+    cluster = OnCluster(local_house, harness)
+    local_house.engine.silent = True
+    runs = cluster.runs()
+    folder = cluster.start(runs)
+    local_house.engine.silent = False
+    eventually(lambda: "being submitted" in runs.status(folder.run_id).reason)
+    Launch.read(folder).model_copy(update={"deadline": time.time() - 1}).write(folder)
+    assert eventually(lambda: runs.status(folder.run_id) if runs.status(folder.run_id).ended else None).state == "lost"
+
+
+def test_refused_job_fails_its_run(local_house, harness):
+    local_house.engine.refuses = True
+    cluster = OnCluster(local_house, harness)
+    runs, specification = cluster.runs(), cluster.specification()
+    with pytest.raises(ComponentFailed, match="no such partition"):
+        cluster.start(runs, specification)
+    status = runs.status(specification.run_id)
+    assert status.state == "failed" and "no such partition" in status.failure.reason
+    assert not list(runs.folder(specification.run_id).path.glob("variables-*"))
+
+
+def test_place_that_is_taken_back_resumes_as_another_job(local_house, harness):
+    cluster = OnCluster(local_house, harness)
+    runs = cluster.runs({"trainer": {"endless": True, "patient": True}}, variables=lambda _: {})
+    folder = cluster.start(runs)
+    until(runs, folder, "training")
+    os.kill(read_json(folder.lock)["pid"], signal.SIGUSR1)
+    second = eventually(lambda: status if (status := runs.status(folder.run_id)).attempt == 2 else None)
+    assert second.attempt == 2 and Launch.read(folder).name == f"{folder.run_id}.2"
+    assert any("took the job's place back" in str(event.data) for event in runs.events(folder.run_id))
+    until(runs, folder, "training")
+    runs.stop(folder.run_id)
+    assert ended(runs, folder).state == "stopped"
