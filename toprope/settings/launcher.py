@@ -154,6 +154,18 @@ class LauncherSection(Section):
         """Environment drivers of a run that samples."""
         return max(self.drivers, self.nodes - 1)
 
+    def room(self) -> Resources:
+        """Return the room to ask for on each node: that of all members, or, on several nodes, the larger of the
+        environment's and of the others', because the environment moves to the other nodes."""
+        shares = {name: self.resources_of(name) for name in ("api", "inference", "trainer", "environment")}
+        apart = [[shares.pop("environment")]] if self.nodes > 1 else []
+        sums = [
+            (sum(one.cpus for one in part), sum(one.gpus for one in part), sum(one.memory_mb for one in part))
+            for part in ([*shares.values()], *apart)
+        ]
+        cpus, gpus, memory_mb = (max(column) for column in zip(*sums, strict=True))
+        return Resources.model_construct(cpus=cpus, gpus=gpus, memory_mb=memory_mb)
+
 
 class RestartAllowance:
     """Restarts of one process: so many within a window, each after a longer wait.

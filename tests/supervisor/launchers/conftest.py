@@ -81,7 +81,7 @@ class LocalEngine:
             self.cancelled.add(name)
 
     def describe(self, request):
-        return f"Engine: {request.room().cpus} CPUs"
+        return f"Engine: {request.launcher.room().cpus} CPUs"
 
 
 class LocalHouse:

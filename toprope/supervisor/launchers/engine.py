@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from toprope.errors import ComponentFailed, TopropeError
-from toprope.settings.launcher import LauncherSection, Resources
+from toprope.settings.launcher import LauncherSection
 
 _ASK_EVERY_S = 2.0
 _FIRST_ANSWER_S = 3.0
@@ -47,18 +47,6 @@ class JobRequest:
     """Working directory, on shared storage."""
     log: Path
     launcher: LauncherSection
-
-    def room(self) -> Resources:
-        """The room that is asked for on each node: that of all members, or, on several nodes, the larger of the
-        environment's and of the others', because the environment moves to the other nodes."""
-        shares = {name: self.launcher.resources_of(name) for name in ("api", "inference", "trainer", "environment")}
-        apart = [[shares.pop("environment")]] if self.launcher.nodes > 1 else []
-        sums = [
-            (sum(one.cpus for one in part), sum(one.gpus for one in part), sum(one.memory_mb for one in part))
-            for part in ([*shares.values()], *apart)
-        ]
-        cpus, gpus, memory_mb = (max(column) for column in zip(*sums, strict=True))
-        return Resources.model_construct(cpus=cpus, gpus=gpus, memory_mb=memory_mb)
 
 
 @dataclass(frozen=True)

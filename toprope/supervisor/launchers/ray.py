@@ -41,7 +41,7 @@ class RayEngine:
         return request.name
 
     def _job(self, request: JobRequest) -> dict[str, Any]:
-        room = request.room()
+        room = request.launcher.room()
         # Ray's shell would stay between Ray and the keeper and be killed alone; `exec` replaces it by the keeper. A
         # shell also redirects, and the log lies on shared storage.
         entrypoint = f"cd {shlex.quote(str(request.folder))} && exec {shlex.join(request.command)}"
@@ -75,7 +75,7 @@ class RayEngine:
 
     def describe(self, request: JobRequest) -> str:
         """See `Engine.describe`."""
-        room = request.room()
+        room = request.launcher.room()
         parts = [f"{room.cpus} CPUs", f"{room.gpus} GPUs" if room.gpus else ""]
         parts += [f"{room.memory_mb} MB" if room.memory_mb else "", " ".join(request.launcher.features)]
         return f"Ray: {', '.join(part for part in parts if part)}, at {self._cluster.address}"

@@ -59,7 +59,7 @@ class SlurmEngine:
         return done.stdout.strip().partition(";")[0]
 
     def _options(self, request: JobRequest) -> list[str]:
-        launcher, room = request.launcher, request.room()
+        launcher, room = request.launcher, request.launcher.room()
         options = {
             "--job-name": request.name,
             "--chdir": str(request.folder),

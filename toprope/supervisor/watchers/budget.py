@@ -116,7 +116,10 @@ class BudgetWatcher(Watcher):
         return (of.cpu_s * limits.cpu_hour_usd + of.gpu_s * (limits.gpu_hour_usd or 0.0)) / 3600
 
     def _count_gpus(self) -> int:
-        """Return the number of GPUs that the run has reserved for itself."""
+        """Return the number of GPUs that the run has reserved for itself, here or from an engine on all nodes."""
+        launcher = self._control.specification.config.launcher
+        if self._control.folder.launch.exists():
+            return launcher.room().gpus * launcher.nodes
         path = self._control.folder.path.parent / ".reservations" / f"{self._control.folder.run_id}.json"
         try:
             entry: dict[str, Any] = read_json(path)

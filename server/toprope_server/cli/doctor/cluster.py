@@ -24,6 +24,8 @@ from toprope_server.cli.doctor.checks import Finding
 
 LIMIT_S = 300.0
 _SKEW_S = 5.0
+_FILE_S = 5.0
+"""The longest that a file takes through a shared file system after the end of its job."""
 _LOOK_EVERY_S = 0.5
 
 
@@ -79,9 +81,8 @@ def _probe(
         told = job.told or job.word if job else "unknown to the engine"
         show(f"The job waits: {told} ...")
         if job is not None and job.phase == "ended":
-            # The file may still be on its way through a shared file system.
             ended_at = ended_at or time.monotonic()
-            if time.monotonic() - ended_at > _SKEW_S:
+            if time.monotonic() - ended_at > _FILE_S:
                 said = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
                 why = f"the job ended without an answer ({told})" + (f": {said[0][:200]}" if said else "")
                 remedy = f"The node needs {command[0]} with Toprope, and {folder.parent} under the same path."
