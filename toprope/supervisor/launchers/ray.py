@@ -29,7 +29,10 @@ class RayEngine:
 
     def submit(self, request: JobRequest) -> str:
         """See `Engine.submit`. Ray answers 500 to a second job of one id, so the id is looked up first."""
-        known = self._ask("GET", f"/api/jobs/{request.name}")
+        try:
+            known = self._ask("GET", f"/api/jobs/{request.name}")
+        except Unreachable as error:
+            raise Refused(str(error), hint="Nothing was started. Start it again once Ray answers.") from None
         if known.status_code == httpx.codes.OK:
             return request.name
         answer = self._ask("POST", "/api/jobs/", json=self._job(request))

@@ -46,7 +46,10 @@ class SlurmEngine:
 
     def submit(self, request: JobRequest) -> str:
         """See `Engine.submit`. The script comes by standard input; Slurm keeps a copy, so it holds no secret."""
-        former = self.jobs().get(request.name)
+        try:
+            former = self.jobs().get(request.name)
+        except Unreachable as error:
+            raise Refused(str(error), hint="Nothing was started. Start it again once Slurm answers.") from None
         if former is not None:
             return former.handle
         lines = ["#!/bin/sh", *self._cluster.setup, f"exec {shlex.join(request.command)}", ""]
