@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     if not given.foreground:
         _detach()
         _redirect(path / "logs" / "keeper.log")
-    lock_path, wait_s = path / "keeper.lock", _SUBMITTER_S if given.foreground else 0.5
+    lock_path, wait_s = path / "keeper.lock", _SUBMITTER_S if (path / "launch.json").exists() else 0.5
     lock = RunLock.acquire(lock_path, wait_s) if lock_fd is None else RunLock.from_descriptor(lock_fd, lock_path)
     if lock is None:
         print(f"{path} has another keeper.", file=sys.stderr)
