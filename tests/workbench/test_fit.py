@@ -9,8 +9,7 @@ import pytest
 from toprope.settings.presets import load_preset
 from toprope.settings.schema import Config
 from toprope.shipped import CONFIGS
-from toprope.training.policy.tiny_model import RECIPES
-from toprope.workbench.fit import SFT_PRESET, TaskSample, likely_signal, misfits, prompt_tokens
+from toprope.workbench.fit import SFT_PRESET, TaskSample, likely_signal, misfits
 from toprope.workbench.launch.baseline import Baseline
 
 PHRASE = "Spell this word backward (example: sun -> nus): "
@@ -39,12 +38,6 @@ def rules(*arguments: Any) -> dict[str, dict[str, Any]]:
 
 def test_the_task_of_the_preset_fits() -> None:
     assert rules(preset(), tasks(f"{PHRASE}table", references=("elbat",)), earlier_test(), 0.05) == {}
-
-
-def test_tokens_of_embedded_policies_are_counted_like_its_tokenizer() -> None:
-    # role, phrase, five letters, end, role of the answer
-    assert prompt_tokens([{"role": "user", "content": f"{PHRASE}table"}], RECIPES["embedded"]) == 9
-    assert prompt_tokens([{"role": "user", "content": "é"}], RECIPES["embedded"]) == 5
 
 
 def test_prompt_that_overflows_names_context_that_fits() -> None:

@@ -1,8 +1,7 @@
 """Checks before a start whether draft, environment and policy fit each other.
 
 Pure functions over what is known already: the configuration, a few tasks from the environment's description, the newest
-test of the same policy, and measured seconds per step. Nothing is tokenised by a model's tokenizer here: the embedded
-policies have a token per byte and one per known phrase, and for other models a test measures what matters.
+test of the same policy, and measured seconds per step. Lengths are in tokens of the policy where its tokenizer is here.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from toprope.analysis.findings.rules import said
 from toprope.settings.schema import EMBEDDED, Config
 from toprope.training.policy.tiny_model import RECIPES, Recipe
 from toprope.workbench.launch.baseline import Baseline
+from toprope.workbench.token_counts import TokenCounter, counter_of
 
 SFT_PRESET = "cpu-sft"
 """The preset that fine-tunes an embedded policy on demonstrations first."""
@@ -59,7 +59,11 @@ class Misfit:
 
 
 def misfits(
-    config: Config, tasks: TaskSample | None = None, tested: Baseline | None = None, step_s: float | None = None
+    config: Config,
+    tasks: TaskSample | None = None,
+    tested: Baseline | None = None,
+    step_s: float | None = None,
+    counter: TokenCounter | None = None,
 ) -> list[Misfit]:
     """Return what speaks against a start, most serious first; empty if nothing does.
 
@@ -67,11 +71,13 @@ def misfits(
         tasks: From the environment's description; None if unknown.
         tested: The newest test of this environment; one of another policy is ignored.
         step_s: Measured seconds per step.
+        counter: Of the policy's tokens; if None, that of an embedded policy or of a folder.
     """
+    counter = counter or counter_of(config.policy.model)
     if tested is not None and tested.policy != config.policy.model:
         tested = None
     demonstrates = config.algorithm.name == "sft"
-    found = [_context(config, tasks), _answer_room(config, tasks)]
+    found = [_context(config, tasks, counter), _answer_room(config, tasks, counter)]
     if demonstrates:
         found.append(_sft_rate(config))
     else:
@@ -88,36 +94,18 @@ def warning_lines(found: Sequence[Misfit], most: int = 4) -> list[str]:
     return [f"Warning ({one.rule}): {one.text}" for one in found[:most]]
 
 
-def fits(config: Config, tasks: TaskSample | None) -> bool:
-    """Return True if nothing in the tasks alone speaks against a configuration."""
-    return not misfits(config, tasks)
-
-
-def prompt_tokens(messages: Sequence[Mapping[str, Any]], recipe: Recipe) -> int:
-    """Return the tokens of a conversation for an embedded policy, up to the start of its answer."""
-    return sum(2 + _text_tokens(str(message.get("content") or ""), recipe) for message in messages) + 1
-
-
-def _text_tokens(text: str, recipe: Recipe) -> int:
-    phrases = 0
-    for phrase in sorted(recipe.phrase_tokens, key=len, reverse=True):
-        phrases += text.count(phrase)
-        text = text.replace(phrase, "")
-    return phrases + len(text.encode())
-
-
 def _recipe(config: Config) -> Recipe | None:
     return RECIPES.get(config.policy.model)
 
 
-def _context(config: Config, tasks: TaskSample | None) -> Misfit | None:
+def _context(config: Config, tasks: TaskSample | None, counter: TokenCounter | None) -> Misfit | None:
     """Prompt and answer do not fit the context."""
     if tasks is None or not tasks.prompts:
         return None
     recipe, room, answer = _recipe(config), config.policy.max_context, config.rollout.max_new_tokens
-    if recipe is not None:
-        longest = max(prompt_tokens(prompt, recipe) for prompt in tasks.prompts)
-        about = ""
+    if counter is not None:
+        longest = max(counter.prompt(prompt) for prompt in tasks.prompts)
+        about = "" if counter.exact else "at least "
     else:
         size = max(sum(len(str(one.get("content") or "").encode()) for one in prompt) for prompt in tasks.prompts)
         longest, about = size // _FEW_BYTES_PER_TOKEN, "at least "
@@ -134,16 +122,16 @@ def _context(config: Config, tasks: TaskSample | None) -> Misfit | None:
     )
 
 
-def _answer_room(config: Config, tasks: TaskSample | None) -> Misfit | None:
+def _answer_room(config: Config, tasks: TaskSample | None, counter: TokenCounter | None) -> Misfit | None:
     """The reference answers are longer than an answer may be."""
-    recipe, limit = _recipe(config), config.rollout.max_new_tokens
-    if tasks is None or recipe is None or not tasks.references:
+    limit = config.rollout.max_new_tokens
+    if tasks is None or counter is None or not tasks.references:
         return None
-    longest = max(_text_tokens(reference, recipe) for reference in tasks.references) + 1
+    longest = max(counter.text(reference) for reference in tasks.references) + 1
     if longest <= limit:
         return None
     changes: dict[str, Any] = {"rollout.max_new_tokens": longest + 1}
-    prompts = max((prompt_tokens(prompt, recipe) for prompt in tasks.prompts), default=0)
+    prompts = max((counter.prompt(prompt) for prompt in tasks.prompts), default=0)
     if prompts + longest + 1 > config.policy.max_context:
         changes["policy.max_context"] = _ROUND_TO * math.ceil((prompts + longest + 1) / _ROUND_TO)
     return Misfit(

@@ -60,6 +60,10 @@ def test_description_shows_rollout_cost_and_test_result(house):
     assert 'preset="cpu-embedded")' in answer.text  # the test shows that this policy can do it
     assert answer.data.tested.run_id == folder.run_id and answer.data.memory_mb > 5
     assert len(answer.data.examples) == len(answer.data.prompt_characters) == 3
+    # a token per byte, and those of role and end
+    assert answer.data.prompt_tokens[:3] == [size + 3 for size in answer.data.prompt_characters]
+    assert answer.data.answer_tokens[:3] == answer.data.answer_characters
+    assert answer.data.tokens_of == "embedded" and "in tokens of embedded: prompts of " in answer.text
     assert re.search(r"an answer is scored in (less than 1 ms|\d+ ms)", answer.text)
     assert "near_miss" in answer.data.examples[0]["rewards"]
 
@@ -71,7 +75,7 @@ def test_misfits_are_told_at_selection_and_start(house):
     preview = do(start_training, shop, draft_id=made.data.draft_id, preview=True)
     assert "Warning (context_too_short)" in preview.text
     fine = do(select_environment, shop, name="reasoning_gym/spell_backward", preset="cpu-embedded")
-    assert "Warning" not in fine.text
+    assert "Warning" not in fine.text and "In tokens of embedded: prompts of " in fine.text
     assert "Warning" not in do(start_training, shop, draft_id=fine.data.draft_id).text
 
 

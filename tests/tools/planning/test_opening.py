@@ -76,6 +76,8 @@ def test_missing_knobs_are_named_with_their_types_and_given_to_every_tool(shop):
     knobs = {"word": "yes", "voice": "low"}
     assert "Say yes 0" in do(describe_environment, shop, name="needy", knobs=knobs).text
     checked = do(check_environment, shop, name="needy", knobs=knobs)
+    assert checked.data.prompt_tokens["longest"] == checked.data.prompt_characters["longest"] + 3
+    assert "tokens of embedded)" in checked.text
     assert checked.data.tasks_tried and 'knobs={"word": "yes", "voice": "low"}' in checked.text
     made = do(select_environment, shop, name="needy", knobs=knobs)
     draft = shop.drafts.get(made.data.draft_id)

@@ -53,6 +53,10 @@ class Description(Structure):
     memory_mb: int | None = None
     prompt_characters: list[int] = []
     answer_characters: list[int] = []
+    tokens_of: str = ""
+    """The policy whose tokens the next two count, if its tokenizer is on this machine."""
+    prompt_tokens: list[int] = []
+    answer_tokens: list[int] = []
     tested: Tested | None = None
 
 
@@ -77,6 +81,9 @@ class CheckAnswer(Structure):
     splits: dict[str, dict[str, Any]]
     prompt_characters: dict[str, int]
     answer_characters: dict[str, int]
+    tokens_of: str = ""
+    prompt_tokens: dict[str, int] = {}
+    answer_tokens: dict[str, int] = {}
     repeatable: bool | None
     """None: no other process was held against the first."""
     start_seconds: float

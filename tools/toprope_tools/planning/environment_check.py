@@ -6,6 +6,7 @@ import re
 import statistics
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -19,6 +20,7 @@ from toprope.workbench.catalog.kept_checks import KeptChecks, KeptFinding
 from toprope.workbench.launch.mixture_sources import hold_locks, own_source
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.planning import CheckAnswer, CheckFinding
+from toprope_tools.planning.fit import default_policy, lengths
 from toprope_tools.planning.opening import CALLER, Caller, default_section, opened, options_of
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ async def check_environment(
     locks.require({f"{KNOBS}.{knob}": given for knob, given in own_knobs.items()})
     if _DRAFT.fullmatch(name):
         draft = await to_thread.run_sync(workshop.drafts.get, name)
-        draft_id, section = draft.id, draft.config.environment
+        draft_id, section, policy = draft.id, draft.config.environment, draft.config.policy.model
         own = {field: one for field, one in draft.fields.items() if field.startswith("environment.")}
         locks.enforce(draft.config, own)
         hold_locks(draft.config, locks)
@@ -77,6 +79,7 @@ async def check_environment(
     else:
         entry = await to_thread.run_sync(workshop.catalog.find, name)
         section = default_section(workshop, entry.name, locks).model_copy(update={"knobs": own_knobs})
+        policy = default_policy(workshop, entry.name)
     allowed = seconds or (FULL_S if full else QUICK_S)
     max_turns = section.max_turns if draft_id else None
     options = options_of(workshop, section, call_timeout_s=min(20.0, section.call_timeout_s, 0.8 * allowed))
@@ -89,7 +92,8 @@ async def check_environment(
         caller=caller,
         beyond_s=_BEYOND_S,
     )
-    text, data = _text(report, draft_id, others, knobs), _data(report, draft_id)
+    data = await to_thread.run_sync(_data, report, draft_id, policy, workshop.home.runs)
+    text = _text(report, draft_id, others, knobs, data)
     data.not_checked = [*data.not_checked, *others]
     kept = [KeptFinding(rule=one.rule, level=one.level, what=one.what) for one in data.findings]
     await to_thread.run_sync(
@@ -98,7 +102,9 @@ async def check_environment(
     return Answer(text, data)
 
 
-def _text(report: CheckReport, draft_id: str | None, others: list[str], knobs: dict[str, Any] | None) -> str:
+def _text(
+    report: CheckReport, draft_id: str | None, others: list[str], knobs: dict[str, Any] | None, data: CheckAnswer
+) -> str:
     seen = report.seen
     form = "full check" if report.full else "quick check"
     again = _repeatable(report)
@@ -114,11 +120,11 @@ def _text(report: CheckReport, draft_id: str | None, others: list[str], knobs: d
     if scores := _scores(report):
         lines.append("Share of the highest reward: " + ", ".join(f"{kind} {one:.0%}" for kind, one in scores.items()))
     sizes = [f"{split} {size.known}{'' if size.exhausted else '+'}" for split, size in seen.splits.items()]
-    prompts = _lengths(task.prompt for split in seen.splits.values() for task in split.tasks)
-    if sizes and prompts:
+    if sizes and (prompts := data.prompt_characters):
+        in_tokens = data.prompt_tokens
         lines.append(
             f"Distinct tasks: {', '.join(sizes)}. Prompts of {prompts['median']} characters, at most "
-            f"{prompts['longest']}."
+            f"{prompts['longest']}" + (f" ({in_tokens['longest']} tokens of {data.tokens_of})." if in_tokens else ".")
         )
     if seen.skipped:
         lines.append(f"Not checked for lack of time: {'; '.join(seen.skipped)}.")
@@ -137,10 +143,12 @@ def _next(report: CheckReport, draft_id: str | None, given: dict[str, Any]) -> s
     return f"Next: {call('select_environment', name=report.name, **given)}"
 
 
-def _data(report: CheckReport, draft_id: str | None) -> CheckAnswer:
+def _data(report: CheckReport, draft_id: str | None, policy: str, runs: Path) -> CheckAnswer:
     seen = report.seen
     taken = [score.seconds for score in seen.scores if score.kind != "solver"]
     tasks = [task for split in seen.splits.values() for task in split.tasks]
+    references = [task.reference for task in tasks if task.reference is not None]
+    in_tokens = lengths([[{"content": task.prompt}] for task in tasks], references, policy, runs)
     return CheckAnswer(
         environment=report.name,
         draft_id=draft_id,
@@ -162,8 +170,11 @@ def _data(report: CheckReport, draft_id: str | None) -> CheckAnswer:
         scores=_scores(report),
         tasks_tried=seen.tried,
         splits={name: {"known": one.known, "exhausted": one.exhausted} for name, one in seen.splits.items()},
-        prompt_characters=_lengths(task.prompt for task in tasks),
-        answer_characters=_lengths(task.reference for task in tasks if task.reference is not None),
+        prompt_characters=_lengths(len(task.prompt) for task in tasks),
+        answer_characters=_lengths(len(one) for one in references),
+        tokens_of=in_tokens.policy,
+        prompt_tokens=_lengths(in_tokens.prompts),
+        answer_tokens=_lengths(in_tokens.answers),
         repeatable=_repeatable(report),
         start_seconds=round(seen.start_s + seen.load_s, 3),
         task_seconds=None if seen.tasks_s is None else float(f"{seen.tasks_s:.3g}"),
@@ -187,6 +198,6 @@ def _repeatable(report: CheckReport) -> bool | None:
     return not any(one.other_tasks or one.other_scores for one in again) if again else None
 
 
-def _lengths(texts: Iterable[str]) -> dict[str, int]:
-    lengths = [len(text) for text in texts]
+def _lengths(sizes: Iterable[int]) -> dict[str, int]:
+    lengths = list(sizes)
     return {"median": round(statistics.median(lengths)), "longest": max(lengths)} if lengths else {}

@@ -24,7 +24,7 @@ from toprope.workbench.launch.baseline import Baseline, baseline_of
 from toprope_tools.answers import planning as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.planning.config import said_changes
-from toprope_tools.planning.fit import misfits_of, remember, sample_of
+from toprope_tools.planning.fit import Lengths, default_policy, lengths, misfits_of, remember, sample_of
 from toprope_tools.planning.opening import CALLER, Caller, default_section, describe, options_of
 
 if TYPE_CHECKING:
@@ -109,7 +109,9 @@ async def describe_environment(
     if sizes:
         lines.append(f"Distinct tasks: {', '.join(sizes)}.")
     lines += _example_lines(described.examples)
-    lines += _cost_lines(described)
+    sample, policy = sample_of(described), default_policy(workshop, entry.name)
+    in_tokens = await to_thread.run_sync(lambda: lengths(sample.prompts, sample.references, policy, workshop.home.runs))
+    lines += _cost_lines(described, in_tokens)
     if tested is not None:
         lines.append(
             f"Tested: {tested.policy} is right in {percent(tested.pass_rate)} of its answers; of {tested.tasks} groups "
@@ -150,6 +152,9 @@ async def describe_environment(
         memory_mb=None if described.memory_mb is None else round(described.memory_mb),
         prompt_characters=[len(_prompt(example)) for example in described.examples],
         answer_characters=[len(str(one.reference)) for one in described.examples if one.reference is not None],
+        tokens_of=in_tokens.policy,
+        prompt_tokens=in_tokens.prompts,
+        answer_tokens=in_tokens.answers,
         tested=None if tested is None else _tested(tested),
     )
     return Answer("\n".join(lines), data)
@@ -208,7 +213,11 @@ async def select_environment(
         lines.append(f"The owner's locks changed the preset: {said_changes(moved)}.")
     if locked:
         lines.append(f"Locked by the owner, as get_config explains: {', '.join(locked)}.")
-    remember(workshop, entry.name, config.environment.knobs, described)
+    sample = remember(workshop, entry.name, config.environment.knobs, described)
+    policy, runs = config.policy.model, workshop.home.runs
+    in_tokens = await to_thread.run_sync(lambda: lengths(sample.prompts, sample.references, policy, runs))
+    if in_tokens.said:
+        lines.append(f"In tokens of {policy}: {in_tokens.said}.")
     lines += warning_lines(await to_thread.run_sync(misfits_of, workshop, draft))
     lines.append(
         f"Next: {call('get_config', draft_id=draft.id)}, then {call('test_inference', draft_id=draft.id)} or "
@@ -370,7 +379,7 @@ def _example_lines(examples: tuple[Example, ...]) -> list[str]:
     return lines
 
 
-def _cost_lines(described: Description) -> list[str]:
+def _cost_lines(described: Description, in_tokens: Lengths) -> list[str]:
     """Return the cost of a rollout, and the lengths of prompts and answers."""
     prompts = [len(_prompt(example)) for example in described.examples]
     told = [f"loads in {duration(described.load_seconds)}"]
@@ -380,6 +389,8 @@ def _cost_lines(described: Description) -> list[str]:
         told.append(f"its worker takes {described.memory_mb:.0f} MB")
     if prompts:
         told.append(f"prompts of {min(prompts)} to {max(prompts)} characters")
+    if in_tokens.said:
+        told.append(f"in tokens of {in_tokens.policy}: {in_tokens.said}")
     return [f"It {', '.join(told)}."] if described.examples else []
 
 

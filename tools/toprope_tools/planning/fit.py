@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from toprope.analysis.findings.rules import said
+from toprope.errors import InvalidValue, NotFound
+from toprope.settings.presets import load_preset
 from toprope.settings.schema import Config
 from toprope.workbench.catalog.describe import Description
 from toprope.workbench.drafts import Draft
 from toprope.workbench.fit import Misfit, TaskSample, misfits
 from toprope.workbench.launch.baseline import baseline_of
 from toprope.workbench.memory import Memory, fit, shape_of
+from toprope.workbench.token_counts import counter_of, hub_cache
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -52,7 +56,44 @@ def misfits_of_config(
 ) -> list[Misfit]:
     """Return what speaks against starting a configuration in an environment."""
     tasks = workshop.samples.get(_key(environment, config.environment.knobs))
-    return misfits(config, tasks, baseline_of(environment, workshop.home.runs), step_s)
+    counter = counter_of(config.policy.model, workshop.home.runs)
+    return misfits(config, tasks, baseline_of(environment, workshop.home.runs), step_s, counter)
+
+
+def lengths(prompts: Iterable[Sequence[Mapping[str, Any]]], answers: Iterable[str], model: str, runs: Path) -> Lengths:
+    """Return the lengths of prompts and reference answers in tokens of `policy.model`, if its tokenizer is here."""
+    counter = counter_of(model, runs)
+    if counter is None:
+        return Lengths("")
+    return Lengths(model, [counter.prompt(one) for one in prompts], [counter.text(one) for one in answers])
+
+
+def default_policy(workshop: Workshop, environment: str) -> str:
+    """Return the policy of the owner's preset; empty if the preset is gone."""
+    try:
+        preset = load_preset(workshop.settings().preset, workshop.home.preset_folders)
+        return preset.config(environment).policy.model
+    except (InvalidValue, NotFound):  # select_environment tells
+        return ""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in tokens of a policy, whose name is empty if its tokenizer is not on this machine."""
+
+    policy: str
+    prompts: list[int] = field(default_factory=list)
+    answers: list[int] = field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        """In words, such as `prompts of 9 to 12 tokens, reference answers of 4`; empty if unknown."""
+        told = [
+            f"{what} of {min(sizes)}{f' to {max(sizes)}' if max(sizes) > min(sizes) else ''}{unit}"
+            for what, sizes, unit in (("prompts", self.prompts, " tokens"), ("reference answers", self.answers, ""))
+            if sizes
+        ]
+        return ", ".join(told)
 
 
 def _key(environment: str, knobs: dict[str, Any]) -> str:
@@ -66,7 +107,7 @@ def memory_lines(config: Config, *, gpus: int | None = None, prompt: int | None 
         gpus: 0: the CPU; 1: both on one GPU; 2: one each; None: as launcher.device and this machine say.
         prompt: Tokens of a prompt; the most that policy.max_context allows if None.
     """
-    shape = shape_of(config, _hub_cache())
+    shape = shape_of(config, hub_cache())
     if shape is None:
         return [f"Memory: unknown until {config.policy.model} is on this machine; its shape is read from its files."]
     if gpus is None:
@@ -103,9 +144,3 @@ def _available(gpus: int) -> float | None:
         return max(float(line) for line in done.stdout.split()) * 2**20
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-
-
-def _hub_cache() -> Path:
-    """The folder in which the Hub's client keeps downloads."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
