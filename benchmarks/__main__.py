@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 TARGETS = {
@@ -62,7 +64,12 @@ def main() -> int:
         module = importlib.import_module(f"benchmarks.{TARGETS[name]}")
         print(module.__doc__)
         return module.main() if hasattr(module, "argparse") else 0
-    runpy.run_module(f"benchmarks.{TARGETS[name]}", run_name="__main__", alter_sys=True)
+    from benchmarks.scratch import scratch
+
+    # Everything temporary lies in one folder, by which also its processes are found: nothing is left, however it ends.
+    with scratch(name.replace("_", "-")) as place:
+        os.environ["TOPROPE_BENCH_DIR"] = os.environ["TMPDIR"] = tempfile.tempdir = str(place)
+        runpy.run_module(f"benchmarks.{TARGETS[name]}", run_name="__main__", alter_sys=True)
     return 0
 
 

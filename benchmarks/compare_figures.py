@@ -4,7 +4,8 @@
 
 figures.json has the figures of each benchmark with the day and the machine on which they were measured. A number has
 moved if it differs by more than its noise: the share that `NOISE` gives for figures of its kind, or any change for
-counts. `--write` puts the new figures in place of the old ones, but never those of a failed control. `--from` reads
+counts. `--write` puts the new figures in place of the old ones, there and in README.md, but never those of a failed
+control. `--from` reads
 outputs that are there already, FOLDER/NAME.log, instead of running. All of them take about seven hours; needs what each
 one needs, and a benchmark that says that something is missing is listed, not failed.
 """
@@ -27,14 +28,18 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["FIGURES", "Outcome", "main", "moved", "read_outcome"]
+__all__ = ["FIGURES", "README", "Outcome", "main", "moved", "read_outcome", "with_figures"]
 
 FIGURES = Path(__file__).parent / "figures.json"
+README = FIGURES.with_name("README.md")
+_MARK = "<!-- Written by `python -P -m benchmarks all --write`. A goal is in brackets. -->\n"
+_FEW = 4
+"""Figures in README.md of a benchmark without goals."""
 NOISE = {"ratio": 0.1, "accuracy": 0.06, "share": 0.1, "_mb": 0.08, "_kb": 0.02, "tokens": 0.05, "exponent": 0.1}
 """Part of a figure's name -> the share by which equal code differs."""
 _TIMES = ("_s", "_ms", "seconds", "_us", "per_second")
 _TIME_NOISE = 0.35
-_IGNORED = ("load", "quiet", "seed", "seconds")
+_IGNORED = ("load", "quiet", "seed", "seconds", "goals")
 _CONTROL_FAILED = 2
 
 
@@ -115,8 +120,27 @@ def main(arguments: list[str] | None = None) -> int:
     Console().print(table)
     if given.write:
         FIGURES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        README.write_text(with_figures(README.read_text(encoding="utf-8"), kept), encoding="utf-8")
     print(json.dumps({one.name: one.status for one in outcomes}))
     return int(any(one.status in (1, _CONTROL_FAILED) and one.figures for one in outcomes))
+
+
+def with_figures(page: str, kept: Mapping[str, Any]) -> str:
+    """Return the page with a table of the kept figures after its mark: those with goals, else the first ones."""
+    lines = ["| Name | Last figures | On | Machine |", "| --- | --- | --- | --- |"]
+    for name, one in sorted(kept.items()):
+        figures = one["figures"]
+        goals = {key: goal for key, goal in figures.get("goals", {}).items() if key in figures}
+        plain = [key for key, value in figures.items() if _is_number(value) and key not in _IGNORED]
+        told = [f"{key} {_short(figures[key])} ({goal})" for key, goal in goals.items()]
+        told = told or [f"{key} {_short(figures[key])}" for key in plain[:_FEW]]
+        lines.append(f"| `{name.replace('_', '-')}` | {', '.join(told)} | {one['on']} | {one['machine']} |")
+    before, mark, _ = page.partition(_MARK)
+    return f"{before}{mark}\n" + "\n".join(lines) + "\n"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _run(name: str) -> Outcome:

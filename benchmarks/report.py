@@ -39,7 +39,7 @@ def report(
     timed: Iterable[str] = (),
     quiet: bool | None = None,
 ) -> int:
-    """Print the figures, as a table and as JSON on the last line.
+    """Print the figures, as a table and, with the goals, as JSON on the last line.
 
     Args:
         title: Of the table.
@@ -80,7 +80,7 @@ def report(
     noise: dict[str, Any] = {"load": round(os.getloadavg()[0], 1)}
     if quiet is not None:
         noise["quiet"] = quiet
-    print(json.dumps({**noise, **{name: _rounded(value) for name, value in figures.items()}}))
+    print(json.dumps({**noise, **{name: _rounded(value) for name, value in figures.items()}, "goals": dict(goals)}))
     return 2 if control_failed else 1 if missed else 0
 
 

@@ -1,8 +1,9 @@
-"""Run environments of other ecosystems, unmodified, each in its own interpreter, against a real inference server.
+"""Cost of workers for environments of other ecosystems, each in its own interpreter, at a real inference server.
 
-Measured: that four rollouts of one task complete and are recorded; the seconds until a worker is ready, beyond the
-import of the environment's file in a bare interpreter; the speed of verifiers with a harness in the worker's process,
-against its `null` harness. Needs the ecosystems' interpreters (CONTRIBUTING.md); missing ones are named.
+Measured: the seconds until a worker is ready, beyond the import of the environment's file in a bare interpreter, and
+that four rollouts of one task complete; the speed of verifiers with a harness in the worker's process, against its
+`null` harness, over 2,000 rollouts after a warm-up of both sides, with the start of each apart. Needs the ecosystems'
+interpreters (CONTRIBUTING.md); missing ones are named. Environments of other authors: `make bench-ecosystems`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +34,35 @@ from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import GroupSampler, SampledGroup, TaskRef
 from toprope.training.rollouts.restarting_worker import RestartingWorker
 
-__all__ = ["ecosystems"]
+__all__ = ["CONTROL", "control_failed", "ecosystems"]
 
 SIZE = 4
 STARTS = 5
-HARNESS_ROLLOUTS = 16
+HARNESS_ROLLOUTS, HARNESS_GROUP, WARM_UP = 2000, 16, 32
+CONTROL = "the in-process harness against itself must not be faster."
+_CONTROL_RATIO = 1.5
 _SECRET = "of-this-benchmark"
 _LOAD_S, _ROLLOUT_S = 180.0, 180.0
 
 
-def ecosystems() -> dict[str, Any]:
-    """Measure, print a table, and return the figures."""
+def ecosystems(rollouts: int = HARNESS_ROLLOUTS) -> dict[str, Any]:
+    """Measure, print a table, and return the figures.
+
+    Args:
+        rollouts: Of each side of the comparison of harnesses.
+    """
     console = Console()
     with scratch("ecosystems") as path:
-        return asyncio.run(_measured(path, console))
+        return asyncio.run(_measured(path, console, rollouts))
 
 
-async def _measured(folder: Path, console: Console) -> dict[str, Any]:
+async def _measured(folder: Path, console: Console, rollouts: int) -> dict[str, Any]:
     policy = folder / "policy"
     build(policy, Recipe(steps=0))
     table = Table(title="Environments of other ecosystems, four rollouts of one task")
     for column in ("ecosystem", "interpreter", "rollouts", "recorded tokens", "s", "worker's start beyond import, s"):
         table.add_column(column, justify="left" if column in ("ecosystem", "interpreter") else "right")
-    failed, played, beyond, ratio, missing = [], [], {}, None, []
+    failed, played, beyond, ratio, missing = [], [], {}, dict[str, Any](), []
     async with _inference(policy) as url:
         for sample in SAMPLES:
             python = interpreter(sample.ecosystem)
@@ -65,7 +72,8 @@ async def _measured(folder: Path, console: Console) -> dict[str, Any]:
                 continue
             own = "own" if python != sys.executable else "ours"
             try:
-                made = await _played(sample, python, folder, policy, url)
+                async with _sampling(sample, python, folder, policy, url) as play:
+                    made = await play(0, SIZE)
                 beyond[sample.ecosystem] = await _beyond_import(sample, python, folder, policy)
             except Exception as error:
                 failed.append(sample.ecosystem)
@@ -77,17 +85,15 @@ async def _measured(folder: Path, console: Console) -> dict[str, Any]:
             row = (str(len(made.outcomes)), str(sum(mask >= 0 for row in group.masks for mask in row)))
             table.add_row(sample.ecosystem, own, *row, f"{made.seconds:.2f}", f"{beyond[sample.ecosystem]:.2f}")
         if "verifiers" in played:
-            ratio = await _harnesses(folder, policy, url, console)
+            ratio = await _harnesses(folder, policy, url, rollouts)
     console.print(table)
-    figures: dict[str, Any] = {
-        "ecosystems": len(played),
-        "ecosystems_failed": len(failed),
-        "ecosystems_failed_names": failed,
-        "ecosystems_not_installed": missing,
+    return ratio | {
+        "workers_failed": len(failed),
+        "workers_failed_names": failed,
+        "workers_not_installed": missing,
         "worker_start_beyond_import_s": {name: round(value, 3) for name, value in beyond.items()},
         "worker_start_beyond_import_s_max": round(max(beyond.values(), default=0.0), 3),
     }
-    return figures | ({} if ratio is None else ratio)
 
 
 @asynccontextmanager
@@ -134,12 +140,12 @@ async def _opened(
     return link, card
 
 
-async def _played(
-    sample: Sample, python: str, folder: Path, policy: Path, url: str, *, size: int = SIZE, warm: int = 0, **knobs: Any
-) -> SampledGroup:
-    """Sample a task's rollouts through the worker and inference, and check that they hold what a trainer needs. `warm`
-    tasks before it pay for what is made once.
-    """
+@asynccontextmanager
+async def _sampling(
+    sample: Sample, python: str, folder: Path, policy: Path, url: str, **knobs: Any
+) -> AsyncIterator[Callable[[int, int], Awaitable[SampledGroup]]]:
+    """Give a function that samples a task's rollouts through the worker and inference, given its number and how many,
+    and checks that they hold what a trainer needs."""
     link, card = await _opened(sample, python, folder, policy, knobs)
 
     async def opened() -> EnvironmentWorker:
@@ -153,13 +159,15 @@ async def _played(
             maker = kind(worker, client, multi_turn=card["max_turns"] > 1, call_timeout_s=60)
             if isinstance(maker, EnvManagedSampler):
                 maker.rollout_timeout_s = _ROLLOUT_S
-            if warm:
-                _whole(await maker.sample(TaskRef("train", 1), warm, Sampling(1.0, 1.0, 8)), warm)
-            made = await maker.sample(TaskRef("train", 0), size, Sampling(1.0, 1.0, 8))
-            _whole(made, size)
+
+            async def play(index: int, size: int) -> SampledGroup:
+                made = await maker.sample(TaskRef("train", index), size, Sampling(1.0, 1.0, 8))
+                _whole(made, size)
+                return made
+
+            yield play
     finally:
         await client.close()
-    return made
 
 
 def _whole(made: SampledGroup, size: int) -> None:
@@ -195,23 +203,44 @@ async def _beyond_import(sample: Sample, python: str, folder: Path, policy: Path
     return min(ours) - min(theirs)
 
 
-async def _harnesses(folder: Path, policy: Path, url: str, console: Console) -> dict[str, Any]:
+async def _harnesses(folder: Path, policy: Path, url: str, rollouts: int) -> dict[str, Any]:
     """Return rollouts per second with our harness, and with verifiers' `null` harness, which starts a process for each
-    rollout.
+    rollout: both workers warm, groups of both in turn, so that the machine's load is in both. A second worker with our
+    harness is the control.
     """
     sample = next(one for one in SAMPLES if one.ecosystem == "verifiers")
     python = interpreter("verifiers")
-    assert python is not None  # skip rollouts that ended with an error
-    speed = {}
-    for name in ("auto", "null"):
-        try:
-            # The rollout before pays for what is made once, such as null's script environment.
-            made = await _played(sample, python, folder, policy, url, size=HARNESS_ROLLOUTS, warm=1, harness=name)
-        except Exception as error:
-            console.print(f"verifiers' harness {name} cannot be measured: {str(error)[:500]}", markup=False)
-            return {"rollouts_per_second_ratio": None, "rollouts_per_second": {}}
-        speed[name] = HARNESS_ROLLOUTS / made.seconds
+    assert python is not None  # the caller has played with it
+    sides = {"in_process": "auto", "null": "null", "control": "auto"}
+    starts, seconds, groups = {}, dict.fromkeys(sides, 0.0), max(1, -(-rollouts // HARNESS_GROUP))
+    async with AsyncExitStack() as stack:
+        play = {}
+        for name, harness in sides.items():
+            began = time.monotonic()
+            opened = _sampling(sample, python, folder, policy, url, harness=harness)
+            play[name] = await stack.enter_async_context(opened)
+            await play[name](0, 1)  # what is made once, such as null's environment for scripts
+            starts[name] = time.monotonic() - began
+            for number in range(WARM_UP // HARNESS_GROUP):
+                await play[name](number, HARNESS_GROUP)
+        for number in range(groups):
+            for name in sides:
+                began = time.monotonic()
+                await play[name](number, HARNESS_GROUP)
+                seconds[name] += time.monotonic() - began
+    speed = {name: groups * HARNESS_GROUP / spent for name, spent in seconds.items()}
     return {
-        "rollouts_per_second_ratio": round(speed["auto"] / speed["null"], 1),
-        "rollouts_per_second": {"in_process": round(speed["auto"], 1), "null": round(speed["null"], 2)},
+        "rollouts_per_second_ratio": round(speed["in_process"] / speed["null"], 2),
+        "rollouts_per_second_control": round(speed["in_process"] / speed["control"], 2),
+        "rollouts_per_second": {name: round(speed[name], 2) for name in ("in_process", "null")},
+        "rollouts": groups * HARNESS_GROUP,
+        "harness_start_s": {name: round(starts[name], 2) for name in ("in_process", "null")},
     }
+
+
+def control_failed(figures: dict[str, Any]) -> str:
+    """The reason why the control failed; empty if it held or was not measured."""
+    ratio = figures.get("rollouts_per_second_control")
+    if ratio is None or 1 / _CONTROL_RATIO < ratio < _CONTROL_RATIO:
+        return ""
+    return f"one harness is {ratio} times as fast as itself"

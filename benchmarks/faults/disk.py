@@ -84,6 +84,7 @@ def measure(home: Path) -> dict[str, Any]:
     try:
         runs = harness.runs()
         folder = begun(runs, harness)
+        before = [str(event.data["to"]) for event in read_events(folder.events, kinds=("state",))]
         fill(ballast)
         to_paused, status = seconds_until(runs, folder, "paused", "failed", "lost", "completed")
         paused = status.state == "paused"
@@ -111,6 +112,7 @@ def measure(home: Path) -> dict[str, Any]:
         stop_seconds, stopped = time.monotonic() - began, runs.status(other.run_id)
         return {
             "disk_mb": DISK_MB,
+            "states_before_it_was_full": before,
             "paused": paused,
             "seconds_to_paused": to_paused,
             "steps_told_while_full": told,
@@ -143,7 +145,14 @@ def main() -> int:
         "rows_missing": "== 0",
         "stopped_while_full": '== "stopped"',
     }
-    return report("A full disk", figures, goals=goals)
+    before = figures["states_before_it_was_full"]
+    return report(
+        "A full disk",
+        figures,
+        goals=goals,
+        control="the runs must not pause before the disk is full.",
+        control_failed="" if "paused" not in before else f"they were {before} before",
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """End runs in every way and look for leftovers: `make bench-lifecycle`.
 
-    python -P -m benchmarks.faults.lifecycle [--rounds N] [--real N] [--seed N]
+    python -P -m benchmarks.faults.lifecycle [--rounds N] [--real N] [--seed N] [--steps N]
 
-Measured: the time from the death of a member to the run's new state on disk; the time of a stop if the members ignore
-it; the leftovers of runs that were stopped or killed at random moments; the first step of a resumed training, which has
-to follow its checkpoint. The printed seed repeats the same choices, not the same timing. Estimated time: five minutes;
-needs nothing else.
+Measured: the time from the death of a member to the run's new state on disk; the time of a stop of a crew that is
+frozen with unsaved steps, within the owner's grace of 4 s for the trainer and 2 s for the others; both with real
+components, and apart with stand-ins. The leftovers of runs that were stopped or killed at random moments. The loss and
+reward curves of deterministic trainings that were stopped and resumed, or whose trainer was killed, against those of
+one that was not; control: one with another seed must differ. The printed seed repeats the same choices, not the same
+timing. Estimated time: eight minutes; needs nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import secrets
 import statistics
@@ -24,32 +25,39 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.faults.lives import Leftovers, RealHarness, Round, deaths, harness_at, play, play_real, stubborn
+from benchmarks.learning.reproduce import curve_error, train
+from benchmarks.report import report, wait_until_quiet
 from benchmarks.scratch import scratch
 
 MEMBERS = ("api", "inference", "trainer", "environment")
 REAL_ENDS = ("stop", "kill the trainer", "kill the keeper", "stop now")
-DEATHS_EACH = 5
+DEATHS_EACH, REAL_DEATHS_EACH = 5, 1
 STUBBORN_STOPS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; exit with 1 if something was left or a step was missed."""
+    """Measure and print; exit with 1 if a goal was missed, with 2 if the control failed."""
     parser = argparse.ArgumentParser(prog="python -P -m benchmarks.faults.lifecycle", description="How runs end.")
     parser.add_argument("--rounds", type=int, default=44, help="runs in all, started and ended (default 44)")
     parser.add_argument("--real", type=int, default=4, help="how many of them have real crews (default 4)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of the compared trainings (default 20)")
     parser.add_argument("--seed", type=int, default=None, help="seed of the choices (default: random)")
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     console, leftovers, began = Console(), Leftovers(), time.monotonic()
     print(f"seed {seed}")
+    quiet = wait_until_quiet()
     with scratch("lifecycle") as folder:
         harness, real = harness_at(folder / "light"), None
         try:
-            took = deaths(harness, MEMBERS, DEATHS_EACH)
-            stops = stubborn(harness, STUBBORN_STOPS)
+            light_deaths, light_stops = deaths(harness, MEMBERS, DEATHS_EACH), stubborn(harness, STUBBORN_STOPS)
             dice = random.Random(seed)
             light = [play(harness, dice, leftovers) for _ in range(given.rounds - given.real)]
             real = RealHarness(harness_at(folder / "real").path)
+            took, stops = deaths(real, MEMBERS, REAL_DEATHS_EACH), stubborn(real, STUBBORN_STOPS)
+            whole, _ = train(real, given.steps, deterministic=True)
+            curves = [train(real, given.steps, deterministic=True, disturb=how)[0] for how in ("stop", "kill")]
+            other, _ = train(real, given.steps, deterministic=True, seed=1)
             heavy = [
                 play_real(real, REAL_ENDS[number % len(REAL_ENDS)], dice, leftovers) for number in range(given.real)
             ]
@@ -58,11 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if one is not None:
                     one.close()
     errors = [story.step_error for story in heavy if story.step_error is not None]
+    control = curve_error(whole, other)
     figures: dict[str, Any] = {
         "death_to_state_ms_max": round(max(took), 1),
         "death_to_state_ms_median": round(statistics.median(took), 1),
         "deaths": len(took),
         "stubborn_stop_seconds": round(max(stops), 2),
+        "death_to_state_ms_max_stand_ins": round(max(light_deaths), 1),
+        "death_to_state_ms_median_stand_ins": round(statistics.median(light_deaths), 1),
+        "stubborn_stop_seconds_stand_ins": round(max(light_stops), 2),
         "rounds": len(light) + len(heavy),
         "real_rounds": len(heavy),
         "leftovers": len(leftovers),
@@ -71,15 +83,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "leftover_files": len(leftovers.files),
         "resumes": sum("resumed" in story.end for story in light + heavy),
         "resume_step_error": max(errors) if errors else None,
+        "resume_curve_error": max(curve_error(whole, one) for one in curves),
+        "other_seed_curve_error": control,
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
     }
-    _show(console, light + heavy, leftovers, figures)
-    print(json.dumps(figures))
-    return 1 if len(leftovers) or any(errors) else 0
+    _show(console, light + heavy, leftovers)
+    return report(
+        "Ends of runs",
+        figures,
+        goals={
+            "death_to_state_ms_median": "<= 20",
+            "stubborn_stop_seconds": "<= 7",
+            "leftovers": "== 0",
+            "resume_step_error": "== 0",
+            "resume_curve_error": "== 0",
+        },
+        control="the curves of a training with another seed must differ.",
+        control_failed="" if control > 0 else "another seed gives the same curves",
+        timed=("death_to_state_ms_median", "stubborn_stop_seconds"),
+        quiet=quiet,
+    )
 
 
-def _show(console: Console, stories: list[Round], leftovers: Leftovers, figures: dict[str, Any]) -> None:
+def _show(console: Console, stories: list[Round], leftovers: Leftovers) -> None:
     table = Table(title="Rounds")
     for name in ("crew", "end", "states", "s"):
         table.add_column(name, justify="right" if name == "s" else "left")
@@ -91,12 +118,6 @@ def _show(console: Console, stories: list[Round], leftovers: Leftovers, figures:
     console.print(table)
     for what in (*leftovers.processes, *leftovers.ports, *leftovers.files):
         console.print(f"left over: {what}")
-    table = Table(title="Figures")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, str(value))
-    console.print(table)
 
 
 if __name__ == "__main__":

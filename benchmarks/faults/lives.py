@@ -120,16 +120,18 @@ class RealHarness(RunHarness):
         environment = EnvironmentSource(
             name="sort_letters", file=str(ROOT / "environments" / "template.py"), attribute="SortLetters"
         )
-        light = super().specification(kind, **launcher)
+        for name, value in launcher.items():
+            setattr(config.launcher, name, value)
+        light = super().specification(kind)
         return light.model_copy(update={"environment": environment, "config": config})
 
 
 def deaths(harness: RunHarness, members: tuple[str, ...], times: int) -> list[float]:
-    """Return the milliseconds from the SIGKILL of each member to the run's new state on disk."""
+    """Return the milliseconds from the SIGKILL of each member to the run's new state on disk, without restarts."""
     took = []
     for _ in range(times):
         for member in members:
-            runs, folder = harness.start(BEHAVIOURS["endless"])
+            runs, folder = harness.start(BEHAVIOURS["endless"], restarts=0)
             status = _until(runs, folder, "training")
             began = time.monotonic()
             os.kill(status.crew[member].pid, signal.SIGKILL)
@@ -140,21 +142,24 @@ def deaths(harness: RunHarness, members: tuple[str, ...], times: int) -> list[fl
 
 
 def stubborn(harness: RunHarness, times: int) -> list[float]:
-    """Return the seconds from a stop order to the end of a crew that ignores SIGTERM, with the default grace. Its
-    trainer has steps to save and does not save them.
+    """Return the seconds from a stop order to the end of a crew that does not react, with the default grace: every
+    member is frozen by SIGSTOP in the midst of its work, with steps that no checkpoint has.
     """
-    sleeps = {"deaf": True, "at": "ready", "do": "sleep"}
-    crew = {
-        "api": sleeps,
-        "inference": sleeps,
-        "environment": {"deaf": True, "at": "before", "do": "sleep"},
-        "trainer": {"deaf": True, "endless": True, "at": "step-3", "do": "sleep"},
-    }
     took = []
     for _ in range(times):
-        runs, folder = harness.start(crew, stop_grace_s=Config().launcher.stop_grace_s)
+        runs = harness.runs(BEHAVIOURS["endless"])
+        specification = harness.specification(stop_grace_s=Config().launcher.stop_grace_s)
+        specification.config.logging.save_steps = 100_000
+        folder = runs.start(specification)
+        harness.started.append(folder)
         _until(runs, folder, "training")
         eventually(_has_rows(folder, 3), "the third step")
+        status = runs.status(folder.run_id)
+        if status.checkpoint is not None and status.checkpoint["step"] >= 3:
+            raise RuntimeError(f"{folder.run_id} has saved its steps already: {status.checkpoint}")
+        for member in status.crew.values():
+            if member.pid is not None and member.state == "ready":
+                os.kill(member.pid, signal.SIGSTOP)
         began = time.monotonic()
         runs.stop(folder.run_id)
         _end_of(runs, folder)

@@ -8,18 +8,16 @@ import time
 import uuid
 from pathlib import Path
 
-from benchmarks.faults.lives import BEHAVIOURS, deaths, eventually
+from benchmarks.faults.lives import BEHAVIOURS, eventually
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import EventLog, Status
-from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
-from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
 
 from tests.support.run_harness import RunHarness  # isort: skip  (found by benchmarks._lives)
 
-__all__ = ["deaths", "readopt_ms", "stops", "stubborn_stops"]
+__all__ = ["readopted", "stops"]
 
 _SAVING_S = 0.5
 
@@ -38,60 +36,45 @@ def stops(harness: RunHarness, times: int) -> list[float]:
     return took
 
 
-def stubborn_stops(harness: RunHarness, times: int) -> list[float]:
-    """Return the seconds from a stop order to the end of a crew that ignores SIGTERM and has nothing to save."""
-    sleeps = {"deaf": True, "at": "ready", "do": "sleep"}
-    crew = {
-        "api": sleeps,
-        "inference": sleeps,
-        "environment": {"deaf": True, "at": "before", "do": "sleep"},
-        "trainer": {"deaf": True, "steps": 3, "at": "saved", "do": "sleep"},
-    }
-    took = []
-    for _ in range(times):
-        runs, folder = harness.start(crew, stop_grace_s=Config().launcher.stop_grace_s)
-        eventually(lambda folder=folder: Status.read(folder).checkpoint, "the checkpoint")
-        began = time.monotonic()
-        runs.stop(folder.run_id)
-        _ended(folder)
-        took.append(time.monotonic() - began)
-    return took
-
-
-def readopt_ms(harness: RunHarness, stored: int = 200, lost: int = 5, times: int = 3) -> float:
+def readopted(harness: RunHarness, stored: int = 200, lost: int = 5, times: int = 3) -> tuple[float, float]:
     """Return the milliseconds of the first list of `stored` runs, of which `lost` just lost their keepers, by a front
-    end that has the owner's variables: all of them are reported, marked, and about to be resumed. The median of `times`
-    tries.
+    end that has the owner's variables, and the seconds from there until real keepers have all of them training again.
+    All are reported, marked, and about to be resumed. Medians of `times` tries.
     """
     template = _stored(harness)
-    return statistics.median(_readopt_ms(harness.path / f"stored-{n}", template, stored, lost) for n in range(times))
+    took = [_readopted(harness, harness.path / f"stored-{number}", template, stored, lost) for number in range(times)]
+    return statistics.median(one for one, _ in took), statistics.median(two for _, two in took)
 
 
-def _readopt_ms(path: Path, template: RunFolder, stored: int, lost: int) -> float:
+def _readopted(harness: RunHarness, path: Path, template: RunFolder, stored: int, lost: int) -> tuple[float, float]:
     path.mkdir()
+    mine = []
     for number in range(stored):
-        run_id = f"run-{number:03d}-{uuid.uuid4().hex[:4]}"
-        folder = RunFolder(path / run_id)
+        folder = RunFolder(path / f"run-{number:03d}-{uuid.uuid4().hex[:4]}")
         shutil.copytree(template.path, folder.path)
-        _renamed(folder, number, live=number % (stored // lost) == 7)
-    runs = RunManager(path, _NoKeepers(), lambda: Machine(threads=64), lambda _: {})
+        live = number % (stored // lost) == 7
+        _renamed(folder, number, live=live)
+        mine += [folder] if live else []
+    harness.started += mine
+    launcher = harness.runs(BEHAVIOURS["endless"]).launcher
+    runs = RunManager(path, launcher, lambda: Machine(threads=64), lambda _: {})
     began = time.monotonic()
     found = runs.list()
     took = 1000 * (time.monotonic() - began)
     told = sum(status.state == "lost" for status in found)
     if len(found) != stored or told != lost:
         raise RuntimeError(f"{len(found)} runs were listed and {told} were lost; {stored} and {lost} were expected")
-    eventually(
-        lambda: sum(run.attempt == 2 for run in runs.list()) == lost, "the next attempts of those that were lost"
-    )
-    return took
 
+    def again() -> bool:
+        runs.list()
+        return all((now := Status.read(one)).attempt == 2 and now.state == "training" for one in mine)
 
-class _NoKeepers(LocalLauncher):
-    """A launcher that starts nothing: the list is measured, not the machine's capacity for keepers."""
-
-    def submit(self, folder: RunFolder, variables: object, lock: object = None) -> None:  # type: ignore[override]
-        return None
+    eventually(again, "the next attempts of those that were lost")
+    seconds = time.monotonic() - began
+    for one in mine:
+        runs.stop(one.run_id, 0)
+        _ended(one)
+    return took, seconds
 
 
 def _stored(harness: RunHarness) -> RunFolder:

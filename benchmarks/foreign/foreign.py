@@ -33,13 +33,20 @@ from toprope_server.cli.demo import server_parameters
 
 from benchmarks.foreign.candidates import COLLECTORS, Candidate
 from benchmarks.foreign.journey import ROLLED_CONTEXT, STAGES, Result, Traveller, variables_of
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.sdk.worker.scripted_policy import scripted_session
 
 LIMIT, TRAIN = 11, 3
 _VERDICT = "GRADE: I"
 """What the grader says of every answer: that it is incorrect, in the form that inspect-ai asks for."""
-_CLAIMS = {"rolled_share": 0.9, "rolled_share_each": 0.8, "trained_share": 0.8, "left_out_share": 0.25}
+_GOALS = {
+    "rolled_share": ">= 0.9",
+    "rolled_share_lowest": ">= 0.8",
+    "trained_share": ">= 0.8",
+    "left_out_share": "<= 0.25",
+    "unhelpful_errors": "== 0",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,11 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(f"seed {options.seed}: {len(drawn)} environments")
     with scratch("ecosystems-home", options.home) as home:
         os.environ.update(variables_of(home))
-        results = asyncio.run(_tried(home, drawn, options.train, console, options.report))
+        results, planted = asyncio.run(_tried(home, drawn, options.train, console, options.report))
     figures = {"seed": options.seed, **figures_of(results)}
     _print(results, console)
-    print(json.dumps(figures))
-    return 0
+    return report(
+        "Environments of other authors",
+        figures,
+        goals=_GOALS,
+        control="an environment whose file is empty must fail.",
+        control_failed=f"it came as far as {', '.join(planted.reached)}" if not planted.failed_at else "",
+    )
 
 
 def draw(root: Path, ecosystems: Sequence[str], limit: int, seed: int, only: str = "") -> list[Candidate]:
@@ -86,7 +98,6 @@ def figures_of(results: Sequence[Result]) -> dict[str, Any]:
         "rolled_share_lowest": min((one["rolled_share"] for one in each.values() if one["counted"]), default=0.0),
         "unhelpful_errors": sum(one.unhelpful for one in results),
         "by_ecosystem": each,
-        "claims": _CLAIMS,
     }
 
 
@@ -110,8 +121,9 @@ def _share(part: int, whole: int) -> float:
 
 
 async def _tried(
-    home: Path, drawn: Sequence[Candidate], train: int, console: Console, report: Path | None
-) -> list[Result]:
+    home: Path, drawn: Sequence[Candidate], train: int, console: Console, file: Path | None
+) -> tuple[list[Result], Result]:
+    """Return the results of what was drawn, and that of a planted file without an environment."""
     from toprope.settings.schema import Config
     from toprope.training.rollouts.preview_policy import serve_policy
 
@@ -135,9 +147,11 @@ async def _tried(
                 results.append(result)
                 state = f"failed at {result.failed_at}: {result.error[:300]}" if result.failed_at else "whole way"
                 console.print(f"{candidate.ecosystem} {candidate.name}: {state}", markup=False, highlight=False)
-                if report is not None:
-                    report.write_text(json.dumps([one.record() for one in results], indent=1))
-    return results
+                if file is not None:
+                    file.write_text(json.dumps([one.record() for one in results], indent=1))
+            (home / "planted.py").write_text("rows = []\n")
+            planted = await traveller.go(Candidate("trl", "planted", (str(home / "planted.py"),)), train=False)
+    return results, planted
 
 
 def _print(results: Sequence[Result], console: Console) -> None:

@@ -21,18 +21,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from mcp import Client
 from rich.console import Console
-from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
+from toprope_server.cli.demo import ENVIRONMENT, PRESET
 
 from benchmarks.learning.ppo_reference import largest_error
 from benchmarks.report import report
 from benchmarks.scratch import scratch
+from benchmarks.training_agent import Done, TrainingAgent, training_agent
 from toprope.settings.schema import PpoSection
 
 STEPS, TURNS_STEPS = 1500, 700
@@ -43,101 +42,52 @@ _ENDED = ("completed", "failed", "lost", "stopped")
 _MB = 1 << 20
 
 
-@dataclass(frozen=True)
-class Done:
-    """A run that completed."""
-
-    results: dict[str, Any]
-    rows: list[dict[str, Any]]
-    """Rows of metrics.jsonl."""
-    memory_mb: float
-    """Peak memory of the trainer's process."""
-    start_cpu_s: float
-    """Processor seconds of the trainer from its start until it was ready."""
-    cpu_s: float
-    """Its processor seconds from there to about the last step."""
-
-    def accuracy(self, label: str, kind: str = "sampled") -> float:
-        return float(self.results["evaluations"][label][kind]["accuracy"])
-
-    def mean(self, name: str) -> float:
-        """Means over the later half of the steps."""
-        values = [row[name] for row in self.rows[len(self.rows) // 2 :] if row.get(name) is not None]
-        return statistics.fmean(values) if values else float("nan")
-
-
 class Agent:
     """Start runs with tools only, and sample their trainers' memory meanwhile."""
 
-    def __init__(self, home: Path, console: Console) -> None:
-        self._home, self._console = home, console
-        self._variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
+    def __init__(self, agent: TrainingAgent, home: Path) -> None:
+        self._agent, self._runs = agent, home / "runs"
         (home / "config" / "environments").mkdir(parents=True, exist_ok=True)
         source = Path(__file__).with_name("ppo_environment.py")
         (home / "config" / "environments" / "hinted_spelling.py").write_text(source.read_text())
 
     async def train(self, what: str, environment: str, changes: dict[str, Any]) -> Done:
-        """Select, edit, start, wait, and read the report.
-
-        Raises:
-            SystemExit: A tool refused, or the run did not complete.
-        """
-        self._console.print(f"[bold]{what}[/]")
-        async with Client(server_parameters(self._variables)) as client:
-            draft = await _call(client, "select_environment", name=environment, preset=PRESET)
-            await _call(client, "edit_config", draft_id=draft["draft_id"], changes=_COUNTED | changes)
-            run_id = (await _call(client, "start_training", draft_id=draft["draft_id"]))["run_id"]
-            looking = asyncio.create_task(self._look(run_id))
-            state = ""
-            while state not in _ENDED:
-                answer = await _call(client, "check_status", run_ids=[run_id], wait_s=45)
-                [run] = answer["runs"]
-                state = run["state"]
-            memory, start_cpu, cpu = await looking
-            answer = await _call(client, "get_results", run_id=run_id, detail="detailed")
-        if state != "completed":
-            raise SystemExit(f"{what}: {run_id} is {state}: {json.dumps(run)[:1500]}")
-        lines = (self._home / "runs" / run_id / "metrics.jsonl").read_text().splitlines()
-        rows = [row for row in map(json.loads, lines) if "step" in row]
-        done = Done(answer["results"], rows, memory, start_cpu, cpu)
-        sick = [event for event in self._findings(run_id) if event["level"] == "critical"]
-        self._console.print(
-            f"  {done.accuracy('before'):.3f} -> {done.accuracy('after'):.3f} sampled, "
-            f"{done.results['seconds']['training']:.0f} s, trainer {memory:.0f} MB"
-            + (f", critical findings: {', '.join(sorted({one['rule'] for one in sick}))}" if sick else ""),
-            style="dim",
+        """See `TrainingAgent.train`; observed are memory and processor time of the trainer, see `_look`."""
+        done = await self._agent.train(
+            what, environment, PRESET, _COUNTED | changes, lambda run_id: _look(self._runs / run_id)
         )
+        lines = (done.folder / "events.jsonl").read_text().splitlines()
+        found = [event["data"] for event in map(json.loads, lines) if event["kind"] == "finding"]
+        if sick := sorted({one["rule"] for one in found if one["level"] == "critical"}):
+            print(f"  critical findings: {', '.join(sick)}")
         return done
 
-    def _findings(self, run_id: str) -> list[dict[str, Any]]:
-        lines = (self._home / "runs" / run_id / "events.jsonl").read_text().splitlines()
-        return [event["data"] for event in map(json.loads, lines) if event["kind"] == "finding"]
 
-    async def _look(self, run_id: str) -> tuple[float, float, float]:
-        """Return the peak resident size of the run's trainer in MB, and its processor seconds until it was ready and
-        from there to the last sample while it trained. They hardly depend on the machine's load.
-        """
-        status, highest, ready, last = self._home / "runs" / run_id / "status.json", 0.0, float("nan"), float("nan")
-        while True:
-            with suppress(FileNotFoundError, psutil.Error, KeyError, ValueError):
-                found = json.loads(status.read_text())
-                if found["state"] in _ENDED:
-                    return highest, ready, last - ready
-                member = found["crew"]["trainer"]
-                process = psutil.Process(member["pid"])
-                highest = max(highest, process.memory_info().rss / _MB)
-                times = process.cpu_times()
-                if member["state"] == "ready":
-                    last = times.user + times.system
-                    ready = last if ready != ready else ready
-            await asyncio.sleep(0.25)
+def _mean(done: Done, name: str) -> float:
+    """Means over the later half of the steps."""
+    rows = done.rows
+    values = [row[name] for row in rows[len(rows) // 2 :] if row.get(name) is not None]
+    return statistics.fmean(values) if values else float("nan")
 
 
-async def _call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
-    answer = await client.call_tool(tool, arguments, read_timeout_seconds=120)
-    if answer.is_error:
-        raise SystemExit(f"{tool}: {answer.content[0].text}")
-    return answer.structured_content or {}
+async def _look(folder: Path) -> tuple[float, float, float]:
+    """Return the peak resident size of a run's trainer in MB, and its processor seconds until it was ready and
+    from there to the last sample while it trained. They hardly depend on the machine's load.
+    """
+    status, highest, ready, last = folder / "status.json", 0.0, float("nan"), float("nan")
+    while True:
+        with suppress(FileNotFoundError, psutil.Error, KeyError, ValueError):
+            found = json.loads(status.read_text())
+            if found["state"] in _ENDED:
+                return highest, ready, last - ready
+            member = found["crew"]["trainer"]
+            process = psutil.Process(member["pid"])
+            highest = max(highest, process.memory_info().rss / _MB)
+            times = process.cpu_times()
+            if member["state"] == "ready":
+                last = times.user + times.system
+                ready = last if ready != ready else ready
+        await asyncio.sleep(0.25)
 
 
 def reference_error() -> float:
@@ -152,7 +102,12 @@ def reference_error() -> float:
 
 
 async def _trained(home: Path, only: str | None, seeds: int, steps: int, console: Console) -> dict[str, Any]:
-    agent, figures = Agent(home, console), {}
+    async with training_agent(home, console) as agent:
+        return await _figures(Agent(agent, home), only, seeds, steps)
+
+
+async def _figures(agent: Agent, only: str | None, seeds: int, steps: int) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
     if only in (None, "demo"):
         runs = [
             await agent.train(f"PPO, seed {seed}", ENVIRONMENT, PPO | {"algorithm.seed": seed, "budget.steps": steps})
@@ -166,7 +121,7 @@ async def _trained(home: Path, only: str | None, seeds: int, steps: int, console
             "ppo_greedy_by_seed": [one.accuracy("after", "greedy") for one in runs],
             "heldout_tasks": runs[0].results["evaluations"]["after"]["sampled"]["tasks"],
             "steps": steps,
-            "ppo_clip_ratio": runs[0].mean("clip_ratio/all_epochs"),
+            "ppo_clip_ratio": _mean(runs[0], "clip_ratio/all_epochs"),
             "ppo_value_explained": statistics.median(row.get("value/explained_variance", 0.0) for row in runs[0].rows),
         } | _cost("ppo", runs[0])
     if only in (None, "grpo"):
@@ -188,13 +143,14 @@ async def _trained(home: Path, only: str | None, seeds: int, steps: int, console
 
 
 def _cost(name: str, done: Done) -> dict[str, float]:
+    memory_mb, start_cpu_s, cpu_s = done.observed
     return {
         f"{name}_training_seconds": done.results["seconds"]["training"],
-        f"{name}_step_ms": 1e3 * done.mean("time/step"),
-        f"{name}_passes_ms": 1e3 * (done.mean("time/passes") + done.mean("time/prepare")),
-        f"{name}_trainer_mb": done.memory_mb,
-        f"{name}_trainer_start_cpu_seconds": done.start_cpu_s,
-        f"{name}_trainer_cpu_ms_a_step": 1e3 * done.cpu_s / max(done.results["steps"], 1),
+        f"{name}_step_ms": 1e3 * _mean(done, "time/step"),
+        f"{name}_passes_ms": 1e3 * (_mean(done, "time/passes") + _mean(done, "time/prepare")),
+        f"{name}_trainer_mb": memory_mb,
+        f"{name}_trainer_start_cpu_seconds": start_cpu_s,
+        f"{name}_trainer_cpu_ms_a_step": 1e3 * cpu_s / max(done.results["steps"], 1),
     }
 
 
@@ -212,7 +168,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with scratch("ppo") as path:
             figures |= asyncio.run(_trained(path, given.only, given.seeds, given.steps, console))
     figures["seconds"] = round(time.monotonic() - began, 1)
-    return report("PPO", figures)
+    goals = {
+        name: goal
+        for name, goal in {"reference_max_error": "<= 1e-4", "ppo_accuracy": ">= 0.6", "turns_rose": "== true"}.items()
+        if name in figures
+    }
+    wrong = largest_error(0, PpoSection(), against=PpoSection(clip_range=0.05))
+    return report(
+        "PPO",
+        figures,
+        goals=goals,
+        control="the reference must differ from a loss with another clip range.",
+        control_failed="" if wrong > 1e-3 else f"another clip range gives the same loss ({wrong:.2g})",
+    )
 
 
 if __name__ == "__main__":

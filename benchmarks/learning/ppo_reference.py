@@ -196,12 +196,17 @@ def by_product(rows: list[SlowRow], section: PpoSection) -> tuple[float, Any, li
     return loss.item(), towards, logits.grad.tolist(), values.grad.tolist()
 
 
-def largest_error(seed: int, section: PpoSection, *, gradients: bool = True) -> float:
+def largest_error(
+    seed: int, section: PpoSection, *, gradients: bool = True, against: PpoSection | None = None
+) -> float:
     """Return the largest difference between product and reference on a made-up batch: loss, advantages, returns,
     gradients.
+
+    Args:
+        against: The reference's settings, for a control; those of the product if None.
     """
-    rows = made_up(seed)
-    loss, advantages, returns = slow_loss(rows, section)
+    rows, theirs = made_up(seed), against or section
+    loss, advantages, returns = slow_loss(rows, theirs)
     found, towards, by_logits, by_values = by_product(rows, section)
     errors = [abs(loss - found)]
     for n, row in enumerate(rows):
@@ -209,7 +214,7 @@ def largest_error(seed: int, section: PpoSection, *, gradients: bool = True) -> 
             errors.append(abs(advantages[n][p] - towards.advantages[n, p].item()))
             errors.append(abs(returns[n][p] - towards.returns[n, p].item()))
     if gradients:
-        logits, values = slow_gradients(rows, section)
+        logits, values = slow_gradients(rows, theirs)
         for n, row in enumerate(rows):
             for p in range(len(row.tokens)):
                 errors.append(abs(values[n][p] - by_values[n][p]))

@@ -28,6 +28,8 @@ from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.metrics import last_row, read_rows
 from toprope.records.run.status import Status
 
+__all__ = ["curve_error", "train"]
+
 LIMIT_S = 180.0
 
 
@@ -43,10 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with scratch("reproduce") as path:
         harness = RealHarness(harness_at(path).path)
         try:
-            same = [_run(harness, given.steps, deterministic=True) for _ in range(given.runs)]
-            stopped, _ = _run(harness, given.steps, deterministic=True, disturb="stop")
-            killed, _ = _run(harness, given.steps, deterministic=True, disturb="kill")
-            loose = [_run(harness, given.steps, deterministic=False) for _ in range(2)]
+            same = [train(harness, given.steps, deterministic=True) for _ in range(given.runs)]
+            stopped, _ = train(harness, given.steps, deterministic=True, disturb="stop")
+            killed, _ = train(harness, given.steps, deterministic=True, disturb="kill")
+            loose = [train(harness, given.steps, deterministic=False) for _ in range(2)]
             found = [_difference(same[0][0], other[0], True) for other in same[1:]]
             control = _difference(loose[0][0], loose[1][0], False)
             resumed, restarted = (_difference(same[0][0], other, True) for other in (stopped, killed))
@@ -80,15 +82,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def _run(harness: RealHarness, steps: int, *, deterministic: bool, disturb: str = "") -> tuple[RunFolder, float]:
+def train(
+    harness: RealHarness, steps: int, *, deterministic: bool, disturb: str = "", seed: int = 0
+) -> tuple[RunFolder, float]:
     """Run once from start to end; return the folder and the seconds of training.
 
     Args:
+        seed: algorithm.seed.
         disturb: `stop` stops and resumes the run in the middle, `kill` kills its trainer there.
     """
     specification = harness.specification(steps=steps)
     config = specification.config
     config.algorithm.deterministic, config.algorithm.drop_zero_signal = deterministic, True
+    config.algorithm.seed = seed
     config.optimizer.learning_rate = 1e-3
     config.launcher.restarts, config.launcher.stop_grace_s, config.logging.save_steps = 3, 20.0, 5
     config.evaluation.every_steps, config.evaluation.validation_tasks = max(1, steps // 2), 8
@@ -112,6 +118,14 @@ def _run(harness: RealHarness, steps: int, *, deterministic: bool, disturb: str 
     if status.state != "completed":
         raise RuntimeError(f"{folder.run_id} {status.state}: {status.failure}")
     return folder, _trained(folder, status)
+
+
+def curve_error(first: RunFolder, second: RunFolder, names: Sequence[str] = ("loss", "reward")) -> float:
+    """Return the largest difference of two runs' curves at the same step; infinite if one lacks steps of the other."""
+    ours, theirs = ({row["step"]: row for row in read_rows(folder.metrics)} for folder in (first, second))
+    if ours.keys() != theirs.keys() or not ours:
+        return float("inf")
+    return max(abs(ours[step][name] - theirs[step][name]) for step in ours for name in names)
 
 
 def _trained(folder: RunFolder, status: Status) -> float:

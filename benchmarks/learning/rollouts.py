@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             page, calls = find_rollouts(folder, Query()), calls + 1
         first = time.monotonic() - began
         pages = {order: _page_ms(folder, order) for order in get_args(Order)}
+        best = find_rollouts(folder, Query("best")).groups
+        ordered = _descending([*find_rollouts(folder, Query("worst")).groups, *best])
         index = (folder.journal / "rollouts.idx").stat().st_size
         size = sum(segment.stat().st_size for segment in folder.journal.glob("*.journal"))
     figures: dict[str, Any] = {
@@ -59,11 +61,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "index_mb": round(index / 1e6, 1),
         "index_seconds": round(first, 2),
         "index_calls": calls,
+        "groups_indexed": page.matching,
+        "pages_out_of_order": int(not _descending(best)),
         **{f"page_ms_{order}": value for order, value in pages.items()},
         "memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         **_cost_of_text(dice),
     }
-    return report("Browsing a journal", figures)
+    return report(
+        "Browsing a journal",
+        figures,
+        goals={"pages_out_of_order": "== 0", "groups_indexed": f"== {given.groups}"},
+        control="the worst groups before the best must be seen to be out of order.",
+        control_failed="the worst before the best count as ordered" if ordered else "",
+    )
+
+
+def _descending(groups: Sequence[Any]) -> bool:
+    """True if groups have falling mean rewards."""
+    means = [one.entry.mean for one in groups]
+    return means == sorted(means, reverse=True)
 
 
 def _group(dice: random.Random, number: int, of: int, *, text: bool = True) -> Group:

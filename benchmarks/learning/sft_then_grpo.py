@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcp import Client
 from rich.console import Console
-from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
+from toprope_server.cli.demo import ENVIRONMENT, PRESET
 
 from benchmarks.report import report
 from benchmarks.scratch import scratch
+from benchmarks.training_agent import Done, training_agent
 from toprope.analysis.statistics.intervals import mean_interval
 
-_WAIT_S = 45
-_ENDED = ("completed", "failed", "lost", "stopped")
 _GRPO: dict[str, Any] = {"budget.max_train_seconds": None, "evaluation.greedy": False, "evaluation.examples": 0}
 _SFT: dict[str, Any] = {
     "algorithm.name": "sft",
@@ -45,107 +41,50 @@ _SFT: dict[str, Any] = {
 _ITEMS = 600
 
 
-@dataclass(frozen=True)
-class Done:
-    """A run that completed."""
-
-    run_id: str
-    steps: int
-    accuracy: dict[str, float]
-    """Held-out accuracy, before and after."""
-    seconds: float
-    training_s: float
-    """Seconds of training alone."""
-
-
-class Agent:
-    """Start runs with tools only, over one server.
-
-    Args:
-        client: Connected to it.
-        console: Where to print progress.
-    """
-
-    def __init__(self, client: Client, console: Console) -> None:
-        self._client, self._console = client, console
-
-    async def train(self, what: str, changes: dict[str, Any]) -> Done:
-        """Select, edit, start, wait, and read the report.
-
-        Raises:
-            SystemExit: A tool refused, or the run did not complete.
-        """
-        began = time.monotonic()
-        draft = await self.call("select_environment", name=ENVIRONMENT, preset=PRESET)
-        await self.call("edit_config", draft_id=draft["draft_id"], changes=_GRPO | changes)
-        run_id = (await self.call("start_training", draft_id=draft["draft_id"]))["run_id"]
-        state: Any = ""
-        while state not in _ENDED:
-            answer = await self.call("check_status", run_ids=[run_id], wait_s=_WAIT_S, until="end")
-            [run] = answer["runs"]
-            state = run["state"]
-        if state != "completed":
-            raise SystemExit(f"{what}: {run_id} is {state}: {json.dumps(run)[:1000]}")
-        results = (await self.call("get_results", run_id=run_id, detail="detailed"))["results"]
-        measured = {label: one["sampled"]["accuracy"] for label, one in results["evaluations"].items()}
-        done = Done(run_id, results["steps"], measured, time.monotonic() - began, results["seconds"]["training"])
-        self._console.print(
-            f"{what}: {done.steps} steps, accuracy {measured['before']:.3f} -> {measured['after']:.3f}, "
-            f"{done.seconds:.0f} s",
-            highlight=False,
-        )
-        return done
-
-    async def call(self, tool: str, **arguments: Any) -> dict[str, Any]:
-        """Call a tool and return its structure.
-
-        Raises:
-            SystemExit: It refused.
-        """
-        answer = await self._client.call_tool(tool, arguments, read_timeout_seconds=120)
-        if answer.is_error:
-            raise SystemExit(f"{tool}: {answer.content[0].text}")
-        return answer.structured_content or {}
-
-
 async def measured(home: Path, seeds: int, steps: int, source_steps: int, console: Console) -> Any:
     """Return the figures."""
-    variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
     began = time.monotonic()
-    async with Client(server_parameters(variables)) as client:
-        agent = Agent(client, console)
-        source = await agent.train("the run that gives rollouts", {"budget.steps": source_steps, "algorithm.seed": 100})
+    async with training_agent(home, console) as agent:
+
+        async def train(what: str, changes: dict[str, Any]) -> Done:
+            return await agent.train(what, ENVIRONMENT, PRESET, _GRPO | changes)
+
+        source = await train("the run that gives rollouts", {"budget.steps": source_steps, "algorithm.seed": 100})
         built = await agent.call(
             "build_dataset",
             name="best",
             sources=[source.run_id],
             where={"success": True, "per_task": 1, "limit": _ITEMS, "whole": True},
         )
+        wrong = {"name": "worst", "sources": [source.run_id], "where": {"max_reward": 0.5, "limit": _ITEMS}}
+        await agent.call("build_dataset", **wrong)
+        control = await train("SFT on wrong answers", {**_SFT, "sft.dataset": "worst", "algorithm.seed": 0})
         tuned, alone, timed, after_sft, spent = [], [], [], [], []
         for seed in range(seeds):
-            sft = await agent.train(f"SFT, seed {seed}", {**_SFT, "algorithm.seed": seed})
-            left = steps - sft.steps
+            sft = await train(f"SFT, seed {seed}", {**_SFT, "algorithm.seed": seed})
+            left = steps - sft.results["steps"]
             if left < 1:
-                raise SystemExit(f"SFT alone takes {sft.steps} steps, of {steps}: raise --steps")
+                raise SystemExit(f"SFT alone takes {sft.results['steps']} steps, of {steps}: raise --steps")
             then = {"policy.model": f"run:{sft.run_id}", "budget.steps": left, "algorithm.seed": seed}
-            tuned.append(await agent.train(f"GRPO from it, seed {seed}", then))
+            tuned.append(await train(f"GRPO from it, seed {seed}", then))
             seeded = {"algorithm.seed": seed}
             whole = {"budget.steps": steps + source_steps}
-            alone.append(await agent.train(f"GRPO alone, equal steps, seed {seed}", seeded | whole))
-            seconds = round(source.training_s + sft.training_s + tuned[-1].training_s)
+            alone.append(await train(f"GRPO alone, equal steps, seed {seed}", seeded | whole))
+            seconds = round(sum(one.results["seconds"]["training"] for one in (source, sft, tuned[-1])))
             limit = {"budget.steps": 100 * steps, "budget.max_train_seconds": seconds}
-            timed.append(await agent.train(f"GRPO alone, {seconds} s, seed {seed}", seeded | limit))
-            after_sft.append(sft.accuracy["after"])
-            spent.append(sft.steps)
+            timed.append(await train(f"GRPO alone, {seconds} s, seed {seed}", seeded | limit))
+            after_sft.append(sft.accuracy("after"))
+            spent.append(sft.results["steps"])
     return {
         **_gains("gain_points", tuned, alone),
         **_gains("gain_points_seconds", tuned, timed),
-        "accuracy_sft_then_grpo": [one.accuracy["after"] for one in tuned],
-        "accuracy_grpo": [one.accuracy["after"] for one in alone],
-        "accuracy_grpo_equal_seconds": [one.accuracy["after"] for one in timed],
+        "accuracy_sft_then_grpo": [one.accuracy("after") for one in tuned],
+        "accuracy_grpo": [one.accuracy("after") for one in alone],
+        "accuracy_grpo_equal_seconds": [one.accuracy("after") for one in timed],
         "accuracy_after_sft": after_sft,
-        "accuracy_before": alone[0].accuracy["before"],
-        "accuracy_source": source.accuracy["after"],
+        "accuracy_after_sft_on_wrong_answers": control.accuracy("after"),
+        "accuracy_before": alone[0].accuracy("before"),
+        "accuracy_source": source.accuracy("after"),
         "dataset_items": built["items"],
         "steps": steps,
         "steps_sft": spent,
@@ -157,7 +96,7 @@ async def measured(home: Path, seeds: int, steps: int, source_steps: int, consol
 
 def _gains(name: str, ours: list[Done], theirs: list[Done]) -> dict[str, Any]:
     """Points of held-out accuracy that one side is ahead: mean, interval over seeds, and each seed."""
-    gains = [100 * (a.accuracy["after"] - b.accuracy["after"]) for a, b in zip(ours, theirs, strict=True)]
+    gains = [100 * (a.accuracy("after") - b.accuracy("after")) for a, b in zip(ours, theirs, strict=True)]
     figures: dict[str, Any] = {name: round(sum(gains) / len(gains), 2)}
     if len(gains) > 1:
         interval = mean_interval(gains)
@@ -166,7 +105,7 @@ def _gains(name: str, ours: list[Done], theirs: list[Done]) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print."""
+    """Measure and print; exit with 1 if a goal was missed, 2 if the control failed."""
     parser = argparse.ArgumentParser(
         prog="python -P -m benchmarks.learning.sft_then_grpo", description=__doc__.split("\n")[0]
     )
@@ -179,7 +118,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with scratch("sft-grpo", given.home) as path:
         work = measured(path, given.seeds, given.steps, given.source_steps, console)
         figures = asyncio.run(work)
-    return report("SFT on the best rollouts, then GRPO, against GRPO alone", figures)
+    wrong, right = figures["accuracy_after_sft_on_wrong_answers"], min(figures["accuracy_after_sft"])
+    return report(
+        "SFT on the best rollouts, then GRPO, against GRPO alone",
+        figures,
+        goals={"gain_points": ">= 5", "gain_points_seconds": ">= 5"},
+        control="SFT on the run's wrong answers must teach less than on its right ones.",
+        control_failed="" if wrong < right - 0.05 else f"wrong answers taught {wrong:.3f}, right ones {right:.3f}",
+    )
 
 
 if __name__ == "__main__":

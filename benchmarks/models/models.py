@@ -13,10 +13,8 @@ Toprope's own errors counts in `failed_without_words`, for which the exit status
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import report
+from benchmarks.scratch import scratch
 from tests.support.tiny_policy import make_tiny_policy
 from toprope.errors import TopropeError
 
@@ -78,6 +78,8 @@ class Row:
     name: str
     parameters: int = 0
     logprob_error: float = math.nan
+    changed_error: float = math.nan
+    """The same for a trainer whose weights differ by 5 % from the sampler's."""
     shares_prompts: bool = False
     seconds: float = 0.0
     refusal: str = ""
@@ -146,6 +148,13 @@ def _run(row: Row, folder: Path) -> None:
         scores = forward(rows, tensors.columns)
     assert scores is not None
     row.logprob_error = float(((scores.logps - tensors.sampled).abs() * tensors.mask).max())
+    changed = load_model(folder, config).eval().requires_grad_(False)
+    with torch.no_grad():
+        for value in changed.parameters():
+            value.mul_(1.05)
+        scores = PolicyForward(changed, int(tokenizer.pad_token_id))(rows, tensors.columns)
+    assert scores is not None
+    row.changed_error = float(((scores.logps - tensors.sampled).abs() * tensors.mask).max())
     if not row.logprob_error <= LARGEST_ERROR:
         raise ValueError(f"sampler and trainer differ by {row.logprob_error:.2g}")
     parameters = dict(model.named_parameters())
@@ -234,8 +243,8 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     rows = []
     for name in arguments.only or ARCHITECTURES:
-        with tempfile.TemporaryDirectory(prefix="toprope-models-") as folder:
-            rows.append(try_architecture(name, Path(folder)))
+        with scratch("models") as folder:
+            rows.append(try_architecture(name, folder))
     table = Table("architecture", "works", "parameters", "sampler - trainer", "shares prompts", "seconds", "refusal")
     for row in rows:
         said = f"{'' if row.in_words else '(without words) '}{row.refusal}"
@@ -260,8 +269,14 @@ def main() -> int:
         "failed_without_words": without,
         "logprob_error": max(known, default=None),
     }
-    print(json.dumps(figures))
-    return 1 if without else 0
+    blind = [row.name for row in rows if row.changed_error <= LARGEST_ERROR]
+    return report(
+        "Models",
+        figures,
+        goals={"failed_without_words": "== 0"},
+        control="a trainer whose weights differ by 5 % must be seen to differ.",
+        control_failed=f"not seen: {', '.join(blind)}" if blind else "",
+    )
 
 
 if __name__ == "__main__":

@@ -10,9 +10,6 @@ from toprope.analysis.statistics.intervals import mean_interval
 
 __all__ = ["Measured", "compared"]
 
-_SCALE_USD = 0.1
-"""Unit of the reward part `cost` in USD (knob scale_usd)."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -27,7 +24,7 @@ class Measured:
     @property
     def usd_per_correct(self) -> float:
         """USD per right answer; infinite if none is right."""
-        return _SCALE_USD * self.parts["cost"] / self.accuracy if self.accuracy else float("inf")
+        return self.parts["usd"] / self.accuracy if self.accuracy else float("inf")
 
     def __str__(self) -> str:
         return (

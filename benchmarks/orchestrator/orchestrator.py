@@ -1,14 +1,16 @@
-"""Train a tiny policy to use tools well and cheaply, and attack the sandbox: `make bench-orchestrator`.
+"""Train tiny policies to use tools well and cheaply, and attack the sandbox: `make bench-orchestrator`.
 
     python -P -m benchmarks.orchestrator.orchestrator [--only sft|cost|hostile] [--seeds N] [--steps N]
 
-    sft       supervised fine-tuning, cut short, then GRPO from it, on arithmetic that the policy cannot do without the
-              calculator; accuracy is of held-out tasks
-    cost      GRPO from the same checkpoint with weights that move from accuracy to economy, against weights that
-              reward accuracy alone, seed by seed
+    sft       supervised fine-tuning, cut short, then GRPO from it, on the preset's arithmetic and on facts, which the
+              policy cannot do without tools; accuracy is of held-out tasks
+    cost      for each seed: fine-tuning, then GRPO with weights that move from accuracy to economy, against weights
+              that reward accuracy alone. A calculator, a lookup, a small model that is right on sums alone, and a dear
+              one that is always right; `small_for_sums` less `small_for_products` is what the policy learned about when
+              the small model pays.
     hostile   programs that try to break out of the tool `code_interpreter`
 
-All training goes through the server by the official client. Estimated time: twenty minutes; `hostile` needs Linux.
+All training goes through the server by the official client. Estimated time: forty minutes; `hostile` needs Linux.
 """
 
 from __future__ import annotations
@@ -25,52 +27,79 @@ from rich.console import Console
 
 from benchmarks.orchestrator.hostile import tried
 from benchmarks.orchestrator.means import compared
-from benchmarks.orchestrator.runs import ADAPTIVE, FIXED, GRPO, GRPO_STEPS, SFT, Agent, Done, shared_tasks
+from benchmarks.orchestrator.runs import (
+    ADAPTIVE,
+    ALL,
+    FIXED,
+    GRPO,
+    GRPO_STEPS,
+    SFT,
+    copies,
+    lend_tools,
+    measured,
+    routes,
+)
 from benchmarks.report import report
 from benchmarks.scratch import scratch
+from benchmarks.training_agent import Done, training_agent
+
+NAME, PRESET = "orchestrator", "orchestrator-cpu"
 
 
 async def _learned(home: Path, seeds: int, steps: int, console: Console) -> dict[str, Any]:
     """Return the figures of the runs; with no seeds, those of fine-tuning and one run of GRPO from it."""
-    agent, began = Agent(home, console), time.monotonic()
-    sft = await agent.train("supervised fine-tuning, cut short", SFT)
+    began = time.monotonic()
+    lend_tools(home)
+    tuned, adaptive, fixed = list[Done](), list[Done](), list[Done]()
+    async with training_agent(home, console) as agent:
 
-    async def grpo(weights: dict[str, Any], seed: int, what: str) -> Done:
-        changes = {
-            "policy.model": f"run:{sft.run_id}",
-            "budget.steps": steps,
-            "algorithm.seed": seed,
-            **GRPO,
-        }
-        return await agent.train(f"GRPO from it, {what}, seed {seed}", changes | weights)
+        async def grpo(what: str, seed: int, weights: dict[str, Any]) -> Done:
+            start = {"policy.model": f"run:{tuned[seed].run_id}", "budget.steps": steps, "algorithm.seed": seed}
+            return await agent.train(f"GRPO, {what}, seed {seed}", NAME, PRESET, ALL | GRPO | start | weights)
 
-    first = await grpo(ADAPTIVE, 0, "weights that move")
-    shared, copies = shared_tasks(sft), first.copies
-    if shared or copies:
-        raise SystemExit(f"held-out tasks were trained on: {shared} were demonstrated, {copies} are copies")
-    before, tuned, after = sft.measured("before"), sft.measured("after"), first.measured("after")
+        for seed in range(max(seeds, 1)):
+            changes = ALL | SFT | {"algorithm.seed": seed}
+            tuned.append(await agent.train(f"fine-tuning, cut short, seed {seed}", NAME, PRESET, changes))
+            adaptive.append(await grpo("weights that move", seed, ADAPTIVE))
+            if seeds:
+                fixed.append(await grpo("accuracy alone", seed, FIXED))
+        if seeds:
+            shuffled = await grpo(
+                "weights that move, shuffled rewards", 0, ADAPTIVE | {"algorithm.shuffle_rewards": True}
+            )
+    shared = sum(copies(two, one) for one, two in zip(tuned, adaptive, strict=True))
+    if shared:
+        raise SystemExit(f"{shared} held-out tasks were trained on")
     figures: dict[str, Any] = {}
-    for name, one in (("before", before), ("sft", tuned), ("grpo", after)):
+    ends = (("before", tuned[0], "before"), ("sft", tuned[0], "after"), ("grpo", adaptive[0], "after"))
+    for name, one, label in ends:
+        found = measured(one, label)
         figures |= {
-            f"accuracy_{name}": one.accuracy,
-            f"accuracy_{name}_low": one.low,
-            f"accuracy_{name}_high": one.high,
+            f"accuracy_{name}": found.accuracy,
+            f"accuracy_{name}_low": found.low,
+            f"accuracy_{name}_high": found.high,
         }
+    found = routes(adaptive[0])
     figures |= {
-        "heldout_tasks": after.tasks,
-        "heldout_shared_with_training": shared + copies,
-        "steps_sft": sft.results["steps"],
+        "heldout_tasks": measured(adaptive[0], "after").tasks,
+        "heldout_shared_with_training": shared,
+        "steps_sft": tuned[0].results["steps"],
         "steps_grpo": steps,
-        "seconds_sft": round(sft.seconds, 1),
-        "seconds_grpo": round(first.seconds, 1),
-        "seconds": round(time.monotonic() - began, 1),
+        "small_for_sums": found["sums"].get("small"),
+        "small_for_products": found["products"].get("small"),
+        "routes": found,
     }
     if seeds:
-        adaptive = [first, *[await grpo(ADAPTIVE, seed, "weights that move") for seed in range(1, seeds)]]
-        fixed = [await grpo(FIXED, seed, "accuracy alone") for seed in range(seeds)]
-        figures |= compared([one.measured("after") for one in fixed], [one.measured("after") for one in adaptive])
-        figures |= {"seeds": seeds, "seconds_cost": round(time.monotonic() - began - figures["seconds"], 1)}
-    return figures
+        ends = [[measured(one, "after") for one in some] for some in (fixed, adaptive)]
+        figures |= compared(*ends)
+        control = compared([ends[0][0]], [measured(shuffled, "after")])
+        figures |= {
+            "shuffled_cost_reduction_percent": control["cost_reduction_percent"],
+            "shuffled_accuracy_lost": control["accuracy_lost"],
+            "routes_fixed": routes(fixed[0]),
+            "seeds": seeds,
+        }
+    return figures | {"seconds": round(time.monotonic() - began, 1)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,15 +119,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.only != "hostile":
             seeds = 0 if given.only == "sft" else given.seeds
             figures |= asyncio.run(_learned(path / "home", seeds, given.steps, console))
-    goals = {name: "== 0" for name in ("hostile_escapes",) if name in figures}
-    unseen = figures.get("hostile_controls_unseen")
+    goals = {"hostile_escapes": "== 0"} if "hostile_escapes" in figures else {}
+    if "cost_reduction_percent" in figures:
+        goals |= {"cost_reduction_percent": ">= 20", "accuracy_lost": "== 0"}
     return report(
         "Orchestrator",
         figures,
         goals=goals,
-        control="each hostile program must be seen to break out of an unconfined copy.",
-        control_failed=f"{unseen} programs did not break out of the unconfined copy" if unseen else "",
+        control="each hostile program must break out of an unconfined copy; shuffled rewards must not save as much.",
+        control_failed=_control_failed(figures),
     )
+
+
+def _control_failed(figures: dict[str, Any]) -> str:
+    if unseen := figures.get("hostile_controls_unseen"):
+        return f"{unseen} programs did not break out of the unconfined copy"
+    saved = figures.get("shuffled_cost_reduction_percent")
+    if saved is not None and saved >= figures["cost_reduction_percent"] and not figures["shuffled_accuracy_lost"]:
+        return f"shuffled rewards saved {saved:.0f} %, too"
+    return ""
 
 
 if __name__ == "__main__":

@@ -1,142 +1,133 @@
-"""The runs of `make bench-orchestrator`, as an agent would start them: through the server, with the official client."""
+"""The runs of `make bench-orchestrator`: tools of different use, and what policies learned to do."""
 
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcp import Client
-from rich.console import Console
-from toprope_server.cli.demo import server_parameters
-
 from benchmarks.orchestrator.means import Measured
+from benchmarks.training_agent import Done
+from toprope.records.run.folder import RunFolder
+from toprope.trajectories.capture.run_reader import RunReader
 
-__all__ = ["ADAPTIVE", "FIXED", "GRPO", "GRPO_STEPS", "SFT", "Agent", "Done", "shared_tasks"]
+__all__ = ["ADAPTIVE", "ALL", "FIXED", "GRPO", "GRPO_STEPS", "SFT", "copies", "lend_tools", "measured", "routes"]
 
-_WAIT_S = 45
-_ENDED = ("completed", "failed", "lost", "stopped")
-
+_FACTS = 4000
 _TOOLS = """\
 tools:
-  expert: {python: expert.py:answer, usd: 0.06, seconds: 3.0, watts: 40.0, description: Computes an expression.}
+  small: {python: models.py:small, usd: 0.005, seconds: 0.5, watts: 20.0, description: A small model for sums.}
+  expert: {python: models.py:expert, usd: 0.06, seconds: 3.0, watts: 40.0, description: A large model.}
 """
-_EXPERT = """\
+_MODELS = f'''\
+from toprope.sdk.adapters.orchestrator import made_up_facts
 from toprope.sdk.orchestration.calculator import calculate, said
 
+FACTS = made_up_facts({_FACTS})
 
-def answer(text: str) -> str:
-    return said(calculate(text))
-"""
-_ALL: dict[str, Any] = {
-    "environment.knobs.tools": ["calculator", "expert", "think"],
-    "environment.knobs.compute_with": ["calculator", "expert"],
+
+def small(text: str) -> str:
+    """Adds and subtracts; guesses products and facts by their size."""
+    if text in FACTS:
+        return "1000"
+    value = calculate(text)
+    return said(value) if "*" not in text else said(float(f"{{value:.1g}}"))
+
+
+def expert(text: str) -> str:
+    """Knows everything."""
+    return FACTS[text].split()[-2] if text in FACTS else said(calculate(text))
+'''
+ALL: dict[str, Any] = {
+    "environment.knobs.tools": ["calculator", "web_search", "small", "expert", "think"],
+    "environment.knobs.compute_with": ["calculator", "small", "expert"],
+    "environment.knobs.facts": _FACTS,
     "environment.knobs.thoughts": 0.25,
-    "environment.knobs.digits": 2,
-    "environment.knobs.operators": "+-",
+    "environment.knobs.usd": {"calculator": 0.02, "think": 0.02, "web_search": 0.01},
+    "environment.knobs.seconds": {"calculator": 1.0, "think": 3.0, "web_search": 1.0},
+    "environment.knobs.watts": {"calculator": 20.0, "think": 20.0, "web_search": 20.0},
+    "environment.knobs.scale_usd": 0.05,
+    "environment.knobs.scale_joules": 50.0,
+    "rollout.max_new_tokens": 48,
     "budget.max_train_seconds": None,
     "evaluation.greedy": False,
 }
-"""Two tools that can do the same, one at three times the price (the preset has the other's), and a useless one. Steps
-are counted, not seconds: results do not depend on the machine's load.
+"""The preset's arithmetic (three digits, + - *), and facts that only a lookup or the large model knows. The small model
+is right on sums, which then need no calculator. Demonstrations use computing tools at random. Steps are counted, not
+seconds: results do not depend on the machine's load.
 """
-
-SFT: dict[str, Any] = {"algorithm.name": "sft", "sft.tasks": 900, "sft.traces_per_task": 1, "sft.epochs": 6}
+SFT: dict[str, Any] = {"algorithm.name": "sft", "sft.tasks": 3000, "sft.traces_per_task": 1, "sft.epochs": 6}
 """Shorter than it should be, so that something is left to learn from reward."""
-
 GRPO: dict[str, Any] = {"optimizer.learning_rate": 5e-4, "algorithm.scale_rewards": "batch"}
-GRPO_STEPS = 150
+GRPO_STEPS = 300
 FIXED = {"environment.reward_weights": {"accuracy": 1.0, "cost": 0.0, "energy": 0.0, "latency": 0.0, "power": 0.0}}
 ADAPTIVE = {
     "environment.reward_weights": {"accuracy": 0.6, "cost": -0.1, "energy": -0.1, "latency": -0.1, "power": -0.1},
     "environment.reward_weights_end": {"accuracy": 0.3, "cost": -0.15, "energy": -0.2, "latency": -0.15, "power": -0.2},
 }
+_LATE = 0.8
+"""Share of a run's policy versions after which its rollouts show what it learned."""
 
 
-@dataclass(frozen=True)
-class Done:
-    """A run that completed."""
-
-    run_id: str
-    folder: Path
-    results: dict[str, Any]
-    seconds: float
-    """Seconds from the call of start_training to the report."""
-
-    def measured(self, label: str) -> Measured:
-        """The result of one evaluation."""
-        sampled = self.results["evaluations"][label]["sampled"]
-        return Measured(sampled["accuracy"], sampled["low"], sampled["high"], sampled["tasks"], sampled["parts"])
-
-    @property
-    def copies(self) -> int:
-        """Return the number of held-out tasks that are copies of training tasks, by the run's own report.
-
-        Raises:
-            SystemExit: The report does not say.
-        """
-        for check in self.results.get("integrity") or ():
-            if check["name"] == "splits":
-                return int(check["observed"]["copies"]["train_heldout"])
-        raise SystemExit(f"the report of {self.run_id} says nothing about its splits")
+def lend_tools(home: Path) -> None:
+    """Write the owner's settings and models."""
+    (home / "config").mkdir(parents=True, exist_ok=True)
+    (home / "config" / "settings.yaml").write_text(_TOOLS)
+    (home / "config" / "models.py").write_text(_MODELS)
 
 
-class Agent:
-    """Start runs with tools only.
+def measured(done: Done, label: str) -> Measured:
+    """The result of one evaluation."""
+    sampled = done.results["evaluations"][label]["sampled"]
+    return Measured(sampled["accuracy"], sampled["low"], sampled["high"], sampled["tasks"], sampled["parts"])
 
-    Args:
-        home: The owner's folder; may be empty.
-        console: Where to print progress.
+
+def copies(done: Done, tuned: Done | None = None) -> int:
+    """The number of held-out tasks that are copies of training tasks, by the run's own report, or that were
+    demonstrated to the run that it continues.
+
+    Raises:
+        SystemExit: The report does not say, or there are no demonstrations.
     """
-
-    def __init__(self, home: Path, console: Console) -> None:
-        self._variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
-        self._home, self._console = home, console
-        (home / "config").mkdir(parents=True, exist_ok=True)
-        (home / "config" / "settings.yaml").write_text(_TOOLS)
-        (home / "config" / "expert.py").write_text(_EXPERT)
-
-    async def train(self, what: str, changes: dict[str, Any]) -> Done:
-        """Select, edit, start, wait, and read the report.
-
-        Raises:
-            SystemExit: A tool refused, or the run did not complete.
-        """
-        self._console.print(f"[bold]{what}[/]")
-        async with Client(server_parameters(self._variables)) as client:
-            draft = await _call(client, "select_environment", name="orchestrator", preset="orchestrator-cpu")
-            await _call(client, "edit_config", draft_id=draft["draft_id"], changes=_ALL | changes)
-            began = time.monotonic()
-            run_id = (await _call(client, "start_training", draft_id=draft["draft_id"]))["run_id"]
-            state = ""
-            while state not in _ENDED:
-                answer = await _call(client, "check_status", run_ids=[run_id], wait_s=_WAIT_S)
-                [run] = answer["runs"]
-                state = run["state"]
-            seconds = time.monotonic() - began
-            answer = await _call(client, "get_results", run_id=run_id, detail="detailed")
-        if state != "completed":
-            raise SystemExit(f"{what}: {run_id} is {state}: {json.dumps(run)[:1000]}")
-        done = Done(run_id, self._home / "runs" / run_id, answer["results"], seconds)
-        for label in ("before", "after"):
-            self._console.print(f"  {label}: {done.measured(label)}", style="dim", soft_wrap=True)
-        return done
-
-
-async def _call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
-    answer = await client.call_tool(tool, arguments, read_timeout_seconds=120)
-    if answer.is_error:
-        raise SystemExit(f"{tool}: {answer.content[0].text}")
-    return answer.structured_content or {}
-
-
-def shared_tasks(done: Done) -> int:
-    """Return the number of held-out tasks that were demonstrated; both are identified by a hash of their contents."""
-    evaluation = json.loads((done.folder / "evaluations" / "after.json").read_text())
-    lines = (json.loads(line) for line in (done.folder / "traces.jsonl").read_text().splitlines())
+    found = [one for one in done.results.get("integrity") or () if one["name"] == "splits"]
+    if not found:
+        raise SystemExit(f"the report of {done.run_id} says nothing about its splits")
+    known = int(found[0]["observed"]["copies"]["train_heldout"])
+    if tuned is None:
+        return known
+    lines = (json.loads(line) for line in (tuned.folder / "traces.jsonl").read_text().splitlines())
     demonstrated = {line["task_id"] for line in lines if "task_id" in line}
     if not demonstrated:
-        raise SystemExit(f"{done.run_id} has no demonstrations")
-    return len(demonstrated & set(evaluation["sampled"]["by_task"]["tasks"]))
+        raise SystemExit(f"{tuned.run_id} has no demonstrations")
+    evaluation = json.loads((tuned.folder / "evaluations" / "after.json").read_text())
+    return known + len(demonstrated & set(evaluation["sampled"]["by_task"]["tasks"]))
+
+
+def routes(done: Done) -> dict[str, dict[str, float]]:
+    """The tools that late rollouts of a run call: by kind of question, tool -> share of the rollouts that call it."""
+    reader, late = RunReader(RunFolder(done.folder)), _LATE * done.results["steps"]
+    calls: dict[str, list[set[str]]] = {"sums": [], "products": [], "facts": []}
+    for item in reader:
+        if (item.metadata.get("version") or 0) < late:
+            continue
+        question, *rest = item.messages
+        text = str(question["content"])
+        kind = "facts" if "weigh" in text else "products" if "*" in text else "sums"
+        called = set()
+        for message in rest:
+            if message["role"] == "assistant":
+                called |= {
+                    line.removeprefix("TOOL: ").strip()
+                    for line in str(message["content"]).splitlines()
+                    if line.startswith("TOOL: ")
+                }
+        calls[kind].append(called)
+    return {kind: _shares(every) for kind, every in calls.items()}
+
+
+def _shares(calls: list[set[str]]) -> dict[str, float]:
+    known: Mapping[str, int] = {
+        tool: sum(tool in one for one in calls) for tool in ("calculator", "small", "expert", "web_search", "think")
+    }
+    return {tool: round(count / len(calls), 3) for tool, count in known.items()} if calls else {}

@@ -60,7 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures |= exported(path, given.items // SIZE, given.format)
     figures |= deduplicated(given.texts)
     figures["count_errors"] = figures.pop("export_errors") + figures["dedupe_wrong"]
-    return report("Data", figures, goals={"count_errors": "== 0"})
+    planted = figures["planted_errors_found"]
+    return report(
+        "Data",
+        figures,
+        goals={"count_errors": "== 0"},
+        control="a reward that is changed in the exported file must be found.",
+        control_failed="" if planted == 1 else f"{planted} errors were found in a file with one",
+    )
 
 
 def exported(place: Path, groups: int, form: str) -> dict[str, Any]:
@@ -94,7 +101,8 @@ def exported(place: Path, groups: int, form: str) -> dict[str, Any]:
         "export_texts": outcome["texts"],
         "journal_mb": round(size / 1e6, 1),
         "journal_seconds": round(wrote, 1),
-        "export_errors": wrong(target, form, groups),
+        "export_errors": wrong(_rows(target, form), groups),
+        "planted_errors_found": wrong(_with_one_error(_rows(target, form)), groups),
     }
 
 
@@ -168,10 +176,15 @@ def _around(rendered: str) -> tuple[str, str]:
     return before + PROMPT, after
 
 
-def wrong(target: Path, form: str, groups: int) -> int:
-    """Return the items that are missing, wrong or out of place in an export."""
+def _with_one_error(rows: Iterator[Any]) -> Iterator[Any]:
+    state, action, reward, place = next(rows)
+    yield state, action, reward + 1.0, place
+    yield from rows
+
+
+def wrong(rows: Iterator[Any], groups: int) -> int:
+    """Return the items that are missing, wrong or out of place in the rows of an export."""
     found = 0
-    rows = _rows(target, form)
     for seq, (word, answers) in enumerate(words(groups), 1):
         for place, (answer, reward, cut) in enumerate(answers):
             row = next(rows, None)

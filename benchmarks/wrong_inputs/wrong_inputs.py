@@ -10,7 +10,6 @@ ten minutes on two quiet cores; needs nothing else. The fast cases are also test
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
@@ -21,9 +20,10 @@ import anyio
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from benchmarks.wrong_inputs import calls, code, machine, owner, runs, states
-from benchmarks.wrong_inputs.installation import Case, Installation, Verdict, judge
+from benchmarks.wrong_inputs.installation import Answer, Case, Expected, Installation, Verdict, judge
 
 __all__ = ["CASES", "play", "play_all"]
 
@@ -106,9 +106,24 @@ def main() -> int:
             if wrong := getattr(verdict, what):
                 console.print(f"{what}: {verdict.kind}: {verdict.title}: {wrong}", markup=False, highlight=False)
                 console.print(f"    {verdict.text[:1500]}", markup=False, highlight=False)
-    print(json.dumps(figures(verdicts)))
-    return 0
+    return report(
+        "Wrong inputs",
+        figures(verdicts),
+        goals=dict.fromkeys(("unhelpful", "masked", "effects"), "== 0"),
+        control="an answer without cause and remedy, and a traceback, must be judged as such.",
+        control_failed=_control_failed(),
+    )
+
+
+def _control_failed() -> str:
+    expected = Expected(("rate",), ("at most",), ("edit_config",))
+    said = {"rate: invalid": (True, False), "Error executing tool: rate at most 1, edit_config": (False, True)}
+    for text, wanted in said.items():
+        found = tuple(map(bool, judge(Answer(text, True), expected)))
+        if found != wanted:
+            return f"{text!r} was judged {found}"
+    return ""
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULES = [found.name for found in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not found.ispkg]
 
 
-def measured(accuracy: float, cost: float) -> Measured:
-    return Measured(accuracy, accuracy - 0.05, accuracy + 0.05, 100, {"cost": cost, "energy": 0.1, "latency": 0.1})
+def measured(accuracy: float, usd: float) -> Measured:
+    return Measured(accuracy, accuracy - 0.05, accuracy + 0.05, 100, {"usd": usd, "energy": 0.1, "latency": 0.1})
 
 
 def figures_of(output: str) -> dict[str, float]:
@@ -108,11 +108,16 @@ def test_figures_that_moved_by_more_than_their_noise_are_named():
 
 def test_stored_outputs_are_compared_and_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare_figures, "FIGURES", tmp_path / "figures.json")
-    (tmp_path / "server.log").write_text('words\n{"list_ratio": 1.1}\n')
+    monkeypatch.setattr(compare_figures, "README", tmp_path / "README.md")
+    mark = compare_figures._MARK
+    (tmp_path / "README.md").write_text(f"# Benchmarks\n\n{mark}\nold\n")
+    (tmp_path / "server.log").write_text('words\n{"list_ratio": 1.1, "goals": {"list_ratio": "<= 1.2"}}\n')
     (tmp_path / "demo.log").write_text("Traceback\nNo\n")
     assert compare_figures.main(["--from", str(tmp_path), "--write"]) == 0
     kept = json.loads((tmp_path / "figures.json").read_text())
-    assert list(kept) == ["server"] and kept["server"]["figures"] == {"list_ratio": 1.1} and kept["server"]["on"]
+    assert list(kept) == ["server"] and kept["server"]["figures"]["list_ratio"] == 1.1 and kept["server"]["on"]
+    page = (tmp_path / "README.md").read_text()
+    assert page.startswith("# Benchmarks") and "old" not in page and "| `server` | list_ratio 1.1 (<= 1.2) |" in page
     (tmp_path / "server.log").write_text('{"list_ratio": 1.9}\n')
     compare_figures.main(["server", "--from", str(tmp_path)])
     assert "list_ratio: 1.1 -> 1.9" in capsys.readouterr().out
@@ -137,13 +142,13 @@ def test_ppo_reference_agrees_with_product():
 
 
 def test_cost_of_right_answers_is_compared_seed_by_seed():
-    figures = compared([measured(0.8, 0.4), measured(1.0, 0.4)], [measured(0.8, 0.2), measured(0.8, 0.2)])
+    figures = compared([measured(0.8, 0.04), measured(1.0, 0.04)], [measured(0.8, 0.02), measured(0.8, 0.02)])
     assert figures["usd_per_correct_fixed"] == [0.05, 0.04] and figures["usd_per_correct_adaptive"] == [0.025, 0.025]
     assert figures["cost_reduction_percent_by_seed"] == [50.0, 37.5]
     assert figures["cost_reduction_percent"] == pytest.approx(43.75)
     assert figures["cost_reduction_percent_low"] < 43.75 < figures["cost_reduction_percent_high"]
     assert figures["accuracy_difference"] == pytest.approx(-0.1) and figures["accuracy_lost"] == 1
-    assert measured(0.0, 0.2).usd_per_correct == float("inf")
+    assert measured(0.0, 0.02).usd_per_correct == float("inf")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

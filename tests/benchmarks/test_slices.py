@@ -1,0 +1,192 @@
+"""Slices of benchmarks that take seconds: each runs what the benchmark measures, on a small scale, and its control."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+
+from benchmarks.environments.worker_overhead import measure, sources
+from benchmarks.faults import disk, lifecycle
+from benchmarks.faults.judge import Story
+from benchmarks.faults.lives import Leftovers, harness_at, play
+from benchmarks.learning import evolution, mixture, reproduce, sft_then_grpo
+from benchmarks.models import fit, models
+from benchmarks.orchestrator import runs as orchestrator
+from benchmarks.orchestrator.orchestrator import _control_failed
+from benchmarks.performance import decode, growth, memory, train
+from benchmarks.server import load, many_runs, server
+from benchmarks.training_agent import Done
+from benchmarks.trajectory_api.trajectory import bodies, ours, run_folder
+from benchmarks.trajectory_api.trajectory_api import mixed
+from benchmarks.wrong_inputs import wrong_inputs
+from toprope.records.run.folder import RunFolder
+from toprope.records.sweep_journal import Standing
+
+
+def done(tmp_path: Path, before: float, after: float) -> Done:
+    results = {
+        "evaluations": {label: {"sampled": {"accuracy": one}} for label, one in (("before", before), ("after", after))}
+    }
+    return Done("run-a", tmp_path, results, 1.0)
+
+
+def test_decoding_reports_the_logprobs_of_the_model(tmp_path):
+    model, tokenizer = decode.make_model(tmp_path / "policy", "embedded")
+    engine = decode.start_engine(model, tokenizer, 32)
+    try:
+        found = decode.decode(engine, decode.make_prompts(2), 4)
+        assert decode.check_logprobs(model, engine) < 1e-3
+    finally:
+        engine.stop()
+    assert len(found) == 2
+
+
+def test_exponents_are_told_apart():
+    assert growth.exponent({n: 5.0 + n for n in (1, 16, 32, 64, 128)}) <= growth.GOAL
+    assert growth.exponent({n: 5.0 + n * n for n in (1, 16, 32, 64, 128)}) > growth.GOAL
+
+
+def test_memory_sees_what_a_process_holds():
+    assert memory.control_mb() == pytest.approx(memory.CONTROL_MB, rel=0.2)
+    own = memory.memory_of(psutil.Process())
+    assert own.rss >= own.uss > 0
+
+
+def test_an_architecture_works_and_changed_weights_are_seen(tmp_path):
+    row = models.try_architecture("Qwen3", tmp_path)
+    assert row.works, row.refusal
+    assert row.logprob_error <= models.LARGEST_ERROR < row.changed_error
+
+
+def test_cases_of_memory_leave_room_for_prompt_and_answer():
+    for case in fit.CASES:
+        config = case.config
+        assert config.policy.max_context == case.prompt + config.rollout.max_new_tokens
+
+
+def test_server_without_torch_is_told_from_one_with_it(tmp_path):
+    (tmp_path / "torch_server.py").write_text("import torch\n" + server.BARE)
+    assert server.start([sys.executable, "-P", str(tmp_path / "torch_server.py"), "1"], tmp_path)[2] > 0
+    assert server.start([sys.executable, "-P", "-m", "toprope_server.cli", "serve"], tmp_path)[2] == 0
+
+
+def test_home_of_many_runs_is_answered(tmp_path, monkeypatch):
+    for name, value in {"RUNS": 24, "ROWS": 2000, "LONG_RUNS": 2, "LIVE": 2, "CALLS": 4}.items():
+        monkeypatch.setattr(many_runs, name, value)
+    folders, rows = many_runs.make_home(tmp_path)
+    assert len(folders) == 24 and rows >= 2000
+    session = server.Session([sys.executable, "-P", "-m", "toprope_server.cli", "serve"], str(tmp_path))
+    try:
+        session.list_tools()
+        for wanted in many_runs.calls(folders).values():
+            assert session.call(*wanted[0]) > 0
+    finally:
+        session.close()
+
+
+def test_run_that_ends_somehow_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", os.environ.get("TMPDIR", ""))  # the harness sets it
+    harness, left = harness_at(tmp_path / "light"), Leftovers()
+    try:
+        story = play(harness, random.Random(3), left)
+    finally:
+        harness.close()
+    assert len(left) == 0 and story.states
+    assert lifecycle.MEMBERS == ("api", "inference", "trainer", "environment") and Story("x").kills == 0
+
+
+def test_curves_are_compared_step_by_step(tmp_path):
+    def run(name: str, losses: list[float]) -> RunFolder:
+        folder = RunFolder.create(tmp_path, name)
+        rows = [{"step": step, "loss": loss, "reward": 0.5} for step, loss in enumerate(losses, 1)]
+        folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    first = run("a", [0.3, 0.2, 0.1])
+    assert reproduce.curve_error(first, run("b", [0.3, 0.2, 0.1])) == 0
+    assert reproduce.curve_error(first, run("c", [0.3, 0.25, 0.1])) == pytest.approx(0.05)
+    assert reproduce.curve_error(first, run("d", [0.3, 0.2])) == float("inf")
+
+
+def test_decisions_of_a_sweep_without_any_are_none():
+    assert evolution.decisions(Standing()) == {"candidates": [], "survivors": {}, "winner": None}
+
+
+def test_gains_are_counted_seed_by_seed(tmp_path):
+    found = sft_then_grpo._gains(
+        "gain", [done(tmp_path, 0.1, 0.5), done(tmp_path, 0.1, 0.7)], [done(tmp_path, 0.1, 0.4)] * 2
+    )
+    assert (
+        found["gain_by_seed"] == [10.0, 30.0] and found["gain"] == 20.0 and found["gain_low"] < 20 < found["gain_high"]
+    )
+
+
+def test_mixture_counts_what_improved_and_judges_its_control(tmp_path):
+    one = mixture.Learned("gym", 0.0, (0.1, 0.05, 0.15), (0.5, 0.4, 0.6), True, 0.3)
+    run = Done("run-a", tmp_path, {"steps": 5}, 2.0)
+    figures = mixture.Outcome([one], 720, run, run, 1).figures()
+    assert figures["mixture_improved"] == 1 and figures["mixture_demonstrations"] == 720
+    assert "improved 1" in mixture.control_failed(figures)
+    assert mixture.control_failed(figures | {"mixture_shuffled_improved": 0}) == ""
+
+
+def test_models_that_the_orchestrator_lends_differ_in_use(tmp_path):
+    orchestrator.lend_tools(tmp_path)
+    lent: dict = {}
+    exec((tmp_path / "config" / "models.py").read_text(), lent)
+    part = next(iter(lent["FACTS"]))
+    assert lent["small"]("12 + 30") == lent["expert"]("12 + 30") == "42"
+    assert lent["small"]("12 * 34") != lent["expert"]("12 * 34") == "408"
+    assert lent["small"](part) != lent["expert"](part) and lent["expert"](part) in lent["FACTS"][part]
+    saved = {"cost_reduction_percent": 40.0, "shuffled_cost_reduction_percent": 50.0, "shuffled_accuracy_lost": 0}
+    assert "shuffled" in _control_failed(saved)
+    assert _control_failed(saved | {"shuffled_accuracy_lost": 1}) == ""
+
+
+def test_worker_is_compared_with_the_same_process(tmp_path):
+    found = anyio.run(lambda: measure("a file", sources(tmp_path)["a file"], groups=4))
+    assert found.groups == 4 and found.worker_ms > found.in_process_ms > 0
+
+
+def test_trajectory_api_takes_posts_and_gives_batches(tmp_path):
+    with ours(run_folder(tmp_path)) as api:
+        rate, p99 = mixed(api, bodies(8), True, 0.5)
+    assert rate > 0 and p99 > 0
+
+
+def test_load_stores_runs_and_ignores_the_first_minutes(tmp_path):
+    harness = load.RunHarness(tmp_path)
+    load.store_ended(harness, 3)
+    assert [status.state for status in harness.runs().list()] == ["completed"] * 3
+    samples = [(float(second), 100 if second < 360 else 110) for second in range(600)]
+    assert load._settled_growth(samples, 600) == pytest.approx(10.0)
+    assert load._settled_growth(samples, 300) is None
+
+
+def test_judge_of_wrong_inputs_knows_bad_answers():
+    assert wrong_inputs._control_failed() == ""
+
+
+def test_time_to_a_share_is_found_in_rows():
+    found = {"success": [0.1] * 30 + [0.9] * 60, "elapsed_s": list(range(90))}
+    assert train.seconds_to(0.8, found) == pytest.approx(29 + 0.875 * train.WINDOW, abs=1)
+    assert train.seconds_to(0.95, found) is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="mounting needs root on Linux")
+def test_small_disk_is_filled_to_the_last_byte(tmp_path):
+    try:
+        with disk.small_disk(tmp_path) as home:
+            disk.fill(home / "fill")
+            assert os.statvfs(home).f_bavail == 0
+    except Exception as error:
+        if "mount" in str(error):
+            pytest.skip("this machine mounts no disk here")
+        raise
