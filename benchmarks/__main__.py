@@ -36,6 +36,7 @@ TARGETS = {
     "orchestrator": "orchestrator.orchestrator",
     "page": "page.page",
     "ppo": "learning.ppo",
+    "ranks": "models.ranks",
     "ray": "cluster.ray_house",
     "reproduce": "learning.reproduce",
     "rollouts": "learning.rollouts",

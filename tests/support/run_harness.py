@@ -68,6 +68,8 @@ class RunHarness:
         config.launcher.device = launcher.pop("device", "auto")
         config.launcher.stop_grace_s = launcher.pop("stop_grace_s", 1.0)
         config.launcher.start_timeout_s = launcher.pop("start_timeout_s", 60.0)
+        config.launcher.num_processes = launcher.pop("num_processes", 1)
+        config.launcher.inference_gpus = launcher.pop("inference_gpus", 0)
         config.launcher.restarts = launcher.pop("restarts", 0)
         config.launcher.restart_backoff_s = launcher.pop("restart_backoff_s", 0.05)
         config.launcher.restart_window_s = launcher.pop("restart_window_s", 600.0)

@@ -39,6 +39,7 @@ class StandInApi:
     def __init__(self, *_: Any) -> None:
         self.asked: list[int] = []
         self.commits: list[int] = []
+        self.drops: list[tuple[int, str]] = []
 
     def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
         self.asked.append(cursor)
@@ -46,7 +47,7 @@ class StandInApi:
         return Batch([group(number) for number in numbers], numbers[-1], numbers)
 
     def dropped(self, items: list[tuple[int, str]]) -> None:
-        pass
+        self.drops += items
 
     def commit(self, cursor: int) -> None:
         self.commits.append(cursor)
@@ -135,11 +136,10 @@ def small_config(**changes: Any) -> Config:
 
 
 class PreparedGroups:
-    """Delivers the given groups, as many as requested; records the dropped ones."""
+    """Delivers the given groups, as many as requested."""
 
     def __init__(self, groups: Iterable[Group]) -> None:
         self.groups, self.sent = iter(groups), 0
-        self.reports: list[tuple[int, str]] = []
 
     def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
         found: list[Group] = []
@@ -149,6 +149,3 @@ class PreparedGroups:
         numbers = list(range(self.sent, self.sent + len(found)))
         self.sent += len(found)
         return Batch(found or None, self.sent, numbers)
-
-    def dropped(self, items: list[tuple[int, str]]) -> None:
-        self.reports += items

@@ -62,6 +62,7 @@ class Demand:
         beside_s: Seconds of wall time besides training, if training time is limited.
         tokens_usd: The most that its calls to priced models cost; None if it is unknown.
         unpriced: Names of models that it calls and that have no price.
+        gpus: Number of its GPUs, if it uses any.
     """
 
     steps: int | None
@@ -71,6 +72,7 @@ class Demand:
     beside_s: float = 0.0
     tokens_usd: float | None = 0.0
     unpriced: Sequence[str] = ()
+    gpus: int = 1
 
     @property
     def own_s(self) -> float | None:
@@ -96,7 +98,7 @@ def demand_of(config: Config, kind: RunKind, *, processors: int, gpu: str | None
     """
     train_s = config.budget.max_train_seconds if kind.trains else None
     beside_s = config.launcher.start_timeout_s + _EVALUATIONS_S
-    busy = min(processors, 2 * config.launcher.threads + _BESIDE_TORCH)
+    busy = min(processors, (config.launcher.num_processes + 1) * config.launcher.threads + _BESIDE_TORCH)
     return Demand(config.budget.steps if kind.samples else None, busy, gpu, train_s, beside_s)
 
 
@@ -178,7 +180,10 @@ def _bounds(
     walls = [demand.own_s / HOUR] if demand.own_s is not None else []
     walls += [caps["wall_hours"].value] if "wall_hours" in caps else []
     found: dict[str, float] = {}
-    for quantity, factor in (("cpu_hours", demand.processors), ("gpu_hours", 1 if demand.gpu is not None else 0)):
+    for quantity, factor in (
+        ("cpu_hours", demand.processors),
+        ("gpu_hours", demand.gpus if demand.gpu is not None else 0),
+    ):
         known = [min(walls) * factor] if walls else []
         known += [caps[quantity].value] if quantity in caps else []
         if not factor:
@@ -285,10 +290,10 @@ def _too_much(
 
 def _an_hour(limits: Limits, demand: Demand, quantity: str) -> float:
     """Return the most that one hour of wall time uses of a quantity."""
-    gpus, prices = int(demand.gpu is not None), limits.prices
+    gpus, prices = demand.gpus if demand.gpu is not None else 0, limits.prices
     if quantity == "cost_usd":
         gpu_price = prices.of_gpu(demand.gpu) if gpus else None
-        return demand.processors * (prices.cpu_hour_usd or 0.0) + (gpu_price or 0.0)
+        return demand.processors * (prices.cpu_hour_usd or 0.0) + gpus * (gpu_price or 0.0)
     return float(demand.processors if quantity == "cpu_hours" else gpus)
 
 

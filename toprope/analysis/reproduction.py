@@ -75,7 +75,11 @@ class Reproduction(BaseModel):
 
 def is_timing(metric: str) -> bool:
     """Return True if the metric measures time."""
-    return metric in _TIMING or metric.startswith("time/") or metric.endswith(("_seconds", "_per_second"))
+    return (
+        metric in _TIMING
+        or metric.startswith(("time/", "utilization/"))
+        or metric.endswith(("_seconds", "_per_second"))
+    )
 
 
 def compare_runs_of_one(

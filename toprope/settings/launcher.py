@@ -73,14 +73,24 @@ class LauncherSection(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
-        description="auto: a GPU if the machine has one. A run has a GPU to itself and is queued until one is free.",
+        description="auto: GPUs if the machine has any. A run has its GPUs to itself and waits until they are free.",
     )
     threads: int = Field(
         1,
         ge=1,
         le=256,
-        description="CPU threads of each torch process. Training on the CPU reserves twice as many, for trainer and "
-        "inference, and is queued until they are free; tests run beside training and wait for other tests only.",
+        description="CPU threads of each torch process. Training on the CPU reserves those of trainer and inference, "
+        "and is queued until they are free; tests run beside training and wait for other tests only.",
+    )
+    num_processes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes that train the policy together, each on a GPU of its own or on `threads` CPU threads; "
+        "weights, gradients and moments are split between them (FSDP2). For the algorithms of GRPO's family and ppo.",
+    )
+    inference_gpus: int = Field(
+        0, ge=0, le=64, description="GPUs of inference; 0: it shares the trainer's first. No effect on a CPU."
     )
     drivers: int = Field(
         1,

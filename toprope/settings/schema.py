@@ -78,6 +78,17 @@ class AlgorithmSection(Section):
     importance_sampling_level: Literal["token", "sequence"] = Field(
         "token", description="Importance ratios by token, or by sequence (GSPO)."
     )
+    importance_sampling_mode: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        Field(
+            "none",
+            description="none: epsilon clips the ratio to the sampler, however old. Otherwise it clips the ratio to "
+            "the policy before the step, and a weight by token or answer corrects for the sampler: clamped to the "
+            "bounds below (truncate), or 0 outside of them (mask). TRL's vllm_importance_sampling_mode; for the GRPO "
+            "family but vespo.",
+        )
+    )
+    importance_sampling_clip_max: float = Field(3.0, gt=0, le=1e6, description="Upper bound of that weight.")
+    importance_sampling_clip_min: float = Field(0.0, ge=0, le=1e6, description="Lower bound of that weight.")
     mask_truncated_completions: bool = Field(False, description="Exclude answers that were cut off from the loss.")
     drop_zero_signal: bool = Field(
         True,
@@ -305,6 +316,19 @@ class Config(BaseModel):
         algorithm = self.algorithm
         values = {f"algorithm.{name}": getattr(algorithm, name) for name in AlgorithmSection.model_fields}
         found += contradictions(algorithm.name, values)
+        if algorithm.importance_sampling_mode != "none":
+            if algorithm.loss_type == "vespo" or algorithm.name in ("ppo", "sft", "custom"):
+                name = "loss_type vespo" if algorithm.loss_type == "vespo" else f"name {algorithm.name}"
+                found.append(f"algorithm.importance_sampling_mode has no effect with algorithm.{name}; set it to none.")
+            if algorithm.importance_sampling_clip_min > algorithm.importance_sampling_clip_max:
+                found.append("algorithm.importance_sampling_clip_min exceeds algorithm.importance_sampling_clip_max.")
+        processes = self.launcher.num_processes
+        if processes > 1 and algorithm.name in ("sft", "custom"):
+            found.append(f"launcher.num_processes is {processes}, and algorithm.name {algorithm.name} trains in one.")
+        if processes > 1 and self.optimizer.eight_bit:
+            found.append(
+                "optimizer.eight_bit is for one process: its moments cannot be split (launcher.num_processes)."
+            )
         if (algorithm.name == "custom") != bool(algorithm.trainer):
             found.append(
                 "algorithm.name custom needs algorithm.trainer, such as 'reinforce.py:Reinforce'."

@@ -70,9 +70,11 @@ class SweepMembers:
     def parallel_runs(self) -> int:
         """Return the number of members that this machine has room for at the same time."""
         launcher, machine = self._sweep.config.launcher, self.runs.machine()
+        trains = self._plan.evaluate == "train"
+        processes = (launcher.num_processes if trains else 0) + 1
         if machine.gpus and launcher.device != "cpu":
-            return len(machine.gpus)
-        return max(1, machine.threads // (launcher.threads * (2 if self._plan.evaluate == "train" else 1)))
+            return max(1, len(machine.gpus) // max(1, processes - 1 + launcher.inference_gpus))
+        return max(1, machine.threads // (launcher.threads * processes))
 
     def run_id(self, candidate: Candidate) -> str:
         """Return the id of the run that measures a candidate."""

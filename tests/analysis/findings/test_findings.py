@@ -235,6 +235,18 @@ def test_rule_reports_its_symptom(rule: str) -> None:
     assert len(first.what) <= 240 and len(first.next) <= 240, (len(first.what), len(first.next))
 
 
+@pytest.mark.parametrize(
+    ("busy", "what", "remedy"),
+    [(0.95, "the sampler works 95% of it and is the side to widen", "launcher.inference_gpus"),
+     (0.3, "the sampler works only 30% of it", "rollout.concurrency to")],
+)  # fmt: skip
+def test_waiting_trainer_is_told_which_side_to_widen(busy: float, what: str, remedy: str) -> None:
+    rows = [row | {"utilization/sampler": busy} for row in healthy(wait=0.04)]
+    found = next(one for one in diagnose(rows, config(), {}) if one.rule == "trainer_waits")
+    assert what in found.what.replace(" %", "%") and remedy in found.next
+    assert found.observed["sampler_works"] == pytest.approx(busy) and len(found.next) <= 240
+
+
 @pytest.mark.parametrize("rule", CASES)
 def test_rule_is_silent_on_near_miss(rule: str) -> None:
     assert of_case(rule, near_miss=True) == []

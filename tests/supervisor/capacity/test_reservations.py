@@ -121,6 +121,36 @@ def test_each_gpu_run_has_its_own_gpu(claims):
     assert claim.again(third[0]) == Granted(0, ("3",))
 
 
+def test_run_gets_a_gpu_for_each_process_and_those_of_inference(claims, harness):
+    claim = claims(threads=4, gpus=("0", "1", "2", "3"))
+    small = claim(num_processes=1)
+    large = claim(num_processes=2, inference_gpus=1)
+    assert (small[1], large[1]) == (Granted(0, ("0",)), Granted(0, ("1", "2", "3")))
+    waiting = claim(num_processes=2)
+    assert waiting[1].reason.startswith("Waits for 2 GPUs (this machine has 4 for runs)")
+    claim.dies(small[0])
+    assert isinstance(claim.again(waiting[0]), Waiting)  # one is free, and it needs two
+    claim.dies(large[0])
+    assert claim.again(waiting[0]) == Granted(0, ("0", "1"))
+    on_cpu = claims(threads=9)(num_processes=3, threads=2)
+    assert on_cpu[1] == Granted(8, None)
+
+
+def test_trainer_and_inference_see_their_gpus(harness):
+    harness.machine = Machine(threads=2, gpus=("0", "1", "7"))
+    runs, folder = harness.start(ENDLESS, num_processes=2, inference_gpus=1)
+    until(runs, folder, "training")
+    seen = {}
+    for process in harness.processes(folder):
+        with contextlib.suppress(psutil.Error):
+            variables = process.environ()
+            if variables.get(ENV_FOLDER) == str(folder.path):
+                seen[variables[ENV_COMPONENT]] = variables["CUDA_VISIBLE_DEVICES"]
+    assert seen["trainer"] == "0,1" and seen["inference"] == "7"
+    runs.stop(folder.run_id, 0)
+    ended(runs, folder)
+
+
 def test_raised_limit_lets_waiting_run_start(claims):
     claim = claims(threads=2)
     claim()
@@ -315,4 +345,12 @@ def test_reservation_entry_is_readable(claims):
     claim = claims(threads=2)
     run_id, _ = claim()
     entry = json.loads((claim.path / ".reservations" / f"{run_id}.json").read_text())
-    assert entry == {"version": 1, "turn": 1, "pool": "training", "threads": 2, "gpus": [], "granted": True}
+    assert entry == {
+        "version": 1,
+        "turn": 1,
+        "pool": "training",
+        "threads": 2,
+        "wanted_gpus": 1,
+        "gpus": [],
+        "granted": True,
+    }

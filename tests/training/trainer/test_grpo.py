@@ -189,8 +189,8 @@ def test_equal_scores_have_signal_if_advantages_differ(last_advantage: float | N
         equal.advantages[0][-1] = last_advantage
     groups = PreparedGroups([equal, useful])
     config = small_config(rollout__groups_per_step=1, rollout__group_size=2)
-    BatchSource(groups, config, is_ending=lambda: False).next(0)
-    assert groups.reports == ([(0, "zero_signal")] if dropped else [])
+    batch = BatchSource(groups, config, is_ending=lambda: False).next(0)
+    assert batch.unused == ([(0, "zero_signal")] if dropped else [])
 
 
 def test_advantages_by_scale() -> None:
@@ -225,7 +225,7 @@ def test_stale_and_flat_groups_are_counted_and_dropped() -> None:
     )
     batch = BatchSource(reader, config, is_ending=lambda: False).next(version=10)
     assert [group.group_id for group in batch.groups] == [group.group_id for group in useful]
-    assert reader.reports == [(0, "zero_signal"), (1, "stale")]
+    assert batch.unused == [(0, "zero_signal"), (1, "stale")]
     assert batch.metrics["groups/delivered"] == 4
     assert batch.metrics["frac_reward_zero_std"] == 0.25
     assert batch.metrics["reward"] == pytest.approx((0 + 0.5 + 0.25 + 0.25) / 4)

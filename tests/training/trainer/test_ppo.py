@@ -88,20 +88,13 @@ def test_checkpoint_keeps_value_head_beside_plain_model(attempt, tmp_path, tiny_
 
 def test_ppo_keeps_groups_without_spread():
     class Reader:
-        def __init__(self) -> None:
-            self.reports: list[Any] = []
-
         def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
             flat = group(cursor + 1)
             flat.scores, flat.outcomes = [1.0] * 4, None
             return Batch([flat], cursor + 1, [cursor + 1])
 
-        def dropped(self, items: list[tuple[int, str]]) -> None:
-            self.reports += items
-
-    reader = Reader()
-    batch = BatchSource(reader, ppo(), lambda: False).next(0)
-    assert len(batch.groups) == GROUPS and not reader.reports
+    batch = BatchSource(Reader(), ppo(), lambda: False).next(0)
+    assert len(batch.groups) == GROUPS and not batch.unused
     assert batch.metrics["frac_reward_zero_std"] == 1.0
 
 

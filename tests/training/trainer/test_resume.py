@@ -249,6 +249,52 @@ def test_age_of_vanished_versions_is_absolute_difference():
     assert batch.metrics["staleness/max"] == 25
 
 
+def test_killed_trainer_counts_groups_without_signal_again(attempt, tmp_path, monkeypatch):
+    """The API keeps delivering groups that it was told to be dropped only up to a checkpoint."""
+
+    class Flat(StandInApi):
+        """Every third group has equal rewards. Groups that were dropped are gone, as in the real API."""
+
+        gone: list[tuple[int, str]] = []
+
+        def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
+            batch = super().next_batch(cursor, 4, wait_s)
+            for number, one in zip(batch.sequence_numbers, batch.batch, strict=True):
+                if number % 3 == 0:
+                    one.scores = [0.0] * 4
+                    one.outcomes = None
+            if batch.sequence_numbers[0] in [number for number, _ in self.gone]:
+                return self.next_batch(batch.cursor, sequences, wait_s)
+            return batch
+
+        def dropped(self, items: list[tuple[int, str]]) -> None:
+            self.gone.extend(items)
+
+    monkeypatch.setitem(attempt.__globals__, "StandInApi", Flat)
+    config = small_run_config(logging__save_steps=2)
+    whole, broken = (RunFolder.create(tmp_path, name) for name in ("whole", "broken"))
+    attempt(whole, config)
+    expected = rows(whole)
+    assert [row.get("dropped/zero_signal") for row in expected] == [None, 1, 2, 3, 4, 5]
+    Flat.gone.clear()
+
+    class Killed(StandInMember):
+        def report(self, report: Any) -> None:
+            if isinstance(report, Stepped) and report.step == 4:
+                raise InterruptedError  # after step 4 and before its checkpoint
+            super().report(report)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setitem(attempt.__globals__, "StandInMember", Killed)
+        attempt(broken, config)
+    assert broken.newest_checkpoint().name == "step-000002"
+    attempt(broken, config)
+    found = {row["step"]: row for row in rows(broken)}  # of two rows for one step the later one counts
+    for row in expected:
+        for name in ("rollouts", "dropped/zero_signal", "groups/delivered", "reward", "loss"):
+            assert found[row["step"]].get(name, 0.0) == pytest.approx(row.get(name, 0.0), rel=1e-4), (row["step"], name)
+
+
 def test_resume_reads_state_without_counts(attempt, tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
     attempt(folder, small_run_config(), stop_after=2)

@@ -38,6 +38,7 @@ TRACKED = (
     "groups/waiting",
     "time/step",
     "time/wait",
+    "utilization/sampler",
 )
 _OTHER_NAMES = {"clip_ratio/region_mean": ("cispo_clip_ratio",), "time/wait": ("wait_seconds",)}
 _SHORTEST, _LONGEST = 5, 20

@@ -8,6 +8,8 @@ from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, mended, share
 
 _LOGP = "sampling/sampling_logp_difference/mean"
+_SATURATED = 0.8
+"""Share of the time from which on a sampler has nothing left to give (chosen)."""
 
 
 def truncated(history: TrainingHistory) -> Symptom | None:
@@ -130,20 +132,30 @@ def served_version(history: TrainingHistory) -> Symptom | None:
 
 
 def trainer_waits(history: TrainingHistory) -> Symptom | None:
-    """The trainer spends its time waiting for groups: sampling is the bottleneck."""
+    """The trainer spends its time waiting for groups: sampling or scoring is the bottleneck."""
     waiting = _shares(history)
     if waiting is None or waiting < 0.5 or history.stale_share >= 0.2:  # More groups would only be dropped.
         return None
-    rollout = history.config.rollout
-    return Symptom(
-        "note",
-        f"The trainer waits {share(waiting)} of the time: sampling is the bottleneck.",
-        {"trainer_waits": waiting, "step_seconds": history.recent("time/step"), "concurrency": rollout.concurrency},
-        f"a next run may sample more at once (edit_config rollout.concurrency to {2 * rollout.concurrency}), give it "
-        "shorter answers (rollout.max_new_tokens), or check if scoring is slow: read_logs(component="
-        '"environment")',
-        "medium",
-    )
+    rollout, busy = history.config.rollout, _sampler_share(history)
+    observed = {
+        "trainer_waits": waiting, "step_seconds": history.recent("time/step"), "concurrency": rollout.concurrency
+    }  # fmt: skip
+    more = f"edit_config rollout.concurrency to {2 * rollout.concurrency}"
+    slow = 'check if scoring is slow: read_logs(component="environment")'
+    if busy is None:
+        side = "sampling is the bottleneck"
+        remedy = f"sample more at once ({more}), give it shorter answers (rollout.max_new_tokens), or {slow}"
+    elif busy >= _SATURATED:
+        side = f"the sampler works {share(busy)} of it and is the side to widen"
+        remedy = "give inference more (launcher.inference_gpus, launcher.threads), or shorter answers "
+        remedy += "(rollout.max_new_tokens)"
+    else:
+        side = f"the sampler works only {share(busy)} of it, so scoring or too few answers at a time hold it back"
+        remedy = f"sample more at once ({more}), or {slow}"
+    if busy is not None:
+        observed["sampler_works"] = busy
+    text = f"The trainer waits {share(waiting)} of the time: {side}."
+    return Symptom("note", text, observed, f"a next run may {remedy}", "medium")
 
 
 def sampler_waits(history: TrainingHistory) -> Symptom | None:
@@ -159,10 +171,15 @@ def sampler_waits(history: TrainingHistory) -> Symptom | None:
         f"The queue is full and the trainer waits {share(waiting)} of the time: training is the bottleneck, sampling "
         "pauses.",
         {"trainer_waits": waiting, "groups_waiting": history.recent("groups/waiting")},
-        "nothing is wrong; a next run may take more groups a step (edit_config rollout.groups_per_step), or a smaller "
-        "rollout.concurrency for fresher groups",
+        "nothing is wrong; the trainer is the side to widen: a next run may split it (launcher.num_processes), take "
+        "more groups a step (edit_config rollout.groups_per_step), or sample less at once (rollout.concurrency)",
         "medium",
     )
+
+
+def _sampler_share(history: TrainingHistory) -> float | None:
+    """Return the share of time that inference samples; None if unknown."""
+    return history.recent("utilization/sampler") if history["utilization/sampler"].full else None
 
 
 def _shares(history: TrainingHistory) -> float | None:

@@ -10,8 +10,9 @@ give the same share twice.
       .machine.json   the machine's capacity, as the last front end that started a run saw it
       <run_id>.json   one entry per run, until its end
 
-The rule: A run on a GPU has the GPU to itself; its trainer and inference share it, and memory has no room for a second
-run. A training run on the CPU takes the threads of its trainer and its inference, or all threads if it would need more.
+The rule: A run on GPUs has them to itself: one for each process of its trainer, which inference shares, or more if
+inference has its own. Memory has no room for a second run. A training run on the CPU takes the threads of its trainer's
+processes and its inference, or all threads if it would need more.
 Test runs are short, so they do not queue behind training: on the CPU they share the machine with training runs and take
 turns only among themselves.
 """
@@ -98,6 +99,7 @@ class _Entry(BaseModel):
     turn: int
     pool: Pool
     threads: int
+    wanted_gpus: int = 1
     gpus: tuple[str, ...] = ()
     granted: bool = False
 
@@ -231,14 +233,28 @@ class Reservations:
 
 
 def _request(specification: Specification, machine: Machine, turn: int) -> _Entry:
-    launcher, computing = specification.config.launcher, len(_COMPUTING & set(members_of(specification)))
-    if not computing:
+    launcher, processes = specification.config.launcher, _computing_processes(specification)
+    if not processes:
         return _Entry(turn=turn, pool="light", threads=0)
-    if machine.gpus and launcher.device != "cpu":
-        return _Entry(turn=turn, pool="gpu", threads=0)
+    if gpus := gpus_wanted(specification, machine):
+        return _Entry(turn=turn, pool="gpu", threads=0, wanted_gpus=gpus)
     # A run must never be too large for an empty machine.
-    threads = min(computing * launcher.threads, machine.threads)
+    threads = min(processes * launcher.threads, machine.threads)
     return _Entry(turn=turn, pool="training" if specification.run_kind.trains else "tests", threads=threads)
+
+
+def _computing_processes(specification: Specification) -> int:
+    members = set(members_of(specification))
+    return len(_COMPUTING & members) + ("trainer" in members) * (specification.config.launcher.num_processes - 1)
+
+
+def gpus_wanted(specification: Specification, machine: Machine) -> int:
+    """Return the number of GPUs that a run needs; 0 if it computes on the CPU, or not at all."""
+    launcher, members = specification.config.launcher, _COMPUTING & set(members_of(specification))
+    if not members or not machine.gpus or launcher.device == "cpu":
+        return 0
+    trainer = launcher.num_processes if "trainer" in members else 0
+    return max(1, trainer + (launcher.inference_gpus if "inference" in members else 0))
 
 
 def _grant(mine: _Entry, machine: Machine, others: Sequence[_Entry]) -> _Entry:
@@ -246,7 +262,8 @@ def _grant(mine: _Entry, machine: Machine, others: Sequence[_Entry]) -> _Entry:
     if mine.pool == "gpu":
         taken = {gpu for other in others for gpu in other.gpus}
         free = [gpu for gpu in machine.gpus if gpu not in taken]
-        return mine.model_copy(update={"granted": True, "gpus": (free[0],)}) if free else mine
+        wanted = mine.wanted_gpus
+        return mine.model_copy(update={"granted": True, "gpus": tuple(free[:wanted])}) if wanted <= len(free) else mine
     room = machine.threads - sum(other.threads for other in others)
     # The owner may have lowered the limit while the run waited.
     wanted = min(mine.threads, machine.threads)
@@ -257,7 +274,8 @@ def _explain_wait(mine: _Entry, machine: Machine, beside: dict[str, _Entry]) -> 
     holders = sorted((run_id for run_id, entry in beside.items() if entry.granted), key=lambda one: beside[one].turn)
     before = [run_id for run_id, entry in beside.items() if not entry.granted and entry.turn < mine.turn]
     if mine.pool == "gpu":
-        what = f"a GPU (this machine has {len(machine.gpus)} for runs)"
+        what = f"{mine.wanted_gpus} GPUs" if mine.wanted_gpus > 1 else "a GPU"
+        what += f" (this machine has {len(machine.gpus)} for runs)"
     else:
         what = f"{mine.threads} CPU thread{'s' if mine.threads > 1 else ''}"
         what += f" (this machine has {machine.threads} for {mine.pool})"

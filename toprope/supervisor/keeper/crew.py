@@ -126,7 +126,9 @@ class Crew:
             secret=self._secret,
             owners=self._owner_variables,
             surroundings=self._surroundings,
-            gpus=None if name in STARTS_RUNS else self.gpus,  # the runs that it starts reserve GPUs themselves
+            gpus=None
+            if name in STARTS_RUNS
+            else self._gpus_of(name),  # the runs that it starts reserve GPUs themselves
             checkpoint=self.checkpoint,
         )
         variables[ENV_LIFE] = str(self._launches[name])
@@ -158,6 +160,15 @@ class Crew:
         for order in self._unsettled.get(name, {}).values():
             component.send(order)
         return component
+
+    def _gpus_of(self, name: str) -> tuple[str, ...] | None:
+        """Return the GPUs that a member sees: inference the trainer's first, or its own, which are the last."""
+        own = self._spec.config.launcher.inference_gpus
+        if not self.gpus or name not in ("trainer", "inference"):
+            return self.gpus
+        if name == "trainer":
+            return self.gpus[: len(self.gpus) - own]
+        return self.gpus[-own:] if own else self.gpus[:1]
 
     def _api_listener(self) -> socket.socket:
         """Return the socket on which the API listens, also after a restart: its address stays the same for outside

@@ -192,13 +192,14 @@ def load_pretrained(folder: Path, device: str | None, **options: Any) -> Any:
         return model if device is None else model.to(device)
 
 
-def load_model(folder: Path, config: Config, *, trained: bool = False) -> Any:
+def load_model(folder: Path, config: Config, *, trained: bool = False, whole: bool = True) -> Any:
     """Load the policy as a causal LM on its device, with new LoRA adapters if the configuration asks for them.
 
     Args:
         folder: The policy's folder.
         trained: True for the trainer. With dtype `auto`, weights that are trained in full are float32 also on a GPU: a
             usual step is lost in bfloat16, whose values are 0.8 % apart. Inference rounds the published weights.
+        whole: False leaves the model on the CPU, for a trainer that splits it between devices.
 
     Raises:
         InvalidValue: The model cannot be loaded, or the device is missing.
@@ -210,7 +211,7 @@ def load_model(folder: Path, config: Config, *, trained: bool = False) -> Any:
     if dtype == "auto":
         in_full = trained and not config.policy.lora
         dtype = "float32" if device == "cpu" or in_full else "bfloat16"
-    model = load_pretrained(folder, device, dtype=getattr(torch, dtype))
+    model = load_pretrained(folder, device if whole else "cpu", dtype=getattr(torch, dtype))
     if config.policy.lora:
         from peft import LoraConfig, get_peft_model
 

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,8 @@ from toprope.training.trainer.checkpoint_io import (
     load_weights,
     save_checkpoint,
 )
-from toprope.training.trainer.optimization import all_finite, learning_rate_factor, make_optimizer
+from toprope.training.trainer.optimization import learning_rate_factor, make_optimizer
+from toprope.training.trainer.ranks import Gather, Ranks
 
 SAVE_AGAIN_S = 2.0
 """Seconds between attempts to write a checkpoint to a full disk."""
@@ -99,9 +100,15 @@ class TrainingRun(ABC):
 
     def __init__(self, member: CrewMember) -> None:
         self._member, self._config = member, member.spec.config
+        self._ranks = Ranks()
+        self._trained: dict[str, torch.nn.Parameter] = {}
+        self._published: dict[str, torch.Tensor] = {}
+        """What is published: the trained parameters, or whole copies of those that are split between ranks."""
         self._began: float | None = None
         self._earlier_s = 0.0
         self._step, self._saved_step = 0, -1
+        self._unused: list[tuple[int, str]] = []
+        """Groups read since the last checkpoint and not trained on, with the reasons."""
         self._unsaved_since: float | None = None
         self._metrics = PatientLines(member.folder.metrics, most=_ROWS_IN_MEMORY)
         self._header = header(member.attempt)
@@ -117,28 +124,48 @@ class TrainingRun(ABC):
         Raises:
             TopropeError: The training cannot continue.
         """
+        fix_kernels(self._config)
+        policy = Path(self._member.address("policy"))
+        if checkpoint is not None:
+            checkpoint = self._newest_sound(checkpoint)
+        self._start_ranks(policy, checkpoint)
+        done = False
+        try:
+            self._train_policy(policy, checkpoint)
+            done = True
+        finally:
+            self._ranks.close(failed=not done)
+
+    def _train_policy(self, policy: Path, checkpoint: Path | None) -> None:
         member, config = self._member, self._config
-        fix_kernels(config)
-        folder = Path(member.address("policy"))
-        trained = self._load_policy(folder)
-        self._optimizer = self._make_optimizer(trained)
-        self._scheduler = self._make_scheduler()
+        learner, state = self._set_up(policy, checkpoint)
         self._connect_api()
-        learner = self._make_learner(folder, describe_device(config))
-        if checkpoint is None:
-            state = CheckpointState(0, 0, 0, 0.0)
-            self._load_parent_moments(folder)
-        else:
-            state = self._restore(self._newest_sound(checkpoint))
+        if checkpoint is not None:
+            state = self._agree_on_cursor(state)
         self._publish_restored(state)
-        learner.first_step = state.step
         self._source = self._make_source(state)
-        member.report(Ready(detail={"parameters": sum(value.numel() for value in trained.values())}))
+        member.report(Ready(detail={"parameters": sum(value.numel() for value in self._trained.values())}))
         if state.step < config.budget.steps and not self._out_of_time():
             with suppress(EndOfTraining):
                 learner.train()
         self._save_final()
         member.report(Finished({"step": self._step, "train_seconds": round(self._elapsed(), 3)}))
+
+    def _set_up(self, policy: Path, checkpoint: Path | None) -> tuple[Learner, CheckpointState]:
+        """Loads the policy, makes its optimizer and learner, and restores a checkpoint. Every rank does the same."""
+        self._optimizer = self._make_optimizer(self._load_policy(policy))
+        self._scheduler = self._make_scheduler()
+        learner, state = self._make_learner(policy, describe_device(self._config)), CheckpointState(0, 0, 0, 0.0)
+        if checkpoint is None:
+            self._load_parent_moments(policy)
+        else:
+            state = self._restore(checkpoint)
+        learner.first_step = state.step
+        return learner, state
+
+    def _start_ranks(self, policy: Path, checkpoint: Path | None) -> None:
+        """Starts the processes that train with this one, if the learner can share its work."""
+        return None
 
     @abstractmethod
     def _make_learner(self, policy: Path, device: str) -> Learner:
@@ -160,11 +187,16 @@ class TrainingRun(ABC):
     def _load_policy(self, folder: Path) -> dict[str, torch.nn.Parameter]:
         """Loads tokenizer and model, and opens the weight file; returns the trained parameters."""
         self._tokenizer = load_tokenizer(folder)
-        self._model = load_model(folder, self._config, trained=True)
-        trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
-        # Inference may hold weights from an earlier life of this trainer; from -1 on it accepts even version 0.
-        self._publisher = WeightFile(self._member.weights, trained, -1 if self._member.life else 0)
-        return trained
+        # A model that is split moves to the GPUs part by part.
+        self._model = load_model(folder, self._config, trained=True, whole=self._ranks.alone)
+        self._ranks.meet()
+        self._model = self._ranks.shard(self._model)
+        self._trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
+        self._published = self._ranks.mirrors(self._trained)
+        if self._ranks.leads:
+            # Inference may hold weights from an earlier life of this trainer; from -1 on it accepts even version 0.
+            self._publisher = WeightFile(self._member.weights, self._published, -1 if self._member.life else 0)
+        return self._trained
 
     def _make_scheduler(self) -> torch.optim.lr_scheduler.LambdaLR:
         return torch.optim.lr_scheduler.LambdaLR(
@@ -186,6 +218,8 @@ class TrainingRun(ABC):
     def _publish_restored(self, state: CheckpointState) -> None:
         """Replaces the weights of an earlier life or attempt in inference by those of this one."""
         if self._member.life or state.policy_version:
+            self._ranks.order(Gather())
+            self._gather_weights()
             self._publisher.version = state.policy_version - 1
             self._publisher.publish()
 
@@ -219,7 +253,7 @@ class TrainingRun(ABC):
         print(f"going on from {continued}: moments of {count} parameters", file=sys.stderr, flush=True)
 
     def _restore(self, checkpoint: Path) -> CheckpointState:
-        """Restores everything from a checkpoint; returns its state with the cursor that the API agreed to."""
+        """Restores everything from a checkpoint but the position in the journal; returns its state."""
         load_weights(checkpoint, self._model)
         state = load_checkpoint(
             checkpoint,
@@ -230,6 +264,10 @@ class TrainingRun(ABC):
         )
         self._step = self._saved_step = state.step
         self._earlier_s = state.train_seconds
+        return state
+
+    def _agree_on_cursor(self, state: CheckpointState) -> CheckpointState:
+        """The state with the cursor that the API agreed to."""
         cursor = self._restore_cursor(state.cursor)
         if cursor != state.cursor:
             lost = f"ends {state.cursor - cursor} groups before it" if cursor < state.cursor else "is past it"
@@ -294,6 +332,7 @@ class TrainingRun(ABC):
             raise EndOfTraining from None
         if self._began is None:
             self._began = time.monotonic()
+        self._unused += batch.unused
         return batch
 
     def _elapsed(self) -> float:
@@ -330,9 +369,14 @@ class TrainingRun(ABC):
         """Name of the first kind of value that is not finite; None if the step may be published."""
         if loss is None or not math.isfinite(loss):
             return "The loss"
-        trained = [value for value in self._model.parameters() if value.requires_grad]
-        trained += [value for module in self._extra_modules().values() for value in module.parameters()]
-        return None if all_finite(trained) else "A weight"
+        self._ranks.order(Gather())
+        return None if self._gather_weights() else "A weight"
+
+    def _gather_weights(self) -> bool:
+        """Gathers split weights for publishing; True if all weights are finite. An operation of all ranks."""
+        self._ranks.gather(self._trained, self._published)
+        extra = [value for module in self._extra_modules().values() for value in module.parameters()]
+        return self._ranks.are_finite([*self._trained.values(), *extra])
 
     def _eta(self, step: int) -> float:
         elapsed, budget = self._elapsed(), self._config.budget
@@ -357,11 +401,6 @@ class TrainingRun(ABC):
         """
         if self._saved_step == self._step:
             return True
-        if not all_finite(self._moments()):
-            raise TopropeError(
-                f"The optimizer's state at step {self._step} is not finite, and was not saved.",
-                hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; the checkpoint before it stands.",
-            )
         cursor, rollouts, dropped = self._position()
         state = CheckpointState(self._step, cursor, self._publisher.version, self._elapsed(), rollouts, dropped)
         try:
@@ -379,16 +418,15 @@ class TrainingRun(ABC):
             self._commit(state.cursor)
         return True
 
-    def _moments(self) -> Iterable[torch.Tensor]:
-        """The optimizer's state tensors."""
-        return [value for state in self._optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-
     def _position(self) -> tuple[int, int, dict[str, int]]:
         """Cursor, number of rollouts delivered, and number of dropped groups by reason."""
         return self._source.cursor, self._source.rollouts, dict(self._source.dropped)
 
     def _commit(self, cursor: int) -> None:
-        """Tells the API that groups up to `cursor` are in a checkpoint."""
+        """Tells the API that groups up to `cursor` are in a checkpoint, and which of them were not trained on."""
+        if self._unused:
+            self._api.dropped(self._unused)
+            self._unused = []
         self._api.commit(cursor)
 
     def _write(self, state: CheckpointState) -> Path:
@@ -402,6 +440,7 @@ class TrainingRun(ABC):
             scheduler=self._scheduler,
             keep=self._config.logging.save_total_limit,
             extra_modules=self._extra_modules(),
+            ranks=self._ranks,
         )
 
 

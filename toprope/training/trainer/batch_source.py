@@ -1,7 +1,8 @@
 """Turns delivered groups into training batches: the seam between the trajectory API and any trainer.
 
-Groups that are too old, carry no signal or contain nothing to train on are counted in the step's metrics, then dropped
-and reported to the API with the reason. The rest become rows with advantages. This module needs no torch, so every
+Groups that are too old, carry no signal or contain nothing to train on are counted in the step's metrics and left out.
+The API hears of them with the next checkpoint: until then they can be delivered again, and are counted as before. The
+rest become rows with advantages. This module needs no torch, so every
 algorithm can use it.
 """
 
@@ -42,10 +43,6 @@ class GroupClient(Protocol):
         """Groups after `cursor` with about `sequences` rows; `batch` is None if none came within `wait_s` seconds."""
         ...
 
-    def dropped(self, items: list[tuple[int, str]]) -> None:
-        """Reports dropped groups as (sequence number, reason)."""
-        ...
-
 
 @dataclass(frozen=True)
 class TrainingRow:
@@ -84,6 +81,8 @@ class GroupBatch:
     """Rollouts delivered until then."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Groups dropped until then, by reason."""
+    unused: list[tuple[int, str]] = field(default_factory=list)
+    """Sequence numbers of the groups left out of this step, with the reasons."""
 
 
 def advantages(
@@ -202,6 +201,7 @@ class BatchSource:
         kept: list[Group] = []
         seen: list[Group] = []
         ages: list[int] = []
+        unused: list[tuple[int, str]] = []
         began = time.monotonic()
         self._position, self._client.policy_version = self.cursor, version
         while len(kept) < rollout.groups_per_step:
@@ -217,13 +217,13 @@ class BatchSource:
                     kept.append(group)
                 else:
                     self.dropped[reason] += 1
-                    self._client.dropped([(number, reason)])
+                    unused.append((number, reason))
         waited = time.monotonic() - began
         self.rollouts += sum(len(rollout_rewards(group)) for group in seen)
         self._pace.append((time.monotonic(), self.rollouts))
         self.cursor = self._position
         metrics = _step_metrics(seen, kept, ages, waited) | self._environments.add_step(seen, kept) | self._totals()
-        return GroupBatch(kept, self.cursor, metrics, version, self.rollouts, dict(self.dropped))
+        return GroupBatch(kept, self.cursor, metrics, version, self.rollouts, dict(self.dropped), unused)
 
     def _read(self, sequences: int) -> Iterator[tuple[int, Group]]:
         while True:

@@ -3,7 +3,8 @@
     checkpoints/step-000120/
       model/               loaded by `from_pretrained`: weights (or adapters), configuration, tokenizer
       NAME.safetensors     a module that is trained beside the model (PPO's value_head)
-      optimizer.safetensors   moments by parameter name
+      optimizer.safetensors   moments by parameter name; of several ranks each has written the rows that it trains
+                              (optimizer-00001-of-00002.safetensors, ...), and any number of ranks can read them
       random.safetensors      states of torch's generators
       state.json              step, cursor, policy version, counts, the optimizer's and the scheduler's numbers,
                               Python's random state
@@ -15,6 +16,7 @@ A folder of that name is complete: it appears by a rename after everything in it
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -30,11 +32,14 @@ from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LRScheduler
 
 from toprope.atomic import fsync
-from toprope.errors import Corrupt
+from toprope.errors import Corrupt, TopropeError
 from toprope.records.run.checkpoints import STATE_VERSION, problem_of, seal, set_aside
 from toprope.records.run.folder import checkpoints_in
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.trained_tasks import sync_trained
+from toprope.training.trainer.moments import named_parameters, open_moments, read_optimizer_state
+from toprope.training.trainer.optimization import all_finite
+from toprope.training.trainer.ranks import Ranks, Save, from_rows, is_split, local_part, own_rows
 
 _HASH_BYTES = 1 << 26
 
@@ -63,6 +68,7 @@ def save_checkpoint(
     scheduler: LRScheduler,
     keep: int,
     extra_modules: Mapping[str, torch.nn.Module] | None = None,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Writes checkpoint `step-N` into `folder` and removes all but the newest `keep`.
 
@@ -72,18 +78,77 @@ def save_checkpoint(
         model, tokenizer, optimizer, scheduler: Their states are stored.
         keep: Number of checkpoints to keep.
         extra_modules: Modules trained beside the model, by the name of their file.
+        ranks: The ranks that train the model; they are told to call `save_part`.
 
     Returns:
         The checkpoint's path.
 
     Raises:
+        TopropeError: A moment is not finite; nothing was saved.
         OSError: See `commit_checkpoint`.
     """
+    ranks, modules = ranks or Ranks(), extra_modules or {}
 
     def write(aside: Path) -> None:
-        _write(aside, state, model, tokenizer, optimizer, scheduler, extra_modules or {})
+        (aside / "model").mkdir(parents=True, mode=0o700)
+        ranks.order(Save(str(aside)))
+        weights, numbers = save_part(aside, model=model, optimizer=optimizer, extra_modules=modules, ranks=ranks)
+        _write(aside, state, model, tokenizer, optimizer, scheduler, modules, weights, numbers)
 
     return commit_checkpoint(folder, state.step, write, keep)
+
+
+def save_part(
+    aside: Path,
+    *,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    extra_modules: Mapping[str, torch.nn.Module],
+    ranks: Ranks,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Writes the moments that this rank has into the folder of a checkpoint. Every rank calls it at the same time.
+
+    Returns:
+        On rank 0 the whole weights of model and extra modules (those of a module as NAME/KEY), if they are split
+        between ranks; and the optimizer's state that is no tensor, as NAME/KEY.
+
+    Raises:
+        TopropeError: A moment is not finite.
+        OSError: A rank could not write.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    if not ranks.alone:
+        adapters = hasattr(model, "peft_config")  # without the base, which is not saved
+        weights = {key: value for key, value in model.state_dict().items() if not adapters or "lora_" in key}
+        for name, module in extra_modules.items():
+            weights |= {f"{name}/{key}": value for key, value in module.state_dict().items()}
+        weights = ranks.gathered(weights)
+    parameters = named_parameters(model, optimizer, extra_modules)
+    moments, numbers, finite, failed = {}, {}, True, 0
+    for index, entry in optimizer.state_dict()["state"].items():
+        for key, value in entry.items():
+            name = f"{parameters[index][0]}/{key}"
+            if torch.is_tensor(value):
+                moments[name] = local_part(value.detach()).cpu().contiguous()
+            else:
+                numbers[name] = value
+    part = "" if ranks.alone else f"-{ranks.number + 1:05d}-of-{ranks.count:05d}"
+    finite = all_finite(moments.values())
+    try:
+        if finite:
+            save_file(moments, aside / f"optimizer{part}.safetensors")
+    except (OSError, SafetensorError) as error:
+        number = error.errno if isinstance(error, OSError) else _disk_full_errno(str(error))
+        failed = number or errno.EIO
+    told = ranks.largest(torch.tensor([failed, not finite]))
+    if told[1]:
+        raise TopropeError(
+            "The optimizer's state is not finite, and was not saved.",
+            hint="Lower optimizer.learning_rate or optimizer.max_grad_norm; the checkpoint before it stands.",
+        )
+    if told[0]:
+        raise OSError(int(told[0]), os.strerror(int(told[0])))
+    return weights, numbers
 
 
 def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
@@ -134,24 +199,19 @@ def _write(
     optimizer: torch.optim.Optimizer,
     scheduler: LRScheduler,
     extra_modules: Mapping[str, torch.nn.Module],
+    weights: Mapping[str, torch.Tensor],
+    numbers: Mapping[str, Any],
 ) -> None:
-    (aside / "model").mkdir(parents=True, mode=0o700)
     # TRL keeps a copy of the starting adapters beside the trained ones; only the latter are the policy.
-    adapters = {"selected_adapters": ["default"]} if hasattr(model, "peft_config") else {}
-    model.save_pretrained(aside / "model", safe_serialization=True, **adapters)
+    options: dict[str, Any] = {"selected_adapters": ["default"]} if hasattr(model, "peft_config") else {}
+    if weights:
+        options["state_dict"] = {key: value for key, value in weights.items() if "/" not in key}
+    model.save_pretrained(aside / "model", safe_serialization=True, **options)
     tokenizer.save_pretrained(aside / "model")
     for name, module in extra_modules.items():
-        tensors = {key: value.detach().cpu().contiguous() for key, value in module.state_dict().items()}
+        found = {key: weights.get(f"{name}/{key}", value) for key, value in module.state_dict().items()}
+        tensors = {key: value.detach().cpu().contiguous() for key, value in found.items()}
         save_file(tensors, aside / f"{name}.safetensors")
-    names = _names(model, optimizer, extra_modules)
-    moments, numbers = {}, {}
-    for index, entry in optimizer.state_dict()["state"].items():
-        for key, value in entry.items():
-            if torch.is_tensor(value):
-                moments[f"{names[index]}/{key}"] = value.detach().cpu().contiguous()
-            else:
-                numbers[f"{names[index]}/{key}"] = value
-    save_file(moments, aside / "optimizer.safetensors")
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
@@ -186,7 +246,9 @@ def load_weights(path: Path, model: Any) -> None:
         if hasattr(model, "peft_config"):
             from peft import load_peft_weights, set_peft_model_state_dict
 
-            result: Any = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"), "default")
+            loaded, own = load_peft_weights(str(folder), device="cpu"), model.state_dict()
+            loaded = {key: _like(value, own[_adapter_key(key)]) for key, value in loaded.items()}
+            result: Any = set_peft_model_state_dict(model, loaded, "default")
             missing = [name for name in result.missing_keys if ".default." in name]
             if missing or result.unexpected_keys:
                 raise ValueError(f"adapters do not fit: {(missing or result.unexpected_keys)[:3]}")
@@ -195,7 +257,8 @@ def load_weights(path: Path, model: Any) -> None:
 
         # float32 represents every other format exactly; the trained parameters keep their own.
         saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
-        model.load_state_dict(saved.state_dict())
+        own = model.state_dict()
+        model.load_state_dict({key: _like(value, own.get(key)) for key, value in saved.state_dict().items()})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _unusable(path, error) from error
 
@@ -218,11 +281,12 @@ def load_checkpoint(
     _check(path)
     try:
         document = json.loads((path / "state.json").read_text())
-        moments = load_file(path / "optimizer.safetensors")
         generators = load_file(path / "random.safetensors")
         for name, module in (extra_modules or {}).items():
-            module.load_state_dict(load_file(path / f"{name}.safetensors"))
-        state = _optimizer_state(_names(model, optimizer, extra_modules or {}), moments, document["optimizer"])
+            _load_module(path / f"{name}.safetensors", module)
+        state = read_optimizer_state(
+            path, named_parameters(model, optimizer, extra_modules or {}), document["optimizer"]
+        )
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         for group, rate in zip(optimizer.param_groups, document["learning_rates"], strict=True):
             group["lr"] = rate
@@ -281,42 +345,37 @@ def load_moments(
     _check(path)
     try:
         numbers = json.loads((path / "state.json").read_text())["optimizer"]
-        moments = load_file(path / "optimizer.safetensors")
         for name, module in (extra_modules or {}).items():
             if (path / f"{name}.safetensors").is_file():
-                module.load_state_dict(load_file(path / f"{name}.safetensors"))
+                _load_module(path / f"{name}.safetensors", module)
+        parameters = named_parameters(model, optimizer, extra_modules or {})
+        with open_moments(path) as moments:
+            fits = {
+                index: (name, parameter)
+                for index, (name, parameter) in parameters.items()
+                if (shapes := moments.shapes(name)) and all(shape in ((), tuple(parameter.shape)) for shape in shapes)
+            }
+        known = {name for name, _ in fits.values()}
+        state = read_optimizer_state(path, fits, {k: v for k, v in numbers.items() if k.rpartition("/")[0] in known})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _unusable(path, error) from error
-    names = _names(model, optimizer, extra_modules or {})
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    shapes = {name: ordered[index].shape for index, name in names.items()}
-    fits = {
-        key: value
-        for key, value in moments.items()
-        if (name := key.rpartition("/")[0]) in shapes and (not value.dim() or value.shape == shapes[name])
-    }
-    known = {key.rpartition("/")[0] for key, value in fits.items() if value.dim()}
-    fits = {key: value for key, value in fits.items() if key.rpartition("/")[0] in known}
-    kept = {key: value for key, value in numbers.items() if key.rpartition("/")[0] in known}
-    state = _optimizer_state({index: name for index, name in names.items() if name in known}, fits, kept)
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     return len(state)
 
 
-def _optimizer_state(
-    names: dict[int, str], moments: dict[str, torch.Tensor], numbers: dict[str, Any]
-) -> dict[int, dict[str, Any]]:
-    """An optimizer's state by parameter index, from a checkpoint's by parameter name."""
-    state: dict[int, dict[str, Any]] = {}
-    for index, name in names.items():
-        entry = {key.rpartition("/")[2]: value for key, value in moments.items() if key.rpartition("/")[0] == name}
-        if entry:
-            state[index] = entry
-    places = {name: index for index, name in names.items()}
-    for key, value in numbers.items():
-        name, _, field = key.rpartition("/")
-        state.setdefault(places[name], {})[field] = value
-    return state
+def _load_module(file: Path, module: torch.nn.Module) -> None:
+    own = module.state_dict()
+    module.load_state_dict({key: _like(value, own.get(key)) for key, value in load_file(file).items()})
+
+
+def _like(value: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    """A whole tensor, split as `like` is."""
+    return value if like is None or not is_split(like) else from_rows(value[own_rows(like)].to(like.dtype), like)
+
+
+def _adapter_key(key: str) -> str:
+    """A key of the file of adapters as the model has it."""
+    return f"{key.removesuffix('.weight')}.default.weight"
 
 
 def _check(path: Path) -> None:
@@ -330,14 +389,3 @@ def _unusable(path: Path, error: Exception | str) -> Corrupt:
         f"The checkpoint {path} cannot be used: {error}.",
         hint="It was left as it is. Move the folder away to resume from the checkpoint before it.",
     )
-
-
-def _names(
-    model: Any, optimizer: torch.optim.Optimizer, extra_modules: Mapping[str, torch.nn.Module]
-) -> dict[int, str]:
-    """Names of the optimizer's parameters by their index in its state_dict."""
-    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
-    for prefix, module in extra_modules.items():
-        by_id |= {id(parameter): f"{prefix}.{name}" for name, parameter in module.named_parameters()}
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {index: by_id[id(parameter)] for index, parameter in enumerate(ordered)}

@@ -32,7 +32,7 @@ class RowTensors:
 
     def part(self, numbers: Sequence[int]) -> RowTensors:
         """The tensors of some rows."""
-        at = torch.tensor(numbers, device=self.mask.device)
+        at = torch.tensor(numbers, dtype=torch.long, device=self.mask.device)
         mask = self.mask[at]
         return RowTensors(mask, self.sampled[at], self.advantages[at], self.ages[at], float(mask.sum()))
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -177,9 +177,6 @@ class CustomRun(TrainingRun):
         self._step = self._saved_step = state.step
         self._earlier_s = state.train_seconds
         return replace(state, cursor=self._restore_cursor(state.cursor))
-
-    def _moments(self) -> Iterable[torch.Tensor]:
-        return []  # the class has its own optimizer
 
     def _find_not_finite(self, loss: float | None) -> str | None:
         if loss is None or not math.isfinite(loss):

@@ -24,6 +24,7 @@ class GrpoRun(SteppedRun):
             device=device,
             hooks=self._hooks(),
             optimizers=(self._optimizer, self._scheduler),
+            ranks=self._ranks,
         )
 
 
@@ -34,12 +35,12 @@ class GrpoLearner(StepLearner):
         return self._reference_logps(batch) if self._config.algorithm.beta else None
 
     def _update(self, step: int, batch: StepBatch, prepared: torch.Tensor | None) -> dict[str, float | None]:
-        config, found = self._config, GrpoMetrics()
+        config, found = self._config, GrpoMetrics(self._ranks)
         size = StepSize(len(batch.rows), batch.tensors.tokens, config.rollout.max_new_tokens)
-        passes = list(self._micro_batches(batch))
-        references = [None] * len(passes) if prepared is None else prepared.split([len(part.rows) for part in passes])
-        for part, reference in zip(passes, references, strict=True):
-            tensors = part.tensors
+        passes = self._shares(len(batch.rows))
+        for numbers in passes:
+            part = batch.part(numbers)
+            tensors, reference = part.tensors, None if prepared is None else prepared[numbers]
             scores = self._forward(part.rows, tensors.columns)
             if scores is None:
                 continue
@@ -56,9 +57,9 @@ class GrpoLearner(StepLearner):
             )
             total = loss.total
             if scores.aux_loss is not None:
-                total = total + self._forward.aux_weight * scores.aux_loss / len(passes)
+                total = total + self._forward.aux_weight * scores.aux_loss / (len(passes) * self._ranks.count)
             found.add(loss, total, scores.aux_loss)
-            self._accelerator.backward(total)
+            self._backward(total)
             self._hooks.beat()
         norm = self._take_optimizer_step()
         return found.read() | {"grad_norm": float(norm)}

@@ -19,6 +19,7 @@ from torch import nn
 
 from toprope.training.trainer.base import Learner
 from toprope.training.trainer.optimization import make_optimizer
+from toprope.training.trainer.ranks import Ranks
 from toprope.training.trainer.step.forward import Scores
 from toprope.training.trainer.step.learner import StepBatch, StepLearner, SteppedRun, load_reference
 from toprope.training.trainer.step.ppo_loss import Losses, Targets, compute_targets, step_loss
@@ -45,7 +46,7 @@ class ValueHead(nn.Module):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Values of hidden states: ... x width to ..."""
         values: torch.Tensor = self.out(torch.tanh(self.hidden(states)))
-        return values.squeeze(-1)
+        return values.squeeze(-1).clone()  # a module whose parameters are split must not return a view
 
 
 class PpoRun(SteppedRun):
@@ -63,13 +64,15 @@ class PpoRun(SteppedRun):
             hooks=self._hooks(),
             optimizers=(self._optimizer, self._scheduler),
             modules=(self._head,),
+            ranks=self._ranks,
         )
 
     def _make_optimizer(self, trained: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         section = self._config.optimizer
         torch.manual_seed(self._config.algorithm.seed)
         device = next(iter(trained.values())).device
-        self._head = ValueHead(self._model.config.get_text_config().hidden_size).to(device)
+        head = ValueHead(self._model.config.get_text_config().hidden_size).to(device)
+        self._head = self._ranks.shard(head)
         optimizer = make_optimizer(self._config, trained)
         rate = self._config.ppo.value_learning_rate or section.learning_rate
         optimizer.add_param_group({"params": list(self._head.parameters()), "lr": rate, "weight_decay": 0.0})
@@ -87,8 +90,11 @@ class PpoLearner(StepLearner):
         section, tensors = self._config.ppo, batch.tensors
         self._model.eval()
         with torch.no_grad():
-            values = torch.cat([self._values(part) for part in self._micro_batches(batch)])
-        reference = self._reference_logps(batch) if section.kl_coef > 0 else None
+            values = torch.zeros_like(tensors.sampled)
+            for numbers in self._shares(len(batch.rows)):
+                values[numbers] = self._values(batch.part(numbers))
+        values = self._ranks.sum(values)
+        reference = self._ranks.sum(self._reference_logps(batch)) if section.kl_coef > 0 else None
         targets = compute_targets(
             tensors.mask,
             [row.rollout for row in batch.rows],
@@ -126,14 +132,14 @@ class PpoLearner(StepLearner):
         section, count = self._config.ppo, len(batch.rows)
         # From seed and step alone, so that a resumed run shuffles as an uninterrupted one.
         order = torch.Generator().manual_seed(self._config.algorithm.seed * 1_000_003 + step)
-        sums = _LossSums()
+        sums = _LossSums(self._ranks)
         for epoch in range(section.epochs):
             for rows in torch.randperm(count, generator=order).tensor_split(min(section.minibatches, count)):
                 tokens = batch.tensors.part(rows.tolist()).tokens
                 if not tokens:
                     continue
-                for numbers in rows.split(self._config.optimizer.micro_batch_size or count):
-                    self._learn_part(batch.part(numbers.tolist()), targets.part(numbers), tokens, sums, epoch == 0)
+                for numbers in self._ranks.shares(rows.tolist(), self._config.optimizer.micro_batch_size):
+                    self._learn_part(batch.part(numbers), targets.part(numbers), tokens, sums, epoch == 0)
                 sums.finish_update(tokens, self._take_optimizer_step())
         return sums.metrics(section.value_coef, section.entropy_coef) | metrics
 
@@ -153,7 +159,7 @@ class PpoLearner(StepLearner):
             self._config.ppo,
             tokens,
         )
-        self._accelerator.backward(loss.total)
+        self._backward(loss.total)
         sums.add(loss, first=first)
         self._hooks.beat()
 
@@ -161,7 +167,8 @@ class PpoLearner(StepLearner):
 class _LossSums:
     """Sums the losses of the passes over a batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._sums: torch.Tensor | None = None
         self._first: torch.Tensor | None = None
         self._tokens = self._first_tokens = 0.0
@@ -185,8 +192,9 @@ class _LossSums:
         """Means per token over all passes; clip ratios and entropy over the first pass, comparable between runs."""
         if self._sums is None or self._first is None:
             return {"loss": 0.0, "grad_norm": 0.0}
-        policy, value, entropy, low, high, value_clipped = (self._sums / max(self._tokens, 1.0)).tolist()
-        _, _, at_first, first_low, first_high, _ = (self._first / max(self._first_tokens, 1.0)).tolist()
+        sums, first = self._ranks.sum(self._sums), self._ranks.sum(self._first)
+        policy, value, entropy, low, high, value_clipped = (sums / max(self._tokens, 1.0)).tolist()
+        _, _, at_first, first_low, first_high, _ = (first / max(self._first_tokens, 1.0)).tolist()
         return {
             "loss": policy + value_coef * value - entropy_coef * entropy,
             "loss/policy": policy,

@@ -205,11 +205,8 @@ class SftRun(TrainingRun):
         self._began = time.monotonic()
         trainer.train()
 
-    def _restore_cursor(self, cursor: int) -> int:
-        return cursor  # no groups, so no API
-
     def _commit(self, cursor: int) -> None:
-        pass
+        pass  # no groups, so no API
 
     def _position(self) -> tuple[int, int, dict[str, int]]:
         return 0, self._step * self._batch_size, {}

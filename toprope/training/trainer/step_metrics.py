@@ -12,6 +12,7 @@ import time
 import torch
 
 from toprope.training.trainer.collate import RowTensors
+from toprope.training.trainer.ranks import Ranks
 
 
 class PolicyDrift:
@@ -46,14 +47,20 @@ class PolicyDrift:
                 mask.sum(),
             ]
         )
-        largest = torch.where(current, size, zero).max()
+        largest = torch.where(current, size, zero).amax() if mask.numel() else zero
         self._sums = sums if self._sums is None else self._sums + sums
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
-    def take(self) -> dict[str, float]:
-        """Metrics of the step in nats per token, without those that have no token; resets the sums."""
+    def take(self, ranks: Ranks | None = None) -> dict[str, float]:
+        """Metrics of the step in nats per token, without those that have no token; resets the sums.
+
+        Args:
+            ranks: The ranks that have parts of the step.
+        """
         if self._sums is None or self._largest is None:
             return {}
+        if ranks is not None:
+            self._sums, self._largest = ranks.sum(self._sums), ranks.largest(self._largest)
         *sums, largest = torch.cat([self._sums, self._largest.unsqueeze(0)]).tolist()
         self._sums = self._largest = None
         current, current_count, older, older_count, age, divergence, count = sums

@@ -216,7 +216,7 @@ def _estimates(
     found = unknown | {"wall_hours": Estimate.of(walls), "disk_gb": Estimate.of(disks).times(count)}
     found["cpu_hours"] = Estimate.of(cpus).times(count) if cpus else None
     if demand.gpu is not None:
-        found["gpu_hours"] = Estimate.of(walls).times(count)
+        found["gpu_hours"] = Estimate.of(walls).times(count * demand.gpus)
     memories = [one.memory_bytes / GB for one in measured if one.memory_bytes]
     found["memory_gb"] = Estimate.of(memories) if memories else None
     cpu_price = limits.prices.cpu_hour_usd

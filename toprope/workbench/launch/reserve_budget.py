@@ -15,15 +15,13 @@ from toprope.records.run.usage import Usage
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import UNITS, FrozenLimits, Limits
 from toprope.supervisor.capacity.budget_ledger import read_accounts
-from toprope.supervisor.capacity.reservations import Machine
-from toprope.supervisor.programs import members_of
+from toprope.supervisor.capacity.reservations import Machine, gpus_wanted
 from toprope.workbench.launch.token_costs import token_costs, unpriced
 
 
 def gpu_of(specification: Specification, machine: Machine) -> str | None:
     """Return the name of the GPU that a run would use: empty if unknown, None if it uses none."""
-    computes = {"trainer", "inference"} & set(members_of(specification))
-    if not machine.gpus or specification.config.launcher.device == "cpu" or not computes:
+    if not gpus_wanted(specification, machine):
         return None
     names = gpu_names()
     if len(set(names)) == 1:
@@ -37,7 +35,8 @@ def demand(specification: Specification, machine: Machine) -> Demand:
     """Return the demand of a run."""
     gpu, costs = gpu_of(specification, machine), token_costs(specification)
     asked = demand_of(specification.config, specification.run_kind, processors=processor_count(), gpu=gpu)
-    return dataclasses.replace(asked, tokens_usd=costs.most_usd, unpriced=costs.unpriced)
+    gpus = gpus_wanted(specification, machine)
+    return dataclasses.replace(asked, tokens_usd=costs.most_usd, unpriced=costs.unpriced, gpus=max(gpus, 1))
 
 
 def reserve(
@@ -52,8 +51,15 @@ def reserve(
         runs: The folder of runs.
 
     Raises:
+        NotPossibleNow: The machine has fewer GPUs than a run needs.
         NoRoomWithin: Limits forbid it; the message names each with its value, who set it, and what would fit.
     """
+    if (wanted := gpus_wanted(specifications[0], machine)) > len(machine.gpus):
+        raise NotPossibleNow(
+            f"Nothing was started: the run needs {wanted} GPUs (launcher.num_processes and launcher.inference_gpus), "
+            f"and this machine has {len(machine.gpus)} for runs.",
+            hint="Lower launcher.num_processes; with launcher.inference_gpus 0 inference shares the trainer's first.",
+        )
     if specifications[0].run_kind.starts_runs:
         limits = _limits_of_sweep(limits)
     frozen = freeze_limits(limits, demand(specifications[0], machine), read_accounts(runs), len(specifications))

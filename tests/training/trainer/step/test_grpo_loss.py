@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,49 @@ def test_loss_gradient_and_metrics_are_trls(
             assert found_metrics.keys() == metrics.keys()
             for key, number in metrics.items():
                 assert found_metrics[key] == pytest.approx(number, rel=1e-4, abs=1e-6), (key, shared, micro)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_weights_against_the_sampler_are_trls(
+    trl_trainer: GRPOTrainer, tiny_policy: Path, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, rows, model = small_config(), some_rows(), load_model(tiny_policy, small_config())
+    section, tensors = config.algorithm, collate(rows, None)
+    section.importance_sampling_mode = mode
+    whole = mode.startswith("sequence")
+    section.importance_sampling_clip_min, section.importance_sampling_clip_max = (0.5, 2.0) if whole else (0.8, 1.25)
+    scores = PolicyForward(model, 0, temperature=0.8)(rows, tensors.columns)
+    assert scores is not None
+    before = scores.logps.detach()
+    weights = torch.zeros_like(tensors.sampled[:, :1] if whole else tensors.sampled)
+    seen = set()
+    for place, row in enumerate(rows):
+        own = [
+            float(before[place, column]) - row.logprobs[column] if kept else 0.0
+            for column, kept in enumerate(row.trained)
+        ]
+        for column, difference in enumerate([sum(own)] if whole else own):
+            ratio = math.exp(difference)
+            low, high = section.importance_sampling_clip_min, section.importance_sampling_clip_max
+            seen.add((ratio < low) - (ratio > high))
+            inside = min(max(ratio, low), high)
+            weights[place, column] = inside if mode.endswith("truncate") or inside == ratio else 0.0
+    assert seen >= {0} and len(seen) > 1, "some weights are inside of the bounds, and some are not"
+    for name in ("use_vllm", "vllm_importance_sampling_correction"):
+        monkeypatch.setattr(trl_trainer, name, True)
+    original = globals()["trl_batch"]
+    given = {"importance_sampling_ratio": weights, "old_per_token_logps": before}
+    monkeypatch.setitem(globals(), "trl_batch", lambda rows: original(rows) | given)
+    loss, gradients, _ = of_trl(trl_trainer, config, rows, None)
+    scale = max(float(value.abs().max()) for value in gradients.values())
+    for shared, micro in ((False, 7), (True, 3)):
+        found_loss, found, metrics = of_ours(model, config, rows, None, shared=shared, micro=micro)
+        assert found_loss == pytest.approx(loss, rel=1e-4, abs=1e-6)
+        for key, value in gradients.items():
+            assert torch.allclose(found[key], value, rtol=1e-3, atol=1e-5 * scale), key
+        kept = weights if whole else weights[tensors.mask]
+        told = [metrics[f"sampling/importance_sampling_ratio/{kind}"] for kind in ("min", "mean", "max")]
+        assert told == pytest.approx([float(kept.min()), float(kept.mean()), float(kept.max())], rel=1e-4)
 
 
 def test_rloo_is_trls(tiny_policy: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from toprope.training.trainer.batch_source import TrainingRow
+from toprope.training.trainer.ranks import settle
 from toprope.training.trainer.step.layout import (
     Layout,
     Sequences,
@@ -45,6 +46,17 @@ class Scores:
     aux_loss: torch.Tensor | None
     """Load-balancing loss of a mixture of experts, to be weighted by `PolicyForward.aux_weight`."""
 
+    def nothing(self, rows: int, columns: int) -> Scores:
+        """Tables of zeros that depend on the same parameters, so that a backward pass reaches them."""
+        logps, entropies = (0.0 * table.sum() for table in (self.logps, self.entropies))
+        values, aux_loss = (None if one is None else 0.0 * one.sum() for one in (self.values, self.aux_loss))
+        return Scores(
+            logps.expand(rows, columns),
+            entropies.expand(rows, columns),
+            None if values is None else values.expand(rows, columns),
+            aux_loss,
+        )
+
 
 class PolicyForward:
     """Scores rows under a causal language model, with or without adapters.
@@ -55,6 +67,7 @@ class PolicyForward:
         temperature: Divides the logits, as the sampler does.
         autocast: Makes the context of a forward pass, for passes in half precision.
         share_prompts: False computes every row by itself.
+        joint: Several ranks pass their rows at the same time; one without scored tokens takes part all the same.
     """
 
     def __init__(
@@ -65,8 +78,9 @@ class PolicyForward:
         temperature: float = 1.0,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         share_prompts: bool = True,
+        joint: bool = False,
     ) -> None:
-        self._model, self._pad, self._temperature = model, pad, temperature
+        self._model, self._pad, self._temperature, self._joint = model, pad, temperature, joint
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         text = model.config.get_text_config()
         coefficient = getattr(text, "router_aux_loss_coef", None) or 0.0
@@ -97,7 +111,7 @@ class PolicyForward:
         value_head: nn.Module | None = None,
         entropy_gradient: bool = False,
     ) -> Scores | None:
-        """Scores the trained tokens of rows; None if there are none.
+        """Scores the trained tokens of rows; None if there are none, unless ranks pass their rows together.
 
         Args:
             rows: R rows.
@@ -108,7 +122,11 @@ class PolicyForward:
         """
         sequences = self._sequences(rows)
         if not sequences:
-            return None
+            if not self._joint:
+                return None
+            other = self(_PROBE[:1], 3, model=model, value_head=value_head, entropy_gradient=entropy_gradient)
+            assert other is not None
+            return other.nothing(len(rows), columns)
         layout = lay_out(rows, sequences, columns, self._pad, self.device)
         model = self._model if model is None else model
         states, logits, aux_loss = self._run(model, layout)
@@ -123,6 +141,8 @@ class PolicyForward:
         values = None
         if value_head is not None:
             values = table(value_head(states.float())[layout.choice])
+        if not torch.is_grad_enabled():
+            settle(model)
         return Scores(table(logps), table(entropies), values, aux_loss)
 
     def _sequences(self, rows: Sequence[TrainingRow]) -> Sequences:
@@ -229,6 +249,7 @@ class PolicyForward:
                 scale = float(first.abs().max())
                 self.shares_prompts = bool((first - second).abs().max() <= tolerance * max(scale, 1e-6))
         finally:
+            settle(self._model)
             self._model.train(training)
 
 

@@ -1,7 +1,9 @@
 """Losses of the GRPO family over delivered groups. Tensors in and out.
 
-The importance ratio is between the trained policy and the one that sampled, however many versions lie between. Sums are
-divided by the size of the whole step, so that the gradients of its micro-batches add up.
+The importance ratio is between the trained policy and the one that sampled, however many versions lie between. With
+`algorithm.importance_sampling_mode` the two are told apart: the ratio that is clipped is to the policy before the step,
+and a bounded weight corrects for the sampler, as TRL does with vLLM. Sums are divided by the size of the whole step, so
+that the gradients of its micro-batches add up.
 
 Sources: `toprope.settings.algorithms` names the paper of each loss; the KL estimator is Schulman's k3, weighted by the
 importance ratio (DeepSeek-V3.2, arXiv:2512.02556). TRL 1.16 is the reference: tests/training/trainer/test_grpo_loss.py
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from toprope.settings.schema import AlgorithmSection
+from toprope.training.trainer.ranks import Ranks
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo")
 """Losses that clip the importance ratio on both sides."""
@@ -43,9 +46,9 @@ class GrpoLoss:
     total: torch.Tensor
     means: dict[str, tuple[torch.Tensor, torch.Tensor]]
     """Sum and count of each metric that is a mean."""
-    clipped_low: torch.Tensor | None
-    """R, the share of tokens below the clip range in each row; NaN without tokens. None without a clip."""
-    clipped_high: torch.Tensor | None
+    largest: dict[str, torch.Tensor]
+    """Values whose largest is a metric; NaN where there is none."""
+    smallest: dict[str, torch.Tensor]
 
 
 def grpo_loss(
@@ -71,16 +74,9 @@ def grpo_loss(
     """
     weight = mask.to(logps.dtype)
     lengths = weight.sum(-1)
-    log_ratio = (logps - sampled) * weight
-    per_sequence = section.importance_sampling_level == "sequence"
-    if section.loss_type == "rloo":  # the ratio of the whole answer, without GSPO's root
-        ratio = torch.exp(log_ratio.sum(-1, keepdim=True))
-    elif per_sequence:
-        ratio = torch.exp((log_ratio.sum(-1) / lengths.clamp(min=1.0)).unsqueeze(-1))
-    else:
-        ratio = torch.exp(log_ratio)
-    kind, low, high = section.loss_type, section.epsilon, section.epsilon_high
     means: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    largest: dict[str, torch.Tensor] = {}
+    smallest: dict[str, torch.Tensor] = {}
 
     def note(name: str, values: torch.Tensor) -> None:
         values = values.detach()
@@ -89,7 +85,22 @@ def grpo_loss(
         else:
             means[name] = (values * weight).sum(), lengths.sum()
 
-    clipped_low = clipped_high = None
+    before, correction = sampled, None
+    if section.importance_sampling_mode != "none":
+        before = logps.detach()
+        correction = sampler_weights(before, sampled, mask, section)
+        note("sampling/importance_sampling_ratio/mean", correction)
+        seen = correction.masked_fill(~mask, math.nan) if correction.size(1) > 1 else correction
+        largest["sampling/importance_sampling_ratio/max"] = smallest["sampling/importance_sampling_ratio/min"] = seen
+    log_ratio = (logps - before) * weight
+    per_sequence = section.importance_sampling_level == "sequence"
+    if section.loss_type == "rloo":  # the ratio of the whole answer, without GSPO's root
+        ratio = torch.exp(log_ratio.sum(-1, keepdim=True))
+    elif per_sequence:
+        ratio = torch.exp((log_ratio.sum(-1) / lengths.clamp(min=1.0)).unsqueeze(-1))
+    else:
+        ratio = torch.exp(log_ratio)
+    kind, low, high = section.loss_type, section.epsilon, section.epsilon_high
     if kind == "cispo":
         loss = -ratio.clamp(max=high).detach() * advantages * logps
         note("cispo_clip_ratio", ((ratio > high) & (advantages > 0)).float())
@@ -105,7 +116,10 @@ def grpo_loss(
         is_low, is_high = (ratio < 1 - low) & (advantages < 0), (ratio > 1 + high) & (advantages > 0)
         for name, clipped in (("low_mean", is_low), ("high_mean", is_high), ("region_mean", is_low | is_high)):
             note(f"clip_ratio/{name}", clipped.float())
-        clipped_low, clipped_high = (_row_means(clipped.float(), weight, lengths) for clipped in (is_low, is_high))
+        smallest["clip_ratio/low_min"] = _row_means(is_low.float(), weight, lengths)
+        largest["clip_ratio/high_max"] = _row_means(is_high.float(), weight, lengths)
+    if correction is not None:
+        loss = loss * correction
     if reference is not None:
         delta = (reference - logps) * weight
         divergence = (torch.exp(delta) - delta - 1) * ratio
@@ -121,7 +135,32 @@ def grpo_loss(
         total = loss.sum() / (max(size.rows, 1) * size.longest)
     else:
         total = loss.sum() / max(size.tokens, 1.0)
-    return GrpoLoss(total, means, clipped_low, clipped_high)
+    return GrpoLoss(total, means, largest, smallest)
+
+
+def sampler_weights(
+    before: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor, section: AlgorithmSection
+) -> torch.Tensor:
+    """Importance weights of the policy before the step against the sampler, bounded.
+
+    Args:
+        before, sampled: R x C log-probabilities of both.
+        mask: R x C, true where a token was sampled and counts.
+        section: Mode and bounds. Truncated weights are clamped to the bounds; masked ones are 0 outside of them.
+
+    Returns:
+        R x C weights of tokens, or R x 1 of whole answers.
+    """
+    mode, low, high = (
+        section.importance_sampling_mode, section.importance_sampling_clip_min, section.importance_sampling_clip_max
+    )  # fmt: skip
+    difference = torch.where(mask, before - sampled, torch.zeros_like(before))
+    if mode.startswith("sequence"):
+        difference = difference.sum(-1, keepdim=True)
+    weights = torch.exp(difference)
+    if mode.endswith("truncate"):
+        return weights.clamp(min=low, max=high)
+    return weights.masked_fill((weights < low) | (weights > high), 0.0)
 
 
 def _row_means(values: torch.Tensor, weight: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -143,13 +182,18 @@ def _vespo_weight(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Te
 
 
 class GrpoMetrics:
-    """Metrics of a step under TRL's names, over its passes."""
+    """Metrics of a step under TRL's names, over its passes.
 
-    def __init__(self) -> None:
+    Args:
+        ranks: The ranks that have parts of the step.
+    """
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks or Ranks()
         self._losses: list[torch.Tensor] = []
         self._means: dict[str, list[torch.Tensor]] = {}
-        self._low: list[torch.Tensor] = []
-        self._high: list[torch.Tensor] = []
+        self._extremes: dict[tuple[str, int], list[torch.Tensor]] = {}
+        """Values by the name of the metric and their sign: -1 for a smallest value."""
 
     def add(self, loss: GrpoLoss, total: torch.Tensor, aux_loss: torch.Tensor | None = None) -> None:
         """Adds a pass.
@@ -164,9 +208,11 @@ class GrpoMetrics:
             self._means.setdefault("aux_loss", []).append(torch.stack(pair))
         for name, pair in loss.means.items():
             self._means.setdefault(name, []).append(torch.stack(pair))
-        if loss.clipped_low is not None and loss.clipped_high is not None:
-            self._low.append(loss.clipped_low)
-            self._high.append(loss.clipped_high)
+        for sign, values in ((1, loss.largest), (-1, loss.smallest)):
+            for name, one in values.items():
+                lowest = one.new_full((1,), -math.inf)
+                known = torch.cat([sign * one.detach().flatten(), lowest]).nan_to_num(nan=-math.inf, neginf=-math.inf)
+                self._extremes.setdefault((name, sign), []).append(known.max())
 
     def read(self) -> dict[str, float | None]:
         """The metrics; means over all tokens of the step, or over its rows where the loss has one ratio per row."""
@@ -175,14 +221,13 @@ class GrpoMetrics:
         names = list(self._means)
         pairs = torch.stack([torch.stack(self._means[name]).sum(0) for name in names])
         # One transfer from the device for all of them.
-        numbers = torch.cat([torch.stack(self._losses).sum().reshape(1), pairs.flatten()]).tolist()
+        numbers = self._ranks.sum(torch.cat([torch.stack(self._losses).sum().reshape(1), pairs.flatten()])).tolist()
         found: dict[str, float | None] = {"loss": numbers[0]}
         for place, name in enumerate(names):
             total, count = numbers[1 + 2 * place : 3 + 2 * place]
             found[name] = total / count if count else 0.0
-        if self._low:
-            low, high = torch.cat(self._low), torch.cat(self._high)
-            low, high = low[~low.isnan()], high[~high.isnan()]
-            if len(low) and len(high):
-                found["clip_ratio/low_min"], found["clip_ratio/high_max"] = float(low.min()), float(high.max())
+        if self._extremes:
+            most = self._ranks.largest(torch.stack([torch.stack(one).max() for one in self._extremes.values()]))
+            pairs_of = zip(self._extremes, most.tolist(), strict=True)
+            found |= {name: sign * value for (name, sign), value in pairs_of if math.isfinite(value)}
         return found

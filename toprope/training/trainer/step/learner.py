@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, TopropeError
 from toprope.settings.schema import Config
-from toprope.training.policy.loading import load_pretrained
+from toprope.training.policy.loading import describe_device, fix_kernels, load_pretrained
 from toprope.training.policy.quantization import quantization_config
 from toprope.training.trainer.base import BatchReader, TrainingRun
-from toprope.training.trainer.batch_source import BatchSource, GroupBatch, TrainingRow, build_rows
-from toprope.training.trainer.checkpoint_io import CheckpointState
+from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, TrainingRow, build_rows
+from toprope.training.trainer.checkpoint_io import CheckpointState, save_part
 from toprope.training.trainer.collate import RowTensors, collate
+from toprope.training.trainer.ranks import Gather, Ranks, Save, Train, whole
 from toprope.training.trainer.step.forward import PolicyForward
 from toprope.training.trainer.step.prefetch import PrefetchingSource
+from toprope.training.trainer.step.utilization import SamplerMeter
 from toprope.training.trainer.step_metrics import PolicyDrift, StepTimer
 
 OnStep = Callable[[int, Mapping[str, float | None]], None]
@@ -45,6 +48,8 @@ class StepHooks:
     """Called between passes."""
     should_stop: Callable[[], bool] = lambda: False
     """Called after every step; true ends the training."""
+    sampler_share: Callable[[], float | None] = lambda: None
+    """Share of the time in which inference samples; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class StepBatch:
 
     def part(self, numbers: Sequence[int]) -> StepBatch:
         """Some of the rows."""
+        if len(numbers) == len(self.rows) and list(numbers) == list(range(len(self.rows))):
+            return self
         return StepBatch([self.rows[number] for number in numbers], self.tensors.part(numbers))
 
 
@@ -70,6 +77,7 @@ class StepLearner(ABC):
         device: `cpu` or `cuda`.
         optimizers: The optimizer and its scheduler.
         modules: Modules that are trained beside the model.
+        ranks: The processes that train the model, each its share of the rows.
     """
 
     def __init__(
@@ -83,9 +91,10 @@ class StepLearner(ABC):
         hooks: StepHooks,
         optimizers: tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR],
         modules: Sequence[nn.Module] = (),
+        ranks: Ranks | None = None,
     ) -> None:
         self._config, self._model, self._reference, self._hooks = config, model, reference, hooks
-        self._modules = modules
+        self._modules, self._ranks = modules, ranks or Ranks()
         self._optimizer, self._scheduler = optimizers
         self._accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision(config, device))
         self._trained = [value for value in model.parameters() if value.requires_grad]
@@ -93,11 +102,15 @@ class StepLearner(ABC):
         self._drift, self._timer = PolicyDrift(), StepTimer()
         self.first_step = 0
         """Steps done before by an earlier attempt of the run."""
-        torch.manual_seed(config.algorithm.seed)  # for dropout
+        torch.manual_seed(config.algorithm.seed + self._ranks.number)  # for dropout
         if config.optimizer.gradient_checkpointing:
             model.activation_checkpointing_enable()
         self._forward = PolicyForward(
-            model, pad, temperature=config.rollout.temperature, autocast=self._accelerator.autocast
+            model,
+            pad,
+            temperature=config.rollout.temperature,
+            autocast=self._accelerator.autocast,
+            joint=not self._ranks.alone,
         )
 
     def train(self) -> None:
@@ -115,11 +128,18 @@ class StepLearner(ABC):
             self._scheduler.step()
             metrics["step_time"] = time.perf_counter() - asked
             waited = delivered.metrics.get("wait_seconds", 0.0)
-            metrics |= {**self._drift.take(), **self._timer.take(metrics, waited), **delivered.metrics}
+            metrics |= {**self._drift.take(self._ranks), **self._timer.take(metrics, waited), **delivered.metrics}
+            metrics |= self._utilization(metrics)
             self._hooks.on_step(step, metrics)
             self._hooks.beat()
             if self._hooks.should_stop():
                 return
+
+    def _utilization(self, metrics: Mapping[str, float | None]) -> dict[str, float]:
+        """Shares of the time in which trainer and sampler work."""
+        step, waited, sampler = metrics["time/step"] or 0.0, metrics["time/wait"] or 0.0, self._hooks.sampler_share()
+        found = {"utilization/trainer": 1 - waited / step} if step else {}
+        return found if sampler is None else found | {"utilization/sampler": sampler}
 
     @abstractmethod
     def _prepare(self, batch: StepBatch) -> Any:
@@ -135,40 +155,36 @@ class StepLearner(ABC):
             rows = [replace(row, trained=[False] * len(row.trained)) if row.truncated else row for row in rows]
         return StepBatch(rows, collate(rows, delivered.version, self._forward.device))
 
-    def _micro_batches(self, batch: StepBatch, numbers: Sequence[int] | None = None) -> Iterator[StepBatch]:
-        """Parts that go through the model at once.
+    def _shares(self, count: int) -> list[list[int]]:
+        """Numbers of the rows that this process passes through the model at once, for each of its passes."""
+        return self._ranks.shares(range(count), self._config.optimizer.micro_batch_size)
 
-        Args:
-            numbers: Some of the rows, in this order; all if None.
-        """
-        chosen = range(len(batch.rows)) if numbers is None else numbers
-        size = self._config.optimizer.micro_batch_size or max(len(chosen), 1)
-        if numbers is None and size >= len(batch.rows):
-            yield batch
-            return
-        for start in range(0, len(chosen), size):
-            yield batch.part(chosen[start : start + size])
+    def _backward(self, loss: torch.Tensor) -> None:
+        """Adds up the gradients of a pass. Losses of passes and ranks add up to the loss of the step."""
+        self._accelerator.backward(loss * self._ranks.count)  # the ranks take the mean of their gradients
 
     def _reference_logps(self, batch: StepBatch) -> torch.Tensor:
-        """R x C log-probabilities of the starting policy."""
-        found = []
+        """R x C log-probabilities of the starting policy; 0 in the rows of other ranks."""
+        found = torch.zeros_like(batch.tensors.sampled)
         with torch.no_grad():
-            for part in self._micro_batches(batch):
+            for numbers in self._shares(len(batch.rows)):
+                part = batch.part(numbers)
                 if self._reference is not None:
                     scores = self._forward(part.rows, part.tensors.columns, model=self._reference)
                 else:
                     with self._model.disable_adapter():
                         scores = self._forward(part.rows, part.tensors.columns)
-                found.append(torch.zeros_like(part.tensors.sampled) if scores is None else scores.logps)
+                if scores is not None:
+                    found[numbers] = scores.logps
                 self._hooks.beat()
-        return torch.cat(found)
+        return found
 
     def _take_optimizer_step(self) -> torch.Tensor:
         """Clips and applies the gradients; returns their norm before."""
         norm = self._accelerator.clip_grad_norm_(self._trained, self._config.optimizer.max_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return torch.as_tensor(norm).detach()
+        return whole(norm).detach()
 
 
 def mixed_precision(config: Config, device: str) -> str:
@@ -211,7 +227,24 @@ def load_reference(folder: Path, config: Config, model: Any, weight: float) -> A
 
 
 class SteppedRun(TrainingRun):
-    """One attempt of a training whose learner is a `StepLearner`."""
+    """One attempt of a training whose learner is a `StepLearner`, or one rank of several that share the work."""
+
+    def run(self, checkpoint: Path | None = None) -> None:
+        """See `TrainingRun.run`. A rank that follows does what rank 0 orders, until that ends."""
+        ranks = Ranks.follow(self._config.launcher.num_processes, describe_device(self._config))
+        if ranks is None:
+            super().run(checkpoint)
+            return
+        self._ranks = ranks
+        fix_kernels(self._config)
+        learner, _ = self._set_up(Path(self._member.address("policy")), checkpoint)
+        with suppress(EndOfTraining):
+            learner.train()
+            self._next_ordered_batch()
+
+    def _start_ranks(self, policy: Path, checkpoint: Path | None) -> None:
+        if (count := self._config.launcher.num_processes) > 1:
+            self._ranks = Ranks.lead(self._member, count, describe_device(self._config), policy, checkpoint)
 
     def _make_source(self, state: CheckpointState) -> BatchReader:
         if self._config.algorithm.deterministic:  # sampling waits for the weights of each step
@@ -222,4 +255,32 @@ class SteppedRun(TrainingRun):
         return PrefetchingSource(source, self._is_ending, lambda: self._step + 1 < steps)
 
     def _hooks(self) -> StepHooks:
-        return StepHooks(self._next_batch, self._finish_step, self.beat, self.should_stop)
+        if self._ranks.leads:
+            meter = SamplerMeter(lambda: self._member.peer("inference"), self._member.secret)
+            return StepHooks(self._next_batch, self._finish_step, self.beat, self.should_stop, meter.share)
+        return StepHooks(self._next_ordered_batch, lambda step, metrics: None)
+
+    def _next_batch(self) -> GroupBatch:
+        batch = super()._next_batch()
+        self._ranks.order(Train(batch, [group["lr"] for group in self._optimizer.param_groups]))
+        return batch
+
+    def _next_ordered_batch(self) -> GroupBatch:
+        """Carries out orders of rank 0 until one is to take a step."""
+        while not isinstance(order := self._ranks.next_order(), Train):
+            if isinstance(order, Gather):
+                self._gather_weights()
+            elif isinstance(order, Save):
+                with suppress(OSError, TopropeError):  # rank 0 knows, and decides
+                    save_part(
+                        Path(order.folder),
+                        model=self._model,
+                        optimizer=self._optimizer,
+                        extra_modules=self._extra_modules(),
+                        ranks=self._ranks,
+                    )
+            else:
+                raise EndOfTraining
+        for group, rate in zip(self._optimizer.param_groups, order.rates, strict=True):
+            group["lr"] = rate  # its schedule may depend on rank 0's clock
+        return order.batch

@@ -31,9 +31,9 @@ class Targets:
     rewards: torch.Tensor
     """Rewards by token, KL penalty included."""
 
-    def part(self, rows: torch.Tensor) -> Targets:
+    def part(self, rows: list[int]) -> Targets:
         """The targets of some rows."""
-        at = rows.to(self.values.device)
+        at = torch.tensor(rows, dtype=torch.long, device=self.values.device)
         return Targets(self.advantages[at], self.returns[at], self.values[at], self.rewards[at])
 
 

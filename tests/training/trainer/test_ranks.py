@@ -1,0 +1,143 @@
+"""Two ranks that train one policy give the numbers of one process, and their checkpoints fit any number of ranks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, rows, small_run_config
+from toprope.records.journal.groups import MASKED
+from toprope.records.messages import Checkpointed, Finished
+from toprope.records.run.checkpoints import problem_of
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.settings.schema import Config
+from toprope.training.api.clients import sync_client
+from toprope.training.policy.loading import load_model
+from toprope.training.policy.weight_sync import WeightReader
+from toprope.training.trainer.program import create_training
+from toprope.training.trainer.ranks import Ranks
+
+
+@pytest.fixture
+def attempt(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Trains in a run folder from its newest checkpoint; the other ranks are processes of their own."""
+
+    def run(
+        folder: RunFolder, config: Config, stop_after: int = 0, make_api: Any = StandInApi
+    ) -> tuple[StandInMember, StandInApi]:
+        api = make_api()
+        monkeypatch.setattr(sync_client, "SyncApiClient", lambda *arguments: api)
+        monkeypatch.setattr("sys.argv", ["toprope.training.trainer"])
+        folder.crew.mkdir(exist_ok=True)
+        Specification(
+            run_id=folder.run_id,
+            kind="train",
+            created_at=time.time(),
+            toprope_version="0",
+            environment=EnvironmentSource(name="dice", file="/nowhere.py", attribute="Dice"),
+            config=config,
+            policy_cache=str(folder.path / "policies"),
+        ).write(folder)
+        member = StandInMember(folder, tiny_policy, config, stop_after)
+        member.name = "trainer"
+        try:
+            create_training(member).run(folder.newest_checkpoint())
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+        return member, api
+
+    return run
+
+
+class UnevenApi(StandInApi):
+    """One row of each batch has no sampled token, so there are seven rows."""
+
+    def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Any:
+        batch = super().next_batch(cursor, sequences, wait_s)
+        batch.batch[0].masks[1] = [MASKED] * 5
+        return batch
+
+
+def test_two_ranks_equal_one_and_resume_on_one(attempt: Any, tiny_policy: Path, tmp_path: Path) -> None:
+    """With a KL term. Of seven rows, by three, the second rank has one pass and takes part in another."""
+    changes: dict[str, Any] = {"algorithm__beta": 0.1, "optimizer__micro_batch_size": 3}
+    one, two = RunFolder.create(tmp_path, "run-1"), RunFolder.create(tmp_path, "run-2")
+    attempt(one, small_run_config(**changes), make_api=UnevenApi)
+    first, _ = attempt(two, small_run_config(**changes, launcher__num_processes=2), 3, UnevenApi)
+    assert first.of(Finished)[0].detail["step"] == 3
+    served = load_model(tiny_policy, small_run_config())
+    reader = WeightReader(two.crew, dict(served.named_parameters()))
+    assert reader.refresh() == 3
+    checkpoint = two.newest_checkpoint()
+    assert checkpoint is not None and problem_of(checkpoint) is None
+    parts = sorted(path.name for path in checkpoint.glob("optimizer*"))
+    assert parts == ["optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors"]
+    saved = load_file(checkpoint / "model" / "model.safetensors")
+    for name, value in served.named_parameters():
+        assert name not in saved or torch.equal(saved[name], value), name
+    second, api = attempt(two, small_run_config(**changes), make_api=UnevenApi)  # one process goes on
+    assert api.asked[0] == 3 * GROUPS and second.of(Checkpointed)[-1].step == 6
+    expected, found = rows(one), rows(two)
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    assert expected[0]["loss"] != expected[1]["loss"]
+    for name in ("loss", "grad_norm", "entropy", "kl", "clip_ratio/region_mean", "policy/approx_kl", "learning_rate"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], abs=1e-5, rel=1e-4), name
+    ours, theirs = (load_file(run.newest_checkpoint() / "model" / "model.safetensors") for run in (two, one))
+    for name, value in theirs.items():
+        assert torch.allclose(ours[name], value, atol=1e-5), name
+
+
+def test_adapters_and_a_value_head_are_split_too(attempt: Any, tmp_path: Path) -> None:
+    """PPO with LoRA and checkpointing in memory: one process begins, two ranks go on."""
+    changes: dict[str, Any] = {
+        "algorithm__name": "ppo",
+        "policy__lora": True,
+        "ppo__kl_coef": 0.1,
+        "optimizer__gradient_checkpointing": True,
+        "budget__steps": 4,
+    }
+    one, two = RunFolder.create(tmp_path, "run-1"), RunFolder.create(tmp_path, "run-2")
+    attempt(one, small_run_config(**changes))
+    attempt(two, small_run_config(**changes), stop_after=2)
+    attempt(two, small_run_config(**changes, launcher__num_processes=2))
+    expected, found = rows(one), rows(two)
+    for name in ("loss", "loss/value", "value/mean", "grad_norm", "kl"):
+        assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], abs=1e-5, rel=1e-3), name
+    for file in ("model/adapter_model.safetensors", "value_head.safetensors"):
+        ours, theirs = (load_file(run.newest_checkpoint() / file) for run in (two, one))
+        assert ours.keys() == theirs.keys() and any(value.any() for value in theirs.values())
+        for name, value in theirs.items():
+            assert torch.allclose(ours[name], value, atol=1e-5), name
+
+
+def test_rank_that_dies_ends_the_trainer_and_leaves_no_process(attempt: Any, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run-1")
+
+    class Kills(StandInApi):
+        def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Any:
+            if cursor:
+                for process in psutil.Process().children():
+                    process.kill()
+            return super().next_batch(cursor, sequences, wait_s)
+
+    with pytest.raises(RuntimeError):
+        attempt(folder, small_run_config(launcher__num_processes=2), make_api=Kills)
+    assert not psutil.Process().children()
+    assert folder.newest_checkpoint() is None
+
+
+def test_shares_have_equally_many_passes_and_cover_all_rows() -> None:
+    for count in (1, 2, 3):
+        for rows_in_batch in (0, 1, 7, 8):
+            shares = [Ranks(number, count).shares(range(rows_in_batch), 2) for number in range(count)]
+            assert len({len(passes) for passes in shares}) == 1
+            assert sorted(row for passes in shares for part in passes for row in part) == list(range(rows_in_batch))
+            assert all(len(part) <= 2 for passes in shares for part in passes)
