@@ -15,7 +15,6 @@ import argparse
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ from typing import Any
 from benchmarks.report import report
 from benchmarks.scratch import scratch
 from tests.support.tiny_policy import make_tiny_policy
-from tests.support.trainer_stand_ins import StandInApi, StandInMember, rows, small_run_config
+from tests.support.trainer_stand_ins import StandInApi, rows, small_run_config, train_in
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.specification import EnvironmentSource, Specification
 
 GOAL = 1e-5
 GROUPS, SIZE, ANSWER = 4, 4, 24
@@ -69,24 +67,12 @@ def _group(number: int) -> Group:
 
 def child(folder: Path, policy: Path, case: str, processes: int, steps: int, stop_after: int, shift: int) -> None:
     """Train in a run folder, from its newest checkpoint."""
-    from toprope.training.api.clients import sync_client
-    from toprope.training.trainer.program import create_training
-
     config = small_run_config(
         rollout__group_size=SIZE, rollout__groups_per_step=GROUPS, rollout__max_new_tokens=ANSWER, budget__steps=steps,
         launcher__num_processes=processes, optimizer__learning_rate=1e-3, **CASES[case],
     )  # fmt: skip
-    run = RunFolder.create(folder.parent, folder.name) if not folder.exists() else RunFolder(folder)
-    run.crew.mkdir(exist_ok=True)
-    source = EnvironmentSource(name="none", file="/none.py", attribute="None")
-    Specification(
-        run_id=run.run_id, kind="train", created_at=time.time(), toprope_version="0", environment=source,
-        config=config, policy_cache=str(folder),
-    ).write(run)  # fmt: skip
-    sync_client.SyncApiClient = lambda *arguments: RandomGroups(shift)  # type: ignore[assignment, misc]
-    member: Any = StandInMember(run, policy, config, stop_after)
-    member.name, sys.argv = "trainer", sys.argv[:1]
-    create_training(member).run(run.newest_checkpoint())
+    run = RunFolder(folder) if folder.exists() else RunFolder.create(folder.parent, folder.name)
+    train_in(run, policy, config, RandomGroups(shift), stop_after)
 
 
 def _train(folder: Path, policy: Path, case: str, processes: int, steps: int, stop: int = 0, shift: int = 0) -> None:

@@ -26,6 +26,7 @@ ECOSYSTEMS = Path(os.environ.get("TOPROPE_ECOSYSTEMS") or CACHE / "ecosystems")
 RELEASE_TOOLS = Path(os.environ.get("RELEASE_TOOLS") or CACHE / "release-tools")
 """cyclonedx-py, mkdocs, pipx and uv."""
 ATROPOS = Path(os.environ.get("TOPROPE_BENCH_VENV") or CACHE / "bench-atropos")
+BITSANDBYTES = CACHE / "bitsandbytes"
 _NO_TESTS_COLLECTED = 5
 Command = Sequence[str | Path]
 
@@ -109,6 +110,12 @@ def engines() -> list[Engine]:
             all(shutil.which(program) for program in ("mmdebstrap", "buildah", "bwrap")),
             (("apt-get", "install", "--yes", "--quiet", "mmdebstrap", "buildah", "bubblewrap"),),
             ("apt-get",),
+        ),
+        Engine(
+            "bitsandbytes",
+            ("tests/training/policy/test_quantization.py",),
+            BITSANDBYTES.is_dir(),
+            ((sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", BITSANDBYTES, "bitsandbytes"),),
         ),
         Engine("macOS, simulated", ("tests/whole/test_darwin.py",)),
         _server_under("3.12"),

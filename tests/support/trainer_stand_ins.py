@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
 from toprope.records.messages import Stepped
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.kinds import KINDS
+from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
 
 GROUPS = 2
@@ -87,6 +91,34 @@ class StandInMember:
 
     def of(self, kind: type) -> list[Any]:
         return [report for report in self.reports if isinstance(report, kind)]
+
+
+def train_in(folder: RunFolder, policy: Path, config: Config, api: Any, stop_after: int = 0) -> StandInMember:
+    """Train from the newest checkpoint with the groups of `api`; further ranks are real processes."""
+    from torch import distributed
+
+    from toprope.training.api.clients import sync_client
+    from toprope.training.trainer.program import create_training
+
+    folder.crew.mkdir(exist_ok=True)
+    Specification(
+        run_id=folder.run_id,
+        kind="train",
+        created_at=time.time(),
+        toprope_version="0",
+        environment=EnvironmentSource(name="none", file="/none.py", attribute="None"),
+        config=config,
+        policy_cache=str(folder.path / "policies"),
+    ).write(folder)
+    member: Any = StandInMember(folder, policy, config, stop_after)
+    member.name = "trainer"
+    with mock.patch.object(sync_client, "SyncApiClient", lambda *_: api), mock.patch("sys.argv", sys.argv[:1]):
+        try:
+            create_training(member).run(folder.newest_checkpoint())
+        finally:
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+    return member
 
 
 def small_run_config(**changes: Any) -> Config:

@@ -35,6 +35,10 @@ class PolicySection(Section):
     )
     max_context: int = Field(512, ge=8, le=1_048_576, description="Longest prompt plus answer, in tokens.")
     lora: bool = Field(False, description="Train low-rank adapters instead of all weights.")
+    load_in_4bit: bool = Field(
+        False, description="Keep the frozen weights below the adapters in 4 bits (QLoRA, NF4; needs bitsandbytes)."
+    )
+    load_in_8bit: bool = Field(False, description="The same in 8 bits (LLM.int8()).")
     lora_rank: int = Field(16, ge=1, le=1024, description="Rank of the adapters.")
     lora_alpha: float = Field(32.0, gt=0, le=4096, description="Scale of the adapters.")
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout within the adapters, while training.")
@@ -322,6 +326,11 @@ class Config(BaseModel):
                 found.append(f"algorithm.importance_sampling_mode has no effect with algorithm.{name}; set it to none.")
             if algorithm.importance_sampling_clip_min > algorithm.importance_sampling_clip_max:
                 found.append("algorithm.importance_sampling_clip_min exceeds algorithm.importance_sampling_clip_max.")
+        if policy.load_in_4bit and policy.load_in_8bit:
+            found.append("policy.load_in_4bit and policy.load_in_8bit exclude each other.")
+        elif (policy.load_in_4bit or policy.load_in_8bit) and not policy.lora:
+            bits = "4" if policy.load_in_4bit else "8"
+            found.append(f"policy.load_in_{bits}bit freezes the weights, so it needs policy.lora.")
         processes = self.launcher.num_processes
         if processes > 1 and algorithm.name in ("sft", "custom"):
             found.append(f"launcher.num_processes is {processes}, and algorithm.name {algorithm.name} trains in one.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +10,26 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, rows, small_run_config
+from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, rows, small_run_config, train_in
 from toprope.records.journal.groups import MASKED
 from toprope.records.messages import Checkpointed, Finished
 from toprope.records.run.checkpoints import problem_of
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
-from toprope.training.api.clients import sync_client
 from toprope.training.policy.loading import load_model
 from toprope.training.policy.weight_sync import WeightReader
-from toprope.training.trainer.program import create_training
 from toprope.training.trainer.ranks import Ranks
 
 
 @pytest.fixture
-def attempt(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def attempt(tiny_policy: Path) -> Any:
     """Trains in a run folder from its newest checkpoint; the other ranks are processes of their own."""
 
     def run(
         folder: RunFolder, config: Config, stop_after: int = 0, make_api: Any = StandInApi
     ) -> tuple[StandInMember, StandInApi]:
         api = make_api()
-        monkeypatch.setattr(sync_client, "SyncApiClient", lambda *arguments: api)
-        monkeypatch.setattr("sys.argv", ["toprope.training.trainer"])
-        folder.crew.mkdir(exist_ok=True)
-        Specification(
-            run_id=folder.run_id,
-            kind="train",
-            created_at=time.time(),
-            toprope_version="0",
-            environment=EnvironmentSource(name="dice", file="/nowhere.py", attribute="Dice"),
-            config=config,
-            policy_cache=str(folder.path / "policies"),
-        ).write(folder)
-        member = StandInMember(folder, tiny_policy, config, stop_after)
-        member.name = "trainer"
-        try:
-            create_training(member).run(folder.newest_checkpoint())
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-        return member, api
+        return train_in(folder, tiny_policy, config, api, stop_after), api
 
     return run
 

@@ -22,6 +22,7 @@ from toprope.records.run.manifest import Manifest
 from toprope.settings.schema import EMBEDDED, Config, PolicySection
 from toprope.training.component.member import CrewMember
 from toprope.training.policy.preflight import check_hub_model, context_warning
+from toprope.training.policy.quantization import frozen_weights_config
 
 __all__ = [
     "EMBEDDED",
@@ -211,10 +212,19 @@ def load_model(folder: Path, config: Config, *, trained: bool = False, whole: bo
     if dtype == "auto":
         in_full = trained and not config.policy.lora
         dtype = "float32" if device == "cpu" or in_full else "bfloat16"
-    model = load_pretrained(folder, device if whole else "cpu", dtype=getattr(torch, dtype))
+    numbers = getattr(torch, dtype)
+    if (frozen := frozen_weights_config(config.policy, numbers)) is None:
+        model = load_pretrained(folder, device if whole else "cpu", dtype=numbers)
+    else:  # such weights cannot be moved; every process of the trainer has them whole on its GPU
+        place = torch.cuda.current_device() if device == "cuda" else device
+        model = load_pretrained(folder, None, dtype=numbers, quantization_config=frozen, device_map={"": place})
     if config.policy.lora:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
+        if frozen is not None and trained:
+            model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
+                model, use_gradient_checkpointing=False
+            )
         targets = config.policy.lora_target_modules
         torch.manual_seed(config.algorithm.seed)  # trainer and inference start from the same adapters
         model = get_peft_model(

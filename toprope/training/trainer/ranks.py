@@ -80,6 +80,8 @@ class Ranks:
 
     def __init__(self, number: int = 0, count: int = 1, device: str = "cpu", store: Path | None = None) -> None:
         self.number, self.count, self._device, self._store = number, count, device, store
+        if store is not None and device == "cuda":
+            torch.cuda.set_device(number)
         self._followers: list[subprocess.Popen[bytes]] = []
         self._closing = threading.Event()
 
@@ -129,8 +131,6 @@ class Ranks:
         """Waits for the other ranks."""
         if self._store is None:
             return
-        if self._device == "cuda":
-            torch.cuda.set_device(self.number)
         loopback = "lo" if sys.platform.startswith("linux") else "lo0"
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, loopback)
