@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 
+import pytest
 from toprope_tools.planning.fit import memory_lines
 
 from toprope.settings.schema import Config
@@ -91,6 +92,30 @@ def test_changes_that_make_it_fit_are_named_and_do():
     assert fit(config, shape, 900e9).fits and not fit(config, shape, 900e9).mends
     assert fit(config, shape, None).fits is None
     assert "no GPU was measured" in fit(config, shape, 80e9, gpus=1).sure
+
+
+def test_processes_and_bits_divide_what_they_can():
+    shape = ModelShape.of(QWEN)
+    one, _ = estimate(config_of(policy__max_context=1024), shape, gpu=True)
+    two, _ = estimate(config_of(policy__max_context=1024, launcher__num_processes=2), shape, gpu=True)
+    for part in ("weights", "optimizer", "activations"):
+        assert two.parts[part] == one.parts[part] / 2
+    assert one.total > two.total > one.total / 2
+    lora, sampler = estimate(config_of(policy__lora=True), shape, gpu=True)
+    four, smaller = estimate(config_of(policy__lora=True, policy__load_in_4bit=True), shape, gpu=True)
+    embedded = 2.0 * shape.vocabulary * shape.hidden
+    assert four.parts["weights"] - embedded < 0.3 * (lora.parts["weights"] - embedded)
+    assert sampler.total - smaller.total == pytest.approx(lora.parts["weights"] - four.parts["weights"])
+
+
+def test_another_gpu_makes_it_fit_if_one_process_holds_too_much():
+    shape, config = ModelShape.of(QWEN), config_of(policy__max_context=1024, policy__lora=True)
+    trainer, sampler = (part.total for part in estimate(config, shape, gpu=True))
+    apart = fit(config, shape, max(trainer, sampler), gpus=2)
+    assert apart.fits and apart.total == max(trainer, sampler) and apart.gpus == 2
+    together = fit(config, shape, max(trainer, sampler), gpus=1)
+    assert together.fits is False and together.total == trainer + sampler
+    assert ("a GPU for the sampler", {"launcher.inference_gpus": 1}) in [one[:2] for one in together.mends]
 
 
 def test_answers_name_parts_and_unknown_models(tmp_path, monkeypatch):

@@ -94,18 +94,18 @@ class Fit:
     """The estimate for a configuration, and what would lower it."""
 
     trainer: Memory
+    """Of one process."""
     sampler: Memory
+    total: float
+    """Bytes of all processes in RAM, or of the GPU that holds most."""
     available: float | None
-    """Bytes that both together may take; None if unknown."""
-    gpu: bool
+    """Bytes of the RAM or of one GPU; None if unknown."""
+    gpus: int
+    """GPUs of the run; 0: on the CPU."""
     sure: str
     """The trust that the estimate deserves, in words."""
     mends: tuple[tuple[str, Mapping[str, Any], float], ...] = field(default=())
     """Changes that make it fit, or lower it most: words, fields, bytes after it."""
-
-    @property
-    def total(self) -> float:
-        return self.trainer.total + self.sampler.total
 
     @property
     def fits(self) -> bool | None:
@@ -176,7 +176,7 @@ def _values(path: Path) -> int:
 def estimate(
     config: Config, shape: ModelShape, *, prompt: int | None = None, gpu: bool = False
 ) -> tuple[Memory, Memory]:
-    """Return the peaks of trainer and sampler.
+    """Return the peaks of one process of the trainer, and of the sampler.
 
     Args:
         prompt: Tokens of a prompt; what policy.max_context leaves beside the answer if None.
@@ -191,15 +191,21 @@ def _trainer(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     sft, lora, full = config.algorithm.name == "sft", config.policy.lora, shape.parameters
     trained = _adapters(config, shape) if lora else full
     weight = _bytes(config, gpu, trained_in_full=not lora)
-    parts = {"libraries": CUDA_BASE if gpu else TRAINER_BASE + lora * PEFT, "weights": weight * full}
+    ranks = config.launcher.num_processes
+    parts = {"libraries": CUDA_BASE if gpu else TRAINER_BASE + lora * PEFT}
+    parts["weights"] = _weights(config, shape, weight) / (1 if _quantized(config) else ranks)
+    if ranks > 1:  # a pass needs the embeddings and a layer whole, and the next layer already
+        whole = shape.vocabulary * shape.hidden + 2.0 * max(full - shape.vocabulary * shape.hidden, 0) / shape.layers
+        parts["layers in use"] = (2.0 if gpu else weight) * whole
     if lora:
-        parts["adapters"] = 4.0 * trained
+        parts["adapters"] = 4.0 * trained / ranks
     if not sft and config.algorithm.beta and not lora:
         parts["reference policy"] = (1 if config.algorithm.reference_8bit else weight) * full
-    parts["optimizer"] = (2.0 if config.optimizer.eight_bit else 8.0) * trained
+    parts["optimizer"] = (2.0 if config.optimizer.eight_bit else 8.0) * trained / ranks
     if not gpu and not sft:  # the mapped file has two slots
         parts["published weights"] = 8.0 * trained
     rows = config.sft.batch_size if sft else config.rollout.group_size * config.rollout.groups_per_step
+    rows = -(-rows // ranks)
     all_rows, groups = rows, 1 if sft else config.rollout.group_size
     if not sft and config.optimizer.micro_batch_size:
         rows = min(rows, config.optimizer.micro_batch_size)
@@ -213,7 +219,7 @@ def _trainer(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     scored = min(rows * answer * shape.vocabulary, _CHUNK)
     logits = 4.0 * _LOGIT_COPIES * scored
     head = 0.0 if lora else 4.0 * shape.vocabulary * shape.hidden
-    gradients = 4.0 * trained
+    gradients = 4.0 * trained / ranks
     several = rows < all_rows  # gradients of earlier micro-batches are held meanwhile
     passes = kept + max(logits, 0.75 * logits + head)
     if several or passes >= gradients:
@@ -234,11 +240,25 @@ def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     prompts = rows / config.rollout.group_size * prompt
     reading = prompts * weight * (2 * shape.hidden + 3 * shape.intermediate + 3 * shape.heads * shape.head_dim)
     sampling = 4.0 * _SAMPLE_COPIES * rows * shape.vocabulary
-    parts = {"libraries": CUDA_BASE if gpu else SAMPLER_BASE, "weights": weight * shape.parameters, "cache": cache}
+    parts = {"libraries": CUDA_BASE if gpu else SAMPLER_BASE, "weights": _weights(config, shape, weight)}
+    parts["cache"] = cache
     if config.policy.lora:
         parts["adapters"] = 4.0 * _adapters(config, shape)
     parts["reading and sampling"] = max(reading, sampling)
     return Memory(parts)
+
+
+def _quantized(config: Config) -> bool:
+    return config.policy.load_in_4bit or config.policy.load_in_8bit
+
+
+def _weights(config: Config, shape: ModelShape, weight: float) -> float:
+    """Bytes of the weights: the matrices of the layers may be quantized, embeddings and output layer are not."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    matrices = shape.layers * (shape.hidden * (2.0 * queries + 2.0 * keys) + 3.0 * shape.hidden * shape.intermediate)
+    matrices = min(matrices, shape.parameters) if _quantized(config) else 0.0
+    # QLoRA's double quantization costs 0.127 bits a value beside its four.
+    return weight * (shape.parameters - matrices) + (4.127 / 8 if config.policy.load_in_4bit else 1.0) * matrices
 
 
 def _tokens(shape: ModelShape, rows: int, group: int, prompt: int, answer: int) -> int:
@@ -284,17 +304,29 @@ def fit(config: Config, shape: ModelShape, available: float | None, *, prompt: i
     Args:
         available: Bytes of this machine's memory, or of one GPU.
         prompt: Tokens of a prompt; the most that the context allows if None.
-        gpus: 0: on the CPU; 1: trainer and sampler share a GPU; 2: each has its own.
+        gpus: 0: on the CPU; 1: as the configuration says; more: one for the sampler and the others for the trainer,
+            unless the configuration says otherwise.
     """
+    if gpus > 1 and config.launcher.num_processes == 1 and not config.launcher.inference_gpus:
+        config = config.model_copy(deep=True)
+        config.launcher.num_processes, config.launcher.inference_gpus = gpus - 1, 1
+    if gpus:
+        gpus = config.launcher.num_processes + config.launcher.inference_gpus
     trainer, sampler = estimate(config, shape, prompt=prompt, gpu=gpus > 0)
-    room = None if available is None else available * max(1, min(gpus, 2))
     sure = "within about 15 % on CPUs (make bench-fit)" if not gpus else "arithmetic: no GPU was measured"
     if not shape.measured:
         sure += "; the parameters are computed from the shape"
     if not shape.dense:
         sure += "; the activations of this architecture are not known well"
-    found = Fit(trainer, sampler, room, gpus > 0, sure)
+    found = Fit(trainer, sampler, _together(config, trainer, sampler, gpus > 0), available, gpus, sure)
     return replace(found, mends=_mends(config, shape, found, prompt, gpus)) if found.fits is False else found
+
+
+def _together(config: Config, trainer: Memory, sampler: Memory, gpu: bool) -> float:
+    if not gpu:
+        return config.launcher.num_processes * trainer.total + sampler.total
+    apart = config.launcher.inference_gpus
+    return max(trainer.total, sampler.total / apart) if apart else trainer.total + sampler.total
 
 
 def _mends(
@@ -307,19 +339,24 @@ def _mends(
         ("smaller micro-batches", {"optimizer.micro_batch_size": smaller}),
         ("gradient checkpointing", {"optimizer.gradient_checkpointing": True}),
         ("adapters", {"policy.lora": True}),
+        ("weights in 4 bits below adapters", {"policy.lora": True, "policy.load_in_4bit": True}),
         ("fewer answers at a time", {"rollout.concurrency": max(1, config.rollout.concurrency // 4)}),
         ("adapters, checkpointing, small batches", {
             "policy.lora": True, "optimizer.gradient_checkpointing": True, "optimizer.micro_batch_size": 1,
             "rollout.concurrency": 1,
         }),
     ]  # fmt: skip
+    if gpus:
+        processes = config.launcher.num_processes
+        tried.insert(0, ("a GPU for the sampler", {"launcher.inference_gpus": config.launcher.inference_gpus + 1}))
+        tried.insert(1, ("twice as many GPUs for the trainer", {"launcher.num_processes": 2 * processes}))
     found = []
     for words, changes in tried:
         changed = config.model_copy(deep=True)
         for name, value in changes.items():
             section, _, key = name.partition(".")
             setattr(getattr(changed, section), key, value)
-        total = sum(part.total for part in estimate(changed, shape, prompt=prompt, gpu=gpus > 0))
+        total = _together(changed, *estimate(changed, shape, prompt=prompt, gpu=gpus > 0), gpus > 0)
         if total < now.total:
             found.append((words, changes, total))
     enough = [one for one in found if now.available is not None and one[2] <= now.available]

@@ -96,7 +96,7 @@ def fit(
         typer.Option("--set", metavar="FIELD=VALUE", help="Such as policy.lora=true; repeatable."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, max=2, help="0: CPU; 1: one GPU for both; 2: one each. Default: as it is here.")
+        int | None, typer.Option(min=0, max=128, help="Number of GPUs; 0: the CPU. Default: as it is here.")
     ] = None,
     prompt: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a prompt. Default: all that policy.max_context leaves.")

@@ -104,7 +104,7 @@ def memory_lines(config: Config, *, gpus: int | None = None, prompt: int | None 
     """Say what memory a configuration's trainer and sampler take, if it is there, and what would make it fit.
 
     Args:
-        gpus: 0: the CPU; 1: both on one GPU; 2: one each; None: as launcher.device and this machine say.
+        gpus: Number of GPUs; 0: the CPU; None: as launcher.device and this machine say.
         prompt: Tokens of a prompt; the most that policy.max_context allows if None.
     """
     shape = shape_of(config, hub_cache())
@@ -113,7 +113,7 @@ def memory_lines(config: Config, *, gpus: int | None = None, prompt: int | None 
     if gpus is None:
         gpus = 0 if config.launcher.device == "cpu" or not shutil.which("nvidia-smi") else 1
     found = fit(config, shape, _available(gpus), prompt=prompt, gpus=gpus)
-    where = {0: "RAM", 1: "the GPU"}.get(gpus, "two GPUs")
+    where = {0: "RAM", 1: "the GPU"}.get(found.gpus, f"the fullest of {found.gpus} GPUs")
     verdict = {None: "how much is free is unknown", True: "fits", False: "does not fit"}[found.fits]
     free = "" if found.available is None else f" of {_gb(found.available)} free"
     lines = [f"Memory: about {_gb(found.total)}{free} in {where}: {verdict} ({found.sure})."]
