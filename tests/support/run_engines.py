@@ -88,10 +88,12 @@ def engines() -> list[Engine]:
             (("make", "tools-page"), ("apt-get", "install", "--yes", "--quiet", "chromium")),
             ("node", "npm", "apt-get"),
         ),
-        _ecosystem("textarena", "textarena==0.7.*", "numpy", tests="tests/sdk/adapters/test_textarena.py"),
-        _ecosystem("gem", "gem-llm==0.1.*", tests="tests/sdk/adapters/test_gymnasium.py"),
-        _ecosystem("ors", "ors-sdk==0.1.*", tests="tests/sdk/adapters/test_ors.py"),
-        _ecosystem("inspect_ai", "inspect-ai", "openai"),
+        _ecosystem("textarena", "textarena==0.7.*", "numpy", tests=("tests/sdk/adapters/test_textarena.py",)),
+        _ecosystem("gem", "gem-llm==0.1.*", tests=("tests/sdk/adapters/test_gymnasium.py",)),
+        _ecosystem("ors", "ors-sdk==0.1.*", tests=("tests/sdk/adapters/test_ors.py",)),
+        _ecosystem(
+            "inspect_ai", "inspect-ai", "openai", tests=("tests/sdk/adapters/test_ecosystems.py", "tests/tools")
+        ),
         _ecosystem("openenv", "openenv==0.10.*"),
         _ecosystem("verifiers", "verifiers==0.4.*", "uv"),
         _ecosystem("verifiers_before", "verifiers<0.2"),
@@ -130,13 +132,15 @@ def engines() -> list[Engine]:
     ]
 
 
-def _ecosystem(name: str, *packages: str, tests: str = "tests/sdk/adapters/test_ecosystems.py") -> Engine:
+def _ecosystem(
+    name: str, *packages: str, tests: tuple[str, ...] = ("tests/sdk/adapters/test_ecosystems.py",)
+) -> Engine:
     folder = ECOSYSTEMS / name
     python = folder / "bin" / "python"
     pip_args = os.environ.get("PIP_ARGS", "").split()
     return Engine(
         name,
-        (tests,),
+        tests,
         (folder / "installed").exists(),
         (
             (sys.executable, "-m", "venv", folder),

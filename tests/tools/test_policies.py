@@ -19,6 +19,7 @@ from toprope_tools import data
 from typer.testing import CliRunner
 
 from tests.support.hub_stand_in import HubStandIn
+from tests.support.run_engines import ECOSYSTEMS
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.tools_house import become, make_workshop, start_run
 from toprope.errors import ComponentFailed, InvalidValue, LockedField, NotFound
@@ -28,6 +29,7 @@ from toprope.workbench.launch.lineage import base_of, policy_named
 
 WAIT_S = 120.0
 TOKEN = "hf_right"
+INSPECT_PYTHON = ECOSYSTEMS / "inspect_ai" / "bin" / "python"
 CONVERTER = """
 import pathlib, sys
 model = pathlib.Path(sys.argv[1])
@@ -286,6 +288,71 @@ def test_installation_without_torch_says_what_is_missing(shop, full, owner, monk
     for arguments in (["export", full.run_id], ["chat", full.run_id], ["serve-model", full.run_id]):
         done = toprope(*arguments)
         assert done.exit_code == 1 and "lacks (torch)" in done.output
+
+
+INSPECT = """
+import json, os, pathlib, sys, urllib.request
+given = [word for word in sys.argv[1:] if word != "--no-fail-on-error"]
+tasks, options = given[1 : given.index("--model")], dict(zip(*[iter(given[given.index("--model") :])] * 2))
+if "broken" in tasks: sys.exit("no task is called broken; key " + os.environ["TOPROPE_API_KEY"])
+assert given[0] == "eval" and options["--log-format"] == "json" and "SOME_TOKEN" not in os.environ
+name = options["--model"].removeprefix("openai-api/toprope/")
+body = {"model": name, "messages": [{"role": "user", "content": "ab"}], "temperature": 0, "max_tokens": 6}
+key = {"Authorization": "Bearer " + os.environ["TOPROPE_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["TOPROPE_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), key)
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+score = {"name": "match", "metrics": {"accuracy": {"value": len(said)}, "stderr": {"value": 0.5}}}
+results = {"total_samples": 3, "completed_samples": 2, "scores": [score]}
+log = {"eval": {"task": tasks[0]}, "status": "success", "results": results}
+pathlib.Path(options["--log-dir"], "log.json").write_text(json.dumps(log | {"said": said}))
+"""
+
+
+def test_standard_tasks_ask_the_policy_before_and_after(shop, full, owner, base, tmp_path, monkeypatch):
+    """A stand-in for Inspect asks the served policy; the real one is run by test_inspect_measures_local_tasks."""
+    monkeypatch.setenv("SOME_TOKEN", "secret-of-the-shell")
+    none = toprope("eval", full.run_id, "--tasks", "gsm8k")
+    assert none.exit_code == 1 and "No interpreter here has Inspect" in none.output and "env add" in none.output
+    (tmp_path / "inspect_ai").mkdir()
+    (tmp_path / "inspect_ai" / "__main__.py").write_text(INSPECT)
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    wrapper.chmod(0o700)
+    done = toprope("eval", f"{full.run_id}@2", "--tasks", "words", "--limit", "3", "--python", str(wrapper))
+    assert done.exit_code == 0, done.output
+    said = {
+        side: json.loads(path.read_text())["said"]
+        for side in ("before", "after")
+        for path in shop.home.exports.glob(f"{full.run_id}-step-2-eval-*/{side}/log.json")
+    }
+    assert said == {"before": greedy(base), "after": greedy(full.checkpoints / "step-000002" / "model")}
+    assert said["before"] != said["after"]
+    line = f"words match/accuracy: {len(said['before'])} ± 0.5 before, {len(said['after'])} ± 0.5 after; 1 of 3"
+    assert line in done.output
+    broken = toprope("eval", full.run_id, "--tasks", "broken", "--python", str(wrapper))
+    assert broken.exit_code == 1 and "no task is called broken; key ***" in broken.output
+
+
+@pytest.mark.engines
+@pytest.mark.skipif(not INSPECT_PYTHON.exists(), reason="Inspect is not there: make test-engines")
+def test_inspect_measures_local_tasks(shop, full, owner, tmp_path, monkeypatch):
+    """Real Inspect, with data in a file: the target of the second sample is what the trained policy says."""
+    said = greedy(full.checkpoints / "step-000002" / "model")
+    rows = [{"input": "ab", "target": "never"}, {"input": "ab", "target": said}]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    (tmp_path / "words.py").write_text(
+        "from inspect_ai import Task, task\nfrom inspect_ai.dataset import json_dataset\n"
+        "from inspect_ai.scorer import exact\nfrom inspect_ai.solver import generate\n\n"
+        "@task\ndef words():\n"
+        f"    return Task(dataset=json_dataset({str(tmp_path / 'data.json')!r}), solver=generate(max_tokens=6), "
+        "scorer=exact())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    done = toprope("eval", f"{full.run_id}@2", "--tasks", "words.py@words", "--python", str(INSPECT_PYTHON))
+    assert done.exit_code == 0, done.output
+    assert re.search(r"words exact/(mean|accuracy): 0 ± 0 before, 0\.5 ± \S+ after; 2 samples", done.output), (
+        done.output
+    )
 
 
 def test_memory_is_estimated_by_command(owner):

@@ -60,6 +60,7 @@ def build() -> typer.Typer:
     watching = (dashboard, runs, status, watch, logs, results, rollouts, *using, report)
 
     control = (stop, resume, rope.approve, rope.freeze, rope.thaw, rope.audit)
+    app.command("eval")(policies.evaluate)
     for command in (serve, *watching, *control, doctor, prune, install, clients, demo):
         app.command()(command)
     app.add_typer(rope.tokens())

@@ -1,4 +1,4 @@
-"""Commands that use what a run trained: `toprope chat`, `serve-model`, `export`."""
+"""Commands that use what a run trained: `toprope chat`, `serve-model`, `eval`, `export`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,25 @@ def serve_model(
         from toprope_server.cli.runs.serve_model import serve_model as serve_policy
 
         serve_policy(workshop, find_checkpoint(workshop, run), port=port, max_context=max_context)
+
+
+def evaluate(
+    run: Checkpoint,
+    tasks: Annotated[
+        list[str], typer.Option("--tasks", metavar="TASK", help="inspect_evals/gsm8k, or file.py@task. Repeatable.")
+    ],
+    limit: Annotated[int | None, typer.Option(min=1, help="Samples of each task. Default: all.")] = None,
+    python: Annotated[
+        Path | None, typer.Option(help="An interpreter that has Inspect. Default: one of 'toprope env list'.")
+    ] = None,
+) -> None:
+    """Measure standard tasks of Inspect with the policy that a run began with, and the one that it trained."""
+    with open_workshop() as workshop:
+        from toprope_server.cli.runs.standard_tasks import compare_lines, measure_tasks
+
+        folder, found = measure_tasks(workshop, find_checkpoint(workshop, run), tasks, limit=limit, python=python)
+        typer.echo("\n".join(compare_lines(found)))
+        typer.echo(f"Inspect's logs: {folder}")
 
 
 def export(
