@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.run_engines import BITSANDBYTES
 from tests.support.trainer_stand_ins import StandInApi, rows, small_config, small_run_config, train_in
@@ -39,14 +41,27 @@ def test_quantized_weights_are_for_adapters_alone() -> None:
     assert "exclude each other" in config.conflicts()[0]
 
 
+@pytest.fixture
+def wide_policy(tiny_policy: Path, tmp_path: Path) -> Path:
+    """A policy whose matrices have whole blocks of 64 values in a row, as 4 bits on a CPU need."""
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    shutil.copytree(tiny_policy, tmp_path / "wide")
+    config = AutoConfig.from_pretrained(tiny_policy)
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "wide")
+    return tmp_path / "wide"
+
+
 @pytest.mark.engines
 @pytest.mark.skipif(not BITSANDBYTES.is_dir(), reason="bitsandbytes is not there: make test-engines")
 @pytest.mark.parametrize("bits", FIELDS)
-def test_adapters_train_on_quantized_weights(tiny_policy: Path, tmp_path: Path, bits: str) -> None:
+def test_adapters_train_on_quantized_weights(wide_policy: Path, tmp_path: Path, bits: str) -> None:
     """One process, and two ranks, each with the whole quantized weights."""
     told = {}
     for processes in (1, 2):
-        code = f"from {__name__} import child; child(*{(str(tmp_path), str(tiny_policy), bits, processes)!r})"
+        code = f"from {__name__} import child; child(*{(str(tmp_path), str(wide_policy), bits, processes)!r})"
         path = os.pathsep.join([str(Path(__file__).parents[3]), str(BITSANDBYTES)])
         done = subprocess.run(
             [sys.executable, "-P", "-c", code],
@@ -66,7 +81,6 @@ def test_adapters_train_on_quantized_weights(tiny_policy: Path, tmp_path: Path, 
 
 def child(path: str, policy: str, bits: str, processes: int) -> None:
     """Train two steps, resume for two more, and print what was found."""
-    import torch
     from safetensors.torch import load_file
 
     changes: dict[str, Any] = {FIELDS[bits]: True, "policy__lora": True, "budget__steps": 4}
