@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from toprope.sdk.errors import Failure
+from toprope.sdk import errors
+from toprope.sdk.errors import Failure, note_unreachable_hosts
 
 
 def chain(*errors: Exception) -> Exception:
@@ -31,3 +34,18 @@ def test_a_host_that_could_not_be_reached_is_named(error: Exception, host: str, 
 @pytest.mark.parametrize("error", [ValueError("see https://docs.example.org/x"), ConnectionError("refused")])
 def test_no_host_is_made_up(error: Exception) -> None:
     assert Failure.of(error).message == str(error)
+
+
+def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch) -> None:
+    def unresolved(host: object, *given: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+    monkeypatch.setattr(errors, "_unreached", [])
+    note_unreachable_hosts()
+    missing = LookupError("Resource words not found.")
+    assert Failure.of(missing).message == "Resource words not found."
+    with pytest.raises(OSError):
+        socket.create_connection(("data.example.org", 443))
+    assert Failure.of(missing).message.endswith("; data.example.org could not be reached")
+    assert Failure.of(ValueError("3 is not a colour")).message == "3 is not a colour"

@@ -17,6 +17,7 @@ import os
 import re
 import traceback
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = [
     "EnvironmentMistake",
@@ -41,6 +42,9 @@ _REFUSED = re.compile(
     r"connection refused|network is unreachable|URLError|gaierror|connect call failed|could ?n.t (connect|reach)"
 )
 _HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled")
+_MISSING = re.compile(r"(?i)not found|no such file|download|missing|could ?n.t (find|load)")
+_unreached: list[str] = []
+"""Hosts whose names this process could not resolve, if it notes them; the newest is last."""
 _HOST = re.compile(r"(?i)(?:https?://|host='|to host )((?:[a-z0-9-]+\.)+[a-z]{2,})\b")
 
 
@@ -161,6 +165,23 @@ class Failure:
         return f"{text} ({self.where})" if self.where else text
 
 
+def note_unreachable_hosts() -> None:
+    """Note the hosts whose names are not resolved, because some libraries print that and go on without their data."""
+    import socket
+
+    resolve = socket.getaddrinfo
+
+    def noted(host: Any, *given: Any, **named: Any) -> Any:
+        try:
+            return resolve(host, *given, **named)
+        except OSError:
+            if isinstance(host, str) and "." in host:
+                _unreached.append(host)
+            raise
+
+    socket.getaddrinfo = noted
+
+
 def sayable(text: str) -> str:
     """The text with lone surrogates replaced, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
@@ -191,6 +212,8 @@ def _with_host(message: str, error: BaseException) -> str:
         seen = seen.__cause__ or seen.__context__
     if not host and _HUB.search(message):  # its library drops the cause that has the host
         host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rpartition("/")[2]
+    if not refused and not host and _unreached and _MISSING.search(message):
+        refused, host = True, _unreached[-1]
     if not refused or not host or "could not be reached" in message:
         return message
     return f"{message[: _LONGEST_MESSAGE - 200].rstrip('.')}; {host} could not be reached"

@@ -138,9 +138,10 @@ def _write(descriptor: int, answer: bytes) -> None:
 def _serve(requests: queue.SimpleQueue[bytes | None], answers: int) -> None:
     import asyncio
 
-    from toprope.sdk.errors import Failure, InvalidRequest
+    from toprope.sdk.errors import Failure, InvalidRequest, note_unreachable_hosts
     from toprope.sdk.worker.service import Service, kind_of
 
+    note_unreachable_hosts()
     service, me, writing = Service(), os.getpid(), threading.Lock()
     loops: list[asyncio.AbstractEventLoop] = []
 
