@@ -30,6 +30,7 @@ from toprope.sdk.worker.scripted_policy import scripted_session
 TEXT = {"type": "string"}
 OBSERVATION = {"properties": {"text": TEXT, "done": {}, "reward": {}, "metadata": {}}}
 TOOLS = [{"name": "say", "description": "Say it.", "inputSchema": {"properties": {"text": TEXT}}}]
+MISSING: list[str] = []
 MESSAGE = {"properties": {"message": TEXT, "metadata": {}}, "required": ["message"]}
 COLUMN = {"properties": {"column": {"type": "integer"}}, "required": ["column"], "description": "Column 0 to 6."}
 CALL = {"properties": {"type": {"const": "call_tool"}, "tool_name": TEXT, "arguments": {"type": "object"}}}
@@ -64,6 +65,10 @@ class Episode:
         elif asked["type"] == "reset":
             self.seed = asked["data"]["seed"]
             self.answers.append(self.seen(f"say {self.seed}", 0.0, False))
+        elif asked["data"] == {}:
+            errors = [{"type": "missing", "loc": [name], "msg": "Field required"} for name in MISSING]
+            told = {"code": "VALIDATION_ERROR", "message": "Invalid action", "errors": errors}
+            self.answers.append({"type": "error", "data": told})
         elif asked["data"] == {"message": "boom", "kind": "word"}:
             self.answers.append({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "it broke"}})
         elif "column" in asked["data"]:
@@ -191,6 +196,17 @@ def test_tools_of_an_environment_are_offered_and_called(server: Served) -> None:
     assert (silent.error, silent.reward, silent.turns) == (None, 0.0, 1)
 
 
+def test_server_without_schema_tells_the_fields_that_an_action_lacks(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.schema.clear()
+    monkeypatch.setattr(sys.modules[__name__], "TOOLS", [])
+    monkeypatch.setattr(sys.modules[__name__], "MISSING", ["message", "kind"])
+    environment = configure(openenv.make(server), knobs={"action_fields": {"kind": "word"}, "tasks": 6})
+    task = list(environment.tasks())[3]
+    assert [one.reward for one in sample(environment, task, "3", 2)] == [1.0, 1.0] and Episode.open == 0
+
+
 def test_server_without_schema_and_tools_needs_a_knob(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     server.schema.clear()
     monkeypatch.setattr(sys.modules[__name__], "TOOLS", [])
@@ -296,7 +312,7 @@ def test_reason_of_an_environment_that_cannot_be_created_is_told(
         "[sys.modules.setdefault(name, types.ModuleType(name)) for name in ('openenv', 'openenv.core', "
         "'openenv.core.env_server', 'openenv.core.env_server.exceptions')];"
         "sys.modules['openenv.core.env_server.exceptions'].EnvironmentFactoryError = kind;"
-        "from toprope.sdk.adapters._servers.openenv_serve import _tell_failures; _tell_failures()\n"
+        "from toprope.sdk.adapters._servers.openenv_serve import _errors, _tell_failures; _tell_failures(_errors())\n"
         "try:\n    1 / 0\nexcept ZeroDivisionError as cause:\n    kind('it failed')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -115,6 +115,10 @@ class OpenEnv(OwnLoop):
             self._tools = [_tool(one) for one in _alone(self._listed_tools())]
             if self._tools:
                 self._form = Form(calls_tools=True)
+        if not self._form.known and (names := _alone(self._required_fields())):
+            # A server whose observation has no schema gives none of its action either.
+            fields = {name: {"type": "string"} for name in names}
+            self._form = Form.of({"properties": fields, "required": names}, fixed=knobs.action_fields)
         if not self._form.known or self._form.calls_tools and not self._tools:
             raise MissingKnobs(
                 "The server does not say what its actions are, and has no tools; action_json (true: the answer is the "
@@ -222,6 +226,11 @@ class OpenEnv(OwnLoop):
             await episode.reset({**self.knobs.reset, "seed": 0})
             return await episode.tools()
 
+    async def _required_fields(self) -> list[str]:
+        async with _Opened(self._server) as episode:
+            await episode.reset({**self.knobs.reset, "seed": 0})
+            return await episode.required_fields()
+
     async def _first(self, seed: int) -> str:
         async with _Opened(self._server) as episode:
             return self._said(await episode.reset({**self.knobs.reset, "seed": seed}))
@@ -288,6 +297,10 @@ class _Opened:
     async def tools(self) -> list[dict[str, Any]]:
         assert self._held is not None  # it was reset
         return await self._held.tools()
+
+    async def required_fields(self) -> list[str]:
+        assert self._held is not None  # it was reset
+        return await self._held.required_fields()
 
 
 def make(target: str) -> OpenEnv:

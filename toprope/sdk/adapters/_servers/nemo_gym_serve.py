@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import inspect
 import json
 import os
+import shutil
 import sys
 import tempfile
 import urllib.error
@@ -27,14 +29,27 @@ _SAMPLING = {"max_output_tokens": "max_tokens", "temperature": "temperature", "t
 
 def main() -> None:
     """Serve until a signal."""
+    errors = _errors()
+    try:
+        _serve(errors)
+    except Exception as error:
+        raise SystemExit(f"{type(error).__name__}: {errors.Failure.of(error).message}") from error
+
+
+def _serve(errors: Any) -> None:
     folder, port, *packages = Path(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:])
     name = folder.name
-    # Only the packages can be read, not the folder that they are in.
+    # Only the packages can be read, not the folder that they are in; servers write beside their code.
     root = Path(tempfile.mkdtemp(prefix="gym-"))
+    own = root / folder.parent.name / name
+    shutil.copytree(folder, own, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".venv"))
     for package in packages:
-        (root / package.name).symlink_to(package)
+        for one in package.iterdir() if package == folder.parent else [package]:
+            if one != folder:
+                (root / one.relative_to(package.parent)).symlink_to(one)
     sys.path[:0] = [str(root)]
-    sys.path.append(str(folder))
+    sys.path.append(str(own))
+    os.chdir(own)
     module = importlib.import_module(f"resources_servers.{name}.app" if folder.parent in packages else "app")
     kind = _server_of(module)
     settings = {**_settings(folder), "host": "127.0.0.1", "port": port, "name": name}
@@ -45,10 +60,20 @@ def main() -> None:
         from nemo_gym.mcp_auto_exposure import maybe_auto_expose  # type: ignore[import-not-found,unused-ignore]
 
         maybe_auto_expose(server, app)
-    _tell_failures(app)
+    _tell_failures(app, errors)
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+
+
+def _errors() -> Any:
+    """Return the module that names the hosts of failed requests; the package around it cannot be imported here."""
+    spec = importlib.util.spec_from_file_location("toprope_errors", Path(__file__).parents[2] / "errors.py")
+    assert spec is not None and spec.loader is not None  # the file is there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.note_unreachable_hosts()
+    return module
 
 
 def _server_of(module: Any) -> Any:
@@ -168,12 +193,12 @@ def _messages(body: dict[str, Any]) -> list[dict[str, str]]:
     return told
 
 
-def _tell_failures(app: Any) -> None:
+def _tell_failures(app: Any, errors: Any) -> None:
     """Answer an exception with its text, which a server's plain 500 hides."""
     from starlette.responses import JSONResponse  # type: ignore[import-not-found,unused-ignore]
 
     async def told(request: Any, error: Exception) -> Any:
-        return JSONResponse({"detail": f"{type(error).__name__}: {error}"}, 500)
+        return JSONResponse({"detail": errors.Failure.of(error).line()}, 500)
 
     app.add_exception_handler(Exception, told)
 

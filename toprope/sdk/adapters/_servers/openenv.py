@@ -28,7 +28,16 @@ class Full(Exception):
 
 
 class Refused(Exception):
-    """The environment does not accept an action; the text says why."""
+    """The environment does not accept an action; the text says why.
+
+    Args:
+        why: The reason.
+        missing: Names of fields that the action lacks.
+    """
+
+    def __init__(self, why: str, missing: Sequence[str] = ()) -> None:
+        super().__init__(why)
+        self.missing = list(missing)
 
 
 class Server(StartedServer):
@@ -107,6 +116,14 @@ class Connection:
         tools = (found.get("result") or {}).get("tools") or ()
         return [dict(one) for one in tools if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
 
+    async def required_fields(self) -> list[str]:
+        """Return the fields without which the server refuses an action, for servers that give no schema."""
+        try:
+            await self._say("step", {})
+        except Refused as refusal:
+            return refusal.missing
+        return []
+
     async def state(self) -> dict[str, Any]:
         """Return the environment's state of the episode."""
         return await self._say("state", None)
@@ -133,7 +150,7 @@ class Connection:
                 raise Full(said.get("message", ""))
             why = f"{said.get('message') or raw}{_details(said.get('errors'))}"
             if kind == "step" and said.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
-                raise Refused(why)
+                raise Refused(why, _missing(said.get("errors")))
             if said.get("code") == "FACTORY_ERROR":
                 await asyncio.sleep(_PRINTED_S)
                 why = f"{why} {self._raised()}".strip()
@@ -141,6 +158,12 @@ class Connection:
         if not isinstance(found, dict):
             raise EnvironmentMistake(f"OpenEnv answered {kind} with {str(raw)[:200]}")
         return found
+
+
+def _missing(errors: Any) -> list[str]:
+    """Return the names of fields that a server finds missing."""
+    found = [one for one in errors or () if isinstance(one, Mapping)] if isinstance(errors, list) else []
+    return [str(one["loc"][-1]) for one in found if one.get("type") == "missing" and one.get("loc")]
 
 
 def _details(errors: Any) -> str:

@@ -6,7 +6,9 @@ server answers that an environment could not be created without saying why; this
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -17,12 +19,26 @@ def main() -> None:
     sys.path += further
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
-    _tell_failures()
-    # Without pings: an environment that computes does not answer them in time.
-    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", ws_ping_interval=None)
+    errors = _errors()
+    _tell_failures(errors)
+    try:
+        # Without pings: an environment that computes does not answer them in time.
+        uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", ws_ping_interval=None)
+    except Exception as error:
+        raise SystemExit(f"{type(error).__name__}: {errors.Failure.of(error).message}") from error
 
 
-def _tell_failures() -> None:
+def _errors() -> Any:
+    """Return the module that names the hosts of failed requests; the package around it cannot be imported here."""
+    spec = importlib.util.spec_from_file_location("toprope_errors", Path(__file__).parents[2] / "errors.py")
+    assert spec is not None and spec.loader is not None  # the file is there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.note_unreachable_hosts()
+    return module
+
+
+def _tell_failures(errors: Any) -> None:
     try:
         from openenv.core.env_server.exceptions import EnvironmentFactoryError as Failed
     except ImportError:  # an older version
@@ -33,7 +49,8 @@ def _tell_failures() -> None:
         plain(self, *arguments, **named)
         cause = sys.exc_info()[1]
         if cause is not None:
-            print(f"{type(cause).__name__}: {' '.join(str(cause).split())}", file=sys.stderr, flush=True)
+            message = " ".join(errors.Failure.of(cause).message.split())
+            print(f"{type(cause).__name__}: {message}", file=sys.stderr, flush=True)
 
     Failed.__init__ = telling
 
