@@ -16,7 +16,6 @@ from toprope.records import messages
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.walls import ENV_WALLS
-from toprope.supervisor.keeper.containment import ENV_CONTAINMENT
 from toprope.supervisor.programs import role_of
 
 ALL_COMPONENTS = "*"
@@ -61,8 +60,6 @@ def _allowed(surroundings: Mapping[str, str]) -> dict[str, str]:
 def engine_variables(surroundings: Mapping[str, str]) -> dict[str, str]:
     """Return the variables for programs of an engine, which may show them to others or send them in clear."""
     named = {name: value for name, value in surroundings.items() if name.startswith(_ENGINES)}
-    if ENV_CONTAINMENT in surroundings:
-        named[ENV_CONTAINMENT] = surroundings[ENV_CONTAINMENT]
     return _allowed(surroundings) | named
 
 

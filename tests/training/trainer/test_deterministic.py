@@ -123,7 +123,7 @@ def test_deterministic_producer_samples_only_wanted_groups() -> None:
     reports: list[Any] = []
     member = SimpleNamespace(
         spec=SimpleNamespace(config=config, run_id="run", first_task=0, environment=SimpleNamespace(name="e")),
-        attempt=1, life=0, report=reports.append, hold_async=hold,
+        attempt=1, life=0, number=1, report=reports.append, hold_async=hold,
     )  # fmt: skip
     demands = [(0, 16), (0, 8), (0, 0), (1, 8), (2, 8), (2, 8), (4, 8)]
     api = Api(log, demands)

@@ -7,15 +7,18 @@ others can connect to.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 from toprope.errors import ComponentFailed
@@ -114,9 +117,20 @@ def describe_nodes(nodes: Sequence[Node], network: Network) -> str:
 
 def _nodes_of_ray() -> list[Node]:
     """Return the nodes of the Ray cluster that has the keeper as a job, the keeper's first."""
-    command = (sys.executable, "-P", "-m", "toprope.supervisor.spread.ray_step")
+    python, ray = sys.executable, shutil.which("ray")
+    if importlib.util.find_spec("ray") is None:
+        if ray is None:
+            raise ComponentFailed("The nodes of the run cannot be listed: neither this interpreter nor PATH has Ray.")
+        python = str(Path(ray).parent / "python")
+    command = (python, "-P", str(Path(__file__).with_name("ray_step.py")))
     return [
-        Node(**one, command=(*command, one["name"]) if number else (), is_far=number > 0)
+        Node(
+            name=one["address"],
+            address=one["address"],
+            gpus=one["gpus"],
+            command=(*command, one["id"]) if number else (),
+            is_far=number > 0,
+        )
         for number, one in enumerate(json.loads(_ask([*command, "--nodes"])))
     ]
 

@@ -48,7 +48,7 @@ from toprope.records.messages import (
 from toprope.records.weight_file import ENV_WEIGHTS
 from toprope.sdk.wall.kernel import hide_memory
 from toprope.supervisor import guard
-from toprope.supervisor.keeper.containment import BUBBLEWRAP, ENV_CONTAINMENT, choose_containment, level_from
+from toprope.supervisor.keeper.containment import BUBBLEWRAP, ENV_CONTAINMENT, GUARD, choose_containment
 from toprope.supervisor.keeper.spawner import Pipes, SpawnRequest, start_guard, wait_for_end, write_stop
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import role_of
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 LEASE_S = 15.0
 """An outpost on another node ends its member if it hears nothing of the keeper for so long."""
 _MEASURE_EVERY_S = 4.0
-_DRAIN_S = 2.0
+_DRAIN_S = 0.5
 _WEIGHTS = "weights"
 """The name under which the trainer's node offers weights."""
 
@@ -82,6 +82,8 @@ class Request(msgspec.Struct):
     node: str
     address: str
     is_far: bool
+    is_contained: bool
+    """The member runs in a pid namespace, where that works."""
     identity: str
     """Certificate and key; empty on a trusted network."""
 
@@ -119,7 +121,8 @@ def _start(request: Request) -> _Guard:
     Raises:
         OSError: It cannot be started.
     """
-    if request.is_far and level_from(os.environ) == BUBBLEWRAP:
+    os.environ[ENV_CONTAINMENT] = BUBBLEWRAP if request.is_contained else GUARD
+    if request.is_far and request.is_contained:
         found = choose_containment("auto")
         os.environ[ENV_CONTAINMENT] = found.level
         if found.why:

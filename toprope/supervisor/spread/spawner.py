@@ -19,6 +19,7 @@ import msgspec
 
 from toprope.atomic import write_text
 from toprope.supervisor.environment_variables import engine_variables
+from toprope.supervisor.keeper.containment import BUBBLEWRAP, level_from
 from toprope.supervisor.keeper.spawner import SpawnedGuard, Spawner, SpawnRequest, wait_for_end
 from toprope.supervisor.programs import role_of
 from toprope.supervisor.spread.credentials import make_identity
@@ -67,6 +68,7 @@ class SpreadSpawner:
             node=node.name,
             address=node.address,
             is_far=node.is_far,
+            is_contained=level_from(os.environ) == BUBBLEWRAP,
             identity=self._identity,
         )
         write_text(path, msgspec.json.encode(told).decode())

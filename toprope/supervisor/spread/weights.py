@@ -77,7 +77,7 @@ class WeightMirror:
             self._task.cancel()
 
     async def _follow(self, url: str) -> None:
-        known = ""
+        known, told = "", False
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=_READ_S)
         async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
             while True:
@@ -88,10 +88,13 @@ class WeightMirror:
                         answer.raise_for_status()
                         known, layout = answer.headers["X-Version"], int(answer.headers["X-Layout"])
                         body = memoryview(await answer.read())
+                    told = False
                     await asyncio.to_thread(
                         write_version, self._folder, int(known), bytes(body[:layout]), bytes(body[layout:])
                     )
                 except (aiohttp.ClientError, TimeoutError, OSError, KeyError, ValueError) as error:
                     known = ""
-                    print(f"the newest weights could not be copied: {error!r}", file=sys.stderr, flush=True)
+                    if not told:
+                        print(f"the newest weights could not be copied: {error!r}", file=sys.stderr, flush=True)
+                    told = True
                     await asyncio.sleep(_AGAIN_S)
