@@ -40,6 +40,7 @@ TARGETS = {
     "ray": "cluster.ray_house",
     "reproduce": "learning.reproduce",
     "rollouts": "learning.rollouts",
+    "scale": "performance.scale",
     "server": "server.server",
     "sft_then_grpo": "learning.sft_then_grpo",
     "slurm": "cluster.slurm_house",
