@@ -5,8 +5,9 @@
 Real runs with 1, 2, 4 and 8 environment workers, each below a driver of its own, whose environment waits 0.5 s a turn:
 `scaling_efficiency` is the rate with 8 over eight times the rate with one. A run without waiting then records what a
 group costs each member in processor seconds, and each of the trainer's steps. From these follow the workers at which
-inference, API, trainer, or one driver for all workers is full, and a simulation of up to 1,024 workers. In the simulation a worker plays one group at a
-time, a member is one server with exponential times, and the trainer's steps are drawn from those recorded.
+inference, API, trainer, or one driver for all workers is full, and a simulation of up to 1,024 workers. There a worker
+plays one group at a time, a member is one server with exponential times, and the trainer's steps are drawn from those
+recorded.
 
 Control: workers that wait one after the other, behind a lock, must not scale; and the simulation must meet the measured
 rates within a tenth. Otherwise the benchmark exits with 2. Estimated time: five minutes; needs nothing else.
