@@ -74,9 +74,7 @@ class TrainingAgent:
             SystemExit: A tool refused, or the run did not complete.
         """
         began = time.monotonic()
-        draft = await self.call("select_environment", name=environment, preset=preset)
-        await self.call("edit_config", draft_id=draft["draft_id"], changes=changes)
-        run_id = (await self.call("start_training", draft_id=draft["draft_id"]))["run_id"]
+        run_id = await self.start(environment, preset, changes)
         looking = asyncio.ensure_future(observe(run_id)) if observe is not None else None
         run: dict[str, Any] = {"state": ""}
         while run["state"] not in _ENDED:
@@ -89,6 +87,16 @@ class TrainingAgent:
         measured = " -> ".join(f"{done.accuracy(label):.3f}" for label in ("before", "after"))
         self._console.print(f"{what}: {results['steps']} steps, accuracy {measured}, {done.seconds:.0f} s", style="dim")
         return done
+
+    async def start(self, environment: str, preset: str, changes: dict[str, Any]) -> str:
+        """Select, edit and start; return the run's id.
+
+        Raises:
+            SystemExit: A tool refused.
+        """
+        draft = await self.call("select_environment", name=environment, preset=preset)
+        await self.call("edit_config", draft_id=draft["draft_id"], changes=changes)
+        return str((await self.call("start_training", draft_id=draft["draft_id"]))["run_id"])
 
     async def call(self, tool: str, **arguments: Any) -> dict[str, Any]:
         """Call a tool and return its structure.

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from mcp import Client
 from rich.console import Console
 from rich.table import Table
-from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
+from toprope_server.cli.demo import ENVIRONMENT, PRESET
 
-from benchmarks.performance.train import call_tool, read_status
+from benchmarks.performance.train import read_status
 from benchmarks.report import report
 from benchmarks.scratch import scratch
+from benchmarks.training_agent import training_agent
 
 CONTROL_MB = 64
 _STARTED_WITHIN_S = 300.0
@@ -100,13 +100,10 @@ def _sample(home: Path) -> list[Memory]:
 
 async def _measure(home: Path, seconds: float) -> list[list[Memory]]:
     """Samples of the time in which a run trains."""
-    variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
     samples: list[list[Memory]] = []
-    async with Client(server_parameters(variables)) as client:
-        draft = await call_tool(client, "select_environment", name=ENVIRONMENT, preset=PRESET)
+    async with training_agent(home, Console(stderr=True)) as agent:
         changes = {"budget.max_train_seconds": seconds, "evaluation.heldout_tasks": 100}
-        await call_tool(client, "edit_config", draft_id=draft["draft_id"], changes=changes)
-        run_id = (await call_tool(client, "start_training", draft_id=draft["draft_id"]))["run_id"]
+        run_id = await agent.start(ENVIRONMENT, PRESET, changes)
         folder, limit = home / "runs" / run_id, time.monotonic() + _STARTED_WITHIN_S + seconds
         while (state := read_status(folder).get("state")) not in ("completed", "failed", "stopped", "lost"):
             if time.monotonic() > limit:

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from mcp import Client
 from rich.console import Console
-from toprope_server.cli.demo import ENVIRONMENT, PRESET, server_parameters
+from toprope_server.cli.demo import ENVIRONMENT, PRESET
 
 from benchmarks.report import report
 from benchmarks.scratch import scratch
+from benchmarks.training_agent import training_agent
 from toprope.training.policy.loading import embedded_folder
 
 WARM, WALL_GOAL, WINDOW = 40, 0.45, 20
@@ -47,7 +47,6 @@ class Runs:
 
     def __init__(self, home: Path) -> None:
         self._home = home
-        self._variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
 
     @property
     def policy(self) -> Path:
@@ -70,10 +69,8 @@ class Runs:
             "evaluation.heldout_tasks": 0,
             "evaluation.examples": 0,
         }
-        async with Client(server_parameters(self._variables)) as client:
-            draft = await call_tool(client, "select_environment", name=ENVIRONMENT, preset=PRESET)
-            await call_tool(client, "edit_config", draft_id=draft["draft_id"], changes=changes)
-            run_id = (await call_tool(client, "start_training", draft_id=draft["draft_id"]))["run_id"]
+        async with training_agent(self._home, Console(stderr=True)) as agent:
+            run_id = await agent.start(ENVIRONMENT, PRESET, changes)
             folder = self._home / "runs" / run_id
             pause = 0.1 if seconds is None else 2.0
             first = await self._at_step(folder, WARM, pause)
@@ -128,13 +125,6 @@ def _crew_seconds(folder: Path) -> float:
         except psutil.Error:
             continue
     return total
-
-
-async def call_tool(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
-    answer = await client.call_tool(tool, arguments, read_timeout_seconds=120)
-    if answer.is_error:
-        raise SystemExit(f"{tool}: {answer.content[0].text}")
-    return answer.structured_content or {}
 
 
 def _reference(side: str, policy: Path, *numbers: int) -> dict[str, Any]:

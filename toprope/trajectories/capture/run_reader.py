@@ -206,15 +206,6 @@ class RunReader:
             )
 
 
-def read_run(folder: RunFolder) -> Iterator[TrajectoryItem]:
-    """Return the items of a run, oldest first.
-
-    Raises:
-        NotFound, Corrupt: See `Specification.read`.
-    """
-    return iter(RunReader(folder))
-
-
 def _heldout_tasks(folder: RunFolder) -> frozenset[str]:
     """Return the ids of tasks that the run's evaluations held out."""
     found: set[str] = set()
