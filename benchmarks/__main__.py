@@ -19,6 +19,7 @@ TARGETS = {
     "demo": "learning.demo",
     "disk": "faults.disk",
     "ecosystems": "foreign.foreign",
+    "engines": "models.engines",
     "environments": "environments.environments",
     "evolution": "learning.evolution",
     "faults": "faults.faults",

@@ -25,6 +25,7 @@ CACHE = Path.home() / ".cache" / "toprope"
 ECOSYSTEMS = Path(os.environ.get("TOPROPE_ECOSYSTEMS") or CACHE / "ecosystems")
 RELEASE_TOOLS = Path(os.environ.get("RELEASE_TOOLS") or CACHE / "release-tools")
 """cyclonedx-py, mkdocs, pipx and uv."""
+VLLM = Path(os.environ.get("TOPROPE_ENGINES") or Path.home() / ".cache" / "toprope-engines" / "home")
 ATROPOS = Path(os.environ.get("TOPROPE_BENCH_VENV") or CACHE / "bench-atropos")
 BITSANDBYTES = CACHE / "bitsandbytes"
 _NO_TESTS_COLLECTED = 5
@@ -118,6 +119,16 @@ def engines() -> list[Engine]:
             ("tests/training/policy/test_quantization.py",),
             BITSANDBYTES.is_dir(),
             ((sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", BITSANDBYTES, "bitsandbytes"),),
+        ),
+        Engine(
+            "vLLM",
+            ("tests/training/inference",),
+            (VLLM / "engines.json").exists(),
+            (
+                ("env", f"TOPROPE_HOME={VLLM}", f"TOPROPE_CONFIG={VLLM / 'config'}")
+                + (sys.executable, "-P", "-m", "toprope_server.cli", "engine", "add", "vllm"),
+            ),
+            only="vllm",
         ),
         Engine("macOS, simulated", ("tests/whole/test_darwin.py",)),
         _server_under("3.12"),

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 
-def make_tiny_policy(folder: Path) -> Path:
-    """Puts a byte-level tokenizer, a chat template and a small random Llama into an existing folder."""
+def make_tiny_policy(folder: Path, **shape: Any) -> Path:
+    """Puts a byte-level tokenizer, a chat template and a small random Llama into an existing folder.
+
+    Args:
+        shape: Fields of its configuration that differ from the usual.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -30,19 +35,11 @@ def make_tiny_policy(folder: Path) -> Path:
         ),
     )
     tokenizer.save_pretrained(folder)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
-    )
+    usual: dict[str, Any] = {
+        "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 256, "tie_word_embeddings": True, "pad_token_id": 0,
+        "eos_token_id": 1, "bos_token_id": None,
+    }  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**usual | shape))
     model.save_pretrained(folder)
     return folder

@@ -262,6 +262,11 @@ class Home:
         return self.path / "environments.json"
 
     @property
+    def engines_file(self) -> Path:
+        """The engines that the owner added."""
+        return self.path / "engines.json"
+
+    @property
     def agent_environments(self) -> Path:
         """Environments that agents wrote and saved."""
         return self.path / "environments"

@@ -219,6 +219,32 @@ class RolloutSection(Section):
     )
 
 
+class InferenceSection(Section):
+    """The engine that samples answers."""
+
+    engine: Literal["embedded", "transformers", "vllm"] = Field(
+        "embedded",
+        description="embedded: for a CPU or a small GPU, takes every model. transformers: its continuous batching, for "
+        "a GPU where nothing else is installed. vllm: a vLLM server of the run's own (toprope engine add vllm).",
+    )
+    memory_share: float = Field(
+        0.4,
+        gt=0,
+        le=0.98,
+        description="Share of a GPU's memory for vllm, or of the free memory for the cache of transformers.",
+    )
+    transfer: Literal["disk", "gpu"] = Field(
+        "disk",
+        description="For vllm and full weights. disk: as a folder; gpu: within the memory of the GPU that it shares "
+        "with the trainer, at the price of a copy there. Adapters always go by disk.",
+    )
+    sleep: bool = Field(
+        False,
+        description="With vllm and a trainer on the same GPU: free the sampler's memory during the trainer's passes. "
+        "Sampling pauses in the meantime.",
+    )
+
+
 class EvaluationSection(Section):
     """Measurements before and after training. The held-out split is sealed: only these reports use it."""
 
@@ -287,6 +313,7 @@ class Config(BaseModel):
     sft: SftSection = Field(default_factory=SftSection)
     ppo: PpoSection = Field(default_factory=PpoSection)
     rollout: RolloutSection = Field(default_factory=RolloutSection)
+    inference: InferenceSection = Field(default_factory=InferenceSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     logging: LoggingSection = Field(default_factory=LoggingSection)
     launcher: LauncherSection = Field(default_factory=LauncherSection)
@@ -317,6 +344,7 @@ class Config(BaseModel):
                 f"algorithm.epsilon_high ({self.algorithm.epsilon_high}) is below algorithm.epsilon "
                 f"({self.algorithm.epsilon})."
             )
+        found += self._engine_conflicts()
         algorithm = self.algorithm
         values = {f"algorithm.{name}": getattr(algorithm, name) for name in AlgorithmSection.model_fields}
         found += contradictions(algorithm.name, values)
@@ -350,6 +378,19 @@ class Config(BaseModel):
                 found.append(f"algorithm.deterministic {one}, which samples in step.")
             if any(plan.curriculum for plan in members_of(self.environment)):
                 found.append(f"environment.curriculum {one}, which measures the levels.")
+        return found
+
+    def _engine_conflicts(self) -> list[str]:
+        engine, found = self.inference.engine, []
+        if engine != "embedded" and self.algorithm.deterministic:
+            found.append(f"algorithm.deterministic needs inference.engine embedded; it is {engine}.")
+        if engine == "vllm" and self.launcher.num_processes > 1:
+            found.append("inference.engine vllm needs launcher.num_processes 1 so far.")
+        if engine == "vllm" and self.algorithm.name == "custom":
+            found.append("inference.engine vllm takes no weights from a trainer of the owner (algorithm.name custom).")
+        for name, asked in (("sleep", self.inference.sleep), ("transfer gpu", self.inference.transfer == "gpu")):
+            if engine != "vllm" and asked:
+                found.append(f"inference.{name} needs inference.engine vllm; it is {engine}.")
         return found
 
 

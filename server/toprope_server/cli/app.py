@@ -74,6 +74,13 @@ def build() -> typer.Typer:
     environments.command("try")(trial.try_environment)
     environments.command("list")(manage.list_environments)
     app.add_typer(environments)
+    from toprope_server.cli.env import engines
+
+    kept = typer.Typer(name="engine", help="Manage engines that sample answers.", no_args_is_help=True)
+    for command in (engines.add, engines.remove):
+        kept.command()(command)
+    kept.command("list")(engines.list_engines)
+    app.add_typer(kept)
     app.add_typer(data.build())
     return app
 

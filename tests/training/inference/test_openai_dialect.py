@@ -46,7 +46,7 @@ class ScriptedEngine:
         self.prompts.append(self.tokenizer.decode(request.prompt_ids))
         text = self.texts.pop(0)
         ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], 1]
-        done([Sample(ids, [-0.5] * len(ids), self.version, text, "stop")] * request.n)
+        done([Sample(ids, [-0.5] * len(ids), [(self.version, len(ids))], text, "stop")] * request.n)
 
 
 @pytest.fixture

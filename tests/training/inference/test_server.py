@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -16,6 +17,7 @@ from toprope.training.component.http_server import serve
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.client import PolicyClient, Sampling, SessionLost
 from toprope.training.inference.embedded_engine import EmbeddedEngine
+from toprope.training.inference.engine import Cancelled, SamplingRequest
 
 
 @pytest.fixture
@@ -165,3 +167,31 @@ def test_restarted_server_refuses_sessions_of_its_predecessor(engine: EmbeddedEn
 
     tasks: list[asyncio.Task[None]] = []
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_client_that_leaves_cancels_its_request(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toprope.training.inference.app._LOOK_S", 0.02)
+    asked: list[tuple[SamplingRequest, Any]] = []
+
+    class Waiting(EmbeddedEngine):
+        """Answers nothing until it is told to."""
+
+        def submit(self, request: SamplingRequest, done: Any) -> None:
+            asked.append((request, done))
+
+    server = InferenceServer(Waiting(model, tokenizer), tokenizer, model_name="tiny", secret=SECRET)
+
+    async def main() -> None:
+        ending, address = asyncio.Event(), asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(serve(server.app, address.set_result, ending))
+        headers = {"authorization": f"Bearer {SECRET}"}
+        async with httpx.AsyncClient(base_url=await address, headers=headers) as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/v1/completions", json={"prompt": [5]}, timeout=0.2)
+            while not asked[0][0].given_up:
+                await asyncio.sleep(0.01)
+            asked[0][1](Cancelled())
+        ending.set()
+        await task
+
+    asyncio.run(asyncio.wait_for(main(), 30))

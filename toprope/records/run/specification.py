@@ -280,6 +280,8 @@ class Specification(BaseModel):
     member: SweepMember | None = None
     policy_cache: str
     """Folder of embedded policies."""
+    engine_python: str | None = None
+    """Interpreter of the engine that samples, if it has one of its own."""
 
     @property
     def run_kind(self) -> RunKind:

@@ -6,73 +6,77 @@ import asyncio
 import gc
 import sys
 from pathlib import Path
-from typing import Any
 
 from toprope.errors import TopropeError
 from toprope.records.messages import Failed, Ready
 from toprope.settings.endpoints import BASE
+from toprope.settings.schema import InferenceSection
 from toprope.training.component.http_server import serve
 from toprope.training.component.member import CrewMember, send_heartbeats
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.engine import Engine
+
+_BEAT_S = 1.0
 
 
 def main() -> int:
     """Run until a Stop order comes or the keeper is gone; returns the exit status."""
     member = CrewMember.join()
     config = member.spec.config
+    running: list[Engine] = []
+    problem: list[TopropeError] = []
     try:
-        # Slow imports come first: the policy's folder may still be in preparation.
-        import torch
-        import transformers
+        if config.inference.engine != "vllm":
+            import torch  # noqa: F401 - slow imports come first: the policy's folder may still be in preparation
+        import transformers  # noqa: F401
 
-        torch.set_num_threads(config.launcher.threads)
-        transformers.logging.set_verbosity_error()
-        from toprope.training.inference.embedded_engine import EmbeddedEngine
-        from toprope.training.policy.loading import fix_kernels, load_model, load_tokenizer
-        from toprope.training.policy.weight_sync import WeightReader
+        from toprope.training.inference.engines.choice import make_engine
+        from toprope.training.policy.loading import fix_kernels, load_tokenizer
 
-        fix_kernels(config)
+        if config.algorithm.deterministic:
+            fix_kernels(config)
         folder = Path(member.address("policy"))
         tokenizer = load_tokenizer(folder)
-        model = load_model(folder, config).eval()
-        model.requires_grad_(False)
+
+        def give_up(error: TopropeError) -> None:
+            problem.append(error)
+            member.ending.set()
+
+        engine = make_engine(
+            config, folder, tokenizer, crew=member.weights, python=member.spec.engine_python, gave_up=give_up
+        )
+        server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)
+        running.append(engine)
+        engine.start()
         other = member.spec.opponent_policy or (str(folder) if config.environment.opponent == BASE else None)
-        if other is not None:
-            other_tokenizer, other_model = load_tokenizer(Path(other)), load_model(Path(other), config).eval()
-            other_model.requires_grad_(False)
+        if other is not None:  # embedded in any case: it is not trained, and one vLLM server is enough
+            fixed = config.model_copy(update={"inference": InferenceSection()})
+            other_tokenizer = load_tokenizer(Path(other))
+            running.append(make_engine(fixed, Path(other), other_tokenizer))
+            server.opponent = InferenceServer(running[-1], other_tokenizer, model_name=other, secret=member.secret)
+            running[-1].start()
+        while not (member.ending.is_set() or engine.wait_ready(_BEAT_S)):
+            member.beat()
+        gc.freeze()  # loaded modules stay: the collector need not visit them between decode batches
+        asyncio.run(_serve(member, server, engine, len(tokenizer)))
+        if problem:
+            raise problem[0]
     except TopropeError as error:
         member.report(Failed(error.message, error.hint))
         return 1
-    engine = EmbeddedEngine(
-        model,
-        tokenizer,
-        weights=WeightReader(member.weights, dict(model.named_parameters())),
-        max_context=config.policy.max_context,
-        # Other rows of a decode batch change the last bits of a row's logits, so every request is a batch of its own.
-        **({"max_rows": 1} if config.algorithm.deterministic else {}),
-        seed=config.algorithm.seed,
-    )
-    server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)
-    engine.start()
-    fixed = None
-    if other is not None:
-        most: dict[str, Any] = {"max_rows": 1} if config.algorithm.deterministic else {}
-        fixed = EmbeddedEngine(
-            other_model, other_tokenizer, max_context=config.policy.max_context, seed=config.algorithm.seed, **most
-        )
-        server.opponent = InferenceServer(fixed, other_tokenizer, model_name=other, secret=member.secret)
-        fixed.start()
-    gc.freeze()  # loaded modules stay: the collector need not visit them between decode batches
-    asyncio.run(_serve(member, server, engine, len(tokenizer)))
-    engine.stop(timeout_s=1.0)
-    if fixed is not None:
-        fixed.stop(timeout_s=1.0)
+    finally:
+        for one in running:
+            one.stop(timeout_s=1.0)
     return 0
 
 
 async def _serve(member: CrewMember, server: InferenceServer, engine: Engine, vocabulary: int) -> None:
     ending = asyncio.Event()
+
+    async def watch() -> None:
+        while not member.ending.is_set():
+            await asyncio.sleep(_BEAT_S)
+        ending.set()
 
     async def follow_orders() -> None:
         async for _ in member.orders():
@@ -82,6 +86,7 @@ async def _serve(member: CrewMember, server: InferenceServer, engine: Engine, vo
 
     tasks = [
         asyncio.create_task(follow_orders()),
+        asyncio.create_task(watch()),
         asyncio.create_task(send_heartbeats(member.report, engine.is_progressing)),
     ]
     await serve(server.app, lambda url: member.report(Ready(url, {"vocabulary": vocabulary})), ending)

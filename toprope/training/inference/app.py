@@ -5,6 +5,7 @@
     POST /v1/completions              prompts as text or token ids
     POST /v1/chat/completions         messages through the policy's chat template
     GET  /v1/policy                   {"version", "rows", "batches", "tokens", "busy_s", "sessions"}
+    POST /v1/policy/sleep         free the GPU's memory until POST /v1/policy/wake; engines that cannot answer 400
     GET  /v1/sessions/{key}           the recorded turns of a session and its sub-sessions, and their segments
     DELETE /v1/sessions/{key}         forget them
     POST /v1/samples/match            versions and log-probabilities of samples for outside environments
@@ -58,6 +59,8 @@ from toprope.training.inference.tool_calls import MessageRenderer, answer_id, at
 OPPONENT = "opponent"
 """Model name of a fixed opponent's weights, for unrecorded requests."""
 _BODY_LIMIT = 32 * 2**20
+_LOOK_S = 0.5
+"""Seconds between two looks whether a client that waits for an answer is still there."""
 _CACHED_SIZE = 2**21
 """Characters and tokens of cached prompts: some tens of megabytes."""
 _encode = msgspec.json.Encoder().encode
@@ -88,6 +91,7 @@ class InferenceServer:
                 Route(MATCH_PATH, self._guarded(self._match), methods=["POST"]),
                 Route("/v1/models", self._guarded(self._models, sessions=True)),
                 Route("/v1/policy", self._guarded(self._policy)),
+                Route("/v1/policy/{action}", self._guarded(self._rest), methods=["POST"]),
                 Route("/v1/completions", self._guarded(self._completions, sessions=True), methods=["POST"]),
                 Route("/v1/chat/completions", self._guarded(self._chat, sessions=True), methods=["POST"]),
                 Route("/v1/sessions/{key:path}", self._guarded(self._session), methods=["GET", "DELETE"]),
@@ -121,7 +125,7 @@ class InferenceServer:
                 return response
             except BadRequest as error:
                 return _error(400, "invalid_request_error", f"{error}.")
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 return _error(400, "invalid_request_error", f"Not a valid body for this endpoint: {error}.")
 
         return endpoint
@@ -146,6 +150,14 @@ class InferenceServer:
             }
         )
 
+    async def _rest(self, request: HttpRequest, session: str) -> Response:
+        action = request.path_params["action"]
+        act = getattr(self._engine, action, None) if action in ("sleep", "wake") else None
+        if act is None:
+            raise BadRequest(f"this engine cannot {action[:20]}")
+        await asyncio.to_thread(act)
+        return _json({"done": action})
+
     async def _session(self, request: HttpRequest, session: str) -> Response:
         key = request.path_params["key"]
         if request.method == "DELETE":
@@ -161,10 +173,10 @@ class InferenceServer:
     async def _chat(self, request: HttpRequest, session: str) -> Response:
         body = msgspec.json.decode(await _body(request), type=ChatRequest)
         if body.model == OPPONENT and session == UNRECORDED and self.opponent is not None:
-            return await self.opponent._chat_answer(body, session)
-        return await self._chat_answer(body, session)
+            return await self.opponent._chat_answer(request, body, session)
+        return await self._chat_answer(request, body, session)
 
-    async def _chat_answer(self, body: ChatRequest, session: str) -> Response:
+    async def _chat_answer(self, request: HttpRequest, body: ChatRequest, session: str) -> Response:
         tools = allowed_tools(body)
         known = self.sessions.get(session) if session else None
         messages = self._renderer.prepare(body.messages, tools, known.turns if known else ())
@@ -178,7 +190,7 @@ class InferenceServer:
         prompt_ids = self._prompt_ids(text, session)
         if body.top_logprobs:
             raise BadRequest("top_logprobs is not supported; logprobs of the sampled tokens are")
-        samples = await self._sample(to_request(body, prompt_ids, self._engine.max_context))
+        samples = await self._sample(to_request(body, prompt_ids, self._engine.max_context), request)
         self._record(session, text, prompt_ids, samples)
         choices = [
             format_choice(
@@ -204,7 +216,7 @@ class InferenceServer:
             for prompt in prompts
         ]
         requests = [to_request(body, ids, self._engine.max_context) for ids in all_ids]
-        answers = await asyncio.gather(*(self._sample(item) for item in requests))
+        answers = await asyncio.gather(*(self._sample(item, request) for item in requests))
         for prompt, ids, samples in zip(prompts, all_ids, answers, strict=True) if session else ():
             text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
             self._record(session, text, ids, samples)
@@ -225,7 +237,7 @@ class InferenceServer:
         body = parse_generate(await _body(request))
         prompt = body.prompt
         ids = self._prompt_ids(prompt, session) if isinstance(prompt, str) else self._check_ids(prompt)
-        samples = await self._sample(generate_request(body, ids, self._engine.max_context))
+        samples = await self._sample(generate_request(body, ids, self._engine.max_context), request)
         if session:
             self._record(session, prompt if isinstance(prompt, str) else self._tokenizer.decode(ids), ids, samples)
         return _json(generate_answer(body, ids, samples))
@@ -262,7 +274,7 @@ class InferenceServer:
                 self._tokenized_size -= len(old_text) + len(old_ids)
         return ids
 
-    async def _sample(self, request: SamplingRequest) -> list[Sample]:
+    async def _sample(self, request: SamplingRequest, client: HttpRequest) -> list[Sample]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Sample]] = loop.create_future()
 
@@ -274,7 +286,11 @@ class InferenceServer:
                 loop.call_soon_threadsafe(self._settle)
 
         self._engine.submit(request, done)
-        return await future
+        while not (await asyncio.wait([future], timeout=_LOOK_S))[0]:
+            if await client.is_disconnected():
+                self._engine.cancel(request)
+                raise BadRequest("the client has left")
+        return future.result()
 
     def _settle(self) -> None:
         self._waking = False  # first: an answer that is added from here on wakes the loop again
@@ -292,7 +308,7 @@ class InferenceServer:
             return
         if is_outside(session):
             for sample in samples:
-                self.samples.add(prompt_ids, sample.token_ids, sample.logprobs, sample.version)
+                self.samples.add(prompt_ids, sample)
             return
         texts = self._tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=False)
         for index, (sample, text) in enumerate(zip(samples, texts, strict=True)):
@@ -300,7 +316,7 @@ class InferenceServer:
                 prompt_ids=prompt_ids,
                 completion_ids=sample.token_ids,
                 logprobs=sample.logprobs,
-                versions=[(sample.version, len(sample.token_ids))],
+                versions=sample.versions,
                 finish_reason=sample.finish_reason,
                 prompt_text=prompt_text,
                 completion_text=text,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toprope.training.inference.engine import FinishReason, Sample, SamplingRequest
+from toprope.training.inference.engine import FinishReason, Sample, SamplingRequest, extend_runs
 
 _TOKENS_PER_CHARACTER = 4
 """Most tokens that tokenizers of bytes use for one character."""
@@ -24,6 +24,7 @@ class Row:
     """Largest number of tokens."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
     finish: FinishReason | None = None
 
 
@@ -55,24 +56,31 @@ class DecodeBatch:
         self.tokens = 0
         """Number of tokens sampled so far."""
 
-    def append(self, tokens: list[int], logprobs: list[float]) -> list[int]:
-        """Append a token to every live row; returns the places of the rows that have ended, in ascending order."""
-        ended = []
-        self.tokens += len(tokens)
-        for place, (row, token, logprob) in enumerate(zip(self.live, tokens, logprobs, strict=True)):
-            row.token_ids.append(token)
-            row.logprobs.append(logprob)
-            if token in self._end_ids:
-                row.finish = "stop"
-            elif self._any_stop and self._has_stop_text(row):
-                row.finish = "stop"
-            elif len(row.token_ids) >= row.limit:
-                row.finish = "length"
-            else:
-                continue
-            ended.append(place)
-            self._missing[row.request] -= 1
-        return ended
+    def append(self, tokens: list[int], logprobs: list[float], version: int) -> list[int]:
+        """Append a token to every live row; returns the places of the rows that have ended, in ascending order.
+
+        Args:
+            tokens: One for each live row.
+            logprobs: Their log-probabilities.
+            version: Policy version that they were sampled from.
+        """
+        rows = enumerate(zip(self.live, tokens, logprobs, strict=True))
+        return [place for place, (row, token, logprob) in rows if self.append_to(row, token, logprob, version)]
+
+    def append_to(self, row: Row, token: int, logprob: float, version: int) -> bool:
+        """Append a token to one row; returns True if the row has ended."""
+        self.tokens += 1
+        row.token_ids.append(token)
+        row.logprobs.append(logprob)
+        extend_runs(row.versions, version)
+        if token in self._end_ids or (self._any_stop and self._has_stop_text(row)):
+            row.finish = "stop"
+        elif len(row.token_ids) >= row.limit or self.requests[row.request].given_up:
+            row.finish = "length"
+        else:
+            return False
+        self._missing[row.request] -= 1
+        return True
 
     def keep(self, order: Sequence[int]) -> None:
         """Reduce the live rows to these places, in this order."""
@@ -82,15 +90,14 @@ class DecodeBatch:
         """True if all answers to that request have ended."""
         return not self._missing[request]
 
-    def samples(self, request: int, version: int) -> list[Sample]:
+    def samples(self, request: int) -> list[Sample]:
         """The answers to a complete request."""
         rows, stop = self._answers[request], self.requests[request].stop
         texts = self._tokenizer.batch_decode([row.token_ids for row in rows], skip_special_tokens=True)
         found = []
         for row, text in zip(rows, texts, strict=True):
             assert row.finish is not None, "the request is complete"
-            cut = min((at for word in stop if (at := text.find(word)) >= 0), default=len(text))
-            found.append(Sample(row.token_ids, row.logprobs, version, text[:cut], row.finish))
+            found.append(Sample(row.token_ids, row.logprobs, row.versions, cut_text(text, stop), row.finish))
         return found
 
     def _has_stop_text(self, row: Row) -> bool:
@@ -113,3 +120,8 @@ class DecodeBatch:
             return True
         text = self._tokenizer.decode(row.token_ids, skip_special_tokens=True)
         return any(word in text for word in stop)
+
+
+def cut_text(text: str, stop: Sequence[str]) -> str:
+    """A text up to the first of its stop texts."""
+    return text[: min((at for word in stop if (at := text.find(word)) >= 0), default=len(text))]

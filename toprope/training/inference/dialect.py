@@ -144,7 +144,7 @@ def format_choice(
     if with_ids:
         entry["token_ids"] = sample.token_ids
         entry["token_logprobs"] = sample.logprobs
-        entry["versions"] = [(sample.version, len(sample.token_ids))]
+        entry["versions"] = sample.versions
     return entry
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toprope.training.inference.decode_batch import DecodeBatch
-from toprope.training.inference.engine import Done, Sample, SamplingRequest
+from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
 from toprope.training.inference.growing_cache import RowMoves, grow_by_blocks, keep_rows
 from toprope.training.inference.sampling import TokenSampler
 
@@ -57,10 +57,10 @@ class EmbeddedEngine:
         self._model, self._tokenizer, self._weights = model, tokenizer, weights
         self._gather_s, self._max_rows, self.max_context = gather_s, max_rows, max_context
         self._generator = torch.Generator(device=model.device).manual_seed(seed)
-        self.end_ids = _find_end_ids(model, tokenizer)
+        self.end_ids = find_end_ids(model, tokenizer)
         self._queue: queue.SimpleQueue[tuple[SamplingRequest, Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._working, self._pulse, self._last_pulse = False, 0, -1
+        self._working, self._stopped, self._pulse, self._last_pulse = False, False, 0, -1
         self.version = self.batches = self.rows = self.tokens = 0
         self.busy_s = 0.0
 
@@ -70,6 +70,10 @@ class EmbeddedEngine:
             self.version = self._weights.refresh()
         self._thread.start()
 
+    def wait_ready(self, timeout_s: float) -> bool:
+        """True: a started engine answers at once."""
+        return True
+
     def is_progressing(self) -> bool:
         """True if the thread is idle, or has advanced since the last call."""
         advanced, self._last_pulse = self._pulse != self._last_pulse, self._pulse
@@ -77,12 +81,22 @@ class EmbeddedEngine:
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """End the thread after its current batch; waiting requests are answered with an error."""
+        self._stopped = True
         self._queue.put(None)
         self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self._refuse_waiting()
 
     def submit(self, request: SamplingRequest, done: Done) -> None:
         """Queue a request; `done` is called in the engine's thread."""
-        self._queue.put((request, done))
+        if self._stopped:
+            done(RuntimeError("the engine has stopped"))
+        else:
+            self._queue.put((request, done))
+
+    def cancel(self, request: SamplingRequest) -> None:
+        """End the request's rows at their next token."""
+        request.given_up = True
 
     def _run(self) -> None:
         held = None
@@ -99,7 +113,7 @@ class EmbeddedEngine:
             try:
                 if self._weights is not None:
                     self.version = self._weights.refresh()
-                answers = dict(self._generate([request for request, _ in batch], waiting))
+                answers = self._generate([request for request, _ in batch], waiting)
             except Exception as error:  # the error is the answer to this batch; the next one may succeed
                 answers = dict.fromkeys(waiting, error)
             self.busy_s += time.monotonic() - began
@@ -109,8 +123,15 @@ class EmbeddedEngine:
             self._working = False
         if held is not None:
             held[1](RuntimeError("the engine has stopped"))
-        while not self._queue.empty():
-            if (item := self._queue.get()) is not None:
+        self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        while True:
+            try:
+                item = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if item is not None:
                 item[1](RuntimeError("the engine has stopped"))
 
     def _gather(self, first: _Item) -> tuple[list[_Item], _Item | None]:
@@ -131,12 +152,18 @@ class EmbeddedEngine:
             rows += item[0].n
         return batch, None
 
-    def _generate(self, requests: list[SamplingRequest], waiting: dict[int, Done]) -> dict[int, list[Sample]]:
+    def _generate(
+        self, requests: list[SamplingRequest], waiting: dict[int, Done]
+    ) -> dict[int, list[Sample] | Exception]:
         """Sample the answers to all requests. Those that end early are delivered and leave `waiting`.
 
         Returns:
             The other answers, by the place of their request.
         """
+
+        def answer(request: int) -> list[Sample] | Exception:
+            return Cancelled() if requests[request].given_up else batch.samples(request)
+
         device = self._model.device
         batch = DecodeBatch(requests, self._tokenizer, self.end_ids, self.max_context)
         sampler = TokenSampler([(requests[row.request], row.number) for row in batch.live], device, self._generator)
@@ -148,7 +175,7 @@ class EmbeddedEngine:
             while True:
                 self._pulse += 1
                 token, logprob = sampler.sample(logits)
-                ended = batch.append(token.tolist(), logprob.tolist())
+                ended = batch.append(token.tolist(), logprob.tolist(), self.version)
                 if ended:
                     requests_ended = {batch.live[place].request for place in ended}
                     complete += [request for request in sorted(requests_ended) if batch.is_complete(request)]
@@ -162,7 +189,7 @@ class EmbeddedEngine:
                     mask = None if mask is None else mask[moves.index]
                     if complete and time.monotonic() - delivered > _DELIVER_S:
                         for request in complete:
-                            waiting.pop(request)(batch.samples(request, self.version))
+                            waiting.pop(request)(answer(request))
                         complete, delivered = [], time.monotonic()
                 width += 1
                 output = self._model(
@@ -174,7 +201,7 @@ class EmbeddedEngine:
                 )
                 logits, lengths = output.logits[:, -1], lengths + 1
         self.tokens += batch.tokens
-        return {request: batch.samples(request, self.version) for request in complete}
+        return {request: answer(request) for request in complete}
 
     def _read_prompts(
         self, requests: list[SamplingRequest]
@@ -221,7 +248,8 @@ class EmbeddedEngine:
         return pad if pad is not None else next(iter(self.end_ids), 0)
 
 
-def _find_end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+def find_end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end an answer, by the model's generation settings and its tokenizer."""
     found = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = [*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id]
     return frozenset(token for token in ids if token is not None)

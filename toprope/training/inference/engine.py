@@ -1,13 +1,15 @@
 """The contract between the inference server and an engine: `Engine`, `SamplingRequest`, `Sample`.
 
-The server speaks HTTP, renders prompts and keeps sessions; an engine samples tokens. `embedded_engine` implements the
-contract for a CPU or a small GPU. Another engine must keep these promises, because training relies on them:
+The server speaks HTTP, renders prompts and keeps sessions; an engine samples tokens. `embedded_engine` is for a CPU or
+a small GPU, `engines.continuous` batches continuously with transformers, `engines.vllm_engine` asks a vLLM server. All
+keep these promises, because training relies on them; `tests/training/inference/conformance.py` tests them:
 
 - Log-probabilities are those of the distribution that was sampled, with temperature applied, before nucleus sampling.
-- All tokens of an answer come from one policy version, which the answer names. New weights may be adopted between
-  answers, never within one.
+- The policy version of every sampled token is known. New weights may be adopted between tokens, never within one.
 - Requests with the same seed and prompt give the same answers whatever else is sampled, up to rounding.
-- `submit` may be called from any thread, and `done` is called exactly once per request, also after a failure or `stop`.
+- `submit` may be called from any thread, and `done` is called exactly once per request, also after a failure, `cancel`
+  or `stop`.
+- A request that fails does not harm the others, and weights that were adopted only in part answer nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class SamplingRequest:
     """Texts that end an answer."""
     seed: int | None = None
     """Makes the answers repeatable; None for different answers every time."""
+    given_up: bool = False
+    """Set by `Engine.cancel`."""
 
 
 @dataclass
@@ -44,11 +48,27 @@ class Sample:
     """Sampled ids, including an end token and stop texts."""
     logprobs: list[float]
     """Natural logarithms, one per id; at temperature 0 those of the unscaled distribution."""
-    version: int
-    """Policy version of all its tokens."""
+    versions: list[tuple[int, int]]
+    """Runs of (policy version, count) over its tokens."""
     text: str
     """The answer without special tokens, cut before a stop text."""
     finish_reason: FinishReason
+
+    @property
+    def version(self) -> int:
+        """Oldest policy version of its tokens."""
+        return min(version for version, _ in self.versions)
+
+
+class Cancelled(Exception):
+    """The answer to a request that was cancelled."""
+
+
+def extend_runs(runs: list[tuple[int, int]], version: int, count: int = 1) -> None:
+    """Append `count` tokens of a policy version to runs of (version, count)."""
+    if runs and runs[-1][0] == version:
+        count += runs.pop()[1]
+    runs.append((version, count))
 
 
 Done = Callable[["list[Sample] | Exception"], object]
@@ -68,7 +88,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Policy version of the newest batch."""
+        """Newest policy version that tokens were sampled from."""
 
     @property
     def batches(self) -> int:
@@ -89,6 +109,13 @@ class Engine(Protocol):
     def start(self) -> None:
         """Load the trainer's present weights and begin to sample."""
 
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Wait at most so long until requests are answered without delay; returns True if they are.
+
+        Raises:
+            TopropeError: That will never be.
+        """
+
     def stop(self, timeout_s: float = 60.0) -> None:
         """Finish the current batch within `timeout_s` seconds, and answer waiting requests with an error."""
 
@@ -97,3 +124,6 @@ class Engine(Protocol):
 
     def submit(self, request: SamplingRequest, done: Done) -> None:
         """Queue a request; `done` gets its answers."""
+
+    def cancel(self, request: SamplingRequest) -> None:
+        """Stop sampling for a request; unless it is answered already, `done` soon gets `Cancelled`."""

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from toprope.training.inference.engine import Sample, extend_runs
+
 MATCH_PATH = "/v1/samples/match"
 _OUTSIDE = "outside"
 _DISTINCTIVE = 16
@@ -57,7 +59,7 @@ class MatchAnswer(msgspec.Struct):
 class _Sample:
     prompt: bytes
     logprobs: array[float]
-    version: int
+    versions: list[tuple[int, int]]
 
 
 class SampleIndex:
@@ -75,12 +77,13 @@ class SampleIndex:
         self.tokens = 0
         """Number of remembered tokens."""
 
-    def add(self, prompt_ids: list[int], token_ids: list[int], logprobs: list[float], version: int) -> None:
-        """Remember a sample; `logprobs` has the length of `token_ids`."""
+    def add(self, prompt_ids: list[int], sample: Sample) -> None:
+        """Remember a sample."""
+        token_ids, logprobs = sample.token_ids, array("d", sample.logprobs)
         prompt = _digest(prompt_ids)
-        self._add(token_ids, _Sample(prompt, array("d", logprobs), version))
+        self._add(token_ids, _Sample(prompt, logprobs, sample.versions))
         if len(token_ids) > 1 and token_ids[-1] in self._end_ids:
-            self._add(token_ids[:-1], _Sample(prompt, array("d", logprobs[:-1]), version))
+            self._add(token_ids[:-1], _Sample(prompt, logprobs[:-1], sample.versions))
 
     def match(self, row: SoughtRow) -> MatchedRow | None:
         """The sampled tokens of a row; None if one of its spans was not sampled here.
@@ -93,10 +96,11 @@ class SampleIndex:
             if sample is None:
                 return None
             found.logprobs.extend(sample.logprobs)
-            count = end - start
-            if found.versions and found.versions[-1][0] == sample.version:
-                count += found.versions.pop()[1]
-            found.versions.append((sample.version, count))
+            left = end - start  # the last run may include an end token that the row leaves out
+            for version, count in sample.versions:
+                if left:
+                    extend_runs(found.versions, version, min(count, left))
+                    left -= min(count, left)
         return found if found.versions else None
 
     def _add(self, token_ids: list[int], sample: _Sample) -> None:

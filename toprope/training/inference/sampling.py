@@ -37,10 +37,7 @@ class TokenSampler:
             self._greedy = torch.tensor([value == 0 for value in temperatures], device=device)
         if any(request.top_p < 1 for request, _ in requests):
             self._top_p = torch.tensor([request.top_p for request, _ in requests], device=device).unsqueeze(1)
-        self._seeded = [
-            None if request.seed is None else _generator((request.seed * 1_000_003 + number) % 2**63, device)
-            for request, number in requests
-        ]
+        self._seeded = [seeded_generator(request, number, device) for request, number in requests]
         self._any_seeded = any(own is not None for own in self._seeded)
         self._drawn, self._used = torch.empty(0), _DRAWN
 
@@ -57,38 +54,8 @@ class TokenSampler:
             self._drawn = self._drawn[index]
 
     def sample(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample the next token of each row.
-
-        Args:
-            logits: (rows, vocabulary).
-
-        Returns:
-            Tokens and their log-probabilities before nucleus sampling, both (rows,).
-
-        Raises:
-            RuntimeError: The logits are not finite, as after diverged training.
-        """
-        logits = logits.float()
-        if self._temperature is not None:
-            logits = logits / self._temperature
-        peak = logits.amax(-1, keepdim=True)
-        weights = (logits - peak).exp_()
-        if self._top_p is None:
-            cumulative = weights.cumsum(-1, dtype=torch.float64)
-            mass = total = cumulative[:, -1:]
-        else:
-            total = weights.sum(-1, keepdim=True, dtype=torch.float64)
-            cumulative = _nucleus(weights, total * self._top_p).cumsum(-1, dtype=torch.float64)
-            mass = cumulative[:, -1:]
-        if not bool(total.isfinite().all()):
-            raise RuntimeError("the policy's logits are not finite numbers")
-        # Below the mass, so that the search ends at an entry that adds to the sum: one with a weight above 0.
-        point = torch.minimum(self._uniform(len(logits)) * mass, mass.nextafter(torch.zeros_like(mass)))
-        token = torch.searchsorted(cumulative, point, right=True)
-        if self._greedy is not None:
-            token = torch.where(self._greedy.unsqueeze(1), logits.argmax(-1, keepdim=True), token)
-        logprob = logits.gather(1, token) - peak - total.log().float()
-        return token.squeeze(1), logprob.squeeze(1)
+        """Sample the next token of each row; see `choose_tokens`."""
+        return choose_tokens(logits, self._uniform(len(logits)), self._temperature, self._greedy, self._top_p)
 
     def _uniform(self, rows: int) -> torch.Tensor:
         """(rows, 1): numbers from 0 to below 1, for each row from its own source."""
@@ -103,12 +70,60 @@ class TokenSampler:
         return self._drawn[:, self._used - 1 : self._used]
 
 
+def choose_tokens(
+    logits: torch.Tensor,
+    uniform: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    greedy: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the next token of each row.
+
+    Args:
+        logits: (rows, vocabulary).
+        uniform: (rows, 1): numbers from 0 to below 1, float64.
+        temperature: (rows, 1), above 0; None for 1.
+        greedy: (rows,): rows that take the most likely token; None for none.
+        top_p: (rows, 1): mass of the nucleus; None for all tokens.
+
+    Returns:
+        Tokens and their log-probabilities before nucleus sampling, both (rows,).
+
+    Raises:
+        RuntimeError: The logits are not finite, as after diverged training.
+    """
+    logits = logits.float()
+    if temperature is not None:
+        logits = logits / temperature
+    peak = logits.amax(-1, keepdim=True)
+    weights = (logits - peak).exp_()
+    if top_p is None:
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        mass = total = cumulative[:, -1:]
+    else:
+        total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+        cumulative = _nucleus(weights, total * top_p).cumsum(-1, dtype=torch.float64)
+        mass = cumulative[:, -1:]
+    if not bool(total.isfinite().all()):
+        raise RuntimeError("the policy's logits are not finite numbers")
+    # Below the mass, so that the search ends at an entry that adds to the sum: one with a weight above 0.
+    point = torch.minimum(uniform * mass, mass.nextafter(torch.zeros_like(mass)))
+    token = torch.searchsorted(cumulative, point, right=True)
+    if greedy is not None:
+        token = torch.where(greedy.unsqueeze(1), logits.argmax(-1, keepdim=True), token)
+    logprob = logits.gather(1, token) - peak - total.log().float()
+    return token.squeeze(1), logprob.squeeze(1)
+
+
+def seeded_generator(request: SamplingRequest, number: int, device: torch.device) -> torch.Generator | None:
+    """The source of random numbers of a request's row `number`; None for a request without a seed."""
+    if request.seed is None:
+        return None
+    return torch.Generator(device=device).manual_seed((request.seed * 1_000_003 + number) % 2**63)
+
+
 def _draw(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device)
-
-
-def _generator(seed: int, device: torch.device) -> torch.Generator:
-    return torch.Generator(device=device).manual_seed(seed)
 
 
 def _nucleus(weights: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,12 @@ RECIPES: Mapping[str, Recipe] = {
 """Embedded policies by their names in `policy.model`."""
 
 
-def build(folder: Path, recipe: Recipe, progress: Callable[[int, int, float], None] | None = None) -> None:
+def build(
+    folder: Path,
+    recipe: Recipe,
+    progress: Callable[[int, int, float], None] | None = None,
+    shape: Mapping[str, Any] | None = None,
+) -> None:
     """Create tokenizer and model, warm-start the model and save both for `transformers`.
 
     Computes in one thread, and restores torch's number of threads and its global random state.
@@ -145,6 +150,7 @@ def build(folder: Path, recipe: Recipe, progress: Callable[[int, int, float], No
         folder: Destination, created if missing. `recipe.json` is written last and marks the folder as complete.
         recipe: The policy's constants.
         progress: Called every few steps with steps done, total steps, and the loss in nats per answer token.
+        shape: Fields of the model's configuration that differ from the recipe.
     """
     import torch
     from transformers import GenerationConfig
@@ -155,7 +161,7 @@ def build(folder: Path, recipe: Recipe, progress: Callable[[int, int, float], No
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
             tokenizer = make_tokenizer(recipe)
-            model = _make_model(recipe, tokenizer)
+            model = _make_model(recipe, tokenizer, shape or {})
             _warm_start(model, tokenizer, recipe, progress)
     finally:
         torch.set_num_threads(threads)
@@ -205,26 +211,25 @@ def _byte_alphabet() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(free)) for byte in range(256)]
 
 
-def _make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def _make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, shape: Mapping[str, Any]) -> LlamaForCausalLM:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=-(-len(tokenizer) // 8) * 8,  # a multiple of 8; ids above the tokenizer's do not occur
-            hidden_size=recipe.hidden_size,
-            intermediate_size=recipe.intermediate_size,
-            num_hidden_layers=recipe.layers,
-            num_attention_heads=recipe.heads,
-            num_key_value_heads=recipe.heads,
-            max_position_embeddings=recipe.context,
-            rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
-            initializer_range=recipe.initializer_range,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    usual = {
+        "vocab_size": -(-len(tokenizer) // 8) * 8,  # a multiple of 8; ids above the tokenizer's do not occur
+        "hidden_size": recipe.hidden_size,
+        "intermediate_size": recipe.intermediate_size,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.heads,
+        "max_position_embeddings": recipe.context,
+        "rope_parameters": {"rope_type": "default", "rope_theta": recipe.rope_theta},
+        "initializer_range": recipe.initializer_range,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**usual, **shape}))
 
 
 def _warm_start(

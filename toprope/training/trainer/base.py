@@ -31,7 +31,7 @@ from toprope.training.api.clients import sync_client
 from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
 from toprope.training.policy.loading import describe_device, fix_kernels, load_model, load_tokenizer
-from toprope.training.policy.weight_sync import WeightFile
+from toprope.training.policy.publishing import Publisher, open_publisher, tell_sampler
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch
 from toprope.training.trainer.checkpoint_io import (
     CheckpointState,
@@ -61,16 +61,6 @@ class Learner(Protocol):
         Raises:
             EndOfTraining: There is no further batch.
         """
-
-
-class Publisher(Protocol):
-    """Makes weights available to inference."""
-
-    version: int
-    """Version published last."""
-
-    def publish(self) -> int:
-        """Publishes the next version and returns its number."""
 
 
 class BatchReader(Protocol):
@@ -195,7 +185,9 @@ class TrainingRun(ABC):
         self._published = self._ranks.mirrors(self._trained)
         if self._ranks.leads:
             # Inference may hold weights from an earlier life of this trainer; from -1 on it accepts even version 0.
-            self._publisher = WeightFile(self._member.weights, self._published, -1 if self._member.life else 0)
+            version = -1 if self._member.life else 0
+            place, weights = self._member.weights, self._published
+            self._publisher = open_publisher(self._config, place, self._model, weights, version)
         return self._trained
 
     def _make_scheduler(self) -> torch.optim.lr_scheduler.LambdaLR:
@@ -333,6 +325,7 @@ class TrainingRun(ABC):
         if self._began is None:
             self._began = time.monotonic()
         self._unused += batch.unused
+        self._tell_sampler("sleep")
         return batch
 
     def _elapsed(self) -> float:
@@ -349,6 +342,7 @@ class TrainingRun(ABC):
         not_finite = self._find_not_finite(metrics.get("loss"))
         if not_finite is None:
             self._publisher.publish()
+        self._tell_sampler("wake")
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3)}
         row |= {name: _short(value) for name, value in metrics.items()}
         row |= {"version": self._publisher.version, "train_seconds": round(self._elapsed(), 3)}
@@ -364,6 +358,10 @@ class TrainingRun(ABC):
         retry = self._unsaved_since is not None and time.monotonic() - self._unsaved_since >= SAVE_AGAIN_S
         if retry or (self._unsaved_since is None and step % self._config.logging.save_steps == 0):
             self._save()
+
+    def _tell_sampler(self, action: str) -> None:
+        if self._config.inference.sleep and (url := self._member.peer("inference")) is not None:
+            tell_sampler(url, self._member.secret, action, self._config.launcher.hang_timeout_s)
 
     def _find_not_finite(self, loss: float | None) -> str | None:
         """Name of the first kind of value that is not finite; None if the step may be published."""

@@ -92,7 +92,7 @@ class Interpreters:
     """
 
     def __init__(self, home: Home, found: Callable[[], Sequence[Adapter]] = adapters) -> None:
-        self.registry = Registry(home.environments_file)
+        self.registry, self._engines = Registry(home.environments_file), Registry(home.engines_file)
         self.store = Store(home.interpreters)
         self._home, self._adapters = home, found
 
@@ -128,11 +128,11 @@ class Interpreters:
                 more = (*self._more(target.path), *ecosystem_requirements(target, self._adapters()))
                 target = replace(target, requirements=(*target.requirements, *more))
             given_up = given_up or threading.Event()
-            outcome = self._place(order, target, progress, given_up)
+            outcome = self.place(order, target, progress, given_up)
             if outcome.made is not None and (more := self._more(outcome.added.site_packages)):
                 progress(f"its packages need {', '.join(more)}")
                 order = replace(order, requirements=(*order.requirements, *more))
-                outcome = self._place(order, target, progress, given_up)
+                outcome = self.place(order, target, progress, given_up)
             if checkout is not None:
                 outcome = replace(outcome, added=self._settle(outcome.added, checkout))
         finally:
@@ -170,7 +170,8 @@ class Interpreters:
         begun = [path for path in self._home.checkouts.glob(f"{_CLONING}*") if _older(path, 2 * _LONGEST_S)]
         if not self.store.path.is_dir():
             return begun
-        used = {one.lock for one in self.registry.read().values() if one.lock}
+        entries = [*self.registry.read().values(), *self._engines.read().values()]
+        used = {one.lock for one in entries if one.lock}
         rest = [digest for digest in self.store.digests() if digest not in used]
         return [*begun, *self.store.unused(used | digests_in_use(self._home.runs, rest))]
 
@@ -202,10 +203,14 @@ class Interpreters:
                 hint="Wait until it ends, or stop it.",
             )
 
-    def _place(
+    def place(
         self, order: Order, target: Target, progress: Callable[[str], None], given_up: threading.Event
     ) -> Outcome:
-        """Choose the interpreter: the owner's, Toprope's own, an existing one, or a new one."""
+        """Choose the interpreter: the owner's, Toprope's own, an existing one, or a new one. Adds no entry.
+
+        Raises:
+            TopropeError: Nothing is left of the attempt.
+        """
         requirements = (*target.requirements, *self._expanded(order.requirements))
         for text in requirements:
             require_no_secret(text)
@@ -266,6 +271,8 @@ class Interpreters:
         began = time.monotonic()
         progress(f"installing {len(pins)} packages")
         installer.install(target.name, pins, wanted)
+        if wanted.prepare is not None:
+            wanted.prepare(site_packages_of(installer.python) or aside)
         if target.adapter is not None:
             progress(f"importing {target.adapter.package}")
             _require_import(installer.python, target.adapter, aside)

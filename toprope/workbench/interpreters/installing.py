@@ -46,6 +46,10 @@ class Wanted:
     """`own` (the version that Toprope runs), `any`, or a version."""
     base: str | None = None
     """Python that creates the environment; Toprope's own if None."""
+    left_out: frozenset[str] = frozenset()
+    """Packages that are resolved and not installed."""
+    prepare: Callable[[Path], None] | None = None
+    """Called with the folder of the packages after their installation."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ class Installer:
         constraint = "" if wanted.torch == "any" or (wanted.torch == "own" and not own) else f"torch=={public}"
         if wanted.torch not in ("own", "any"):
             constraint = f"torch=={wanted.torch}"
-        pins = self._resolve(what, wanted, constraint)
+        pins = [pin for pin in self._resolve(what, wanted, constraint) if pin.name.lower() not in wanted.left_out]
         if wanted.torch != "own" or not _for_gpus(pins) or _for_gpus(_own_pins()):
             return pins
         flavour = own.partition("+")[2]

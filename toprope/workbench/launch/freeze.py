@@ -33,6 +33,7 @@ from toprope.settings.owner import Home
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft
 from toprope.workbench.endpoints import resolve_helpers, resolve_teacher
+from toprope.workbench.interpreters.engines import engine_python
 from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.custom_trainers import trainer_of
 from toprope.workbench.launch.hold import hold_run, plan_values
@@ -100,6 +101,8 @@ def freeze_drafts(
             ingredients=_ingredients(home, draft),
         )
         specification = _with_helpers(specification, home)
+        python = engine_python(home, specification.config.inference.engine)
+        specification = specification.model_copy(update={"engine_python": python})
         if kind.demonstrates:
             specification = with_dataset(specification, home.datasets)
         require_interpreters(specification)
@@ -261,6 +264,7 @@ def freeze_question(
         locks=locks.record(),
         ask=plan,
         policy_cache=run.policy_cache,
+        engine_python=run.engine_python,
     )
 
 

@@ -37,6 +37,14 @@ def require_interpreters(specification: Specification) -> None:
                 "select_environment, or ask the owner to add it again (toprope env add).",
             )
 
+    engine = specification.config.inference.engine
+    if specification.engine_python is not None and not Path(specification.engine_python).exists():
+        raise InvalidValue(
+            f"The interpreter of {engine}, {specification.engine_python}, does not exist any more.",
+            hint=f"The owner installs it again (toprope engine add {engine}), or edit_config sets inference.engine to "
+            "embedded.",
+        )
+
 
 def describe_job(specification: Specification, home: Home) -> str:
     """Say what a cluster's engine would be asked for; empty for a run on this machine. The engine is not asked.

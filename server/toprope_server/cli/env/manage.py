@@ -81,7 +81,7 @@ def add(
         wanted=wanted,
     )
     with open_workshop() as workshop:
-        outcome = Interpreters(workshop.home).add(order, _Progress().show)
+        outcome = Interpreters(workshop.home).add(order, Progress().show)
         typer.echo(describe_outcome(outcome, environments_of(workshop, outcome)))
 
 
@@ -125,7 +125,7 @@ def remove(name: Annotated[str, typer.Argument(help="As 'toprope env list' shows
         typer.echo(f"Removed {gone.name}.{' Its interpreter stays while it is in use.' if kept else ''}")
 
 
-class _Progress:
+class Progress:
     """Progress on standard error: one changing line in a terminal, a line every few seconds in a log."""
 
     def __init__(self) -> None:

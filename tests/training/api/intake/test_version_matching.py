@@ -19,6 +19,7 @@ from tests.support.training_api_server import ENVIRONMENT, REGISTRATION, SECRET,
 from toprope.records.journal.file_journal import FileJournal
 from toprope.training.api.intake.validation import GroupValidator
 from toprope.training.api.intake.version_matching import InferenceMatcher, sampled_spans
+from toprope.training.inference.engine import Sample
 from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, SoughtRow
 
 
@@ -68,7 +69,7 @@ def outside(mark: int, rows: int = 2, **fields: Any) -> dict[str, Any]:
 def test_versions_are_added_and_unmatched_setting_is_followed(tmp_path: Path, train: bool) -> None:
     index, matcher = SampleIndex(), InferenceMatcher(SECRET)
     for version in (4, 5):
-        index.add([1], [2, 3], [-0.5, -0.25 * version], version)
+        index.add([1], Sample([2, 3], [-0.5, -0.25 * version], [(version, 2)], "", "stop"))
     with inference(index) as url, served(tmp_path / "journal", matcher=matcher, train_unmatched=train) as api:
         registered(api)
         matcher.connect(url)
@@ -92,8 +93,8 @@ def test_versions_are_added_and_unmatched_setting_is_followed(tmp_path: Path, tr
 
 def test_matched_versions_obey_max_staleness(tmp_path: Path) -> None:
     index, matcher = SampleIndex(), InferenceMatcher(SECRET)
-    index.add([1], [2, 3], [-0.5, -0.5], 1)
-    index.add([7], [2, 3], [-0.5, -0.5], 9)
+    index.add([1], Sample([2, 3], [-0.5, -0.5], [(1, 2)], "", "stop"))
+    index.add([7], Sample([2, 3], [-0.5, -0.5], [(9, 2)], "", "stop"))
     with inference(index) as url, served(tmp_path / "journal", matcher=matcher, max_staleness=3) as api:
         registered(api)
         matcher.connect(url)
@@ -119,7 +120,7 @@ def test_missing_inference_server_does_not_block_posts(tmp_path: Path) -> None:
 
 def test_repeated_post_of_matched_group_is_one_group(tmp_path: Path) -> None:
     index, matcher = SampleIndex(), InferenceMatcher(SECRET)
-    index.add([1], [2, 3], [-0.5, -0.5], 1)
+    index.add([1], Sample([2, 3], [-0.5, -0.5], [(1, 2)], "", "stop"))
     with inference(index) as url, served(tmp_path / "journal", matcher=matcher) as api:
         registered(api)
         matcher.connect(url)
@@ -136,25 +137,26 @@ def test_sampled_spans_are_runs_of_unmasked_tokens() -> None:
 
 def test_samples_are_found_by_their_ids_and_prompt() -> None:
     index = SampleIndex(end_ids=frozenset({0}))
-    index.add([1, 2], [5, 6, 0], [-1.0, -2.0, -3.0], 3)
-    index.add([1, 2, 5, 6, 0, 9], [7], [-4.0], 4)
+    index.add([1, 2], Sample([5, 6, 0], [-1.0, -2.0, -3.0], [(3, 3)], "", "stop"))
+    index.add([1, 2, 5, 6, 0, 9], Sample([7], [-4.0], [(4, 1)], "", "stop"))
     both = index.match(SoughtRow([1, 2, 5, 6, 0, 9, 7], [(2, 5), (6, 7)]))
     assert both is not None
     assert (both.versions, both.logprobs) == ([(3, 3), (4, 1)], [-1.0, -2.0, -3.0, -4.0])
     cut = index.match(SoughtRow([1, 2, 5, 6], [(2, 4)]))
     assert cut is not None and cut.logprobs == [-1.0, -2.0], "an environment may leave out the end token"
+    assert cut.versions == [(3, 2)]
     for tokens, spans in (([1, 2, 5, 6, 0, 9, 8], [(2, 5), (6, 7)]), ([2, 2, 5, 6, 0], [(2, 5)]), ([1, 2], [])):
         assert index.match(SoughtRow(tokens, spans)) is None
     long = list(range(10, 40))
-    index.add([1], long, [-1.0] * 30, 5)
+    index.add([1], Sample(long, [-1.0] * 30, [(5, 20), (6, 10)], "", "stop"))
     found = index.match(SoughtRow([3, 3, *long], [(2, 32)]))
-    assert found is not None and found.versions == [(5, 30)], "a long sample is recognised without its prompt"
+    assert found is not None and found.versions == [(5, 20), (6, 10)], "a long sample is recognised without its prompt"
 
 
 def test_oldest_samples_are_forgotten_first() -> None:
     index = SampleIndex(limit=10)
     for token in range(8):
-        index.add([1], [token, 50], [-1.0, -1.0], token)
+        index.add([1], Sample([token, 50], [-1.0, -1.0], [(token, 2)], "", "stop"))
     assert index.tokens == 10
     known = [index.match(SoughtRow([1, token, 50], [(1, 3)])) is not None for token in range(8)]
     assert known == [False] * 3 + [True] * 5

@@ -1,0 +1,69 @@
+"""`toprope engine add`, `list`, `remove`: engines with an interpreter of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toprope.text_format import plural
+from toprope_server.cli.context import open_workshop
+
+
+def add(
+    name: Annotated[str, typer.Argument(help="The engine: vllm.")],
+    python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="An interpreter that has it already; nothing is installed.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Make the virtual environment with this Python.")
+    ] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Use only --find-links and a cache.")] = False,
+    find_links: Annotated[
+        list[Path] | None, typer.Option("--find-links", metavar="FOLDER", help="A folder with wheels. Repeatable.")
+    ] = None,
+    extra_index_url: Annotated[
+        list[str] | None, typer.Option("--extra-index-url", metavar="URL", help="One more package index. Repeatable.")
+    ] = None,
+) -> None:
+    """Install an engine into an interpreter of its own: several gigabytes, for the GPU if there is one.
+
+    A failed installation leaves nothing behind and names the requirement.
+    """
+    from toprope.workbench.interpreters.engines import add_engine
+    from toprope.workbench.interpreters.installing import Wanted
+    from toprope_server.cli.env.manage import Progress
+
+    wanted = Wanted(
+        (),
+        find_links=tuple(str(folder.expanduser().absolute()) for folder in find_links or []),
+        extra_indexes=tuple(extra_index_url or []),
+        offline=offline,
+        base=base,
+    )
+    with open_workshop() as workshop:
+        outcome = add_engine(workshop.home, name, python=python, wanted=wanted, progress=Progress().show)
+    made = outcome.made
+    size = "" if made is None else f" ({plural(len(made.pins), 'package')}, {made.bytes / 1e9:.1f} GB)"
+    typer.echo(f"{name}: {outcome.added.python}{size}. Runs use it with inference.engine {name}.")
+
+
+def list_engines() -> None:
+    """List the engines that runs can use."""
+    from toprope.workbench.interpreters.engines import ENGINES, engines_of
+
+    with open_workshop() as workshop:
+        added = engines_of(workshop.home).read()
+    typer.echo("embedded: ready\ntransformers: ready")
+    for name in ENGINES:
+        typer.echo(f"{name}: {added[name].python if name in added else f'toprope engine add {name} installs it'}")
+
+
+def remove(name: Annotated[str, typer.Argument(help="As 'toprope engine list' shows it.")]) -> None:
+    """Remove an engine, and its interpreter once no live run uses it."""
+    from toprope.workbench.interpreters.engines import remove_engine
+
+    with open_workshop() as workshop:
+        remove_engine(workshop.home, name)
+    typer.echo(f"Removed {name}.")

@@ -1,0 +1,365 @@
+"""The relay to vLLM: verified updates, repeated requests, restarts, adapters, sleep.
+
+A stand-in takes the place of the server; `test_conformance.py` asks the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from aiohttp import web
+
+from tests.support.training_api_server import until
+from tests.training.inference.requests import sample
+from toprope.errors import ComponentFailed, InvalidValue, TopropeError
+from toprope.settings.schema import Config
+from toprope.training.inference.engine import SamplingRequest
+from toprope.training.inference.engines.choice import make_engine
+from toprope.training.inference.engines.vllm_engine import VllmEngine
+from toprope.training.inference.engines.vllm_process import VllmSettings
+from toprope.training.policy.publishing import WeightFolder, WeightHandles, newest_published
+
+TOKENIZER: Any = SimpleNamespace(
+    eos_token_id=1,
+    batch_decode=lambda rows, **options: ["".join(chr(97 + token % 26) for token in row) for row in rows],
+)
+
+
+@dataclass
+class Server:
+    """A stand-in for one vLLM server. Its weights are the `check.json` of the folder that it has loaded."""
+
+    number: int
+    folder: Path
+    model: Path
+    keeps_old: bool = False
+    process: Any = field(default_factory=lambda: SimpleNamespace(returncode=9))
+    ended: bool = False
+    version: str = "default"
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    go_on: threading.Event = field(default_factory=threading.Event)
+    """Set: generation ends at once. Clear: it waits."""
+
+    def __post_init__(self) -> None:
+        self.go_on.set()
+        self.weights = {"policy": _check(self.model)}
+        self._started, self._loop = threading.Event(), asyncio.new_event_loop()
+        self._ending = asyncio.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+        assert self._started.wait(10)
+
+    def connect(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            "http://vllm", connector=aiohttp.UnixConnector(str(self.folder / f"{self.number}")), headers={"x": "y"}
+        )
+
+    def end(self) -> None:
+        self.ended = True
+        self._loop.call_soon_threadsafe(self._ending.set)
+
+    def last_words(self) -> str:
+        return "out of memory"
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.calls]
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._serve())
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.UnixSite(runner, str(self.folder / f"{self.number}")).start()
+        self._started.set()
+        await self._ending.wait()
+        await runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        path, body = request.path, json.loads(await request.read() or b"{}")
+        if path == "/inference/v1/generate":
+            return await self._generate(body)
+        self.calls.append((path, body))
+        if path == "/collective_rpc" and body["method"] == "reload_weights" and not self.keeps_old:
+            self.weights["policy"] = _check(Path(body["kwargs"]["weights_path"]))
+        elif path == "/update_weights" and not self.keeps_old:
+            self.weights["policy"] = body["update_info"]["names"]
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
+        elif path == "/v1/load_lora_adapter":
+            self.weights[body["lora_name"]] = _check(Path(body["lora_path"]))
+        elif path == "/v1/unload_lora_adapter":
+            del self.weights[body["lora_name"]]
+        return web.json_response({})
+
+    async def _generate(self, body: dict[str, Any]) -> web.Response:
+        sampling = body["sampling_params"]
+        if "prompt_logprobs" in sampling:
+            found = self.weights[body["model"]]
+            entries = [
+                {str(token): {"logprob": value}} for token, value in zip(body["token_ids"][1:], found, strict=True)
+            ]
+            return web.json_response({"choices": [], "prompt_logprobs": [None, *entries]})
+        self.asked.append(body)
+        version = self.version
+        while not self.go_on.is_set():
+            await asyncio.sleep(0.005)
+        spans = [{"version": version, "start": 0, "end": 1}, {"version": self.version, "start": 1, "end": 3}]
+        choice = {
+            "finish_reason": "stop",
+            "token_ids": [self.number] * 3,
+            "logprobs": {"content": [{"logprob": -0.5}] * 3},
+            "weight_versions": spans,
+        }
+        return web.json_response({"choices": [choice] * sampling["n"]})
+
+
+def _check(model: Path) -> list[float]:
+    path = model / "check.json"
+    return json.loads(path.read_bytes())["logprobs"] if path.exists() else [0.0] * 23
+
+
+@dataclass
+class Rig:
+    engine: VllmEngine
+    servers: list[Server]
+    publisher: Any
+    model: torch.nn.Module
+    gave_up: list[TopropeError]
+
+    def publish(self) -> int:
+        with torch.no_grad():
+            for value in self.model.parameters():
+                value.add_(torch.randn_like(value))
+        return int(self.publisher.publish())
+
+    def ask(self, n: int = 1) -> queue.Queue[Any]:
+        answered: queue.Queue[Any] = queue.Queue()
+        self.engine.submit(SamplingRequest([5], n=n, max_new_tokens=3), answered.put)
+        return answered
+
+
+class Tiny(torch.nn.Module):
+    """Looks like a model of transformers: one table of logits."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(32, 32)
+
+    def get_input_embeddings(self) -> Any:
+        return self.table
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        return SimpleNamespace(logits=self.table(input_ids))
+
+    def save_pretrained(self, folder: Path, **options: Any) -> None:
+        folder.mkdir()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def rig(*, keeps_old: tuple[int, ...] = (), adapters: bool = False, in_memory: bool = False) -> Rig:
+        servers: list[Server] = []
+        gave_up: list[TopropeError] = []
+        torch.manual_seed(0)
+        model = Tiny()
+        if adapters:
+            model.peft_config = {}  # type: ignore[assignment]
+
+        def start(settings: VllmSettings, place: Path) -> Any:
+            number = len(servers) + 1
+            servers.append(Server(number, tmp_path, place, number in keeps_old))
+            return servers[-1]
+
+        settings = VllmSettings("python", tmp_path, "float32", "cpu", 64, in_memory=in_memory)
+        engine = VllmEngine(
+            settings, TOKENIZER, frozenset({1}), crew=tmp_path, gave_up=gave_up.append, start_process=start
+        )
+        engine.start()
+        assert engine.wait_ready(30)
+        publisher: Any = WeightFolder(tmp_path, model)
+        if in_memory:
+            publisher = WeightHandles(tmp_path, model, share=lambda copy: ("handle", tuple(copy.shape)), device_id="G")
+        rigs.append(Rig(engine, servers, publisher, model, gave_up))
+        return rigs[-1]
+
+    yield rig
+    for one in rigs:
+        one.engine.stop()
+
+
+def test_update_is_verified_before_its_answers_are_given(make: Callable[..., Rig]) -> None:
+    rig = make()
+    [server] = rig.servers
+    assert sample(rig.engine, SamplingRequest([5], n=2, max_new_tokens=3))[0][1].versions == [(0, 3)]
+    server.go_on.clear()
+    answered = rig.ask()
+    until(lambda: len(server.asked) == 2)
+    assert rig.publish() == 1
+    until(lambda: rig.engine.version == 1)
+    server.go_on.set()
+    assert answered.get(timeout=10)[0].versions == [(0, 1), (1, 2)]
+    assert server.paths()[-5:] == [
+        "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"
+    ]  # fmt: skip
+    assert len(rig.servers) == 1
+
+
+def test_server_that_keeps_old_weights_is_replaced_and_what_it_sampled_is_discarded(make: Callable[..., Rig]) -> None:
+    rig = make(keeps_old=(1,))
+    rig.servers[0].go_on.clear()
+    answered = rig.ask()
+    until(lambda: rig.servers[0].asked)
+    rig.publish()
+    [answer] = answered.get(timeout=30)
+    assert answer.token_ids == [2, 2, 2] and answer.versions == [(1, 3)]
+    published = newest_published(rig.servers[0].folder)
+    assert published is not None and rig.servers[1].model == published.folder
+    assert rig.servers[0].ended and rig.engine.restarts == 1 and rig.engine.version == 1
+    rig.publish()
+    until(lambda: rig.engine.version == 2)
+    assert len(rig.servers) == 2
+
+
+def test_engine_gives_up_when_no_server_takes_the_weights(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.publisher._write = lambda folder: folder.mkdir()
+    answered = rig.ask()
+    assert answered.get(timeout=10)
+
+    def refuse(model: Path) -> list[float]:
+        return [7.0] * 23
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.training.inference.test_vllm_engine._check", refuse)
+        rig.publish()
+        until(lambda: rig.gave_up)
+    assert isinstance(rig.gave_up[0], ComponentFailed) and "differ from the trainer's" in rig.gave_up[0].message
+    assert len(rig.servers) == 4
+    assert isinstance(rig.ask().get(timeout=10), RuntimeError)
+    with pytest.raises(ComponentFailed):
+        rig.engine.wait_ready(1)
+
+
+def test_requests_outlive_a_server_that_ends(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.publish()
+    until(lambda: rig.engine.version == 1)
+    rig.servers[0].go_on.clear()
+    answered = rig.ask(n=2)
+    until(lambda: rig.servers[0].asked)
+    rig.servers[0].end()
+    answers = answered.get(timeout=30)
+    assert [answer.token_ids for answer in answers] == [[2] * 3] * 2
+    assert answers[0].versions == [(1, 3)], "the next server begins with the newest weights"
+    assert not rig.gave_up
+
+
+def test_adapters_get_a_name_for_each_version_and_leave_after_their_last_request(make: Callable[..., Rig]) -> None:
+    rig = make(adapters=True)
+    [server] = rig.servers
+    rig.publish()
+    until(lambda: rig.engine.version == 1)
+    server.go_on.clear()
+    first = rig.ask()
+    until(lambda: server.asked)
+    rig.publish()
+    until(lambda: rig.engine.version == 2)
+    second = rig.ask()
+    until(lambda: len(server.asked) == 2)
+    assert "/pause" not in server.paths()
+    assert len(server.weights) == 3, "the base and two adapters"
+    server.go_on.set()
+    assert first.get(timeout=10)[0].versions == [(1, 3)] and second.get(timeout=10)[0].versions == [(2, 3)]
+    names = [body["model"] for body in server.asked]
+    assert names[0].startswith("policy-v1-") and names[1].startswith("policy-v2-")
+    rig.publish()
+    until(lambda: names[0] not in server.weights and names[1] not in server.weights)
+
+
+def test_weights_in_gpu_memory_arrive_as_handles(make: Callable[..., Rig]) -> None:
+    rig = make(in_memory=True)
+    [server] = rig.servers
+    assert ("/init_weight_transfer_engine", {"init_info": {"packed": False}}) in server.calls
+    server.weights["policy"] = []
+    answers: list[Any] = []
+    told: list[dict[str, Any]] = []
+
+    async def take(body: dict[str, Any]) -> web.Response:
+        if "prompt_logprobs" in body["sampling_params"]:
+            told.append(dict(server.calls)["/update_weights"]["update_info"])
+            server.weights["policy"] = _check(newest_published(server.folder).folder)  # type: ignore[union-attr]
+        return await Server._generate(server, body)
+
+    server._generate = take  # type: ignore[method-assign]
+    rig.publish()
+    until(lambda: rig.engine.version == 1)
+    paths = server.paths()
+    steps = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+    assert [path for path in paths if path in steps] == steps
+    assert told[0]["names"] == ["table.weight"] and told[0]["dtype_names"] == ["bfloat16"]
+    assert told[0]["shapes"] == [[32, 32]] and told[0]["ipc_handles_pickled"]
+    rig.engine.submit(SamplingRequest([5], max_new_tokens=3), answers.append)
+    until(lambda: answers)
+
+
+def test_sleep_waits_for_answers_and_holds_back_requests(make: Callable[..., Rig]) -> None:
+    rig = make()
+    [server] = rig.servers
+    server.go_on.clear()
+    running = rig.ask()
+    until(lambda: server.asked)
+    sleeping = threading.Thread(target=rig.engine.sleep)
+    sleeping.start()
+    waiting = rig.ask()
+    assert "/sleep" not in server.paths()
+    server.go_on.set()
+    assert running.get(timeout=10)
+    sleeping.join(10)
+    assert server.paths()[-1] == "/sleep" and len(server.asked) == 1 and waiting.empty()
+    rig.publish()
+    rig.engine.wake()
+    assert waiting.get(timeout=10)
+    until(lambda: rig.engine.version == 1)
+    assert server.paths().index("/wake_up") < server.paths().index("/pause")
+
+
+def test_key_is_in_no_argument_and_no_secret_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPROPE_SECRET", "s3cret")
+    monkeypatch.setenv("HF_TOKEN", "hf_1")
+    config = Config()
+    config.policy.lora, config.policy.lora_rank, config.inference.sleep = True, 20, True
+    settings = VllmSettings.of(config, "/venv/bin/python", tmp_path, "cuda", None)
+    command, variables = settings.command(tmp_path, tmp_path / "socket"), settings.variables("k3y", tmp_path)
+    assert not any("k3y" in word for word in command) and variables["VLLM_API_KEY"] == "k3y"
+    assert not {"TOPROPE_SECRET", "HF_TOKEN"} & set(variables)
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in variables
+    line = " ".join(command)
+    assert "--max-lora-rank 32" in line and "--enable-sleep-mode" in line and "--dtype bfloat16" in line
+    assert "--enforce-eager" not in line and "--gpu-memory-utilization 0.4" in line
+
+
+def test_tied_embeddings_are_refused_on_a_cpu(tiny_policy: Path, tmp_path: Path) -> None:
+    config = Config()
+    config.inference.engine, config.launcher.device = "vllm", "cpu"
+    with pytest.raises(InvalidValue, match="embeddings are tied"):
+        make_engine(config, tiny_policy, TOKENIZER, crew=tmp_path, python="/venv/bin/python")
+    assert make_engine(config, tiny_policy, TOKENIZER, python="/venv/bin/python").end_ids == {1}, "without training"

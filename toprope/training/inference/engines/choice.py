@@ -1,0 +1,88 @@
+"""The engine that a configuration names, over the policy in a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toprope.errors import InvalidValue, TopropeError
+from toprope.settings.schema import Config
+
+if TYPE_CHECKING:
+    from toprope.training.inference.engine import Engine
+
+
+def make_engine(
+    config: Config,
+    folder: Path,
+    tokenizer: Any,
+    *,
+    crew: Path | None = None,
+    python: str | None = None,
+    log: Path | None = None,
+    gave_up: Callable[[TopropeError], object] = lambda error: None,
+) -> Engine:
+    """Load the policy into an engine, which is not started yet.
+
+    Args:
+        folder: The policy's folder.
+        crew: Folder in which a trainer publishes weights; None for a policy that is not trained.
+        python: The engine's own interpreter, for engines that need one.
+        log: File for the output of the engine's own process.
+        gave_up: Called with the reason if the engine can sample no more.
+
+    Raises:
+        InvalidValue: The engine cannot serve this policy, or the policy cannot be loaded.
+    """
+    if config.inference.engine == "vllm":
+        return _vllm(config, folder, tokenizer, crew, python, log, gave_up)
+    import torch
+    import transformers
+
+    from toprope.training.policy.loading import load_model
+    from toprope.training.policy.weight_sync import WeightReader
+
+    torch.set_num_threads(config.launcher.threads)
+    transformers.logging.set_verbosity_error()
+    model = load_model(folder, config).eval()
+    model.requires_grad_(False)
+    weights = None if crew is None else WeightReader(crew, dict(model.named_parameters()))
+    options: dict[str, Any] = {"max_context": config.policy.max_context, "seed": config.algorithm.seed}
+    if config.inference.engine == "transformers":
+        from toprope.training.inference.engines.continuous import ContinuousEngine
+
+        share = config.inference.memory_share
+        return ContinuousEngine(model, tokenizer, weights=weights, memory_share=share, **options)
+    from toprope.training.inference.embedded_engine import EmbeddedEngine
+
+    if config.algorithm.deterministic:
+        # Other rows of a decode batch change the last bits of a row's logits, so every request is a batch of its own.
+        options["max_rows"] = 1
+    return EmbeddedEngine(model, tokenizer, weights=weights, **options)
+
+
+def _vllm(
+    config: Config,
+    folder: Path,
+    tokenizer: Any,
+    crew: Path | None,
+    python: str | None,
+    log: Path | None,
+    gave_up: Callable[[TopropeError], object],
+) -> Engine:
+    from toprope.machine import gpu_names
+    from toprope.training.inference.engines.vllm_engine import VllmEngine
+    from toprope.training.inference.engines.vllm_process import VllmSettings, end_ids_of, keeps_old_head
+
+    device = "cpu" if config.launcher.device == "cpu" or not gpu_names() else "cuda"
+    if python is None:
+        raise InvalidValue("inference.engine is vllm, and this run was frozen without its interpreter.")
+    if crew is not None and not config.policy.lora and keeps_old_head(folder, device):
+        raise InvalidValue(
+            "On a CPU vLLM keeps the output head of its first weights if embeddings are tied, as this policy's are, so "
+            "training would sample from a mixed model.",
+            hint="Set inference.engine to embedded or transformers, train adapters (policy.lora), or use a GPU.",
+        )
+    settings = VllmSettings.of(config, python, folder, device, log)
+    return VllmEngine(settings, tokenizer, end_ids_of(folder, tokenizer), crew=crew, gave_up=gave_up)

@@ -1,0 +1,213 @@
+"""A vLLM server of our own: its command line and variables, its start and end.
+
+It listens on a Unix socket in a private folder, with a key of its own that only its environment holds. Its development
+endpoints (pause, weights, sleep) are reachable there only.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from toprope.errors import ComponentFailed
+from toprope.sdk.worker.client import worker_environment
+from toprope.settings.schema import Config
+
+MOST_ROWS = 256
+"""Answers that a server samples at once."""
+MODEL = "policy"
+"""Name of the served model."""
+_END_S = 10.0
+_SAID = 1200
+_WORKER = Path(__file__).parent / "worker"
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """Options of a server."""
+
+    python: str
+    """Interpreter that has vLLM."""
+    policy: Path
+    """Folder of the starting policy, with its tokenizer."""
+    dtype: str
+    device: str
+    """`cpu` or `cuda`"""
+    max_context: int
+    memory_share: float = 0.4
+    lora_rank: int = 0
+    """Rank of adapters; 0 without."""
+    sleeps: bool = False
+    in_memory: bool = False
+    """True if weights arrive within the GPU's memory."""
+    seed: int = 0
+    threads: int = 1
+    log: Path | None = None
+    """File for its output."""
+
+    @classmethod
+    def of(cls, config: Config, python: str, policy: Path, device: str, log: Path | None) -> VllmSettings:
+        """The settings for a configuration on a device."""
+        auto = "float32" if device == "cpu" else "bfloat16"
+        return cls(
+            python=python,
+            policy=policy,
+            dtype=auto if config.policy.dtype == "auto" else config.policy.dtype,
+            device=device,
+            max_context=config.policy.max_context,
+            memory_share=config.inference.memory_share,
+            lora_rank=config.policy.lora_rank if config.policy.lora else 0,
+            sleeps=config.inference.sleep,
+            in_memory=config.inference.transfer == "gpu" and not config.policy.lora,
+            seed=config.algorithm.seed,
+            threads=config.launcher.threads,
+            log=log,
+        )
+
+    def command(self, model: Path, socket: Path) -> list[str]:
+        """The command line of a server of the model in a folder."""
+        line = [self.python, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        line += ["--tokenizer", str(self.policy), "--served-model-name", MODEL, "--uds", str(socket)]
+        line += ["--dtype", self.dtype, "--max-model-len", str(self.max_context), "--seed", str(self.seed)]
+        line += ["--max-num-seqs", str(MOST_ROWS), "--generation-config", "vllm", "--enable-scale-out"]
+        line += ["--logprobs-mode", "processed_logprobs", "--worker-extension-cls", "toprope_worker.Extension"]
+        line += ["--disable-uvicorn-access-log"]
+        if self.device == "cpu":
+            line += ["--enforce-eager"]
+        else:
+            line += ["--gpu-memory-utilization", str(self.memory_share)]
+        if self.lora_rank:
+            rank = next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= self.lora_rank), 512)
+            line += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2", "--max-cpu-loras", "4"]
+        if self.in_memory:
+            line += ["--weight-transfer-config", json.dumps({"backend": "ipc"})]
+        return [*line, "--enable-sleep-mode"] if self.sleeps else line
+
+    def variables(self, key: str, folder: Path) -> dict[str, str]:
+        """The environment of a server: ours without secrets, its key, and what its start depends on."""
+        return worker_environment(
+            {
+                "VLLM_API_KEY": key,
+                "VLLM_SERVER_DEV_MODE": "1",
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_HOST_IP": "127.0.0.1",
+                "VLLM_RPC_BASE_PATH": str(folder),
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": str(self.threads),
+                "HF_HUB_OFFLINE": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                # Handles of GPU memory are pickled; only the trainer's folder and the owner of the key can send any.
+                **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.in_memory else {}),
+                "PYTHONPATH": str(_WORKER),
+            }
+        )
+
+
+@dataclass
+class VllmProcess:
+    """One running server. Create it with `VllmProcess.start`."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    log: Path
+    key: str = field(repr=False)
+
+    @classmethod
+    def start(cls, settings: VllmSettings, model: Path) -> VllmProcess:
+        """Start a server of the model in a folder; it answers after some time.
+
+        Raises:
+            ComponentFailed: The interpreter cannot be started.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="toprope-vllm-"))  # short: addresses of sockets are
+        log, key = settings.log or folder / "log", secrets.token_hex(24)
+        try:
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    settings.command(model, folder / "socket"),
+                    cwd=folder,
+                    env=settings.variables(key, folder),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ComponentFailed(
+                f"vLLM's interpreter {settings.python} cannot be started: {error.strerror or error}.",
+                hint="The owner installs it again: toprope engine add vllm.",
+            ) from None
+        return cls(process, folder, log, key)
+
+    def connect(self) -> aiohttp.ClientSession:
+        """A session of HTTP with the server; create and close it within one event loop."""
+        return aiohttp.ClientSession(
+            "http://vllm",
+            connector=aiohttp.UnixConnector(str(self.folder / "socket"), limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+            headers={"Authorization": f"Bearer {self.key}"},
+        )
+
+    @property
+    def ended(self) -> bool:
+        """True if the process has ended."""
+        return self.process.poll() is not None
+
+    def last_words(self) -> str:
+        """The end of its output: the lines that name an error, or else the last ones."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - 64_000))
+            lines = file.read().decode(errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line or "error:" in line]
+        return "\n".join((errors or lines)[-6:])[-_SAID:]
+
+    def end(self) -> None:
+        """End the server with all its processes, and delete its folder."""
+        try:
+            family = [*psutil.Process(self.process.pid).children(recursive=True)]
+        except psutil.NoSuchProcess:
+            family = []
+        if not self.ended:
+            self.process.terminate()
+            try:
+                self.process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for process in family:
+            if process.is_running():
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def keeps_old_head(policy: Path, device: str) -> bool:
+    """True if vLLM would keep the output head of the first weights: on a CPU it does so where embeddings are tied."""
+    if device != "cpu" or not (config := policy / "config.json").is_file():
+        return False
+    written = json.loads(config.read_bytes())
+    return bool(written.get("tie_word_embeddings", written.get("text_config", {}).get("tie_word_embeddings", True)))
+
+
+def end_ids_of(policy: Path, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end an answer, by the policy's files and its tokenizer."""
+    found: list[Any] = [tokenizer.eos_token_id]
+    for name in ("config.json", "generation_config.json"):
+        if (policy / name).is_file():
+            written = json.loads((policy / name).read_bytes()).get("eos_token_id")
+            found += written if isinstance(written, list) else [written]
+    return frozenset(token for token in found if isinstance(token, int))
