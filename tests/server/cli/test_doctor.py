@@ -14,6 +14,8 @@ from toprope_server.http.token import TokenFile
 from toprope.records.index.database import Index
 from toprope.records.run.folder import RunFolder
 from toprope.settings.owner import Home
+from toprope.workbench.interpreters.engines import engines_of
+from toprope.workbench.interpreters.registry import Added
 
 COMMAND = [sys.executable, "-P", "-m", "toprope_server.cli", "doctor"]
 
@@ -44,8 +46,8 @@ def test_doctor_reports_healthy_machine(tmp_path):
     assert (done.returncode, report["broken"]) == (0, 0), done.stdout
     subjects = {finding["subject"] for finding in report["findings"]}
     assert subjects >= {
-        "Python", "packages", "torch", "GPU", "home", "disk", "owner's files", "environments", "index", "runs",
-        "containment", "sandbox", "WANDB_API_KEY", "HF_TOKEN", "OPENROUTER_API_KEY", "TINKER_API_KEY",
+        "Python", "packages", "torch", "GPU", "home", "disk", "owner's files", "environments", "engines", "index",
+        "runs", "containment", "sandbox", "WANDB_API_KEY", "HF_TOKEN", "OPENROUTER_API_KEY", "TINKER_API_KEY",
         "claude-desktop", "claude-code", "inspector", "limits of environments",
     }  # fmt: skip
     assert list(tmp_path.iterdir()) == []
@@ -135,6 +137,18 @@ def test_doctor_reports_broken_environments_with_cause(home):
     (finding,) = broken(found(home, checks.environments))
     assert "mine" in finding.text
     assert "mine.py:2" in finding.text
+
+
+def test_doctor_reports_an_engine_whose_interpreter_is_gone(home, tmp_path):
+    assert [finding.level for finding in found(home, checks.engines)] == ["note"]
+    (python := tmp_path / "bin" / "python").parent.mkdir()
+    python.touch(0o700)
+    with engines_of(home).changing() as entries:
+        entries["vllm"] = Added(name="vllm", kind="engine", given="vllm", python=str(python))
+    assert [finding.level for finding in found(home, checks.engines)] == ["ok"]
+    python.unlink()
+    (finding,) = broken(found(home, checks.engines))
+    assert "lost its interpreter" in finding.text
 
 
 def test_doctor_reports_unreadable_and_stuck_runs(home):

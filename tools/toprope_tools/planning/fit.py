@@ -122,6 +122,9 @@ def memory_lines(config: Config, *, gpus: int | None = None, prompt: int | None 
         f"{words[:1].upper()}{words[1:]} take it to {_gb(total)}: {said(changes)}."
         for words, changes, total in found.mends
     ]
+    if config.inference.engine == "vllm":
+        share = f"reserves {config.inference.memory_share:.0%} of a GPU (inference.memory_share) and " if gpus else ""
+        lines.append(f"  vLLM {share}takes a minute or more to start.")
     return [line for line in lines if line]
 
 

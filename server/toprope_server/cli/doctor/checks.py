@@ -294,6 +294,21 @@ def environments(home: Home) -> Iterator[Finding]:
         yield Finding("environments", "note", f"{len(lacking) - 5} more need something installed")
 
 
+def engines(home: Home) -> Iterator[Finding]:
+    """Engines that the owner added, and those that could be."""
+    from toprope.workbench.interpreters.engines import ENGINES, engine_python, engines_of
+
+    added = engines_of(home).read()
+    for name in ENGINES:
+        if name not in added:
+            yield Finding("engines", "note", f"{name} was not added; embedded and transformers need nothing more")
+            continue
+        try:
+            yield Finding("engines", "ok", f"{name} in {engine_python(home, name)}")
+        except TopropeError:
+            yield Finding("engines", "broken", f"{name} has lost its interpreter", f"toprope engine add {name}")
+
+
 def keys(home: Home) -> Iterator[Finding]:
     """Keys by name only, and what needs them."""
     try:
@@ -399,6 +414,7 @@ CHECKS: tuple[Callable[[Home], Iterator[Finding]], ...] = (
     folders,
     owners_files,
     environments,
+    engines,
     keys,
     index,
 )
