@@ -81,7 +81,9 @@ def start_rig(name: str, folder: Path) -> Rig:
     except BaseException:
         engine.stop()
         raise
-    return Rig(name, engine, tokenizer, trained, open_publisher(config, crew, trained, dict(trained.named_parameters()), 0))
+    return Rig(
+        name, engine, tokenizer, trained, open_publisher(config, crew, trained, dict(trained.named_parameters()), 0)
+    )
 
 
 @pytest.fixture(scope="module", params=["embedded", "transformers", pytest.param("vllm", marks=pytest.mark.engines)])
