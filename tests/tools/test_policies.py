@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from toprope_tools import data
 from typer.testing import CliRunner
 
 from tests.support.hub_stand_in import HubStandIn
-from tests.support.run_engines import ECOSYSTEMS
+from tests.support.run_engines import ECOSYSTEMS, GGUF
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.tools_house import become, make_workshop, start_run
 from toprope.errors import ComponentFailed, InvalidValue, LockedField, NotFound
@@ -31,6 +32,7 @@ WAIT_S = 120.0
 TOKEN = "hf_right"
 INSPECT_PYTHON = ECOSYSTEMS / "inspect_ai" / "bin" / "python"
 CONVERTER = """
+import conversion  # beside it, as llama.cpp has it
 import pathlib, sys
 model = pathlib.Path(sys.argv[1])
 if (model / "refuse").exists(): sys.exit("no such architecture")
@@ -196,7 +198,7 @@ def test_gguf_is_made_by_the_converter_of_the_owner(shop, full, adapted, owner, 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InvalidValue, match=r"no convert_hf_to_gguf\.py on the PATH"):
         export(shop, adapted.run_id, form="gguf")
-    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "conversion").mkdir(parents=True)
     owner(f"data: {{llama_cpp: {tmp_path / 'llama'}}}\n")
     (tmp_path / "llama" / "convert_hf_to_gguf.py").write_text(CONVERTER)
     made = export(shop, adapted.run_id, form="gguf")
@@ -306,6 +308,62 @@ results = {"total_samples": 3, "completed_samples": 2, "scores": [score]}
 log = {"eval": {"task": tasks[0]}, "status": "success", "results": results}
 pathlib.Path(options["--log-dir"], "log.json").write_text(json.dumps(log | {"said": said}))
 """
+
+
+SENTENCES = """
+import pathlib, sentencepiece, sys
+text = pathlib.Path("text.txt")
+text.write_text("\\n".join(f"the quick brown fox number {n} jumps over lazy dog {n * 7}" for n in range(400)))
+sentencepiece.SentencePieceTrainer.train(
+    input="text.txt", model_prefix="tokenizer", vocab_size=300, byte_fallback=True, hard_vocab_limit=False
+)
+"""
+READ = """
+import gguf, json, sys
+read = gguf.GGUFReader(sys.argv[1])
+tensors = {one.name: one for one in read.tensors}
+embedded = tensors["token_embd.weight"]
+print(json.dumps({"architecture": read.fields["general.architecture"].contents(), "tensors": len(tensors),
+                  "embedded": [float(value) for value in embedded.data.reshape(-1)[:64]],
+                  "norm": [float(value) for value in tensors["output_norm.weight"].data]}))
+"""
+
+
+@pytest.mark.engines
+@pytest.mark.skipif(not GGUF.is_dir(), reason="llama.cpp's converter is not there: make test-engines")
+def test_llama_cpp_converts_a_trained_policy(shop, owner, base, tmp_path):
+    """The real converter. It knows tokenizers by their content, so the policy has one of SentencePiece."""
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    run, with_converter = trained(shop, [2], base=base), os.environ | {"PYTHONPATH": str(GGUF)}
+    model = run.checkpoints / "step-000002" / "model"
+    shutil.rmtree(model)
+    model.mkdir()
+    subprocess.run([sys.executable, "-c", SENTENCES], cwd=model, check=True, capture_output=True, env=with_converter)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=2,
+        )
+    ).save_pretrained(model)  # fmt: skip
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "</s>"}
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    written = {"tokenizer_class": "LlamaTokenizer", "chat_template": template, **special}
+    (model / "tokenizer_config.json").write_text(json.dumps(written))
+    seal(model.parent)
+    owner(f"data: {{llama_cpp: {GGUF}}}\n")
+    done = toprope("export", run.run_id, "--form", "gguf", "--to", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    read = subprocess.run(
+        [sys.executable, "-c", READ, str(tmp_path / "out" / "model.gguf")],
+        env=with_converter, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = json.loads(read.stdout)
+    weights = load_file(model / "model.safetensors")
+    assert found["architecture"] == "llama" and found["tensors"] == 21
+    assert found["embedded"] == pytest.approx(weights["model.embed_tokens.weight"][0].tolist(), abs=1e-3)
+    assert found["norm"] == pytest.approx(weights["model.norm.weight"].tolist(), abs=1e-3)
 
 
 def test_standard_tasks_ask_the_policy_before_and_after(shop, full, owner, base, tmp_path, monkeypatch):

@@ -168,7 +168,8 @@ def _converter(settings: OwnerSettings) -> list[str]:
             hint="The owner names the folder of llama.cpp as data.llama_cpp in settings.yaml; form merged needs none.",
         )
     own = Path(file).parent / ".venv" / "bin" / "python"
-    return [str(own) if own.is_file() else sys.executable, "-P", file] if folder else [file]
+    # Not with -P: the script imports packages from its own folder.
+    return [str(own) if own.is_file() else sys.executable, file] if folder else [file]
 
 
 def _keys(settings: OwnerSettings) -> dict[str, str]:
