@@ -154,23 +154,15 @@ def ten_pages(process: subprocess.Popen[str], address: str, run_id: str, seconds
     """Processor time of the server while ten pages watch a live run that is followed."""
     server = psutil.Process(process.pid)
 
-    async def measured() -> tuple[float, dict[str, int]]:
-        watching = asyncio.create_task(watch(address, run_id, 10, 3.0 + seconds))
-        while (told := server.cpu_times()) and not server.net_connections() and not watching.done():
-            await asyncio.sleep(0.1)
-        # The first answers, and reading a million rows, are no part of watching.
-        while True:
-            before = server.cpu_times()
-            await asyncio.sleep(1.0)
-            now = server.cpu_times()
-            if (now.user + now.system) - (before.user + before.system) < 0.5 or watching.done():
-                break
-        began, told = time.monotonic(), server.cpu_times()
-        counts = await watching
-        used = server.cpu_times()
-        return (used.user + used.system - told.user - told.system) / (time.monotonic() - began), counts
+    began: list[tuple[float, float]] = []
 
-    share, counts = asyncio.run(measured())
+    def used() -> float:
+        now = server.cpu_times()
+        return now.user + now.system
+
+    # The first answers, and reading a million rows, are no part of watching.
+    counts = asyncio.run(watch(address, run_id, 10, 3.0 + seconds, lambda: began.append((time.monotonic(), used()))))
+    share = (used() - began[0][1]) / (time.monotonic() - began[0][0])
     return {
         "server_cpu_share_10_pages": share,
         "requests_a_second_10_pages": counts["requests"] / (3.0 + seconds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -13,14 +14,17 @@ _LOOK_S, _NOW_S, _RUNS_S = 0.9, 3.0, 4.0
 """Shortest pauses between two requests of one kind, as `page/src` has them."""
 
 
-async def watch(address: str, run_id: str, pages: int, seconds: float) -> dict[str, int]:
+async def watch(
+    address: str, run_id: str, pages: int, seconds: float, begin: Callable[[], None] = lambda: None
+) -> dict[str, int]:
     """Open pages and keep them open.
 
     Args:
         address: As the dashboard printed it, with its key.
         run_id: The run on their screens.
         pages: How many.
-        seconds: How long they are watched after all have their first answers.
+        seconds: How long they are watched after all have their first answers, with the whole series in them.
+        begin: Called when these seconds begin.
 
     Returns:
         The number of requests and bytes in that time.
@@ -34,6 +38,7 @@ async def watch(address: str, run_id: str, pages: int, seconds: float) -> dict[s
         tasks = [asyncio.create_task(_page(session, run_id, counts, event)) for event in ready]
         await asyncio.gather(*(event.wait() for event in ready))
         counts.update(requests=0, bytes=0)
+        begin()
         await asyncio.sleep(seconds)
         told = dict(counts)
         for task in tasks:
@@ -53,7 +58,10 @@ async def _page(session: aiohttp.ClientSession, run_id: str, counts: dict[str, i
     last = {"now": 0.0, "runs": 0.0}
     await ask("/api/now")
     await ask("/api/runs?state=any")
-    cursor = (await ask(f"/api/run/{run_id}"))["live"]["cursor"]
+    live = (await ask(f"/api/run/{run_id}"))["live"]
+    while live["series"] and not live["series"]["complete"]:
+        live = (await ask(f"/api/run/{run_id}/look?after={live['cursor']}"))["live"]
+    cursor = live["cursor"]
     async with session.get("/api/events", timeout=aiohttp.ClientTimeout(total=None)) as stream:
         ready.set()
         async for line in stream.content:

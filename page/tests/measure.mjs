@@ -146,14 +146,18 @@ Object.assign(figures, counts(), { axe_violations: violations.length, answers_re
 // The control: one of each, planted.
 await page.evaluate((words) => {
   console.error("planted");
-  void fetch("https://planted.invalid/").catch(() => undefined);
+  void fetch("https://planted.invalid/").catch(() => undefined); // a violation of the policy
   const image = document.createElement("img");
   image.src = "data:image/gif;base64,R0lGODlhAQABAAAAACw=";
   document.querySelector("main").append(words, image);
 }, heldout[0]);
 await pause(1);
 text += await page.evaluate(() => document.body.innerText);
-const planted = { ...counts(), axe_violations: (await axeViolations(page)).length };
+const seenByAxe = (await axeViolations(page)).length;
+// The policy of the page stops a fetch before it is a request, but not a navigation.
+await page.evaluate(() => void (location.href = "https://planted.invalid/"));
+await pause(1);
+const planted = { ...counts(), axe_violations: seenByAxe };
 const missed = Object.entries(planted).filter(([name, count]) => count <= figures[name]).map(([name]) => name);
 await chrome.close();
 console.log(JSON.stringify({ figures, missed, details: [...violations, ...seen.csp.slice(0, 3), ...seen.errors.slice(0, 5), ...seen.foreign.slice(0, 3)].slice(0, 12) }));

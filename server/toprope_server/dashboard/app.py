@@ -44,8 +44,8 @@ _STATUS: tuple[tuple[type[TopropeError], int, str], ...] = (
     (NotPossibleNow, 409, "not_possible"),
     (Corrupt, 500, "corrupt"),
 )
-_SHARED_S = 0.25
-"""Seconds for which an answer is shared: pages that follow one run ask together."""
+_SHARED_S = 1.0
+"""Seconds for which an answer is shared: pages that follow one run ask after the same change, in the same second."""
 _encode = msgspec.json.Encoder().encode
 
 _Answering = Callable[[Request], Awaitable[Response]]

@@ -120,8 +120,9 @@ class Pulse:
     def _look(self) -> dict[str, Any] | None:
         """Changes since the last look; None if nothing changed."""
         home, before = self._workshop.home, self._seen
-        now = _Seen({one.run_id: one.state for one in self._workshop.statuses()})
-        live = [one.run_id for one in self._workshop.statuses() if not one.ended]
+        statuses = self._workshop.statuses()
+        now = _Seen({one.run_id: one.state for one in statuses})
+        live = [one.run_id for one in statuses if not one.ended]
         watched = dict.fromkeys([*live, *(before.files if before else ())])
         now.files = {
             run_id: {what: _stamp(home.runs / run_id / name) for what, name in _FILES.items()}

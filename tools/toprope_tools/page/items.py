@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 LEVELS = ("critical", "warning", "note")
 """The gravest first."""
 _SPARK = 40
+_SPARK_S = 10.0
+"""Seconds between two readings of a live run's rows for its small curve."""
 _SMALL_BYTES = 1 << 16
 _MOST_KNOWN = 2000
 _QUIET_FIELDS = ("budget.", "launcher.", "logging.", "algorithm.seed", "evaluation.")
@@ -151,7 +154,8 @@ class Items:
             return None
         column = "reward" if status.run_kind.samples else "loss"
         until = None if self._owner or status.ended else int(self.numbers(status).get("step") or 0)
-        rests_on = (stamp(folder.metrics), until)
+        newest = stamp(folder.metrics) if status.ended else int(time.monotonic() / _SPARK_S)
+        rests_on = (newest, until)
         return self._remembered.get(
             ("spark", status.run_id, self._owner), rests_on, lambda: _curve(folder, column, until)
         )

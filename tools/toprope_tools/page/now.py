@@ -29,7 +29,7 @@ _MOST_BEST = 8
 _MOST_CALLS = 60
 _MOST_LIVE = 32
 _PAGE = 50
-_ACCOUNTS_S = 5.0
+_ACCOUNTS_S = 30.0
 """Seconds for which the accounts of all runs are remembered: they are read from every run's folder."""
 _LABELS = {
     "concurrent_runs": "runs at once",
@@ -54,6 +54,7 @@ def now(workshop: Workshop, items: Items, remembered: Remembered, *, owner: bool
     live = [one for one in statuses if not one.ended]
     ended = [one.ended_at for one in statuses if one.ended_at is not None]
     sums = _today(workshop, remembered)
+    over = [one for one in own if one.ended]
     return shapes.Now(
         what="now",
         at=time.time(),
@@ -61,7 +62,7 @@ def now(workshop: Workshop, items: Items, remembered: Remembered, *, owner: bool
         may_act=owner and not read_only,
         waiting=_waiting(workshop) if owner else [],
         live=[items.item(one) for one in live[:_MOST_LIVE]],
-        best=_best(items, own),
+        best=remembered.get("best", [(one.run_id, one.ended_at) for one in over], lambda: _best(items, over)),
         diary=_diary(workshop, remembered) if owner else [],
         rope=_rope(workshop, sums, len(live)),
         last_end=max(ended, default=None),
