@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import toprope
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.supervisor.keeper import containment
 from toprope.supervisor.keeper.containment import Level
@@ -153,8 +154,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for level in levels
         for place, when in enumerate(("unseen", "seen"))
     }
-    print(json.dumps({**figures, "bubblewrap": why or "works"}))
-    return 1 if figures.get("bubblewrap_unseen") else 0
+    return report(
+        "Containment",
+        {**figures, "bubblewrap": why or "works"},
+        goals={} if why else {"bubblewrap_unseen": "== 0"},
+        control="guards alone must be seen to leave something until a front end looks.",
+        control_failed="" if figures["guard_unseen"] else "guards left nothing, so the kills killed nothing",
+    )
 
 
 if __name__ == "__main__":

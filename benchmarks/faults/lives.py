@@ -38,7 +38,8 @@ from tests.support.tiny_policy import make_tiny_policy  # noqa: E402
 
 __all__ = ["Leftovers", "Ports", "RealHarness", "Round", "deaths", "harness_at", "play", "play_real", "stubborn"]
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
+"""A loaded machine starts a real crew in minutes."""
 BEHAVIOURS: dict[str, dict[str, dict[str, Any]]] = {
     "short": {},
     "endless": {"trainer": {"endless": True}},

@@ -18,8 +18,6 @@ Estimated time: 60 minutes on two quiet cores; `--drafts 6` takes a fifth. Needs
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import sys
 import time
@@ -33,6 +31,7 @@ from rich.table import Table
 
 from benchmarks.findings.changes import ENVIRONMENTS, Draft, draw, read_harm
 from benchmarks.findings.runs import Done, Runner
+from benchmarks.report import report
 from benchmarks.scratch import scratch
 
 __all__ = ["main", "named"]
@@ -70,7 +69,7 @@ def named(draft: Draft, causes: Iterable[Iterable[str]]) -> bool:
 
 
 def main() -> int:
-    """Print the table and the figures."""
+    """Print the table and the figures; exit with 1 if a goal was missed, with 2 if the control failed."""
     options = _options()
     began, console = time.monotonic(), Console(stderr=True, highlight=False)
     drafts = draw(options.seed, options.drafts, options.healthy, read_harm())
@@ -95,12 +94,17 @@ def main() -> int:
         "drafts": len(sick),
         "training_seconds_a_run": options.seconds,
         "preset_low": {name: round(min(run.low or 0.0 for run in runs), 4) for name, runs in presets.items()},
-        "load": round(os.getloadavg()[0], 1),
         "seconds": round(time.monotonic() - began, 1),
     }
-    print(json.dumps(figures))
     control = figures["control_share"]
-    return 0 if control is None or control < _CONTROL_BELOW else 1
+    won = control is not None and control >= _CONTROL_BELOW
+    return report(
+        "Findings",
+        figures,
+        goals={"named_share": ">= 0.8", "healthy_accused": "== 0", "mended_share": ">= 0.7"},
+        control="naming the first three fields that differ from the preset must name less than 0.3.",
+        control_failed=f"it named {control}" if won else "",
+    )
 
 
 def _presets(runner: Runner, drafts: list[Draft], at_once: int, console: Console) -> dict[str, list[Done]]:
