@@ -21,6 +21,7 @@ from toprope_server.cli.demo import DemoReport, run_demo, server_parameters
 from toprope.records.journal.groups import Counts
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
+from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 
 pytestmark = pytest.mark.slow
@@ -176,9 +177,10 @@ def test_run_outlives_its_server_and_next_server_stops_it(home: Path) -> None:
     until(lambda: not crew_processes(home), 10, "the crew's end")
 
 
-def test_component_death_fails_run_with_reason(report: DemoReport, home: Path) -> None:
+@pytest.mark.parametrize("victim", ["inference", "environment"])
+def test_component_death_fails_run_with_reason(report: DemoReport, home: Path, victim: str) -> None:
     """Where the configuration leaves no restarts; tests/training/driver/test_restarts.py has runs that go on."""
-    victim, changes = "inference", {"evaluation.heldout_tasks": 0, "launcher.restarts": 0}
+    changes = {"evaluation.heldout_tasks": 0, "launcher.restarts": 0}
 
     async def run() -> str:
         async with Client(server_parameters(variables(home))) as client:
@@ -253,6 +255,51 @@ def test_dataset_file_trains_without_code(report: DemoReport, home: Path) -> Non
     assert (Path(results["weights"]) / "adapter_model.safetensors").is_file()
     assert asked["state"] == "completed"
     assert sorted(asked["answers"][0]["answers"][0]) == sorted(words[3])
+    until(lambda: not crew_processes(home), 10, "the crew's end")
+
+
+def test_fine_tuning_learns_from_a_data_set_of_a_run(report: DemoReport, home: Path) -> None:
+    """The demo's right answers become a data set, from which a crew teaches the policy that the demo began with."""
+    changes = {
+        "algorithm.name": "sft",
+        "sft.dataset": "spelled",
+        "sft.epochs": 2,
+        "sft.batch_size": 32,
+        "sft.learning_rate": 0.002,
+        "evaluation.heldout_tasks": 100,
+        "evaluation.greedy": False,
+    }
+
+    async def run() -> tuple[dict[str, Any], str]:
+        async with Client(server_parameters(variables(home))) as client:
+
+            async def call(tool: str, **arguments: Any) -> dict[str, Any]:
+                answer = await client.call_tool(tool, arguments)
+                assert not answer.is_error, answer.content
+                return answer.structured_content
+
+            where = {"success": True, "per_task": 1}
+            order = {"name": "spelled", "sources": [report.run_id], "where": where}
+            while (built := await call("build_dataset", **order, recipe={"target_size": 1500}))["state"] != "done":
+                await anyio.sleep(0.1)
+            draft = await call("select_environment", name="reasoning_gym/spell_backward", preset="cpu-embedded")
+            await call("edit_config", draft_id=draft["draft_id"], changes=changes)
+            run_id = (await call("start_training", draft_id=draft["draft_id"]))["run_id"]
+            with anyio.fail_after(120):
+                while not Status.read(RunFolder.open(home / "runs", run_id)).ended_at:
+                    await anyio.sleep(0.2)
+            return built, run_id
+
+    built, run_id = anyio.run(run)
+    folder = RunFolder.open(home / "runs", run_id)
+    status, frozen = Status.read(folder), Specification.read(folder)
+    assert status.state == "completed", status.failure
+    assert (status.kind, frozen.dataset.name, "api" in status.crew) == ("sft", "spelled@v1", False)
+    rows = read_rows(folder.metrics)
+    assert len(rows) == 2 * -(-built["splits"]["train"] // 32), built
+    assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
+    before, after = (status.evaluations[label]["accuracy"] for label in ("before", "after"))
+    assert before <= 0.15 and after > before + 0.2
     until(lambda: not crew_processes(home), 10, "the crew's end")
 
 
