@@ -280,7 +280,7 @@ def test_fine_tuning_learns_from_a_data_set_of_a_run(report: DemoReport, home: P
 
             where = {"success": True, "per_task": 1}
             order = {"name": "spelled", "sources": [report.run_id], "where": where}
-            while (built := await call("build_dataset", **order, recipe={"target_size": 1500}))["state"] != "done":
+            while (built := await call("build_dataset", **order))["state"] != "done":
                 await anyio.sleep(0.1)
             draft = await call("select_environment", name="reasoning_gym/spell_backward", preset="cpu-embedded")
             await call("edit_config", draft_id=draft["draft_id"], changes=changes)
@@ -296,7 +296,9 @@ def test_fine_tuning_learns_from_a_data_set_of_a_run(report: DemoReport, home: P
     assert status.state == "completed", status.failure
     assert (status.kind, frozen.dataset.name, "api" in status.crew) == ("sft", "spelled@v1", False)
     rows = read_rows(folder.metrics)
-    assert len(rows) == 2 * -(-built["splits"]["train"] // 32), built
+    traces = map(json.loads, (folder.path / "traces.jsonl").read_text().splitlines())
+    learned = sum("task_id" in trace for trace in traces)
+    assert 500 < learned <= built["items"] and len(rows) == -(-2 * learned // 32)
     assert rows[-1]["loss"] < 0.7 * rows[0]["loss"]
     before, after = (status.evaluations[label]["accuracy"] for label in ("before", "after"))
     assert before <= 0.15 and after > before + 0.2
