@@ -462,3 +462,9 @@ def test_server_of_a_folder_is_listed_started_and_judged_by_a_named_endpoint(tmp
         assert played(judge_url=judge.url, judge_model="j")["reward"] == 0.5
         assert [one["content"] for one in judge.seen[-1][2]["messages"]] == ["Is fine right?"]
     assert "'grader': name an endpoint by the knob judge_url" in played()["error"]
+
+
+def test_server_whose_rows_have_images_is_listed_with_the_reason(tmp_path: Path) -> None:
+    image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,"}]}]
+    file = published(tmp_path, [{"responses_create_params": {"input": image}}])
+    assert nemo_gym.declared(file, parse(file))[0].problem.startswith("Its rows have images or sound")

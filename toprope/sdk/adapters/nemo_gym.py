@@ -122,6 +122,9 @@ class NemoGym(ToolEnvironment):
                 server.check()
                 self._stepped[name] = _has_steps(server)
         except Unreachable as error:
+            if self._folder:
+                printed = " ".join(one.raised() for one in self._started.values())
+                raise LoadError(f"{error} The server printed: {printed or 'no error'}.") from None
             raise LoadError(f"{error} Start the resources server first, or fix `url` in the target.") from None
         unknown = target.get("range") is None and any(self._stepped.values())
         self._bounds = Bounds(_UNDECLARED if unknown else target.get("range"), bool(target.get("clip")), "`range`")

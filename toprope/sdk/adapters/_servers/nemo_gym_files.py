@@ -17,6 +17,8 @@ _BASES = ("SimpleResourcesServer", "GymnasiumServer")
 _PARENT = "resources_servers"
 _RESULTS = re.compile(r"rollouts|metrics|profiling|prepare|materialized")
 """In names of data files that are no tasks."""
+_NOT_TEXT = re.compile(r'"type": ?"(?:input_image|image_url|input_audio|audio_url)"')
+_LOOKED_AT = 1 << 20
 _DESCRIPTION = re.compile(r"^ +description: *(.+)$", re.MULTILINE)
 
 
@@ -32,6 +34,8 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     said = [found[1] for one in sorted(folder.glob("configs/*.yaml")) if (found := _DESCRIPTION.search(_text(one)))]
     text = said[0].strip("'\"") if said else first_line(ast.get_docstring(tree))
     problem = "" if rows else f"{folder / 'data'} has no rows (JSON lines with responses_create_params)."
+    if rows and _NOT_TEXT.search(_text(rows[0])[:_LOOKED_AT]):
+        problem = "Its rows have images or sound; policies here read text alone. Choose another environment."
     return [Listed(folder.name, json.dumps(target, sort_keys=True), text, tags=("nemo-gym",), problem=problem)]
 
 
