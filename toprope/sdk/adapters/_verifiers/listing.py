@@ -41,7 +41,7 @@ def more_requirements(place: Path) -> tuple[str, ...]:
     """
     if (place / _PACKAGE).is_dir():  # an interpreter
         before = _is_before(place)
-        return () if before or not any(one.needs == "install" for one in installed(place)) else (BEFORE,)
+        return () if before or not any(one.needs == "install" for one in installed(place)) else BEFORE
     files = [
         *place.glob("*.py"),
         *place.glob("*/__init__.py"),
@@ -49,7 +49,7 @@ def more_requirements(place: Path) -> tuple[str, ...]:
         *place.glob("src/*/__init__.py"),
     ]
     kinds = {_kind_of(file) for file in files if file.parent.name not in ("tests", "test")}
-    return (BEFORE,) if "before" in kinds and "taskset" not in kinds else ()
+    return BEFORE if "before" in kinds and "taskset" not in kinds else ()
 
 
 def _top_level(files: Iterable[str]) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _listed(file: Path, module: str, summary: str, before: bool) -> Listed | Non
     description = first_line(ast.get_docstring(parse(file))) or summary
     if (kind == "before") == before:
         return Listed(module, module, description, tags=("verifiers",))
-    needed = BEFORE if kind == "before" else "verifiers==0.4.*"
+    needed = BEFORE[0] if kind == "before" else "verifiers==0.4.*"
     problem = f"It is written for {needed}. The owner adds it again: toprope env add PACKAGE -r '{needed}'"
     return Listed(module, module, description, tags=("verifiers",), problem=problem, needs="install")
 

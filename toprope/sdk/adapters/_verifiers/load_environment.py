@@ -26,8 +26,8 @@ from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
 __all__ = ["BEFORE", "LoadedEnvironment", "loads_environment"]
 
-BEFORE = "verifiers<0.2"
-"""The requirement of such packages."""
+BEFORE = ("verifiers<0.2", "mcp<2")
+"""The requirements of such packages; they import the server of mcp before 2."""
 _METRIC_LIMIT = 1e6
 _JUDGE_VARIABLE = "OPENAI_API_KEY"
 _OURS = ("turns", "reward_low", "reward_high", "success_reward", "arguments")
