@@ -153,8 +153,7 @@ class Traveller:
     async def _listed(self, candidate: Candidate) -> list[str]:
         before = await asyncio.to_thread(self._usable, candidate.ecosystem)
         add = self._with_rows(candidate) if candidate.rows else candidate.add
-        if add:
-            await self._command("env", "add", *add)
+        told = await self._command("env", "add", *add) if add else ""
         after = await asyncio.to_thread(self._usable, candidate.ecosystem)
         if candidate.entry:
             names = [name for name in after if re.fullmatch(candidate.entry, name)]
@@ -167,7 +166,7 @@ class Traveller:
             ]
             names = names or [name for name in after if name not in before]
         if not names:
-            raise Refused(await self._why_not(candidate))
+            raise Refused(await self._why_not(candidate, told))
         return names
 
     def _with_rows(self, candidate: Candidate) -> tuple[str, ...]:
@@ -188,13 +187,13 @@ class Traveller:
             if one.usable and one.ecosystem == ecosystem
         }
 
-    async def _why_not(self, candidate: Candidate) -> str:
+    async def _why_not(self, candidate: Candidate, told: str) -> str:
         entries = await asyncio.to_thread(self._workshop.catalog.entries)
         word = Path(candidate.add[0]).stem if candidate.add else candidate.entry
         for one in entries:
             if not one.usable and one.problem and word.casefold() in f"{one.name} {one.environment.target}".casefold():
                 return one.problem.replace(". ", ".\n")
-        return "It is not listed."
+        return told.replace(". ", ".\n") or "It is not listed."
 
     async def _patiently(self, tool: str, **arguments: Any) -> dict[str, Any]:
         while True:
@@ -210,18 +209,20 @@ class Traveller:
             raise Refused("\n".join(block.text for block in answer.content if block.type == "text"))
         return answer.structured_content or {}
 
-    async def _command(self, *words: str) -> None:
+    async def _command(self, *words: str) -> str:
+        """Run a command and return what it printed."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "toprope_server.cli", *words),
             env={**os.environ, **self._variables},
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
-        _, said = await asyncio.wait_for(process.communicate(), _ADD_S)
+        printed, said = await asyncio.wait_for(process.communicate(), _ADD_S)
         if process.returncode:
             text = said.decode(errors="replace")
             raise Refused(text[text.rfind("toprope: ") :] if "toprope: " in text else text[-2000:])
+        return printed.decode(errors="replace")
 
     async def _rolled(self, name: str, knobs: Mapping[str, Any]) -> bool:
         """Sample two rollouts of two tasks, through a worker behind its wall; return True if it asks graders."""

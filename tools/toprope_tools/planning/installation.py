@@ -137,4 +137,9 @@ def describe_outcome(outcome: Outcome, found: Sequence[Entry]) -> str:
             f"{first} It contains no environments itself. Files in your folders that follow its conventions run in it; "
             f"toprope env add PACKAGE -r {added.adapter} adds packages of environments to it."
         )
+    if added.kind == "packages":
+        return (
+            f"{first} None of its installed modules provides an environment: its author's packaging may leave them "
+            "out. Add its folder of Python files instead, or ask its author."
+        )
     return f"{first} It contains no environment so far; list_environments looks again at every call."
