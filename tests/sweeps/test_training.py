@@ -18,7 +18,8 @@ from toprope.records.run.specification import EnvironmentSource, SweepMember, Te
 from toprope.settings.schema import Config
 from toprope.training.driver.program import Driver
 from toprope.training.policy.loading import load_model, load_tokenizer
-from toprope.training.trainer.checkpoint_io import CheckpointState, load_moments, save_checkpoint
+from toprope.training.trainer.checkpoint_folder import CheckpointState
+from toprope.training.trainer.checkpoint_io import load_moments, save_checkpoint
 from toprope.training.trainer.grpo import GrpoRun
 
 NUMBERS = '''
@@ -143,6 +144,6 @@ def test_trainer_loads_moments_only_if_it_continues(trained: tuple[Path, Any]) -
         run = GrpoRun.__new__(GrpoRun)
         run._member = SimpleNamespace(spec=SimpleNamespace(continued_run=continued))  # type: ignore[assignment]
         run._model, run._optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-        run._load_parent_moments(path / "model")
+        run._begin(path / "model")
         assert len(run._optimizer.state_dict()["state"]) == moments
     assert json.loads((path / "state.json").read_text())["step"] == 2

@@ -55,7 +55,7 @@ def run(untrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     config.environment.knobs = {"system_prompt": "none"}
     member = DemonstrationMember(folder, untrained, config)
-    member.spec = SimpleNamespace(config=config, kind="sft")
+    member.spec = SimpleNamespace(config=config, kind="sft", continued_run=None)
     SftRun(member).run()
     Specification(
         run_id="orchestrator-1", kind="sft", created_at=0.0, toprope_version="0", config=config,

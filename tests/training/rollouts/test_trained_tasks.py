@@ -12,7 +12,7 @@ from toprope.records.trained_tasks import TrainedTasks, content_id, read_trained
 from toprope.records.worker_messages import TaskPage, TaskView
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.environment_set import EnvironmentSet
-from toprope.training.trainer.checkpoint_io import commit_checkpoint
+from toprope.training.trainer.checkpoint_folder import commit_checkpoint
 
 
 def said(text: str) -> list[dict[str, Any]]:

@@ -23,7 +23,8 @@ from toprope.training.demonstrations.from_teacher import DemonstrationCollector,
 from toprope.training.policy.tiny_model import RECIPES, make_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed
 from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans
-from toprope.training.trainer.sft import SftRun, row_order, tokenize_traces, training_config
+from toprope.training.trainer.demonstration_run import row_order, tokenize_traces, training_config
+from toprope.training.trainer.sft import SftRun
 
 KEY = "sk-very-secret-0123456789"
 TALK = [
@@ -229,7 +230,7 @@ def test_stopped_fine_tuning_resumes(tmp_path: Path, tiny_policy: Path):
             append_traces(folder.path / "traces.jsonl", traces)
         folder.crew.mkdir(exist_ok=True)
         member = _Member(folder, tiny_policy, config, stop_after)
-        member.spec = SimpleNamespace(config=config, kind="sft")
+        member.spec = SimpleNamespace(config=config, kind="sft", continued_run=None)
         SftRun(member).run(folder.newest_checkpoint())
         return member, folder
 

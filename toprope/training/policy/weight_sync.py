@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ class WeightFile:
         version: The version that inference holds already: 0, or that of a checkpoint.
     """
 
-    def __init__(self, folder: Path, parameters: dict[str, torch.Tensor], version: int = 0) -> None:
+    def __init__(self, folder: Path, parameters: Mapping[str, torch.Tensor], version: int = 0) -> None:
         import torch
 
         self.version = version

@@ -2,13 +2,13 @@
 
 It loads the policy, trains it on the groups that the trajectory API delivers, publishes weights after every step,
 appends one row per step to metrics.jsonl, and writes checkpoints between steps. It reports `Finished` only after its
-last checkpoint is on disk; anything else is a failure.
+last checkpoint is on disk; anything else is a failure. `local` trains in this process, `toprope.training.hosted` at a
+service; this module needs no torch.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import sys
 import time
@@ -19,9 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-import transformers
-
 from toprope.errors import DiskFull, TopropeError
 from toprope.records.messages import Checkpointed, Finished, NoRoom, Ready, Stepped, Warned
 from toprope.records.run.checkpoints import newest_sound, no_sound_checkpoint, set_aside
@@ -30,18 +27,9 @@ from toprope.records.run.metrics import header
 from toprope.training.api.clients import sync_client
 from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
-from toprope.training.policy.loading import describe_device, fix_kernels, load_model, load_tokenizer
-from toprope.training.policy.publishing import Publisher, open_publisher, tell_sampler
+from toprope.training.policy.publishing import Publisher, tell_sampler
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch
-from toprope.training.trainer.checkpoint_io import (
-    CheckpointState,
-    load_checkpoint,
-    load_moments,
-    load_weights,
-    save_checkpoint,
-)
-from toprope.training.trainer.optimization import learning_rate_factor, make_optimizer
-from toprope.training.trainer.ranks import Gather, Ranks
+from toprope.training.trainer.checkpoint_folder import CheckpointState
 
 SAVE_AGAIN_S = 2.0
 """Seconds between attempts to write a checkpoint to a full disk."""
@@ -80,20 +68,13 @@ class BatchReader(Protocol):
 class TrainingRun(ABC):
     """One attempt of one run's training."""
 
-    _model: Any
-    _tokenizer: Any
-    _optimizer: torch.optim.Optimizer
-    _scheduler: torch.optim.lr_scheduler.LambdaLR
     _publisher: Publisher
     _api: sync_client.SyncApiClient
     _source: BatchReader
 
     def __init__(self, member: CrewMember) -> None:
         self._member, self._config = member, member.spec.config
-        self._ranks = Ranks()
-        self._trained: dict[str, torch.nn.Parameter] = {}
-        self._published: dict[str, torch.Tensor] = {}
-        """What is published: the trained parameters, or whole copies of those that are split between ranks."""
+        self._detail: dict[str, Any] = {}
         self._began: float | None = None
         self._earlier_s = 0.0
         self._step, self._saved_step = 0, -1
@@ -102,8 +83,6 @@ class TrainingRun(ABC):
         self._unsaved_since: float | None = None
         self._metrics = PatientLines(member.folder.metrics, most=_ROWS_IN_MEMORY)
         self._header = header(member.attempt)
-        torch.set_num_threads(self._config.launcher.threads)
-        transformers.logging.set_verbosity(logging.ERROR)
 
     def run(self, checkpoint: Path | None = None) -> None:
         """Trains until the budget is used or a stop is requested; leaves a checkpoint in both cases.
@@ -114,17 +93,8 @@ class TrainingRun(ABC):
         Raises:
             TopropeError: The training cannot continue.
         """
-        fix_kernels(self._config)
         policy = Path(self._member.address("policy"))
-        if checkpoint is not None:
-            checkpoint = self._newest_sound(checkpoint)
-        self._start_ranks(policy, checkpoint)
-        done = False
-        try:
-            self._train_policy(policy, checkpoint)
-            done = True
-        finally:
-            self._ranks.close(failed=not done)
+        self._train_policy(policy, None if checkpoint is None else self._newest_sound(checkpoint))
 
     def _train_policy(self, policy: Path, checkpoint: Path | None) -> None:
         member, config = self._member, self._config
@@ -134,7 +104,7 @@ class TrainingRun(ABC):
             state = self._agree_on_cursor(state)
         self._publish_restored(state)
         self._source = self._make_source(state)
-        member.report(Ready(detail={"parameters": sum(value.numel() for value in self._trained.values())}))
+        member.report(Ready(detail=self._detail))
         if state.step < config.budget.steps and not self._out_of_time():
             with suppress(EndOfTraining):
                 learner.train()
@@ -143,57 +113,39 @@ class TrainingRun(ABC):
 
     def _set_up(self, policy: Path, checkpoint: Path | None) -> tuple[Learner, CheckpointState]:
         """Loads the policy, makes its optimizer and learner, and restores a checkpoint. Every rank does the same."""
-        self._optimizer = self._make_optimizer(self._load_policy(policy))
-        self._scheduler = self._make_scheduler()
-        learner, state = self._make_learner(policy, describe_device(self._config)), CheckpointState(0, 0, 0, 0.0)
+        self._detail = self._load(policy)
+        self._start_optimizer()
+        learner, state = self._make_learner(policy), CheckpointState(0, 0, 0, 0.0)
         if checkpoint is None:
-            self._load_parent_moments(policy)
+            self._begin(policy)
         else:
             state = self._restore(checkpoint)
         learner.first_step = state.step
         return learner, state
 
-    def _start_ranks(self, policy: Path, checkpoint: Path | None) -> None:
-        """Starts the processes that train with this one, if the learner can share its work."""
-        return None
+    @abstractmethod
+    def _load(self, policy: Path) -> dict[str, Any]:
+        """Loads the policy in a folder and prepares its publication; returns the detail of the report `Ready`."""
 
     @abstractmethod
-    def _make_learner(self, policy: Path, device: str) -> Learner:
+    def _start_optimizer(self) -> None:
+        """Makes the optimizer of the loaded policy, as the configuration asks."""
+
+    @abstractmethod
+    def _make_learner(self, policy: Path) -> Learner:
         """The learner of the loaded model with its optimizer and schedule.
 
         Args:
             policy: Folder of the starting policy.
-            device: `cpu` or `cuda`.
         """
 
-    def _make_optimizer(self, trained: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of the policy's trained parameters and of the extra modules."""
-        return make_optimizer(self._config, trained)
+    @abstractmethod
+    def _begin(self, policy: Path) -> None:
+        """Prepares an attempt without a checkpoint, which may continue from another run's policy."""
 
-    def _extra_modules(self) -> Mapping[str, torch.nn.Module]:
-        """Modules that are trained with the policy and are not part of it, by the name of their file."""
-        return {}
-
-    def _load_policy(self, folder: Path) -> dict[str, torch.nn.Parameter]:
-        """Loads tokenizer and model, and opens the weight file; returns the trained parameters."""
-        self._tokenizer = load_tokenizer(folder)
-        # A model that is split moves to the GPUs part by part.
-        self._model = load_model(folder, self._config, trained=True, whole=self._ranks.alone)
-        self._ranks.meet()
-        self._model = self._ranks.shard(self._model)
-        self._trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}
-        self._published = self._ranks.mirrors(self._trained)
-        if self._ranks.leads:
-            # Inference may hold weights from an earlier life of this trainer; from -1 on it accepts even version 0.
-            version = -1 if self._member.life else 0
-            place, weights = self._member.weights, self._published
-            self._publisher = open_publisher(self._config, place, self._model, weights, version)
-        return self._trained
-
-    def _make_scheduler(self) -> torch.optim.lr_scheduler.LambdaLR:
-        return torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: learning_rate_factor(self._config, step, self._elapsed())
-        )
+    @abstractmethod
+    def _load_checkpoint(self, checkpoint: Path) -> CheckpointState:
+        """Restores weights, optimizer and random states. Raises: Corrupt."""
 
     def _connect_api(self) -> None:
         self._member.address("api")
@@ -210,8 +162,6 @@ class TrainingRun(ABC):
     def _publish_restored(self, state: CheckpointState) -> None:
         """Replaces the weights of an earlier life or attempt in inference by those of this one."""
         if self._member.life or state.policy_version:
-            self._ranks.order(Gather())
-            self._gather_weights()
             self._publisher.version = state.policy_version - 1
             self._publisher.publish()
 
@@ -234,26 +184,9 @@ class TrainingRun(ABC):
             self._member.report(Checkpointed(found.step, str(found.path.relative_to(folder.path)), found.cursor))
         return found.path
 
-    def _load_parent_moments(self, policy: Path) -> None:
-        """Loads the optimizer's moments of another run if this one continues from its weights."""
-        continued = self._member.spec.continued_run
-        if continued is None:
-            return
-        count = load_moments(
-            policy.parent, model=self._model, optimizer=self._optimizer, extra_modules=self._extra_modules()
-        )
-        print(f"going on from {continued}: moments of {count} parameters", file=sys.stderr, flush=True)
-
     def _restore(self, checkpoint: Path) -> CheckpointState:
         """Restores everything from a checkpoint but the position in the journal; returns its state."""
-        load_weights(checkpoint, self._model)
-        state = load_checkpoint(
-            checkpoint,
-            model=self._model,
-            optimizer=self._optimizer,
-            scheduler=self._scheduler,
-            extra_modules=self._extra_modules(),
-        )
+        state = self._load_checkpoint(checkpoint)
         self._step = self._saved_step = state.step
         self._earlier_s = state.train_seconds
         return state
@@ -365,16 +298,7 @@ class TrainingRun(ABC):
 
     def _find_not_finite(self, loss: float | None) -> str | None:
         """Name of the first kind of value that is not finite; None if the step may be published."""
-        if loss is None or not math.isfinite(loss):
-            return "The loss"
-        self._ranks.order(Gather())
-        return None if self._gather_weights() else "A weight"
-
-    def _gather_weights(self) -> bool:
-        """Gathers split weights for publishing; True if all weights are finite. An operation of all ranks."""
-        self._ranks.gather(self._trained, self._published)
-        extra = [value for module in self._extra_modules().values() for value in module.parameters()]
-        return self._ranks.are_finite([*self._trained.values(), *extra])
+        return "The loss" if loss is None or not math.isfinite(loss) else None
 
     def _eta(self, step: int) -> float:
         elapsed, budget = self._elapsed(), self._config.budget
@@ -427,19 +351,9 @@ class TrainingRun(ABC):
             self._unused = []
         self._api.commit(cursor)
 
+    @abstractmethod
     def _write(self, state: CheckpointState) -> Path:
         """Writes the checkpoint of this state. Raises: OSError."""
-        return save_checkpoint(
-            self._member.folder.checkpoints,
-            state,
-            model=self._model,
-            tokenizer=self._tokenizer,
-            optimizer=self._optimizer,
-            scheduler=self._scheduler,
-            keep=self._config.logging.save_total_limit,
-            extra_modules=self._extra_modules(),
-            ranks=self._ranks,
-        )
 
 
 def _short(value: float | None) -> float | None:

@@ -20,9 +20,8 @@ import errno
 import json
 import os
 import random
-import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +30,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LRScheduler
 
-from toprope.atomic import fsync
-from toprope.errors import Corrupt, TopropeError
-from toprope.records.run.checkpoints import STATE_VERSION, problem_of, seal, set_aside
-from toprope.records.run.folder import checkpoints_in
-from toprope.records.run.full_disk import NO_ROOM
-from toprope.records.trained_tasks import sync_trained
+from toprope.errors import TopropeError
+from toprope.records.run.checkpoints import problem_of
+from toprope.training.trainer.checkpoint_folder import (
+    CheckpointState,
+    commit_checkpoint,
+    disk_full_errno,
+    state_of,
+    unusable,
+)
 from toprope.training.trainer.moments import named_parameters, open_moments, read_optimizer_state
 from toprope.training.trainer.optimization import all_finite
 from toprope.training.trainer.ranks import Ranks, Save, from_rows, is_split, local_part, own_rows
 
 _HASH_BYTES = 1 << 26
-
-
-@dataclass(frozen=True)
-class CheckpointState:
-    """The numbers of a checkpoint. `cursor` is the position after the last group trained on; `rollouts` counts the
-    rollouts delivered until then, `dropped` the dropped groups by reason."""
-
-    step: int
-    cursor: int
-    policy_version: int
-    train_seconds: float
-    rollouts: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    version: int = STATE_VERSION
 
 
 def save_checkpoint(
@@ -138,7 +126,7 @@ def save_part(
         if finite:
             save_file(moments, aside / f"optimizer{part}.safetensors")
     except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else _disk_full_errno(str(error))
+        number = error.errno if isinstance(error, OSError) else disk_full_errno(str(error))
         failed = number or errno.EIO
     told = ranks.largest(torch.tensor([failed, not finite]))
     if told[1]:
@@ -149,46 +137,6 @@ def save_part(
     if told[0]:
         raise OSError(int(told[0]), os.strerror(int(told[0])))
     return weights, numbers
-
-
-def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Writes a checkpoint aside, seals it, renames it into place, and removes all but the newest `keep`.
-
-    Args:
-        folder: Folder of the checkpoints, in the run's folder.
-        step: Number of the checkpoint.
-        write: Creates the folder that it is given and writes all files into it.
-        keep: Number of checkpoints to keep.
-
-    Returns:
-        The checkpoint's path. A sound checkpoint of that step is left as it is; a damaged one is renamed.
-
-    Raises:
-        OSError: It could not be written, for example because the disk is full. Partial files are removed, and earlier
-            checkpoints stay.
-    """
-    final = folder / f"step-{step:06d}"
-    if final.exists():
-        if problem_of(final) is None:
-            return final
-        set_aside(final)
-    aside = folder / f".writing-{final.name}"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        write(aside)
-        seal(aside)
-        sync_trained(folder.parent)
-        os.rename(aside, final)
-    except Exception as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        number = _disk_full_errno(str(error))
-        if number is not None and not isinstance(error, OSError):
-            raise OSError(number, os.strerror(number)) from error
-        raise
-    fsync(folder)
-    for old in checkpoints_in(folder)[: -max(keep, 1)]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
 
 
 def _write(
@@ -226,11 +174,6 @@ def _write(
     (aside / "state.json").write_text(json.dumps(document))
 
 
-def _disk_full_errno(text: str) -> int | None:
-    """Error number of a full disk, if the text names one; safetensors and tokenizers raise no OSError."""
-    return next((number for number in NO_ROOM if f"(os error {number})" in text), None)
-
-
 def load_weights(path: Path, model: Any) -> None:
     """Loads a checkpoint's weights, or its adapters, into a model that was loaded from the starting policy.
 
@@ -260,7 +203,7 @@ def load_weights(path: Path, model: Any) -> None:
         own = model.state_dict()
         model.load_state_dict({key: _like(value, own.get(key)) for key, value in saved.state_dict().items()})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
 
 
 def load_checkpoint(
@@ -297,25 +240,8 @@ def load_checkpoint(
         kind, numbers, gauss = document["python_random"]
         random.setstate((kind, tuple(numbers), gauss))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _unusable(path, error) from error
-    return _state_of(document)
-
-
-def read_state(path: Path) -> CheckpointState:
-    """The numbers of a checkpoint.
-
-    Raises:
-        Corrupt: state.json is missing or damaged.
-    """
-    try:
-        return _state_of(json.loads((path / "state.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise _unusable(path, error) from error
-
-
-def _state_of(document: Mapping[str, Any]) -> CheckpointState:
-    known = CheckpointState.__dataclass_fields__
-    return CheckpointState(**{key: value for key, value in document.items() if key in known})
+        raise unusable(path, error) from error
+    return state_of(document)
 
 
 def load_moments(
@@ -358,7 +284,7 @@ def load_moments(
         known = {name for name, _ in fits.values()}
         state = read_optimizer_state(path, fits, {k: v for k, v in numbers.items() if k.rpartition("/")[0] in known})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise _unusable(path, error) from error
+        raise unusable(path, error) from error
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     return len(state)
 
@@ -381,11 +307,4 @@ def _adapter_key(key: str) -> str:
 def _check(path: Path) -> None:
     """Checks what is cheap to check; a resume has compared all hashes before (`newest_sound`)."""
     if (problem := problem_of(path, hash_bytes=_HASH_BYTES)) is not None:
-        raise _unusable(path, problem)
-
-
-def _unusable(path: Path, error: Exception | str) -> Corrupt:
-    return Corrupt(
-        f"The checkpoint {path} cannot be used: {error}.",
-        hint="It was left as it is. Move the folder away to resume from the checkpoint before it.",
-    )
+        raise unusable(path, problem)

@@ -13,7 +13,7 @@ import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ from toprope.settings.schema import Config
 from toprope.training.component.member import CrewMember
 from toprope.training.policy.loading import describe_device
 from toprope.training.policy.weight_sync import WeightFile
-from toprope.training.trainer.base import Learner, TrainingRun
+from toprope.training.trainer.base import Learner
 from toprope.training.trainer.batch_source import EndOfTraining, TrainingRow, build_rows
-from toprope.training.trainer.checkpoint_io import CheckpointState, commit_checkpoint, read_state
+from toprope.training.trainer.checkpoint_folder import CheckpointState, commit_checkpoint, read_state
+from toprope.training.trainer.local import LocalRun
 from toprope.training.trainer.optimization import all_finite
 
 OWN = "own"
@@ -61,7 +62,7 @@ def train_config(config: Config, device: str) -> TrainConfig:
     )
 
 
-class CustomRun(TrainingRun):
+class CustomRun(LocalRun):
     """One attempt of training by a class that the owner wrote."""
 
     _weights: _CopiedWeights
@@ -96,7 +97,7 @@ class CustomRun(TrainingRun):
         state = CheckpointState(0, 0, 0, 0.0)
         if checkpoint is not None:
             session.resumed = self._newest_sound(checkpoint)
-            state = self._restore(session.resumed)
+            state = self._agree_on_cursor(self._restore(session.resumed))
             self._weights.version = state.policy_version - 1
         # Without either, inference has the starting policy.
         self._must_publish = member.life > 0 or checkpoint is not None
@@ -151,7 +152,7 @@ class CustomRun(TrainingRun):
         """Writes a checkpoint of the last finished step."""
         self._save()
 
-    def _make_learner(self, policy: Path, device: str) -> Learner:
+    def _make_learner(self, policy: Path) -> Learner:
         raise NotImplementedError("the owner's class takes its own steps")
 
     def _save(self) -> bool:
@@ -171,12 +172,8 @@ class CustomRun(TrainingRun):
                 )
             return found(config)
 
-    def _restore(self, checkpoint: Path) -> CheckpointState:
-        """Restores step, seconds and cursor; the trainer restores everything else."""
-        state = read_state(checkpoint)
-        self._step = self._saved_step = state.step
-        self._earlier_s = state.train_seconds
-        return replace(state, cursor=self._restore_cursor(state.cursor))
+    def _load_checkpoint(self, checkpoint: Path) -> CheckpointState:
+        return read_state(checkpoint)  # the trainer restores everything else
 
     def _find_not_finite(self, loss: float | None) -> str | None:
         if loss is None or not math.isfinite(loss):

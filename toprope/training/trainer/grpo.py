@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from toprope.training.policy.loading import describe_device
 from toprope.training.trainer.base import Learner
 from toprope.training.trainer.step.grpo_loss import GrpoMetrics, StepSize, grpo_loss
 from toprope.training.trainer.step.learner import StepBatch, StepLearner, SteppedRun, load_reference
@@ -14,14 +15,14 @@ from toprope.training.trainer.step.learner import StepBatch, StepLearner, Steppe
 class GrpoRun(SteppedRun):
     """One attempt of training with a loss of the GRPO family."""
 
-    def _make_learner(self, policy: Path, device: str) -> Learner:
+    def _make_learner(self, policy: Path) -> Learner:
         config = self._config
         return GrpoLearner(
             config,
             self._model,
             load_reference(policy, config, self._model, config.algorithm.beta),
             pad=int(self._tokenizer.pad_token_id),
-            device=device,
+            device=describe_device(config),
             hooks=self._hooks(),
             optimizers=(self._optimizer, self._scheduler),
             ranks=self._ranks,

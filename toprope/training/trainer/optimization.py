@@ -1,13 +1,15 @@
-"""Optimizer, learning rate schedule, and the check for values that are not finite."""
+"""Optimizer, learning rate schedule, and the check for values that are not finite. The schedule needs no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-
-import torch
+from typing import TYPE_CHECKING
 
 from toprope.settings.schema import Config
+
+if TYPE_CHECKING:
+    import torch
 
 
 def learning_rate_factor(config: Config, step: int, elapsed_s: float) -> float:
@@ -33,6 +35,8 @@ def learning_rate_factor(config: Config, step: int, elapsed_s: float) -> float:
 
 def make_optimizer(config: Config, parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only."""
+    import torch
+
     section = config.optimizer
     matrices = [value for value in parameters.values() if value.dim() > 1]
     vectors = [value for value in parameters.values() if value.dim() <= 1]
@@ -48,6 +52,8 @@ def make_optimizer(config: Config, parameters: Mapping[str, torch.Tensor]) -> to
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """True if all values of all floating-point tensors are finite."""
+    import torch
+
     with torch.no_grad():
         # The largest magnitude of each tensor: one pass without a copy, and NaN and infinity propagate.
         floating = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from toprope.training.policy.loading import describe_device
 from toprope.training.trainer.base import Learner
 from toprope.training.trainer.optimization import make_optimizer
 from toprope.training.trainer.ranks import Ranks
@@ -54,13 +55,13 @@ class PpoRun(SteppedRun):
 
     _head: ValueHead
 
-    def _make_learner(self, policy: Path, device: str) -> Learner:
+    def _make_learner(self, policy: Path) -> Learner:
         return PpoLearner(
             self._config,
             self._model,
             load_reference(policy, self._config, self._model, self._config.ppo.kl_coef),
             pad=int(self._tokenizer.pad_token_id),
-            device=device,
+            device=describe_device(self._config),
             hooks=self._hooks(),
             optimizers=(self._optimizer, self._scheduler),
             modules=(self._head,),

@@ -1,16 +1,8 @@
-"""Training for runs of kind `sft`: demonstrations in, weights and checkpoints out.
-
-TRL's SFTTrainer with the loss on the assistant's tokens only. Metrics, checkpoints, published weights, a full disk and
-a stop are handled by `TrainingRun`, as in every run.
-"""
+"""Supervised fine-tuning in this process: TRL's SFTTrainer with the loss on the assistant's tokens only."""
 
 from __future__ import annotations
 
-import math
-import random
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
@@ -20,157 +12,18 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
-from toprope.errors import InvalidValue
-from toprope.records.journal.demonstrations import Trace, read_traces
-from toprope.records.messages import Finished, Ready
-from toprope.settings.schema import Config
-from toprope.training.component.member import CrewMember
-from toprope.training.component.time_limit import render_limit
 from toprope.training.policy.loading import describe_device
-from toprope.training.trainer.base import Learner, TrainingRun
-from toprope.training.trainer.checkpoint_io import CheckpointState
-
-_IGNORED = -100
-
-TokenizedRow = dict[str, list[int]]
-"""`input_ids` and `labels` of one sequence, both (tokens,)."""
+from toprope.training.trainer.demonstration_run import DemonstrationRun, TokenizedRow
+from toprope.training.trainer.local import LocalRun
 
 
-def tokenize_traces(tokenizer: Any, traces: Sequence[Trace], max_length: int) -> tuple[list[TokenizedRow], int]:
-    """Demonstrations as token sequences whose labels are the assistant's tokens.
-
-    Turns that extend the rendered conversation before them share a sequence. If the chat template rewrites earlier
-    turns (some drop old thoughts), an answer gets a sequence of its own, as the policy will see it.
-
-    Returns:
-        Rows, and the number of sequences left out because they are longer than `max_length` tokens.
-    """
-    rows, too_long = [], 0
-    for trace in traces:
-        for ids, labels in _sequences(tokenizer, trace):
-            if len(ids) > max_length:
-                too_long += 1
-            elif any(label != _IGNORED for label in labels):
-                rows.append({"input_ids": ids, "labels": labels})
-    return rows, too_long
-
-
-def _sequences(tokenizer: Any, trace: Trace) -> list[tuple[list[int], list[int]]]:
-    """Token ids and labels of each sequence of a demonstration."""
-    ids: list[int] = []
-    labels: list[int] = []
-    sequences: list[tuple[list[int], list[int]]] = []
-    for place, message in enumerate(trace.messages):
-        if message["role"] != "assistant":
-            continue
-        before = _render(tokenizer, trace.messages[:place], prompt=True)
-        after = _render(tokenizer, trace.messages[: place + 1], prompt=False)
-        if after[: len(before)] != before:
-            continue  # the template replaces the prompt, so the answer's tokens cannot be told apart
-        if ids and before[: len(ids)] != ids:
-            sequences.append((ids, labels))
-            ids, labels = [], []
-        labels = [*labels, *[_IGNORED] * (len(before) - len(ids)), *after[len(before) :]]
-        ids = after
-    return [*sequences, (ids, labels)] if ids else sequences
-
-
-def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> list[int]:
-    with render_limit():
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if not prompt:
-        # Templates put a newline behind the last message; the policy never samples past its end token.
-        while ids and ids[-1] != tokenizer.eos_token_id and tokenizer.eos_token_id in ids[-3:]:
-            ids.pop()
-    return ids
-
-
-def row_order(rows: int, batch: int, epochs: int, seed: int) -> list[int]:
-    """Row numbers in training order: every epoch a new permutation; the last batch is filled up from the beginning.
-
-    It depends on the seed alone, so that a resumed run continues where it was.
-    """
-    chooser = random.Random(seed)
-    order: list[int] = []
-    for _ in range(epochs):
-        order += chooser.sample(range(rows), rows)
-    return order + order[: -len(order) % batch]
-
-
-def training_config(config: Config, steps: int, per_epoch: int) -> Config:
-    """The configuration with optimizer, budget and logging taken from section `sft`.
-
-    Args:
-        steps: Optimizer steps of the whole run.
-        per_epoch: Optimizer steps of one epoch.
-    """
-    section = config.sft
-    return config.model_copy(
-        update={
-            "optimizer": config.optimizer.model_copy(
-                update={
-                    "learning_rate": section.learning_rate,
-                    "weight_decay": section.weight_decay,
-                    "max_grad_norm": section.max_grad_norm,
-                    "lr_scheduler_type": "linear",
-                    "warmup_steps": round(section.warmup_ratio * steps),
-                }
-            ),
-            "budget": config.budget.model_copy(update={"steps": steps}),
-            "logging": config.logging.model_copy(update={"save_steps": max(1, per_epoch * section.save_epochs)}),
-        }
-    )
-
-
-class SftRun(TrainingRun):
-    """One attempt of supervised fine-tuning."""
-
-    def __init__(self, member: CrewMember) -> None:
-        super().__init__(member)
-        self._first_step, self._batch_size = 0, self._config.sft.batch_size
-
-    def run(self, checkpoint: Path | None = None) -> None:
-        """Trains for `sft.epochs` or until a stop is requested; leaves a checkpoint in both cases.
-
-        Raises:
-            TopropeError: The training cannot continue.
-        """
-        member, section = self._member, self._config.sft
-        trained = self._load_policy(Path(member.address("policy")))
-        member.report(Ready(detail={"parameters": sum(value.numel() for value in trained.values())}))
-        # The driver's address is the file of demonstrations; it comes when they are collected.
-        traces = list(read_traces(Path(member.address("environment"))))
-        rows, too_long = tokenize_traces(self._tokenizer, traces, section.max_length)
-        if not rows:
-            raise InvalidValue(
-                f"None of the demonstrations fits into sft.max_length ({section.max_length} tokens); {too_long} are "
-                "longer.",
-                hint="Raise sft.max_length, or shorten the environment's prompts.",
-            )
-        order = row_order(len(rows), section.batch_size, section.epochs, self._config.algorithm.seed)
-        steps = len(order) // section.batch_size
-        self._config = training_config(self._config, steps, math.ceil(len(rows) / section.batch_size))
-        self._optimizer = self._make_optimizer(trained)
-        self._scheduler = self._make_scheduler()
-        state = CheckpointState(0, 0, 0, 0.0)
-        if checkpoint is not None:
-            state = self._restore(self._newest_sound(checkpoint))
-        self._publish_restored(state)
-        self._first_step = state.step
-        if state.step < steps and not self._out_of_time():
-            self._train(rows, order[state.step * section.batch_size :])
-        self._save_final()
-        seconds = round(self._elapsed(), 3)
-        member.report(Finished({"step": self._step, "train_seconds": seconds, "left_out": too_long}))
+class SftRun(DemonstrationRun, LocalRun):
+    """One attempt of supervised fine-tuning in this process."""
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         """Finishes step number `step` of this attempt, with metrics as TRL names them."""
         numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
         self._finish_step(self._first_step + step, numbers)
-
-    def _make_learner(self, policy: Path, device: str) -> Learner:
-        raise NotImplementedError("demonstrations are not delivered in batches")
 
     def _train(self, rows: list[TokenizedRow], order: list[int]) -> None:
         config, device = self._config, describe_device(self._config)
@@ -204,12 +57,6 @@ class SftRun(TrainingRun):
         )
         self._began = time.monotonic()
         trainer.train()
-
-    def _commit(self, cursor: int) -> None:
-        pass  # no groups, so no API
-
-    def _position(self) -> tuple[int, int, dict[str, int]]:
-        return 0, self._step * self._batch_size, {}
 
 
 class _StepCallback(TrainerCallback):

@@ -23,10 +23,12 @@ from toprope.errors import InvalidValue, TopropeError
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import describe_device, fix_kernels, load_pretrained
 from toprope.training.policy.quantization import quantization_config
-from toprope.training.trainer.base import BatchReader, TrainingRun
+from toprope.training.trainer.base import BatchReader
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, TrainingRow, build_rows
-from toprope.training.trainer.checkpoint_io import CheckpointState, save_part
+from toprope.training.trainer.checkpoint_folder import CheckpointState
+from toprope.training.trainer.checkpoint_io import save_part
 from toprope.training.trainer.collate import RowTensors, collate
+from toprope.training.trainer.local import LocalRun
 from toprope.training.trainer.ranks import Gather, Ranks, Save, Train, whole
 from toprope.training.trainer.step.forward import PolicyForward
 from toprope.training.trainer.step.prefetch import PrefetchingSource
@@ -226,7 +228,7 @@ def load_reference(folder: Path, config: Config, model: Any, weight: float) -> A
     return reference.eval().requires_grad_(False)
 
 
-class SteppedRun(TrainingRun):
+class SteppedRun(LocalRun):
     """One attempt of a training whose learner is a `StepLearner`, or one rank of several that share the work."""
 
     def run(self, checkpoint: Path | None = None) -> None:
