@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from toprope.errors import NotPossibleNow
 
 TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "safetensors", "aiohttp")
-"""Modules without which no run works."""
+"""Modules without which no run works that computes here."""
+HOSTED = ("tinker", "transformers", "aiohttp")
+"""Modules without which no run at a service works."""
 
 
 def missing(modules: Iterable[str]) -> list[str]:
@@ -22,12 +24,13 @@ def install_command(extra: str = "train") -> str:
     return f"{sys.executable} -m pip install 'toprope[{extra}]'"
 
 
-def require(what: str, *modules: str) -> None:
-    """Require modules of the extra `train`.
+def require(what: str, *modules: str, extra: str = "train") -> None:
+    """Require modules of an extra.
 
     Args:
         what: What needs them, as the subject of a sentence.
         modules: Names to import.
+        extra: Its name.
 
     Raises:
         NotPossibleNow: Some are not installed.
@@ -36,5 +39,5 @@ def require(what: str, *modules: str) -> None:
         raise NotPossibleNow(
             f"{what} needs packages that this installation lacks ({', '.join(lacking)}): it has the server and its "
             "tools only. Nothing was started or changed.",
-            hint=f"The owner installs them: {install_command()}",
+            hint=f"The owner installs them: {install_command(extra)}",
         )

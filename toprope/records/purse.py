@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,19 @@ class Purse:
         cap: USD that the spender may spend in all, by this account and `beside`; None: unlimited.
         limit: Name of the limit that sets the cap, for messages.
         beside: Returns what the spender spends otherwise, in USD.
+        lock: Held while a call is weighed and entered, if others spend from the same cap.
     """
 
     def __init__(
-        self, path: Path, cap: float | None, limit: str = "", beside: Callable[[], float] = lambda: 0.0
+        self,
+        path: Path,
+        cap: float | None,
+        limit: str = "",
+        beside: Callable[[], float] = lambda: 0.0,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self._path, self.cap, self._limit, self._beside = path, cap, limit, beside
+        self._lock: AbstractContextManager[object] = lock or nullcontext()
         self._closed, self._open = _read(path)
         self._lines = 0
         self._number = max(self._open, default=0)
@@ -86,9 +94,10 @@ class Purse:
         Raises:
             LimitReached: See `require`.
         """
-        self.require(usd)
-        self._number += 1
-        self._write(self._number, usd or 0.0, done=False)
+        with self._lock:
+            self.require(usd)
+            self._number += 1
+            self._write(self._number, usd or 0.0, done=False)
         return self._number
 
     def settle(self, number: int, usd: float) -> None:

@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from toprope.errors import InvalidValue
 from toprope.settings.clusters import Clusters
 from toprope.settings.endpoints import Endpoint, parse_endpoints
+from toprope.settings.hosted import TinkerSettings
 from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
 from toprope.settings.notify import NotifySettings
@@ -171,6 +172,9 @@ class OwnerSettings(BaseModel):
     """More folders whose files the environment `dataset` may read."""
     models: dict[str, Endpoint] = Field(default_factory=dict)
     """Models at OpenAI-compatible endpoints that test_inference may use, by name."""
+    tinker: TinkerSettings = Field(default_factory=TinkerSettings)
+    """Prices of a service that trains and samples (trainer.backend: tinker), in USD per million tokens:
+    {prices: {Qwen/Qwen3-8B: {prompt_usd: 0.1, completion_usd: 0.4, train_usd: 0.4}}}."""
     confirm_by: Literal["client", "page", "cli"] = "client"
     """The place of confirmations: by command or in the dashboard (cli, page), or also in clients (client)."""
     preset: str = "cpu-embedded"

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from toprope.settings.algorithms import contradictions
 from toprope.settings.environment import EnvironmentSection, Section, members_of, mixture_conflicts
+from toprope.settings.hosted import TINKER, TrainerSection, hosted_conflicts
 from toprope.settings.launcher import LauncherSection
 
 EMBEDDED = ("embedded", "embedded-tools")
@@ -308,6 +309,7 @@ class Config(BaseModel):
 
     environment: EnvironmentSection = Field(default_factory=EnvironmentSection)
     policy: PolicySection = Field(default_factory=PolicySection)
+    trainer: TrainerSection = Field(default_factory=TrainerSection)
     algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     sft: SftSection = Field(default_factory=SftSection)
@@ -319,9 +321,19 @@ class Config(BaseModel):
     launcher: LauncherSection = Field(default_factory=LauncherSection)
     budget: BudgetSection = Field(default_factory=BudgetSection)
 
+    @property
+    def is_hosted(self) -> bool:
+        """True if a service trains and samples, and nothing here computes."""
+        return self.trainer.backend == TINKER
+
+    @property
+    def samples_in_step(self) -> bool:
+        """True if groups are sampled only while the trainer waits for them, by the weights that they train."""
+        return self.algorithm.deterministic or self.rollout.max_staleness == 0
+
     def conflicts(self) -> list[str]:
         """Sentences about fields that contradict each other; empty if the configuration is consistent."""
-        found = mixture_conflicts(self.environment)
+        found = mixture_conflicts(self.environment) + hosted_conflicts(self)
         rollout, policy = self.rollout, self.policy
         if rollout.max_new_tokens >= policy.max_context:
             found.append(

@@ -16,6 +16,7 @@ from toprope.records import messages
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.walls import ENV_WALLS
+from toprope.settings.hosted import ADDRESS, KEY
 from toprope.supervisor.programs import role_of
 
 ALL_COMPONENTS = "*"
@@ -45,6 +46,7 @@ _FAR = ("HF_", "HUGGING_FACE_", "TRANSFORMERS_", "LANG", "LC_")
 """Variables of the front end that hold on a cluster's nodes as well."""
 
 _USERS = {"HF_TOKEN": "policy", "HUGGING_FACE_HUB_TOKEN": "policy", "WANDB_API_KEY": "tracker"}
+_OF_SERVICE = (KEY, ADDRESS)
 """Keys that the surroundings or the owner's variables for all components may hold, and the component that uses each."""
 
 _START_WORKERS = ("environment", "conductor")
@@ -112,7 +114,8 @@ def worker_variables(owners: OwnerVariables) -> dict[str, str]:
     """Return the owner's variables for user code: those for all components, except keys that another component uses,
     and those named for `environment`."""
     common = owners.get(ALL_COMPONENTS, {})
-    return {name: value for name, value in common.items() if name not in _USERS} | dict(owners.get("environment", {}))
+    kept = {name: value for name, value in common.items() if name not in _USERS and name not in _OF_SERVICE}
+    return kept | dict(owners.get("environment", {}))
 
 
 def secret_values(*variables: Mapping[str, str]) -> list[str]:
@@ -186,6 +189,11 @@ def component_variables(
     if component == "tracker":  # earlier versions logged in the trainer, and settings name its key there
         variables |= {name: value for name, value in owners.get("trainer", {}).items() if name.startswith("WANDB_")}
     variables |= owners.get(component, {})
+    for name in _OF_SERVICE:  # named for the trainer; only a run at a service gets them, in the members that ask it
+        given = owners.get("trainer", {}).get(name) or owners.get(ALL_COMPONENTS, {}).get(name)
+        variables.pop(name, None)
+        if given and specification.config.is_hosted and component in ("trainer", "inference"):
+            variables[name] = given
     return variables | {
         messages.ENV_FOLDER: str(folder),
         messages.ENV_COMPONENT: member,

@@ -51,6 +51,11 @@ def command_of(component: str, programs: Programs | None = None) -> list[str]:
     return [sys.executable, "-P", "-m", PROGRAMS[role_of(component)]]
 
 
+def torch_members_of(specification: Specification) -> frozenset[str]:
+    """Return the members that compute with PyTorch here: none if a service trains and samples."""
+    return frozenset() if specification.config.is_hosted else IMPORTS_TORCH.intersection(members_of(specification))
+
+
 def members_of(specification: Specification) -> tuple[str, ...]:
     """Return the members of a run's crew in start order. A test of endpoints alone needs no policy here. Drivers after
     the first only sample for training."""

@@ -24,6 +24,8 @@ from toprope.workbench.launch.lineage import base_of
 from toprope.workbench.launch.start import RunStarter
 from toprope.workbench.launch.sweep_budget import draft_of_sweep
 
+_HOSTED_AT_ONCE = 4
+"""Runs at once whose computing is done at a service."""
 _HOPELESS = frozenset(
     {
         "all_wrong",
@@ -70,6 +72,8 @@ class SweepMembers:
     def parallel_runs(self) -> int:
         """Return the number of members that this machine has room for at the same time."""
         launcher, machine = self._sweep.config.launcher, self.runs.machine()
+        if self._sweep.config.is_hosted:
+            return _HOSTED_AT_ONCE
         trains = self._plan.evaluate == "train"
         processes = (launcher.num_processes if trains else 0) + 1
         if machine.gpus and launcher.device != "cpu":

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 from toprope.analysis.reports.headline import HELDOUT, headline
 from toprope.analysis.statistics.intervals import rose, wilson
 from toprope.errors import Corrupt, InvalidValue, NotFound
-from toprope.records.purse import read_spending
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.series import Followers, Piece
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Event, Status
 from toprope.records.run.tested_models import read_models
-from toprope.records.run.usage import SPENDING, Usage
+from toprope.records.run.usage import Usage, spending_in
 from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
 from toprope.text_format import accuracy, clip, duration, number, percent, plural, value
@@ -275,7 +274,7 @@ def _facts(
         usage = None
     seconds = (results or {}).get("seconds") or {}
     end = status.ended_at or time.time()
-    spent = usage.cost_usd if usage is not None else sum(read_spending(folder.path / SPENDING).values()) or None
+    spent = usage.cost_usd if usage is not None else sum(spending_in(folder.path).values()) or None
     return shapes.Facts(
         steps=int(numbers.get("step") or 0),
         total_steps=numbers.get("total_steps"),

@@ -16,6 +16,7 @@ from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits,
 from toprope.records.run.kinds import KINDS, KindName, RunKind
 from toprope.sdk.worker.splits import PROMPT_RULE
 from toprope.settings.endpoints import Endpoint
+from toprope.settings.hosted import HostedPrices
 from toprope.settings.limits import FrozenLimits
 from toprope.settings.schema import Config
 
@@ -263,6 +264,8 @@ class Specification(BaseModel):
     """Folder of the weights that play as the opponent, if another run's do."""
     trainer: TrainerSource | None = None
     """The owner's own trainer class, if one trains."""
+    hosted: HostedPrices | None = None
+    """The owner's prices of the model at the service that trains it, if one does and the prices are known."""
     dataset: DatasetSource | None = None
     """The data set that replaces a teacher's demonstrations in a run of kind `sft`."""
     base_run: str | None = None

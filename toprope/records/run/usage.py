@@ -6,8 +6,10 @@ The totals of a day are the sum of these files; there is no other record. A kill
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from toprope.atomic import write_json
@@ -17,9 +19,11 @@ from toprope.records.purse import Purse, day_of, read_spending
 from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
 from toprope.settings.limits import FrozenLimits
 
-__all__ = ["SPENDING", "Spent", "Usage", "day_of", "purse_of"]
+__all__ = ["SPENDING", "Spent", "Usage", "day_of", "purse_of", "spending_in"]
 
 USAGE_VERSION = 1
+_ACCOUNTS = SPENDING.replace(".", "*.")
+"""The accounts of a run: that of the driver, and one of each other member that pays."""
 
 
 class Spent(BaseModel):
@@ -61,7 +65,7 @@ class Usage(Spent):
         Raises:
             Corrupt: It cannot be read.
         """
-        spending = read_spending(folder.path / SPENDING)
+        spending = spending_in(folder.path)
         try:
             usage = cls.model_validate(read_json(folder.path / "usage.json", USAGE_VERSION))
         except NotFound:
@@ -87,13 +91,31 @@ class Usage(Spent):
         write_json(folder.path / "usage.json", data)
 
 
-def purse_of(folder: RunFolder, limits: FrozenLimits | None) -> Purse:
-    """Open a run's account at priced models; what its processors and GPUs cost counts towards the same cap."""
+def spending_in(folder: Path) -> dict[str, float]:
+    """Return USD by day of all accounts of a run."""
+    found: dict[str, float] = {}
+    for path in folder.glob(_ACCOUNTS):
+        for day, usd in read_spending(path).items():
+            found[day] = found.get(day, 0.0) + usd
+    return found
 
-    def machine_usd() -> float:
+
+def purse_of(folder: RunFolder, limits: FrozenLimits | None, member: str = "") -> Purse:
+    """Open an account of a run at priced models; what its other accounts, its processors and its GPUs cost counts
+    towards the same cap.
+
+    Args:
+        member: The member that pays, if it is not the driver: an account has one writer.
+    """
+    own = folder.path / (_ACCOUNTS.replace("*", f"-{member}") if member else SPENDING)
+
+    def beside_usd() -> float:
         usage = Usage.read(folder)
-        return 0.0 if usage is None else usage.usd or 0.0
+        others = (path for path in folder.path.glob(_ACCOUNTS) if path != own)
+        machine = 0.0 if usage is None else usage.usd or 0.0
+        return machine + sum(sum(read_spending(path).values()) for path in others)
 
     cap = None if limits is None else limits.caps.get("cost_usd")
-    path = folder.path / SPENDING
-    return Purse(path, None) if cap is None else Purse(path, cap.value, cap.limit, machine_usd)
+    if cap is None:
+        return Purse(own, None)
+    return Purse(own, cap.value, cap.limit, beside_usd, FileLock(str(folder.path / ".spending.lock")))

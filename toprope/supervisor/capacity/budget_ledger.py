@@ -22,7 +22,7 @@ from toprope.errors import Corrupt, NotFound, NotPossibleNow
 from toprope.records.purse import read_spending
 from toprope.records.run.folder import RUN_ID, RunFolder, create_runs_folder, read_json
 from toprope.records.run.specification import Specification
-from toprope.records.run.usage import SPENDING, Usage, day_of
+from toprope.records.run.usage import SPENDING, Usage, day_of, spending_in
 from toprope.settings.limits import FrozenLimits
 from toprope.supervisor.launchers.claims import is_kept
 from toprope.supervisor.lock import RunLock, is_held
@@ -166,7 +166,7 @@ def _read_account(folder: RunFolder, today: str) -> Account:
         usage = None
     if usage is None:
         usage = Usage(disk_bytes=0 if live else folder_bytes(folder.path))
-        usage.count_tokens(read_spending(folder.path / SPENDING))
+        usage.count_tokens(spending_in(folder.path))
     spent = usage.days.get(today)
     used = {} if spent is None else {"cpu_hours": spent.cpu_s / 3600, "gpu_hours": spent.gpu_s / 3600}
     if spent is not None and spent.cost_usd is not None:

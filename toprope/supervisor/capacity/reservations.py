@@ -34,7 +34,7 @@ from toprope.machine import processor_count
 from toprope.records.run.folder import RUN_ID, read_json
 from toprope.records.run.specification import Specification
 from toprope.supervisor.lock import RunLock, is_held
-from toprope.supervisor.programs import members_of
+from toprope.supervisor.programs import torch_members_of
 
 RESERVATION_VERSION = 1
 _FOLDER = ".reservations"
@@ -42,8 +42,6 @@ _DECIDE_WITHIN_S = 0.2
 _ANNOUNCE_WITHIN_S = 2.0
 _NAMED = 3
 _MACHINE = ".machine.json"
-_COMPUTING = frozenset({"trainer", "inference"})
-"""The members that compute; the other members wait for them most of the time."""
 _GPU_NODE = re.compile(r"^nvidia\d+$")
 
 Pool = Literal["training", "tests", "gpu", "light"]
@@ -244,13 +242,13 @@ def _request(specification: Specification, machine: Machine, turn: int) -> _Entr
 
 
 def _computing_processes(specification: Specification) -> int:
-    members = set(members_of(specification))
-    return len(_COMPUTING & members) + ("trainer" in members) * (specification.config.launcher.num_processes - 1)
+    members = torch_members_of(specification)
+    return len(members) + ("trainer" in members) * (specification.config.launcher.num_processes - 1)
 
 
 def gpus_wanted(specification: Specification, machine: Machine) -> int:
     """Return the number of GPUs that a run needs; 0 if it computes on the CPU, or not at all."""
-    launcher, members = specification.config.launcher, _COMPUTING & set(members_of(specification))
+    launcher, members = specification.config.launcher, torch_members_of(specification)
     if not members or not machine.gpus or launcher.device == "cpu":
         return 0
     trainer = launcher.num_processes if "trainer" in members else 0

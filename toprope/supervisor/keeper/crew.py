@@ -28,15 +28,14 @@ from toprope.supervisor.keeper.preloading import PreloadingSpawner, can_preload
 from toprope.supervisor.keeper.spawner import LocalSpawner, Spawner, SpawnRequest
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import (
-    IMPORTS_TORCH,
     PLOT,
     PROGRAMS,
     STARTS_RUNS,
     TRACKER,
     Programs,
     command_of,
-    members_of,
     role_of,
+    torch_members_of,
 )
 from toprope.supervisor.runs.orphan_reaper import reap_marked, run_marks
 from toprope.supervisor.spread.nodes import Spread
@@ -99,7 +98,7 @@ class Crew:
         if spread is not None:
             self._folder.crew.mkdir(mode=0o700, exist_ok=True)
             return SpreadSpawner(LocalSpawner(), spread, self._folder.crew)
-        preloadable = IMPORTS_TORCH.intersection(members_of(self._spec)) - set(self._programs or {})
+        preloadable = torch_members_of(self._spec) - set(self._programs or {})
         if len(preloadable) > 1 and can_preload():
             return PreloadingSpawner(len(preloadable))
         return LocalSpawner()
@@ -149,7 +148,7 @@ class Crew:
             folder=self._folder.path,
             inherits=[] if listener is None else [listener.fileno()],
             releases_detached=name in STARTS_RUNS,
-            preloadable=name in IMPORTS_TORCH and name not in (self._programs or {}),
+            preloadable=name in torch_members_of(self._spec) and name not in (self._programs or {}),
             keys=keys,
         )
         component = Component(name, request, self._spawner)

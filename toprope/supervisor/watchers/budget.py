@@ -15,10 +15,9 @@ from toprope.analysis.budget import spent
 from toprope.errors import Corrupt, NotFound
 from toprope.machine import cpu_and_memory
 from toprope.records.messages import Report, Stepped, Used
-from toprope.records.purse import read_spending
 from toprope.records.run.folder import read_json
 from toprope.records.run.status import Finding
-from toprope.records.run.usage import SPENDING, Spent, Usage, day_of
+from toprope.records.run.usage import Spent, Usage, day_of, spending_in
 from toprope.settings.limits import UNITS, Cap
 from toprope.supervisor.capacity.budget_ledger import folder_bytes
 from toprope.supervisor.runs.orders import StopOrder
@@ -99,7 +98,7 @@ class BudgetWatcher(Watcher):
 
     def _count_tokens(self) -> None:
         with suppress(OSError):
-            self._usage.count_tokens(read_spending(self._control.folder.path / SPENDING))
+            self._usage.count_tokens(spending_in(self._control.folder.path))
 
     def _add(self, **seconds: float) -> None:
         usage, day = self._usage, day_of(time.time())

@@ -154,7 +154,7 @@ class GroupProducer:
         accepted = (await self._api.counts()).accepted if is_resumed else 0
         self._numbers = itertools.count(first + accepted)
         self._tasks.restore(first, accepted)
-        if self._config.algorithm.deterministic:
+        if self._config.samples_in_step:
             await self._sample_in_step()
         else:
             await self._sample_concurrently()
@@ -188,10 +188,11 @@ class GroupProducer:
                 group.create_task(self._measure_levels_repeatedly())
 
     async def _sample_in_step(self) -> None:
-        """Samples one group at a time, and only while the trainer waits.
+        """Samples groups only while the trainer waits, each by exactly the weights that it trains.
 
-        Each group is sampled by exactly the weights that it trains, and no clock decides which groups a step has.
+        A deterministic run samples one group at a time, so that no clock decides which groups a step has.
         """
+        rollout, one_by_one = self._config.rollout, self._config.algorithm.deterministic
         due = self._config.evaluation.every_steps
         while True:
             missing = await self._api.missing_rows(wait_s=_WAIT_S)
@@ -201,7 +202,8 @@ class GroupProducer:
                 due = await self._evaluate(missing.version)
             await self._measure_due_levels(missing.version)
             await self._member.hold_async()
-            await self._sample_group()
+            wanted = 1 if one_by_one else min(-(-missing.rows // rollout.group_size), rollout.concurrency)
+            await asyncio.gather(*(self._sample_group() for _ in range(wanted)))
 
     async def _sample_group(self) -> int:
         """Samples and posts one group; returns how many groups wait for the trainer."""

@@ -23,6 +23,10 @@ def main() -> int:
     """Run until a Stop order comes or the keeper is gone; returns the exit status."""
     member = CrewMember.join()
     config = member.spec.config
+    if config.is_hosted:
+        from toprope.training.hosted.inference import run
+
+        return run(member)
     running: list[Engine] = []
     problem: list[TopropeError] = []
     try:
@@ -58,7 +62,7 @@ def main() -> int:
         while not (member.ending.is_set() or engine.wait_ready(_BEAT_S)):
             member.beat()
         gc.freeze()  # loaded modules stay: the collector need not visit them between decode batches
-        asyncio.run(_serve(member, server, engine, len(tokenizer)))
+        asyncio.run(serve_engine(member, server, engine, len(tokenizer)))
         if problem:
             raise problem[0]
     except TopropeError as error:
@@ -70,7 +74,8 @@ def main() -> int:
     return 0
 
 
-async def _serve(member: CrewMember, server: InferenceServer, engine: Engine, vocabulary: int) -> None:
+async def serve_engine(member: CrewMember, server: InferenceServer, engine: Engine, vocabulary: int) -> None:
+    """Serve until the run ends, reporting the address and signs of life."""
     ending = asyncio.Event()
 
     async def watch() -> None:

@@ -119,14 +119,26 @@ def _build_embedded(name: str, cache: Path, report: Callable[[Progress], object]
 
 
 def _download(policy: PolicySection, report: Callable[[Progress], object]) -> Path:
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
 
     found = check_hub_model(policy, _NEEDED, Path(constants.HF_HUB_CACHE))
     known = "" if found is None else f" at {found.commit[:12]} ({found.bytes / 1e6:.0f} MB, licence: {found.licence})"
     report(Progress(f"fetching {policy.model}{known}", 0, 1))
-    revision = policy.revision if found is None else found.commit
+    folder = fetch(policy, _NEEDED, policy.revision if found is None else found.commit)
+    report(Progress(f"fetching {policy.model}", 1, 1))
+    return folder
+
+
+def fetch(policy: PolicySection, patterns: list[str], revision: str | None) -> Path:
+    """Download files of a model of the Hub into its cache; return their folder.
+
+    Raises:
+        NotFound: They cannot be fetched.
+    """
+    from huggingface_hub import snapshot_download
+
     try:
-        folder = Path(snapshot_download(policy.model, revision=revision, allow_patterns=_NEEDED))
+        return Path(snapshot_download(policy.model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the Hub's client raises errors of several libraries
         text = str(error).strip()
         cause = text.splitlines()[0] if text else type(error).__name__
@@ -135,8 +147,6 @@ def _download(policy: PolicySection, report: Callable[[Progress], object]) -> Pa
             hint="Check the id and revision, the network and HF_TOKEN in the owner's settings; or set policy.model to "
             "a local folder, or to 'embedded', which needs no network.",
         ) from None
-    report(Progress(f"fetching {policy.model}", 1, 1))
-    return folder
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -278,7 +288,12 @@ def main() -> int:
         if member.spec.config.launcher.device == "cuda":
             describe_device(member.spec.config)  # fail before downloading a model that could not be used
         policy = _pinned(member)
-        folder = place(policy, Path(member.spec.policy_cache), member.report)
+        if member.spec.config.is_hosted:
+            from toprope.training.hosted.policy import place_hosted
+
+            folder = place_hosted(policy, member.folder.crew / "policy")
+        else:
+            folder = place(policy, Path(member.spec.policy_cache), member.report)
     except TopropeError as error:
         member.report(Failed(error.message, error.hint))
         return 1

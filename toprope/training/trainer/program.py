@@ -14,6 +14,9 @@ from toprope.settings.algorithms import ALGORITHMS
 from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
 
+_HOSTED_GROUPS = "toprope.training.hosted.trainer:HostedGroups"
+_HOSTED_DEMONSTRATIONS = "toprope.training.hosted.trainer:HostedDemonstrations"
+
 
 class _Training(Protocol):
     def run(self, checkpoint: Path | None = None) -> None: ...
@@ -24,8 +27,11 @@ def create_training(member: CrewMember) -> _Training:
 
     It is imported here: torch takes seconds to load, and the member has reported its start by now.
     """
-    name = "sft" if member.spec.run_kind.demonstrates else member.spec.config.algorithm.name
-    module, _, attribute = ALGORITHMS[name].program.partition(":")
+    config, demonstrates = member.spec.config, member.spec.run_kind.demonstrates
+    program = ALGORITHMS["sft" if demonstrates else config.algorithm.name].program
+    if config.is_hosted:
+        program = _HOSTED_DEMONSTRATIONS if demonstrates else _HOSTED_GROUPS
+    module, _, attribute = program.partition(":")
     training: _Training = getattr(importlib.import_module(module), attribute)(member)
     return training
 

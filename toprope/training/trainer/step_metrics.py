@@ -8,11 +8,13 @@ versions it is the movement of the policy since.
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from toprope.training.trainer.collate import RowTensors
-from toprope.training.trainer.ranks import Ranks
+    from toprope.training.trainer.collate import RowTensors
+    from toprope.training.trainer.ranks import Ranks
 
 
 class PolicyDrift:
@@ -29,6 +31,8 @@ class PolicyDrift:
             logps: R x C log-probabilities under the policy before the step.
             batch: Tensors from `collate`.
         """
+        import torch
+
         mask = batch.mask
         delta = logps - batch.sampled
         ages = batch.ages.unsqueeze(1)
@@ -57,6 +61,8 @@ class PolicyDrift:
         Args:
             ranks: The ranks that have parts of the step.
         """
+        import torch
+
         if self._sums is None or self._largest is None:
             return {}
         if ranks is not None:

@@ -37,9 +37,10 @@ from toprope.workbench.interpreters.engines import engine_python
 from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.custom_trainers import trainer_of
 from toprope.workbench.launch.hold import hold_run, plan_values
+from toprope.workbench.launch.hosted import with_service
 from toprope.workbench.launch.lineage import base_of, with_dataset, with_split_rule
 from toprope.workbench.launch.mixture_sources import Ingredients, blend, hold_locks
-from toprope.workbench.launch.requirements import describe_job, require_interpreters, require_trackers, require_wandb
+from toprope.workbench.launch.requirements import describe_job, missing_keys, require_interpreters, require_trackers
 
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 
@@ -65,6 +66,7 @@ def freeze_drafts(
     locks: Locks | None = None,
     base: tuple[str, str] | None = None,
     split_rule: int = SOURCE_RULE,
+    with_keys: bool = True,
 ) -> list[Specification]:
     """Freeze drafts that start together, one specification for each, under the owner's present locks.
 
@@ -75,6 +77,7 @@ def freeze_drafts(
         locks: The owner's; read from the home if None.
         base: The run that the policy begins as, and the folder of its weights; `policy.model` decides if None.
         split_rule: What decides the splits of tasks; see `toprope.sdk.worker.splits`.
+        with_keys: Require the keys that the runs need.
 
     Raises:
         NotFound, LockedField, InvalidValue: A draft cannot run.
@@ -100,15 +103,15 @@ def freeze_drafts(
             base=base or (None if kind.starts_runs else base_of(draft.config.policy.model, home.runs)),
             ingredients=_ingredients(home, draft),
         )
-        specification = _with_helpers(specification, home)
+        specification = with_service(_with_helpers(specification, home), settings)
         python = engine_python(home, specification.config.inference.engine)
         specification = specification.model_copy(update={"engine_python": python})
         if kind.demonstrates:
             specification = with_dataset(specification, home.datasets)
         require_interpreters(specification)
         found.append(with_split_rule(specification, home.runs, split_rule))
-    if kind.trains or kind.starts_runs:
-        require_wandb(found[0].config, settings, home.settings_file)
+    for lacking in missing_keys(found[0], settings, home.settings_file) if with_keys else ():
+        raise lacking
     require_trackers(found[0].config)
     describe_job(found[0], home)  # a cluster that the owner does not have is refused here
     return found
@@ -263,6 +266,7 @@ def freeze_question(
         config=config,
         locks=locks.record(),
         ask=plan,
+        hosted=run.hosted,
         policy_cache=run.policy_cache,
         engine_python=run.engine_python,
     )

@@ -14,12 +14,13 @@ from toprope.errors import InvalidValue
 from toprope.extras import missing
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
+from toprope.settings.hosted import KEY
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.settings.schema import Config
 from toprope.supervisor.launchers.by_kind import engine_of
 from toprope.supervisor.launchers.cluster import request_for
 
-_KEY = "WANDB_API_KEY"
+_WANDB = "WANDB_API_KEY"
 _HOST = "wandb"
 
 
@@ -71,14 +72,39 @@ def require_wandb(
     variables = os.environ if variables is None else variables
     if config.logging.wandb != "online":
         return
-    given = (settings.variables.get(recipient, {}).get(_KEY) for recipient in ("*", "tracker", "trainer"))
-    if any(given) or variables.get(_KEY) or _logged_in(Path(variables.get("HOME", "/"))):
+    given = (settings.variables.get(recipient, {}).get(_WANDB) for recipient in ("*", "tracker", "trainer"))
+    if any(given) or variables.get(_WANDB) or _logged_in(Path(variables.get("HOME", "/"))):
         return
     raise InvalidValue(
-        f"logging.wandb is online, and there is no {_KEY}. Nothing was started.",
+        f"logging.wandb is online, and there is no {_WANDB}. Nothing was started.",
         hint=f"edit_config sets logging.wandb to offline, which writes the same files without a key (unless it is "
-        f"locked). Or the owner puts the key into {settings_file}: variables: {{tracker: {{{_KEY}: <the key>}}}}.",
+        f"locked). Or the owner puts the key into {settings_file}: variables: {{tracker: {{{_WANDB}: <the key>}}}}.",
     )
+
+
+def missing_keys(
+    specification: Specification,
+    settings: OwnerSettings,
+    settings_file: Path,
+    variables: Mapping[str, str] | None = None,
+) -> list[InvalidValue]:
+    """Return what to say of each key that a run needs and that the owner's settings lack; empty if none does."""
+    found = []
+    kind = specification.run_kind
+    if kind.trains or kind.starts_runs:
+        try:
+            require_wandb(specification.config, settings, settings_file, variables)
+        except InvalidValue as error:
+            found.append(error)
+    named = any(settings.variables.get(recipient, {}).get(KEY) for recipient in ("*", "trainer"))
+    if specification.config.is_hosted and not named:
+        found.append(
+            InvalidValue(
+                f"trainer.backend is tinker, and the owner's settings name no {KEY}. Nothing was started.",
+                hint=f"The owner puts the key into {settings_file}: variables: {{trainer: {{{KEY}: <the key>}}}}.",
+            )
+        )
+    return found
 
 
 def require_trackers(config: Config) -> None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from toprope.errors import ComponentFailed, InvalidValue, NotFound, NotPossibleNow, shown
-from toprope.extras import TRAINING, require
+from toprope.extras import HOSTED, TRAINING, require
 from toprope.records.index import idempotency_keys
 from toprope.records.index.database import Index, StartRow
 from toprope.records.index.idempotency_keys import StartKey
@@ -127,7 +127,10 @@ class RunStarter:
             request: The draft's, if they come from a draft: the start is recorded with it.
         """
         require_thawed(self._home.path)
-        require("A run", *TRAINING)
+        if specifications[0].config.is_hosted:
+            require("A run at a service", *HOSTED, extra="tinker")
+        else:
+            require("A run", *TRAINING)
         with ExitStack() as stack:
             with ledger_lock(self._home.ensure().runs):
                 specifications, make_preview = self._reserve(specifications, request, stack)

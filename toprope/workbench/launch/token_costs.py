@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from toprope.records.run.specification import Specification
 from toprope.settings.endpoints import Endpoint
+from toprope.settings.hosted import HostedPrices
 
 _SINGLE_TURN = frozenset({"dataset", "score", "trl", "reasoning_gym"})
 """Adapters whose environments ask once."""
@@ -43,6 +44,49 @@ def token_costs(specification: Specification) -> TokenCosts:
     The bound assumes prompts of `policy.max_context` tokens (`sft.max_length` for a teacher) and the longest answers.
     The run's account holds each call against it, so a run with longer prompts stops asking; it never spends more.
     """
+    asked = _asked_costs(specification)
+    if not specification.config.is_hosted or asked.most_usd is None:
+        return asked
+    prices = specification.hosted
+    if prices is None:
+        return TokenCosts(None, (specification.config.policy.model,))
+    turns = _turns(specification)
+    if turns is None and (prices.prompt_usd or prices.completion_usd):
+        return TokenCosts(None)
+    return TokenCosts(asked.most_usd + _hosted_usd(specification, prices, turns or 1))
+
+
+def _hosted_usd(specification: Specification, prices: HostedPrices, turns: int) -> float:
+    """The most that a service costs if every sampled group is trained on; the account holds what is sampled beyond."""
+    config, kind = specification.config, specification.run_kind
+    rollout, evaluation, test = config.rollout, config.evaluation, specification.test
+    context = config.policy.max_context
+    answers = 0
+    trained = steps = 0
+    if specification.ask is not None:
+        answers = len(specification.ask.conversations) * specification.ask.answers
+    elif test is not None:
+        answers = test.tasks * test.group_size * (1 if test.models else 1 + (test.heldout and evaluation.greedy))
+    elif kind.trains:
+        answers = 2 * (evaluation.heldout_tasks * (1 + evaluation.greedy) + evaluation.examples)
+        steps = config.budget.steps
+        if evaluation.every_steps:
+            answers += steps // evaluation.every_steps * evaluation.validation_tasks
+        if kind.demonstrates:
+            examples = specification.dataset.items if specification.dataset else config.sft.tasks
+            examples *= 1 if specification.dataset else config.sft.traces_per_task
+            steps = -(-examples * config.sft.epochs // config.sft.batch_size)
+            trained = steps * config.sft.batch_size * config.sft.max_length
+        else:
+            sequences = steps * rollout.groups_per_step * rollout.group_size
+            answers += sequences
+            trained = sequences * context
+    sampled = answers * turns * prices.of_sampling(context, rollout.max_new_tokens)
+    return sampled + trained * prices.train_usd / 1e6 + steps * prices.step_usd
+
+
+def _asked_costs(specification: Specification) -> TokenCosts:
+    """The costs of calls to models that run elsewhere."""
     config, test = specification.config, specification.test
     endpoints = {one.name: one.endpoint for one in (test.models if test else []) if one.endpoint is not None}
     answers, prompt, longest = 0, config.policy.max_context, config.rollout.max_new_tokens

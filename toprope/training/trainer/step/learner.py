@@ -249,7 +249,7 @@ class SteppedRun(LocalRun):
             self._ranks = Ranks.lead(self._member, count, describe_device(self._config), policy, checkpoint)
 
     def _make_source(self, state: CheckpointState) -> BatchReader:
-        if self._config.algorithm.deterministic:  # sampling waits for the weights of each step
+        if self._config.samples_in_step:  # sampling waits for the weights of each step
             return super()._make_source(state)
         client = self._make_client(self._look_up_api)
         ending, steps = self._member.ending, self._config.budget.steps

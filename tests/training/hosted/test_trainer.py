@@ -1,0 +1,208 @@
+"""Training at a service, against the stand-in: what is sent, what is kept, and what happens when the service fails."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, rows, small_run_config
+from tests.training.hosted.tinker_stand_in import KEY, MODEL, TinkerStandIn
+from toprope.errors import ComponentFailed, InvalidValue, NotFound, TopropeError
+from toprope.records.messages import Finished, Stepped, Warned
+from toprope.records.purse import LimitReached
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.usage import spending_in
+from toprope.settings import hosted
+from toprope.settings.hosted import HostedPrices
+from toprope.settings.limits import Cap, FrozenLimits
+from toprope.settings.schema import Config
+from toprope.training.api.clients import sync_client
+from toprope.training.component.peer_addresses import PeerAway
+from toprope.training.hosted.policy import HostedPolicy, copy_tokenizer
+from toprope.training.hosted.trainer import HostedGroups
+
+# The client leaves its connections to the end of the process.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+
+Attempt = Callable[..., tuple[StandInMember, StandInApi]]
+
+
+def hosted_config(**changes: Any) -> Config:
+    return small_run_config(
+        trainer__backend="tinker", policy__lora=True, policy__lora_rank=32, logging__save_steps=2, **changes
+    )
+
+
+@pytest.fixture
+def attempt(
+    tiny_policy: Path, tmp_path: Path, tinker_service: TinkerStandIn, monkeypatch: pytest.MonkeyPatch
+) -> Attempt:
+    """Trains at the service in a run folder, from its newest checkpoint."""
+    policy = tmp_path / "policy"
+    copy_tokenizer(tiny_policy, policy)
+    HostedPolicy(base_model=MODEL).write(policy)
+
+    def run(folder: RunFolder, config: Config, *, stop_after: int = 0, **spec: Any) -> tuple[StandInMember, StandInApi]:
+        api = StandInApi()
+        monkeypatch.setattr(sync_client, "SyncApiClient", lambda *arguments: api)
+        monkeypatch.setenv(hosted.KEY, KEY)
+        folder.crew.mkdir(exist_ok=True)
+        member = StandInMember(folder, policy, config, stop_after)
+        member.name = "trainer"
+        member.spec = SimpleNamespace(**{**vars(member.spec), "limits": None, "hosted": None, **spec})
+        HostedGroups(member).run(folder.newest_checkpoint())
+        return member, api
+
+    return run
+
+
+def trained(served: TinkerStandIn) -> Any:
+    [table] = served.models.values()
+    return table
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo"])
+def test_step_equals_its_formula(attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn, loss: str) -> None:
+    """One step from zero logits, by hand: every group's tokens pull at their row of the table."""
+    folder = RunFolder.create(tmp_path, "run-1")
+    config = hosted_config(trainer__loss=loss, budget__steps=1, optimizer__warmup_steps=0)
+    config.optimizer.lr_scheduler_type = "constant"
+    member, api = attempt(folder, config)
+    [row] = rows(folder)
+    batch = StandInApi().next_batch(0, 4 * GROUPS, 0.0).batch
+    assert batch is not None
+    ratio = np.exp(-np.log(260) + 5.0)
+    clipped = np.clip(ratio, 1 - config.algorithm.epsilon, 1 + config.algorithm.epsilon_high)
+    per_token = []
+    for group in batch:
+        rewards = np.array(group.scores)
+        for advantage in (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4):
+            value = {
+                "importance_sampling": ratio * advantage,
+                "ppo": min(ratio * advantage, clipped * advantage),
+                "cispo": clipped * -np.log(260) * advantage,
+            }[loss]
+            per_token += [-value] * 3
+    assert row["loss"] == pytest.approx(np.mean(per_token), rel=1e-4, abs=1e-5)
+    assert row["policy/approx_kl"] == pytest.approx(ratio - 1 - np.log(ratio), rel=1e-4)
+    table = trained(tinker_service)
+    first = batch[0]
+    best, worst = np.argmax(first.scores), np.argmin(first.scores)
+    before = first.tokens[0][1]
+    assert table.logits[before, first.tokens[best][2]] > 0 > table.logits[before, first.tokens[worst][2]]
+    assert table.steps == 1 and row["version"] == 1 and row["grad_norm"] > 0
+    assert row["learning_rate"] == config.optimizer.learning_rate
+    published = json.loads((folder.crew / "sampler.json").read_bytes())
+    assert published["version"] == 1 and np.array_equal(tinker_service.saved[published["path"]].logits, table.logits)
+
+
+def test_resume_equals_uninterrupted_run(attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn) -> None:
+    whole, broken = (RunFolder.create(tmp_path, name) for name in ("whole", "broken"))
+    attempt(whole, hosted_config())
+    expected = trained(tinker_service).logits.copy()
+    tinker_service.forget()
+    first, _ = attempt(broken, hosted_config(), stop_after=3)
+    assert first.of(Finished)[0].detail["step"] == 3
+    tinker_service.forget()
+    second, api = attempt(broken, hosted_config())
+    assert [report.step for report in second.of(Stepped)] == [4, 5, 6] and api.asked[0] == 3 * GROUPS
+    table = trained(tinker_service)
+    assert np.allclose(table.logits, expected) and table.steps == 6
+    assert [row["version"] for row in rows(broken)] == [1, 2, 3, 4, 5, 6]
+    saved = HostedPolicy.read(broken.checkpoints / "step-000006" / "model")
+    assert np.array_equal(tinker_service.saved[str(saved.state)].logits, table.logits)
+    assert (broken.path / "weights" / "adapter_model.safetensors").read_bytes() == b"adapters"
+    # Two checkpoints are kept, here and there.
+    assert sorted(path.name for path in broken.checkpoints.glob("step-*")) == ["step-000004", "step-000006"]
+    assert sum("broken-1.0-step-2" in name for name in tinker_service.deleted) == 2
+
+
+def test_lost_session_asks_for_a_restart(attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn) -> None:
+    folder, kept = RunFolder.create(tmp_path, "run-1"), StandInMember.report
+
+    def report(member: StandInMember, said: Any) -> None:
+        kept(member, said)
+        if isinstance(said, Stepped) and said.step == 3:
+            tinker_service.forget()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StandInMember, "report", report)
+        with pytest.raises(PeerAway, match="session or model"):
+            attempt(folder, hosted_config())
+    member, _ = attempt(folder, hosted_config())
+    assert [said.step for said in member.of(Stepped)] == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("where", "status", "text", "kind", "said"),
+    [
+        ("create_session", 401, "no such key", ComponentFailed, "refuses the key TINKER_API_KEY"),
+        ("create_model", 402, "no credit", ComponentFailed, "cannot pay"),
+        ("create_model", 400, "rank 32 is too high", InvalidValue, "rank 32 is too high"),
+    ],
+)
+def test_refusals_are_told_in_words(
+    attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn, where: str, status: int, text: str, kind: type,
+    said: str,
+) -> None:  # fmt: skip
+    tinker_service.refusal = (where, status, text)
+    with pytest.raises(kind, match=said) as caught:
+        attempt(RunFolder.create(tmp_path, "run-1"), hosted_config())
+    assert KEY not in str(caught.value)
+
+
+def test_unknown_model_names_the_models(attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn) -> None:
+    HostedPolicy(base_model="vendor/other").write(tmp_path / "policy")
+    with pytest.raises(NotFound, match=f"has no model vendor/other.*{MODEL}"):
+        attempt(RunFolder.create(tmp_path, "run-1"), hosted_config())
+
+
+def test_steps_are_paid_and_capped(attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn) -> None:
+    """Each step costs its tokens and itself; the step that the limit does not leave room for is not taken."""
+    prices = HostedPrices(prompt_usd=0, completion_usd=0, train_usd=1e3, step_usd=0.5)
+    folder = RunFolder.create(tmp_path, "run-1")
+    attempt(folder, hosted_config(), hosted=prices)
+    tokens = rows(folder)[-1]["tokens/trained"]
+    assert sum(spending_in(folder.path).values()) == pytest.approx(tokens * 1e-3 + 6 * 0.5)
+    assert rows(folder)[-1]["cost_usd"] == pytest.approx(tokens * 1e-3 + 6 * 0.5, rel=1e-4)
+    limits = FrozenLimits(source="a test", caps={"cost_usd": Cap(value=1.2, limit="per_run.cost_usd")})
+    capped = RunFolder.create(tmp_path, "run-2")
+    before = tinker_service.seen.count("forward_backward")
+    with pytest.raises(LimitReached, match="per_run.cost_usd"):
+        attempt(capped, hosted_config(), hosted=prices, limits=limits)
+    assert len(rows(capped)) == 2 == tinker_service.seen.count("forward_backward") - before
+    assert sum(spending_in(capped.path).values()) <= 1.2
+
+
+def test_key_stays_out_of_variables_and_files(attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn) -> None:
+    folder = RunFolder.create(tmp_path, "run-1")
+    attempt(folder, hosted_config(budget__steps=2))
+    assert hosted.KEY not in os.environ and tinker_service.keys == {KEY}
+    files = [path for path in folder.path.rglob("*") if path.is_file()]
+    assert len(files) > 5 and not any(KEY.encode() in path.read_bytes() for path in files)
+
+
+def test_missing_key_says_where_it_belongs(attempt: Attempt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = monkeypatch.setenv
+    monkeypatch.setattr(monkeypatch, "setenv", lambda name, value: None if name == hosted.KEY else real(name, value))
+    monkeypatch.delenv(hosted.KEY)
+    with pytest.raises(TopropeError, match=r"variables: \{trainer: \{TINKER_API_KEY"):
+        attempt(RunFolder.create(tmp_path, "run-1"), hosted_config())
+
+
+def test_client_warnings_are_passed_on(attempt: Attempt, tmp_path: Path) -> None:
+    import logging
+
+    member, _ = attempt(RunFolder.create(tmp_path, "run-1"), hosted_config(budget__steps=1))
+    logging.getLogger("tinker.lib").warning("Sampling is paused: capacity")
+    assert any("Sampling is paused: capacity" in said.what for said in member.of(Warned))

@@ -1,0 +1,104 @@
+"""Training and sampling at a service that speaks Tinker's interface: the section `trainer`, what it excludes, and the
+owner's prices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from toprope.settings.endpoints import BASE
+from toprope.settings.environment import RUN, Section
+
+if TYPE_CHECKING:
+    from toprope.settings.schema import Config
+
+TINKER = "tinker"
+KEY, ADDRESS = "TINKER_API_KEY", "TINKER_BASE_URL"
+"""Variables of the owner's settings for the component `trainer`; inference gets them too, and nobody else."""
+
+
+class TrainerSection(Section):
+    """Where the policy is trained and sampled."""
+
+    backend: Literal["local", "tinker"] = Field(
+        "local",
+        description="local: by the run's own processes. tinker: at a service with Tinker's interface, by LoRA; nothing "
+        "on this machine then needs torch or a GPU.",
+    )
+    loss: Literal["importance_sampling", "ppo", "cispo"] = Field(
+        "importance_sampling",
+        description="For tinker: the service's loss on groups, summed over tokens. ppo and cispo clip the ratio at 1 - "
+        "algorithm.epsilon and 1 + algorithm.epsilon_high. Demonstrations use cross_entropy.",
+    )
+
+
+class HostedPrices(BaseModel):
+    """A service's prices of one model."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prompt_usd: float = Field(ge=0)
+    """US dollars per million tokens of prompts."""
+    completion_usd: float = Field(ge=0)
+    """US dollars per million sampled tokens."""
+    train_usd: float = Field(ge=0)
+    """US dollars per million tokens of sequences that are trained on."""
+    step_usd: float = Field(0.0, ge=0)
+    """US dollars per optimizer step."""
+
+    def of_sampling(self, prompt: int, completion: int) -> float:
+        """USD for one answer, in tokens."""
+        return (prompt * self.prompt_usd + completion * self.completion_usd) / 1e6
+
+    def of_step(self, tokens: int) -> float:
+        """USD for an optimizer step on sequences of so many tokens together."""
+        return tokens * self.train_usd / 1e6 + self.step_usd
+
+
+class TinkerSettings(BaseModel):
+    """The owner's account at a service."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prices: dict[str, HostedPrices] = Field(default_factory=dict)
+    """By the name of the model at the service."""
+
+
+def hosted_conflicts(config: Config) -> list[str]:
+    """Sentences about fields that a service cannot follow; empty if the run trains on this machine."""
+    if config.trainer.backend != TINKER:
+        return []
+    policy, algorithm, rollout = config.policy, config.algorithm, config.rollout
+    wanted = [
+        ("policy.lora", policy.lora, True, "services train adapters only"),
+        ("policy.lora_dropout", policy.lora_dropout, 0.0, "services have no such setting"),
+        ("policy.lora_target_modules", policy.lora_target_modules, "all-linear", "services adapt all layers"),
+        ("algorithm.beta", algorithm.beta, 0.0, "services have no KL term"),
+        ("algorithm.importance_sampling_level", algorithm.importance_sampling_level, "token", "ratios are by token"),
+        ("algorithm.deterministic", algorithm.deterministic, False, "nobody can promise it of a service"),
+        ("rollout.temperature", rollout.temperature, 1.0, "the service trains at temperature 1"),
+        ("rollout.top_p", rollout.top_p, 1.0, "the service trains on all tokens"),
+        ("inference.engine", config.inference.engine, "embedded", "the service samples"),
+        ("inference.sleep", config.inference.sleep, False, "the service samples"),
+        ("launcher.nodes", config.launcher.nodes, 1, "nothing here computes"),
+        ("launcher.num_processes", config.launcher.num_processes, 1, "nothing here computes"),
+        ("launcher.inference_gpus", config.launcher.inference_gpus, 0, "nothing here computes"),
+    ]
+    found = [
+        f"{name} is {value}; with trainer.backend tinker it must be {right}: {why}."
+        for name, value, right, why in wanted
+        if value != right
+    ]
+    if policy.model.startswith("embedded"):
+        found.append(f"policy.model is {policy.model}, which is made on this machine; name a model of the service.")
+    if algorithm.name not in ("grpo", "sft"):
+        found.append(
+            f"algorithm.name is {algorithm.name}; with trainer.backend tinker it is grpo, with the loss in "
+            "trainer.loss (importance_sampling, ppo, cispo), or sft."
+        )
+    if config.launcher.device == "cuda":
+        found.append("launcher.device is cuda; with trainer.backend tinker the service computes: set it to auto.")
+    if config.environment.opponent == BASE or config.environment.opponent.startswith(RUN):
+        found.append("environment.opponent needs a second policy here, which trainer.backend tinker does not have.")
+    return found

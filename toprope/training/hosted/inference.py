@@ -1,0 +1,66 @@
+"""The inference component of a run whose policy is sampled at a service: the usual dialect, with no model behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import TopropeError
+from toprope.records.messages import Failed, Warned
+from toprope.records.run.usage import purse_of
+from toprope.training.component.member import CrewMember
+from toprope.training.component.peer_addresses import PeerAway
+from toprope.training.hosted.policy import HostedPolicy
+from toprope.training.hosted.sampler import HostedEngine
+from toprope.training.hosted.service import Service
+from toprope.training.inference.__main__ import serve_engine
+from toprope.training.inference.app import InferenceServer
+from toprope.training.policy.loading import load_tokenizer
+
+
+def run(member: CrewMember) -> int:
+    """Serve until a Stop order comes or the keeper is gone; returns the exit status."""
+    config, failures = member.spec.config, list[TopropeError]()
+
+    def fail(error: TopropeError) -> None:
+        failures.append(error)
+        member.report(Failed(error.message, error.hint, isinstance(error, PeerAway)))
+        member.ending.set()
+
+    try:
+        folder = Path(member.address("policy"))
+        policy = HostedPolicy.read(folder)
+        service = Service.connect(member.beat, lambda said: member.report(Warned(said)))
+        tokenizer = load_tokenizer(folder)
+        engine = HostedEngine(
+            service,
+            model=policy.base_model,
+            path=policy.sampler,
+            crew=member.folder.crew,
+            tokenizer=tokenizer,
+            end_ids=_end_ids(folder, tokenizer),
+            max_context=config.policy.max_context,
+            prices=member.spec.hosted,
+            purse=purse_of(member.folder, member.spec.limits, member.name),
+            fail=fail,
+        )
+        engine.start()
+    except TopropeError as error:
+        fail(error)
+        return 1
+    server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)
+    asyncio.run(serve_engine(member, server, engine, len(tokenizer)))
+    engine.stop(timeout_s=1.0)
+    return 1 if failures else 0
+
+
+def _end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end an answer: the tokenizer's, and those of the model's generation_config.json."""
+    try:
+        found = json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id")
+    except (OSError, ValueError):
+        found = None
+    ids = [*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id]
+    return frozenset(int(token) for token in ids if token is not None)

@@ -1,0 +1,270 @@
+"""Sampling at a service: the weights that the trainer published last, and an engine that asks for answers of them.
+
+The trainer saves the adapters of each version at the service and writes their path beside the version into a file of
+the crew. The engine looks at the file before every request. An answer that is under way keeps the version that it began
+with, so every token of it has one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from toprope.atomic import write_json
+from toprope.errors import TopropeError
+from toprope.records.purse import Purse
+from toprope.settings.hosted import HostedPrices
+from toprope.training.component.peer_addresses import PeerAway
+from toprope.training.hosted.service import KEPT_S, Service, explain
+from toprope.training.inference.decode_batch import DecodeBatch
+from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
+
+_FILE = "sampler.json"
+_TRIES = 3
+"""Attempts at one request; the client repeats each of them by itself for minutes."""
+
+
+class SamplerPublisher:
+    """The trainer's side.
+
+    Args:
+        folder: Of the crew's files.
+        save: Saves the present adapters under a name for so many seconds; returns a future of an answer with `path`.
+        name: Begins the names; no other publisher of the session uses it.
+        wait: Waits for a blocking call, see `Service.wait`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        save: Callable[[str, int], Any],
+        name: str,
+        wait: Callable[[str, Callable[[], Any]], Any],
+    ) -> None:
+        self._path, self._save, self._name, self._wait = folder / _FILE, save, name, wait
+        self.version = 0
+        self._saving: Any = None
+
+    def submit(self) -> None:
+        """Have the service save the adapters after the requests before; `publish` waits for it."""
+        self._saving = self._save(f"{self._name}-v{self.version + 1}", KEPT_S)
+
+    def publish(self) -> int:
+        """See `Publisher.publish`."""
+        if self._saving is None:
+            self.submit()
+        saving, self._saving = self._saving, None
+        path = str(self._wait("save adapters for sampling", saving.result).path)
+        self.version += 1
+        write_json(self._path, {"version": self.version, "path": path})
+        return self.version
+
+
+@dataclass(frozen=True)
+class _Asked:
+    request: SamplingRequest
+    done: Done
+    tries: int = 0
+
+
+@dataclass(frozen=True)
+class _Answered:
+    asked: _Asked
+    answer: Any
+    version: int
+    entry: int | None
+
+
+class HostedEngine:
+    """See `toprope.training.inference.engine.Engine` for the contract.
+
+    One thread follows the published weights, pays for requests and reads the answers; the client sends the requests
+    and waits for them in a thread of its own.
+
+    Args:
+        service: Where to sample.
+        model: Name of the model there, for version 0.
+        path: `tinker://` path of the weights of version 0; None: the model as it is.
+        crew: Folder in which the trainer names later versions.
+        tokenizer: Decodes answers.
+        end_ids: Token ids that end an answer.
+        max_context: Longest sequence of prompt and answer, in tokens.
+        prices: Of the model; None if unknown.
+        purse: Pays.
+        fail: Called with an error that no repetition mends.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        model: str,
+        path: str | None,
+        crew: Path,
+        tokenizer: Any,
+        end_ids: frozenset[int],
+        max_context: int,
+        prices: HostedPrices | None,
+        purse: Purse,
+        fail: Callable[[TopropeError], object],
+    ) -> None:
+        self._service, self._model, self._path, self._crew = service, model, path, crew
+        self._tokenizer, self.end_ids, self.max_context = tokenizer, end_ids, max_context
+        self._prices, self._purse, self._fail = prices, purse, fail
+        self._queue: queue.SimpleQueue[_Asked | _Answered | SamplingRequest | None] = queue.SimpleQueue()
+        self._running: list[_Asked] = []
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._client: Any = None
+        self._seen: tuple[int, int] | None = None
+        self.version = self.batches = self.rows = self.tokens = 0
+        self.busy_s = 0.0
+        self._under_way, self._since = 0, 0.0
+
+    def start(self) -> None:
+        """Connect to the present weights and begin. Raises: TopropeError."""
+        self._follow()
+        self._thread.start()
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        """Return True: `start` has connected."""
+        return True
+
+    def is_progressing(self) -> bool:
+        """True while the thread lives: an answer may take as long as the client allows it."""
+        return self._thread.is_alive()
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """End the thread; waiting requests are answered with an error."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def submit(self, request: SamplingRequest, done: Done) -> None:
+        """Queue a request; `done` is called in the engine's thread."""
+        self._queue.put(_Asked(request, done))
+
+    def cancel(self, request: SamplingRequest) -> None:
+        """Answer a request with `Cancelled`; the service finishes what it has begun, and it is paid for."""
+        request.given_up = True
+        self._queue.put(request)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, SamplingRequest):
+                for one in self._running:
+                    if one.request is item:
+                        one.done(Cancelled())
+                continue
+            asked = item.asked if isinstance(item, _Answered) else item
+            try:
+                if isinstance(item, _Answered):
+                    self._finish(item)
+                else:
+                    self._ask(item)
+            except Exception as error:  # it is the answer to this request
+                self._give_up(asked, error)
+        while not self._queue.empty():
+            if isinstance(left := self._queue.get(), _Asked):
+                left.done(RuntimeError("the engine has stopped"))
+
+    def _give_up(self, asked: _Asked, error: Exception) -> None:
+        """Repeat a request whose service or session was away, with a new sampling client; else fail it and the run."""
+        if isinstance(error, PeerAway) and asked.tries + 1 < _TRIES:
+            self._client = self._seen = None
+            self._queue.put(replace(asked, tries=asked.tries + 1))
+            return
+        if not asked.request.given_up:
+            asked.done(error)
+        if isinstance(error, TopropeError):
+            self._fail(error)
+
+    def _follow(self) -> None:
+        """Adopt the weights that the trainer published last."""
+        try:
+            found = os.stat(self._crew / _FILE)
+            now = (found.st_ino, found.st_mtime_ns)
+        except FileNotFoundError:
+            now = None
+        if self._client is not None and now == self._seen:
+            return
+        version, path = 0, self._path
+        if now is not None:
+            published = json.loads((self._crew / _FILE).read_bytes())
+            version, path = int(published["version"]), str(published["path"])
+        self._client = self._service.sampler(path, self._model)
+        self.version, self._seen = version, now
+
+    def _ask(self, asked: _Asked) -> None:
+        import tinker
+
+        request = asked.request
+        if request.given_up:
+            asked.done(Cancelled())
+            return
+        self._follow()
+        most = min(request.max_new_tokens, self.max_context - len(request.prompt_ids))
+        # The service ends answers at these tokens, or at the texts of them if texts are to end answers too.
+        stop: Any = sorted(self.end_ids)
+        if request.stop:
+            stop = [*request.stop, *(self._tokenizer.decode([token]) for token in stop)]
+        entry = None
+        if self._prices is not None:
+            entry = self._purse.reserve(request.n * self._prices.of_sampling(len(request.prompt_ids), most))
+        running = self._client.sample(
+            prompt=tinker.ModelInput.from_ints(request.prompt_ids),
+            num_samples=request.n,
+            sampling_params=tinker.SamplingParams(
+                max_tokens=most,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                seed=request.seed,
+                stop=stop,
+            ),
+        )
+        self._count(1)
+        self._running.append(asked)
+        version = self.version
+        running = running.future() if hasattr(running, "future") else running
+        running.add_done_callback(lambda answer: self._queue.put(_Answered(asked, answer, version, entry)))
+
+    def _finish(self, item: _Answered) -> None:
+        self._count(-1)
+        self._running.remove(item.asked)
+        request = item.asked.request
+        if (error := item.answer.exception()) is not None:
+            found = explain(error, "sample", self._model)
+            # After a lost connection nobody knows if the answer is billed: the reservation stands.
+            if item.entry is not None and not isinstance(found, PeerAway):
+                self._purse.settle(item.entry, 0.0)
+            raise found from error
+        samples = [self._sample(request, one, item.version) for one in item.answer.result().sequences]
+        tokens = sum(len(one.token_ids) for one in samples)
+        if item.entry is not None and self._prices is not None:
+            cost = self._prices.of_sampling(len(request.prompt_ids) * request.n, tokens)
+            self._purse.settle(item.entry, cost)
+        self.batches, self.rows, self.tokens = self.batches + 1, self.rows + len(samples), self.tokens + tokens
+        if not request.given_up:
+            item.asked.done(samples)
+
+    def _sample(self, request: SamplingRequest, sequence: Any, version: int) -> Sample:
+        """One answer, ended where the embedded engine would have ended it."""
+        one = DecodeBatch([replace(request, n=1)], self._tokenizer, self.end_ids, self.max_context)
+        for token, logprob in zip(sequence.tokens, sequence.logprobs, strict=True):
+            if one.append([int(token)], [float(logprob)], version):
+                break
+        else:
+            one.live[0].finish = "stop" if str(sequence.stop_reason).lower().endswith("stop") else "length"
+        return one.samples(0)[0]
+
+    def _count(self, change: int) -> None:
+        """Count requests under way, and the time in which there are any."""
+        now = time.monotonic()
+        if self._under_way:
+            self.busy_s += now - self._since
+        self._under_way, self._since = self._under_way + change, now

@@ -1,0 +1,326 @@
+"""Training at a service: groups or demonstrations go there as sequences, and the weights stay there.
+
+The course of a run is that of every other (`TrainingRun`). A checkpoint holds the tokenizer, the numbers and the paths
+of a saved state with its optimizer; a resume continues a training client of that state. A session that the service has
+lost ends this process with a report that a restart helps, and the restart does the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import Corrupt, NotFound, TopropeError
+from toprope.records.messages import Warned
+from toprope.records.run.checkpoints import problem_of
+from toprope.records.run.folder import checkpoints_in
+from toprope.records.run.usage import purse_of
+from toprope.training.component.member import CrewMember
+from toprope.training.hosted.policy import HostedPolicy, copy_tokenizer
+from toprope.training.hosted.sampler import SamplerPublisher
+from toprope.training.hosted.service import Service, datum
+from toprope.training.policy.loading import load_tokenizer
+from toprope.training.trainer.base import Learner, TrainingRun
+from toprope.training.trainer.batch_source import GroupBatch, TrainingRow, build_rows
+from toprope.training.trainer.checkpoint_folder import CheckpointState, commit_checkpoint, read_state, unusable
+from toprope.training.trainer.demonstration_run import IGNORED, DemonstrationRun, TokenizedRow
+from toprope.training.trainer.optimization import learning_rate_factor
+from toprope.training.trainer.step_metrics import StepTimer
+
+WEIGHTS = "weights"
+"""Folder of a run's folder with the downloaded adapters of its last step."""
+
+
+class HostedRun(TrainingRun):
+    """One attempt of a training whose model is at a service."""
+
+    _service: Service
+    _training: Any
+    _tokenizer: Any
+    _publisher: SamplerPublisher
+
+    def __init__(self, member: CrewMember) -> None:
+        super().__init__(member)
+        self._purse = purse_of(member.folder, member.spec.limits, member.name)
+        self._tokens = 0
+        self._policy = HostedPolicy(base_model=self._config.policy.model)
+        self._folder = Path()
+
+    def _load(self, policy: Path) -> dict[str, Any]:
+        self._folder, self._policy = policy, HostedPolicy.read(policy)
+        self._service = Service.connect(self.beat, lambda said: self._member.report(Warned(said)))
+        self._tokenizer = load_tokenizer(policy)
+        run, attempt, life = self._member.folder.run_id, self._member.attempt, self._member.life
+        self._name = f"{run}-{attempt}.{life}"
+        self._publisher = SamplerPublisher(
+            self._member.folder.crew,
+            lambda name, seconds: self._training.save_weights_for_sampler(name, ttl_seconds=seconds),
+            self._name,
+            self._service.wait,
+        )
+        return {"client": f"tinker {self._service.version}", "model": self._policy.base_model}
+
+    def _start_optimizer(self) -> None:
+        pass  # every step names the optimizer's settings
+
+    def _begin(self, policy: Path) -> None:
+        """Creates adapters, or takes those of the run that this one begins with."""
+        policy_section = self._config.policy
+        if self._policy.state is None:
+            self._training = self._service.create(
+                self._policy.base_model, policy_section.lora_rank, self._config.algorithm.seed
+            )
+        else:
+            continues = self._member.spec.continued_run is not None
+            self._training = self._service.restore(self._policy.state, optimizer=continues)
+
+    def _load_checkpoint(self, checkpoint: Path) -> CheckpointState:
+        if (problem := problem_of(checkpoint)) is not None:
+            raise unusable(checkpoint, problem)
+        state, saved = read_state(checkpoint), HostedPolicy.read(checkpoint / "model")
+        if saved.state is None:
+            raise unusable(checkpoint, "it names no state at the service")
+        self._training = self._service.restore(saved.state, optimizer=True)
+        return state
+
+    def _write(self, state: CheckpointState) -> Path:
+        name, training = f"{self._name}-step-{state.step}", self._training
+        # Both are asked for at once; the service does them one after the other.
+        saving, sampling = training.save_state(name), training.save_weights_for_sampler(name)
+        saved = HostedPolicy(
+            base_model=self._policy.base_model,
+            state=str(self._service.wait("save its state", saving.result).path),
+            sampler=str(self._service.wait("save adapters for sampling", sampling.result).path),
+        )
+
+        def write(aside: Path) -> None:
+            copy_tokenizer(self._folder, aside / "model")
+            saved.write(aside / "model")
+            (aside / "state.json").write_text(dumps(asdict(state)))
+
+        folder = self._member.folder.checkpoints
+        before = {path: _paths_of(path) for path in checkpoints_in(folder)}
+        written = commit_checkpoint(folder, state.step, write, self._config.logging.save_total_limit)
+        self._policy = saved
+        for path, names in before.items():
+            if not path.exists():
+                for one in names:
+                    self._service.delete(one)
+        return written
+
+    def _save_final(self) -> None:
+        """Writes the last checkpoint, then downloads its adapters; they stay at the service in any case."""
+        super()._save_final()
+        if self._policy.sampler is None or self._saved_step != self._step or self._member.ending.is_set():
+            return
+        folder = self._member.folder.path / WEIGHTS
+        try:
+            self._service.download(self._training, self._policy.sampler, f"{self._name}-{WEIGHTS}", folder)
+        except (TopropeError, OSError) as error:
+            text = f"The adapters were not downloaded ({error}); they are at {self._policy.sampler}."
+            self._member.report(Warned(text))
+
+    def _take_step(self, step: int, data: Sequence[Any], tokens: int, loss: str, **settings: float) -> dict[str, Any]:
+        """Has the service train on sequences and save the new adapters for sampling.
+
+        Args:
+            step: Number of the step.
+            data: Sequences from `datum`.
+            tokens: Their tokens together.
+            loss: Name of the service's loss.
+            settings: Of the loss.
+
+        Returns:
+            `logprobs` of each sequence before the step, and metrics.
+        """
+        section, prices = self._config.optimizer, self._member.spec.hosted
+        rate = section.learning_rate * learning_rate_factor(self._config, step - 1, self._elapsed())
+        entry = self._purse.reserve(prices.of_step(tokens)) if prices is not None else None
+        import tinker
+
+        adam = tinker.AdamParams(
+            learning_rate=rate,
+            beta1=section.adam_beta1,
+            beta2=section.adam_beta2,
+            weight_decay=section.weight_decay,
+            grad_clip_norm=section.max_grad_norm,
+        )
+        passing = self._training.forward_backward(list(data), loss, settings or None)
+        stepping = self._training.optim_step(adam)
+        self._publisher.submit()
+        passed = self._service.wait("train a step", passing.result)
+        stepped = self._service.wait("take an optimizer step", stepping.result)
+        if entry is not None and prices is not None:
+            self._purse.settle(entry, prices.of_step(tokens))
+        self._tokens += tokens
+        metrics: dict[str, Any] = {"learning_rate": rate, "tokens/trained": float(self._tokens)}
+        norms = [value for name, value in (stepped.metrics or {}).items() if "grad" in name]
+        if norms:
+            metrics["grad_norm"] = float(norms[0])
+        if prices is not None:
+            metrics["cost_usd"] = self._purse.total
+        return metrics | {"logprobs": [list(map(float, one["logprobs"].data)) for one in passed.loss_fn_outputs]}
+
+
+class HostedGroups(HostedRun):
+    """Training on the groups that the trajectory API delivers."""
+
+    def _make_learner(self, policy: Path) -> Learner:
+        return _GroupLearner(self)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self._config.budget.steps
+
+    def next_batch(self) -> GroupBatch:
+        """The groups of the next step. Raises: EndOfTraining."""
+        return self._next_batch()
+
+    def train_step(self, step: int, batch: GroupBatch, timer: StepTimer) -> None:
+        """Trains on a batch, then publishes the version, writes metrics and saves a checkpoint if one is due."""
+        config, asked = self._config, time.perf_counter()
+        timer.start_preparing()
+        rows = [row for row in build_rows(batch.groups, config) if len(row.prompt) + len(row.completion) > 1]
+        if config.algorithm.mask_truncated_completions:
+            rows = [replace(row, trained=[False] * len(row.trained)) if row.truncated else row for row in rows]
+        # A row without an advantage has no gradient; sending it would cost and change nothing.
+        rows = [row for row in rows if any(_advantages(row))] or rows[:1]
+        count = max(1, sum(sum(row.trained) for row in rows))
+        data = []
+        for row in rows:
+            unsampled = [0.0] * len(row.prompt)
+            data.append(
+                datum(
+                    row.prompt + row.completion,
+                    logprobs=unsampled + row.logprobs,
+                    advantages=unsampled + [value / count for value in _advantages(row)],
+                )
+            )
+        timer.stop_preparing()
+        tokens, section = sum(len(row.prompt) + len(row.completion) for row in rows), config.algorithm
+        clip = {"clip_low_threshold": 1 - section.epsilon, "clip_high_threshold": 1 + section.epsilon_high}
+        loss = config.trainer.loss
+        metrics = self._take_step(step, data, tokens, loss, **(clip if loss != "importance_sampling" else {}))
+        low, high = clip.values()
+        found = _loss_metrics(rows, metrics.pop("logprobs"), batch.version, loss, low, high)
+        waited = batch.metrics.get("wait_seconds", 0.0)
+        metrics |= found | {"step_time": time.perf_counter() - asked + waited}
+        self._finish_step(step, metrics | timer.take(metrics, waited) | batch.metrics)
+
+
+class _GroupLearner:
+    """See `Learner`."""
+
+    def __init__(self, run: HostedGroups) -> None:
+        self._run, self.first_step = run, 0
+
+    def train(self) -> None:
+        timer, step = StepTimer(), self.first_step
+        while step < self._run.steps:
+            batch = self._run.next_batch()
+            step += 1
+            self._run.train_step(step, batch, timer)
+            if self._run.should_stop():
+                return
+
+
+class HostedDemonstrations(DemonstrationRun, HostedRun):
+    """Supervised fine-tuning at a service."""
+
+    def _train(self, rows: list[TokenizedRow], order: list[int]) -> None:
+        size, first = self._batch_size, self._step
+        self._began = time.monotonic()
+        for number in range(len(order) // size):
+            self._hold()
+            batch = [rows[place] for place in order[number * size : (number + 1) * size]]
+            weights = [[float(label != IGNORED) for label in row["labels"]] for row in batch]
+            count = sum(map(sum, weights))
+            data = [
+                datum(row["input_ids"], weights=[value / count for value in weight])
+                for row, weight in zip(batch, weights, strict=True)
+            ]
+            tokens = sum(len(row["input_ids"]) for row in batch)
+            metrics = self._take_step(first + number + 1, data, tokens, "cross_entropy")
+            chosen = zip(metrics.pop("logprobs"), weights, strict=True)
+            loss = -sum(
+                value * weight for logprobs, own in chosen for value, weight in zip(logprobs, own[1:], strict=True)
+            )
+            self._finish_step(first + number + 1, metrics | {"loss": loss / count})
+            if self.should_stop():
+                return
+
+
+def _paths_of(checkpoint: Path) -> list[str]:
+    with suppress(NotFound, Corrupt):
+        one = HostedPolicy.read(checkpoint / "model")
+        return [path for path in (one.state, one.sampler) if path is not None]
+    return []
+
+
+def _advantages(row: TrainingRow) -> list[float]:
+    """One per completion token; 0 where the environment wrote it."""
+    given = row.token_advantages or [row.advantage] * len(row.completion)
+    return [value if trained else 0.0 for value, trained in zip(given, row.trained, strict=True)]
+
+
+def _loss_metrics(
+    rows: Sequence[TrainingRow],
+    logprobs: Sequence[Sequence[float]],
+    version: int | None,
+    loss: str,
+    low: float,
+    high: float,
+) -> dict[str, float]:
+    """The loss of a step and what the local trainer calls drift, from the service's log-probabilities before the step.
+
+    Args:
+        rows: The rows that were sent.
+        logprobs: The trainer's log-probabilities of each row's tokens but the first.
+        version: Policy version that was trained.
+        loss: Name of the loss.
+        low, high: Clip range of the ratio.
+    """
+    total = divergence = current = older = versions = 0.0
+    count = current_count = older_count = below = above = 0
+    largest = 0.0
+    for row, now in zip(rows, logprobs, strict=True):
+        age = 0 if version is None or row.version is None else max(version - row.version, 0)
+        of_completion = now[max(len(row.prompt) - 1, 0) :]
+        start = 0 if row.prompt else 1
+        values = zip(of_completion, row.logprobs[start:], _advantages(row)[start:], row.trained[start:], strict=True)
+        for mine, theirs, advantage, trained in values:
+            if not trained:
+                continue
+            delta = min(mine - theirs, 20.0)
+            ratio, count = math.exp(delta), count + 1
+            clipped = min(max(ratio, low), high)
+            below, above = below + (ratio < low and advantage < 0), above + (ratio > high and advantage > 0)
+            if loss == "cispo":
+                total -= clipped * mine * advantage
+            else:
+                total -= ratio * advantage if loss != "ppo" else min(ratio * advantage, clipped * advantage)
+            divergence += ratio - 1 - delta
+            size = abs(mine - theirs)
+            if age:
+                older, older_count, versions = older + size, older_count + 1, versions + age
+            else:
+                current, current_count, largest = current + size, current_count + 1, max(largest, size)
+    found = {"loss": total / max(count, 1)}
+    if current_count:
+        found["sampling/sampling_logp_difference/mean"] = current / current_count
+        found["sampling/sampling_logp_difference/max"] = largest
+    if older_count:
+        found |= {"policy/moved": older / older_count, "policy/moved_versions": versions / older_count}
+    if count:
+        found["policy/approx_kl"] = divergence / count
+        if loss == "ppo":
+            found |= {"clip_ratio/low_mean": below / count, "clip_ratio/high_mean": above / count}
+            found["clip_ratio/region_mean"] = (below + above) / count
+    return found
