@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
-from typing import Any
 
 from toprope.errors import TopropeError
 from toprope.records.messages import Failed, Warned
@@ -17,6 +15,7 @@ from toprope.training.hosted.sampler import HostedEngine
 from toprope.training.hosted.service import Service
 from toprope.training.inference.__main__ import serve_engine
 from toprope.training.inference.app import InferenceServer
+from toprope.training.inference.engines.vllm_process import end_ids_of
 from toprope.training.policy.loading import load_tokenizer
 
 
@@ -40,7 +39,7 @@ def run(member: CrewMember) -> int:
             path=policy.sampler,
             crew=member.folder.crew,
             tokenizer=tokenizer,
-            end_ids=_end_ids(folder, tokenizer),
+            end_ids=end_ids_of(folder, tokenizer),
             max_context=config.policy.max_context,
             prices=member.spec.hosted,
             purse=purse_of(member.folder, member.spec.limits, member.name),
@@ -54,13 +53,3 @@ def run(member: CrewMember) -> int:
     asyncio.run(serve_engine(member, server, engine, len(tokenizer)))
     engine.stop(timeout_s=1.0)
     return 1 if failures else 0
-
-
-def _end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end an answer: the tokenizer's, and those of the model's generation_config.json."""
-    try:
-        found = json.loads((folder / "generation_config.json").read_bytes()).get("eos_token_id")
-    except (OSError, ValueError):
-        found = None
-    ids = [*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id]
-    return frozenset(int(token) for token in ids if token is not None)
