@@ -48,6 +48,7 @@ _CLAIM_EVERY_S = 0.25
 _WATCH_EVERY_S = 1.0
 _EXIT_WITHIN_S = 1.0
 """Seconds that a member gets to exit after it reported a failure, or did not exit at the end of its work."""
+_SIGNALLED_WITHIN_S = 0.5
 _PLOT_TIMEOUT_S = 120.0
 _BLAME_ORDER = ("policy", "inference", "environment", "api", "trainer", "conductor")
 """The first of the members that are not ready is blamed: each member waits for those before it."""
@@ -367,7 +368,12 @@ class RunLifecycle:
             state = "stopped" if self._closing else "exited"
         self._writer.set_member(name, state, pid=component.pid, exit_code=how.code)
         if state == "exited":
-            self._restarts.handle_loss(component)
+            # Slurm's scancel signals all processes of a job, and members may end before the keeper reads its own signal.
+            if self._parent is None:
+                self._restarts.handle_loss(component)
+            else:
+                loop = asyncio.get_running_loop()
+                loop.call_later(_SIGNALLED_WITHIN_S, self._restarts.handle_loss, component)
         self._decide_if_completed()
 
     def _end_finished(self, component: Component) -> None:
