@@ -368,7 +368,7 @@ class RunLifecycle:
             state = "stopped" if self._closing else "exited"
         self._writer.set_member(name, state, pid=component.pid, exit_code=how.code)
         if state == "exited":
-            # Slurm's scancel signals all processes of a job, and members may end before the keeper reads its own signal.
+            # scancel signals all processes of a job, and members may end before the keeper reads its own signal.
             if self._parent is None:
                 self._restarts.handle_loss(component)
             else:

@@ -15,7 +15,8 @@ from toprope.errors import InvalidValue, visible
 from toprope.settings.clusters import Cluster
 from toprope.supervisor.launchers.engine import Job, JobRequest, Phase, Refused, Unreachable
 
-_ANSWER_S = 10.0
+_ANSWER_S = {"GET": 10.0, "POST": 30.0}
+"""The first job of a Ray starts its job manager, which takes long."""
 _PHASES: Mapping[str, Phase] = {"PENDING": "waiting", "RUNNING": "running"}
 
 
@@ -90,7 +91,7 @@ class RayEngine:
             raise Unreachable(str(error)) from None
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            with httpx.Client(timeout=_ANSWER_S, transport=self._transport, trust_env=False) as client:
+            with httpx.Client(timeout=_ANSWER_S[method], transport=self._transport, trust_env=False) as client:
                 answer = client.request(method, self._cluster.address + path, headers=headers, **named)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unreachable(f"{self._cluster.address} gave no answer ({type(error).__name__}).") from None
