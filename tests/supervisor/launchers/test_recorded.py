@@ -1,0 +1,189 @@
+"""Slurm and Ray by their recorded answers: Slurm 22.05.8 and Ray 2.60.0, each of two nodes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import httpx2 as httpx
+import pytest
+
+from toprope.settings.clusters import Cluster
+from toprope.settings.launcher import LauncherSection
+from toprope.supervisor.launchers.engine import JobRequest, Refused, Unreachable
+from toprope.supervisor.launchers.ray import RayEngine
+from toprope.supervisor.launchers.slurm import SlurmEngine
+
+QUEUE = """\
+sbatch|1|COMPLETED|None|2026-11-23T00:37:56|n1
+sbatch|2|PENDING|PartitionNodeLimit|N/A|
+w|5|PENDING|Resources|2026-11-23T01:08:09|
+big|4|RUNNING|None|2026-11-23T00:37:59|n[1-2]
+dead|6|NODE_FAIL|NodeDown|2026-11-23T00:38:01|n1
+going|7|COMPLETING|None|2026-11-23T00:38:02|n2
+"""
+NO_PARTITION = (
+    "sbatch: error: invalid partition specified: nowhere\n"
+    "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
+)
+NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
+WAITS = "Job has not started yet. It may be waiting for resources (CPUs, GPUs, memory, custom resources) to become available."
+LISTED = [
+    {"submission_id": "a.1", "status": "SUCCEEDED", "message": "Job finished successfully.", "driver_exit_code": 0},
+    {"submission_id": "b.1", "status": "PENDING", "message": WAITS, "driver_exit_code": None},
+    {"submission_id": "c.1", "status": "RUNNING", "message": "Job is currently running.", "driver_exit_code": None},
+    {"submission_id": None, "job_id": "01000000", "status": "RUNNING", "message": None},
+]
+
+
+@pytest.fixture
+def request_(tmp_path):
+    launcher = LauncherSection(nodes=2, features=["ib", "a100"], account="rl", resources={"trainer": {"gpus": 1}})
+    return JobRequest("run-1.1", ["/venv/bin/python", "a b"], tmp_path, tmp_path / "keeper.log", launcher)
+
+
+class Commands:
+    """Answers by program; keeps what was asked."""
+
+    def __init__(self, **answers):
+        self.answers, self.asked = answers, []
+
+    def __call__(self, command, text, variables):
+        self.asked.append((list(command), text, dict(variables)))
+        answer = self.answers[command[0].rpartition("/")[2]]
+        if isinstance(answer, Exception):
+            raise answer
+        return subprocess.CompletedProcess(command, *answer)
+
+
+def slurm(**answers):
+    commands = Commands(**{"squeue": (0, QUEUE, ""), "scancel": (0, "", ""), **answers})
+    return SlurmEngine(Cluster(kind="slurm", setup=("module load cuda",), config="/etc/lab.conf"), commands), commands
+
+
+def test_slurm_tells_jobs_by_name():
+    engine, _ = slurm()
+    jobs = engine.jobs()
+    assert (jobs["w"].phase, jobs["w"].told) == ("waiting", "Resources, estimated start 2026-11-23 01:08")
+    assert (jobs["sbatch"].handle, jobs["sbatch"].told) == ("2", "PartitionNodeLimit")
+    assert (jobs["big"].phase, jobs["big"].told) == ("running", "")
+    assert (jobs["dead"].phase, jobs["dead"].told) == ("ended", "NODE_FAIL (NodeDown) on n1")
+    assert jobs["going"].phase == "ending"
+
+
+def test_slurm_gets_a_script_without_secrets(request_, monkeypatch):
+    monkeypatch.setenv("OPENROUTER_API_KEY", "canary")
+    engine, commands = slurm(sbatch=(0, "12;lab\n", ""))
+    assert engine.submit(request_) == "12"
+    command, script, variables = commands.asked[-1]
+    assert script == "#!/bin/sh\nmodule load cuda\nexec /venv/bin/python 'a b'\n"
+    assert variables["SLURM_CONF"] == "/etc/lab.conf" and "canary" not in json.dumps(variables)
+    for option in ("--job-name=run-1.1", "--export=NIL", "--no-requeue", "--signal=B:USR1@60", "--nodes=2",
+                   "--gpus-per-node=1", "--constraint=ib&a100", "--account=rl"):  # fmt: skip
+        assert option in command
+    assert not any(option.startswith(("--partition", "--time", "--mem")) for option in command)
+
+
+def test_slurm_gets_no_second_job_of_a_name(request_):
+    engine, commands = slurm(squeue=(0, "run-1.1|9|RUNNING|None|2026-11-23T00:37:59|n1\n", ""))
+    assert engine.submit(request_) == "9" and len(commands.asked) == 1
+
+
+def test_slurm_refusal_is_told_in_its_words(request_):
+    engine, _ = slurm(sbatch=(1, "", NO_PARTITION))
+    with pytest.raises(Refused, match="nowhere sbatch: error: Batch job submission failed: Invalid partition name"):
+        engine.submit(request_)
+
+
+@pytest.mark.parametrize(
+    "silence",
+    [
+        (1, "", NO_CONTROLLER),
+        subprocess.TimeoutExpired("squeue", 20),
+        FileNotFoundError(2, "No such file"),
+        (1, "", ""),
+    ],
+)
+def test_slurm_that_does_not_answer_is_unreachable(request_, silence):
+    engine, _ = slurm(squeue=silence)
+    with pytest.raises(Unreachable):
+        engine.jobs()
+    with pytest.raises(Refused, match="Nothing was started"):  # it was not asked to take the job
+        engine.submit(request_)
+
+
+def test_slurm_whose_answer_to_a_submission_is_lost_may_have_the_job(request_):
+    for lost in ((1, "", NO_CONTROLLER), subprocess.TimeoutExpired("sbatch", 20)):
+        with pytest.raises(Unreachable):
+            slurm(sbatch=lost)[0].submit(request_)
+
+
+def test_slurm_cancels_waiting_jobs_only():
+    engine, commands = slurm()
+    engine.cancel("run-1.1")
+    assert {"--state=PENDING", "--name=run-1.1"} <= set(commands.asked[0][0])
+
+
+def ray(tmp_path, **answers):
+    """A Ray that answers by 'METHOD path'; keeps the requests."""
+    asked, token = [], tmp_path / "token"
+    token.write_text("canary-token\n")
+    token.chmod(0o600)
+
+    def answer(request):
+        asked.append(request)
+        found = answers.get(f"{request.method} {request.url.path}".replace("run-1.1", "ID"))
+        if isinstance(found, Exception):
+            raise found
+        status, body = found or (404, "Job run-1.1 does not exist")
+        return httpx.Response(status, **({"text": body} if isinstance(body, str) else {"json": body}))
+
+    cluster = Cluster(kind="ray", address="http://10.0.0.1:8265/", token_file=str(token))
+    return RayEngine(cluster, httpx.MockTransport(answer)), asked
+
+
+def test_ray_tells_jobs_by_name(tmp_path):
+    engine, asked = ray(tmp_path, **{"GET /api/jobs/": (200, LISTED)})
+    jobs = engine.jobs()
+    assert set(jobs) == {"a.1", "b.1", "c.1"}
+    assert (jobs["b.1"].phase, jobs["b.1"].told) == ("waiting", f"PENDING: {WAITS}")
+    assert (jobs["c.1"].phase, jobs["c.1"].told) == ("running", "")
+    assert jobs["a.1"].phase == "ended"
+    assert asked[0].headers["Authorization"] == "Bearer canary-token"
+
+
+def test_ray_gets_an_entrypoint_without_a_shell_above_the_keeper(tmp_path, request_):
+    engine, asked = ray(tmp_path, **{"POST /api/jobs/": (200, {"job_id": "run-1.1", "submission_id": "run-1.1"})})
+    assert engine.submit(request_) == "run-1.1"
+    job = json.loads(asked[-1].content)
+    assert " && exec /venv/bin/python 'a b' >> " in job["entrypoint"]
+    assert job["runtime_env"] == {} and "canary" not in json.dumps(job)
+    assert job["submission_id"] == "run-1.1" and set(job["entrypoint_resources"]) == {"ib", "a100"}
+
+
+def test_ray_gets_no_second_job_of_an_id(tmp_path, request_):
+    engine, asked = ray(tmp_path, **{"GET /api/jobs/ID": (200, LISTED[2])})
+    assert engine.submit(request_) == "run-1.1" and [one.method for one in asked] == ["GET"]
+
+
+def test_ray_refusal_is_told_in_its_words(tmp_path, request_):
+    wrong = "Traceback (most recent call last):\nTypeError: missing 1 required argument: 'entrypoint'\n"
+    with pytest.raises(Refused, match="400, TypeError: missing 1 required"):
+        ray(tmp_path, **{"POST /api/jobs/": (400, wrong)})[0].submit(request_)
+
+
+@pytest.mark.parametrize(
+    "silence",
+    [httpx.ReadTimeout("late"), httpx.ConnectError("no"), (401, ""), (403, ""), (502, ""), (302, ""), (200, "<html>")],
+)
+def test_ray_that_does_not_answer_is_unreachable(tmp_path, silence):
+    with pytest.raises(Unreachable) as told:
+        ray(tmp_path, **{"GET /api/jobs/": silence})[0].jobs()
+    assert "canary" not in str(told.value)
+
+
+def test_ray_cancels_waiting_jobs_only(tmp_path):
+    engine, asked = ray(tmp_path, **{"GET /api/jobs/": (200, LISTED)})
+    for name in ("a.1", "b.1", "c.1", "d.1"):
+        engine.cancel(name)
+    assert [one.url.path for one in asked if one.method == "POST"] == ["/api/jobs/b.1/stop"]
