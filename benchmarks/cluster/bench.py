@@ -45,6 +45,7 @@ class _ClusterHarness(RealHarness):
         made = super().specification(kind, **launcher)
         made.config.launcher.kind = self.house.cluster.kind
         made.config.launcher.nodes = len(self.house.nodes)
+        made.config.launcher.features = list(self.house.features)
         return made
 
 
@@ -159,10 +160,9 @@ class _Tally:
     def refusal(self, harness: _ClusterHarness) -> None:
         """The engine refuses the job."""
         specification = harness.specification()
-        # No node of any cluster has so many processors, and no partition of Slurm has this name.
         specification.config.launcher.partition = "nowhere"
         if harness.house.cluster.kind != "slurm":
-            return
+            return  # Ray accepts everything and lets it wait
         runs, state = harness.runs(), "started"
         try:
             runs.start(specification)
@@ -172,27 +172,17 @@ class _Tally:
 
     def wait_for_ever(self, harness: _ClusterHarness) -> None:
         """The engine has no room; the run says why, and a stop ends it."""
-        busy_runs, busy = harness.runs(), harness.specification()
-        busy.config.launcher.resources = {"trainer": {"cpus": 6}}
-        if harness.house.cluster.kind == "ray":
-            busy.config.launcher.features = ["nowhere"]
-        first = busy_runs.start(busy)
-        harness.started.append(first)
-        told = ""
-        if harness.house.cluster.kind == "slurm":
-            wait_until(lambda: busy_runs.status(first.run_id).state == "training", "training", _SOON_S)
-        second = busy.model_copy(update={"run_id": f"{busy.run_id}-b"})
-        folder = busy_runs.start(second) if harness.house.cluster.kind == "slurm" else first
-        harness.started.append(folder)
-        wait_until(lambda: harness.house.engine.title in busy_runs.status(folder.run_id).reason, "a reason", _SOON_S)
-        told = busy_runs.status(folder.run_id).reason
-        begun = time.monotonic()
-        for run_id in {folder.run_id, first.run_id}:
-            busy_runs.stop(run_id)
-        wait_until(lambda: busy_runs.status(folder.run_id).ended_at is not None, "the end", _SOON_S)
-        wait_until(lambda: busy_runs.status(first.run_id).ended_at is not None, "the end", _SOON_S)
-        state = busy_runs.status(folder.run_id).state
-        self._note("no room", state, frozenset({"stopped"}), _left(folder), told, time.monotonic() - begun)
+        runs, specification = harness.runs(), harness.specification()
+        with harness.house.full() as features:
+            specification.config.launcher.features = list(features)
+            folder = runs.start(specification)
+            harness.started.append(folder)
+            wait_until(lambda: harness.house.engine.title in runs.status(folder.run_id).reason, "a reason", _SOON_S)
+            told, begun = runs.status(folder.run_id).reason, time.monotonic()
+            runs.stop(folder.run_id)
+            wait_until(lambda: runs.status(folder.run_id).ended_at is not None, "the end", _SOON_S)
+        state, seconds = runs.status(folder.run_id).state, time.monotonic() - begun
+        self._note("no room", state, frozenset({"stopped"}), _left(folder), told, seconds)
 
     def _note(
         self, name: str, state: str, ends: frozenset[str], left: Sequence[str], reason: str, seconds: float

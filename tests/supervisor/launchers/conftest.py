@@ -87,6 +87,8 @@ class LocalEngine:
 class LocalHouse:
     """See `benchmarks.cluster.house.House`: `LocalEngine` as a cluster of one node."""
 
+    features = ()
+
     def __init__(self):
         self.cluster = Cluster(kind="slurm", python=sys.executable)
         self.engine = LocalEngine()
@@ -118,6 +120,11 @@ class LocalHouse:
         self.engine.silent = True
         yield
         self.engine.silent = False
+
+    @contextmanager
+    def full(self):
+        self.engine.waits = True
+        yield self.features
 
     def close(self):
         for step in self.engine.steps.values():

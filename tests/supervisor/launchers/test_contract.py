@@ -78,6 +78,7 @@ class OnCluster:
     def specification(self, **launcher):
         specification = self.harness.specification(**launcher)
         specification.config.launcher.kind = self.house.cluster.kind
+        specification.config.launcher.features = list(self.house.features)
         return specification
 
     def start(self, runs, specification=None, variables=None):
@@ -169,37 +170,28 @@ def test_far_run_leaves_this_machines_room_alone(cluster):
 
 def test_job_that_waits_is_told_and_stops_at_once(cluster):
     runs, specification = cluster.runs(), cluster.specification()
-    if hasattr(cluster.house.engine, "waits"):
-        cluster.house.engine.waits = True
-    else:
-        specification.config.launcher.features = [] if cluster.house.cluster.kind == "slurm" else ["nowhere"]
-        specification.config.launcher.nodes = 2
-        busy = cluster.start(runs, _whole(cluster.specification()))
-        until(runs, busy, "training", limit_s=LIMIT_S)
-        specification = _whole(specification)
-    folder = cluster.start(runs, specification)
-    eventually(lambda: f"{cluster.house.engine.title}: " in runs.status(folder.run_id).reason, LIMIT_S)
-    assert [status.state for status in runs.list() if status.run_id == folder.run_id] == ["queued"]
-    with pytest.raises(NotPossibleNow):
-        runs.resume(folder.run_id)
-    begun = time.monotonic()
+    with cluster.house.full() as features:
+        specification.config.launcher.features = list(features)
+        folder = cluster.start(runs, specification)
+        eventually(lambda: f"{cluster.house.engine.title}: " in runs.status(folder.run_id).reason, LIMIT_S)
+        assert [status.state for status in runs.list() if status.run_id == folder.run_id] == ["queued"]
+        with pytest.raises(NotPossibleNow):
+            runs.resume(folder.run_id)
+        begun = time.monotonic()
+        runs.stop(folder.run_id)
+        assert ended(runs, folder, LIMIT_S).state == "stopped"
+        assert time.monotonic() - begun < 10
+
+
+def test_job_that_starts_after_its_run_was_stopped_starts_nothing(local_house, harness):
+    cluster = OnCluster(local_house, harness)
+    runs, local_house.engine.waits = cluster.runs(), True
+    folder = cluster.start(runs)
     runs.stop(folder.run_id)
-    assert ended(runs, folder, LIMIT_S).state == "stopped"
-    assert time.monotonic() - begun < 10
-    if hasattr(cluster.house.engine, "waits"):  # the job starts all the same
-        cluster.house.engine.start(f"{folder.run_id}.1")
-        eventually(lambda: cluster.house.engine.steps[f"{folder.run_id}.1"].poll() is not None)
-        assert Status.read(folder).state == "stopped"
-    else:
-        runs.stop(busy.run_id)
-        ended(runs, busy, LIMIT_S)
-
-
-def _whole(specification):
-    """All processors of two nodes."""
-    specification.config.launcher.resources = {"trainer": {"cpus": 5}}
-    specification.config.launcher.nodes = 2
-    return specification
+    assert ended(runs, folder).state == "stopped"
+    local_house.engine.start(f"{folder.run_id}.1")
+    eventually(lambda: local_house.engine.steps[f"{folder.run_id}.1"].poll() is not None)
+    assert Status.read(folder).state == "stopped" and not processes_of_run(folder)
 
 
 def test_launch_is_written_before_submission(local_house, harness):

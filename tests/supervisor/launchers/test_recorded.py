@@ -27,7 +27,7 @@ NO_PARTITION = (
     "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
 )
 NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
-WAITS = "Job has not started yet. It may be waiting for resources (CPUs, GPUs, memory, custom resources) to become available."
+WAITS = "Job has not started yet. It may be waiting for resources (CPUs, GPUs, memory, custom resources)."
 LISTED = [
     {"submission_id": "a.1", "status": "SUCCEEDED", "message": "Job finished successfully.", "driver_exit_code": 0},
     {"submission_id": "b.1", "status": "PENDING", "message": WAITS, "driver_exit_code": None},
