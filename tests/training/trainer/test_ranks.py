@@ -17,6 +17,7 @@ from toprope.records.run.checkpoints import problem_of
 from toprope.records.run.folder import RunFolder
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model
+from toprope.training.policy.publishing import check_weights, newest_published
 from toprope.training.policy.weight_sync import WeightReader
 from toprope.training.trainer.ranks import Ranks
 
@@ -68,18 +69,20 @@ def test_two_ranks_equal_one_and_resume_on_one(attempt: Any, tiny_policy: Path, 
     for name in ("loss", "grad_norm", "entropy", "kl", "clip_ratio/region_mean", "policy/approx_kl", "learning_rate"):
         assert [row[name] for row in found] == pytest.approx([row[name] for row in expected], abs=1e-5, rel=1e-4), name
     ours, theirs = (load_file(run.newest_checkpoint() / "model" / "model.safetensors") for run in (two, one))
+    assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.allclose(ours[name], value, atol=1e-5), name
 
 
-def test_adapters_and_a_value_head_are_split_too(attempt: Any, tmp_path: Path) -> None:
-    """PPO with LoRA and checkpointing in memory: one process begins, two ranks go on."""
+def test_adapters_and_a_value_head_are_split_too(attempt: Any, tiny_policy: Path, tmp_path: Path) -> None:
+    """PPO with LoRA and checkpointing in memory: one process begins, two ranks go on, and publish for vLLM."""
     changes: dict[str, Any] = {
         "algorithm__name": "ppo",
         "policy__lora": True,
         "ppo__kl_coef": 0.1,
         "optimizer__gradient_checkpointing": True,
         "budget__steps": 4,
+        "inference__engine": "vllm",
     }
     one, two = RunFolder.create(tmp_path, "run-1"), RunFolder.create(tmp_path, "run-2")
     attempt(one, small_run_config(**changes))
@@ -93,6 +96,11 @@ def test_adapters_and_a_value_head_are_split_too(attempt: Any, tmp_path: Path) -
         assert ours.keys() == theirs.keys() and any(value.any() for value in theirs.values())
         for name, value in theirs.items():
             assert torch.allclose(ours[name], value, atol=1e-5), name
+    published, config = newest_published(two.crew), small_run_config()
+    assert published is not None and published.policy == 4 and published.adapters
+    again = check_weights(load_model(published.folder, config))
+    assert published.check.largest_error(again.logprobs) < 1e-4
+    assert check_weights(load_model(tiny_policy, config)).largest_error(again.logprobs) > 1e-3
 
 
 def test_rank_that_dies_ends_the_trainer_and_leaves_no_process(attempt: Any, tmp_path: Path) -> None:

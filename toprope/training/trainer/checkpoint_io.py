@@ -107,7 +107,8 @@ def save_part(
     weights: dict[str, torch.Tensor] = {}
     if not ranks.alone:
         adapters = hasattr(model, "peft_config")  # without the base, which is not saved
-        weights = {key: value for key, value in model.state_dict().items() if not adapters or "lora_" in key}
+        named = model.state_dict(keep_vars=True).items()  # so that tied weights are one object
+        weights = {key: value for key, value in named if not adapters or "lora_" in key}
         for name, module in extra_modules.items():
             weights |= {f"{name}/{key}": value for key, value in module.state_dict().items()}
         weights = ranks.gathered(weights)

@@ -22,6 +22,7 @@ from torch import nn
 from toprope.errors import InvalidValue, TopropeError
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import describe_device, fix_kernels, load_pretrained
+from toprope.training.policy.publishing import WeightCheck, check_weights
 from toprope.training.policy.quantization import quantization_config
 from toprope.training.trainer.base import BatchReader
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, TrainingRow, build_rows
@@ -29,7 +30,7 @@ from toprope.training.trainer.checkpoint_folder import CheckpointState
 from toprope.training.trainer.checkpoint_io import save_part
 from toprope.training.trainer.collate import RowTensors, collate
 from toprope.training.trainer.local import LocalRun
-from toprope.training.trainer.ranks import Gather, Ranks, Save, Train, whole
+from toprope.training.trainer.ranks import Gather, Ranks, Save, Train, settle, whole
 from toprope.training.trainer.step.forward import PolicyForward
 from toprope.training.trainer.step.prefetch import PrefetchingSource
 from toprope.training.trainer.step.utilization import SamplerMeter
@@ -231,6 +232,8 @@ def load_reference(folder: Path, config: Config, model: Any, weight: float) -> A
 class SteppedRun(LocalRun):
     """One attempt of a training whose learner is a `StepLearner`, or one rank of several that share the work."""
 
+    _checked: WeightCheck
+
     def run(self, checkpoint: Path | None = None) -> None:
         """See `TrainingRun.run`. A rank that follows does what rank 0 orders, until that ends."""
         ranks = Ranks.follow(self._config.launcher.num_processes, describe_device(self._config))
@@ -247,6 +250,7 @@ class SteppedRun(LocalRun):
     def _start_ranks(self, policy: Path, checkpoint: Path | None) -> None:
         if (count := self._config.launcher.num_processes) > 1:
             self._ranks = Ranks.lead(self._member, count, describe_device(self._config), policy, checkpoint)
+            self._check = lambda: self._checked
 
     def _make_source(self, state: CheckpointState) -> BatchReader:
         if self._config.samples_in_step:  # sampling waits for the weights of each step
@@ -255,6 +259,12 @@ class SteppedRun(LocalRun):
         ending, steps = self._member.ending, self._config.budget.steps
         source = BatchSource(client, self._config, ending.is_set, state.cursor, state.rollouts, state.dropped)
         return PrefetchingSource(source, self._is_ending, lambda: self._step + 1 < steps)
+
+    def _gather_weights(self) -> bool:
+        if not self._ranks.alone and self._config.inference.engine == "vllm":
+            self._checked = check_weights(self._model)  # a forward pass of all ranks
+            settle(self._model)
+        return super()._gather_weights()
 
     def _hooks(self) -> StepHooks:
         if self._ranks.leads:
