@@ -17,7 +17,7 @@ def sample(engine: Engine, *requests: SamplingRequest) -> list[list[Sample]]:
     answers: queue.Queue[tuple[int, Any]] = queue.Queue()
     for index, request in enumerate(requests):
         engine.submit(request, lambda result, index=index: answers.put((index, result)))
-    by_index = dict(answers.get(timeout=60) for _ in requests)
+    by_index = dict(answers.get(timeout=300) for _ in requests)
     for result in by_index.values():
         if isinstance(result, Exception):
             raise result

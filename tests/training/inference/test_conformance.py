@@ -176,7 +176,7 @@ def test_versions_are_right_across_an_update_in_flight(rig: Rig) -> None:
     if rig.name != "vllm":  # whose tokens are counted when an answer has ended
         until(lambda: rig.engine.tokens > done or not answered.empty(), 60)
     new = rig.publish()
-    answers = answered.get(timeout=120)
+    answers = answered.get(timeout=300)
     assert not isinstance(answers, Exception)
     for answer in answers:
         assert [version for version, _ in answer.versions] in ([old], [new], [old, new])
@@ -206,7 +206,7 @@ def test_many_updates_end_with_the_newest(rig: Rig) -> None:
         newest = rig.publish()
     rig.adopted(newest)
     for _ in range(4):
-        answers = answered.get(timeout=120)
+        answers = answered.get(timeout=300)
         versions = [version for answer in answers for version, _ in answer.versions]
         assert versions and max(versions) <= newest
     [answers] = sample(rig.engine, SamplingRequest([5, 6], n=4, max_new_tokens=20))

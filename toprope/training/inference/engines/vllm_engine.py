@@ -407,7 +407,8 @@ class VllmEngine:
             if adapter:
                 self._adapters[adapter] += 1
             try:
-                parts = range(0, request.n, MOST_ROWS)
+                # The most likely answer is the same every time, and vLLM refuses to give it more than once.
+                parts = range(0, request.n if request.temperature else 1, MOST_ROWS)
                 found = await asyncio.gather(*(self._ask(request, first, adapter or MODEL) for first in parts))
             except (aiohttp.ClientError, OSError):
                 await self._closed(life)
@@ -419,7 +420,7 @@ class VllmEngine:
             self.busy_s += time.monotonic() - began
             if not await self._is_sound(life):
                 continue
-            choices = [choice for part in found for choice in part]
+            choices = [choice for part in found for choice in part] * (1 if request.temperature else request.n)
             self.batches, self.rows = self.batches + 1, self.rows + request.n
             self.tokens += sum(len(choice.token_ids) for choice in choices)
             texts = self._tokenizer.batch_decode([choice.token_ids for choice in choices], skip_special_tokens=True)
@@ -452,7 +453,7 @@ class VllmEngine:
     async def _ask(self, request: SamplingRequest, first: int, model: str) -> list[_Choice]:
         assert self._http is not None
         sampling: dict[str, Any] = {
-            "n": min(MOST_ROWS, request.n - first),
+            "n": min(MOST_ROWS, request.n - first) if request.temperature else 1,
             "max_tokens": max(1, min(request.max_new_tokens, self.max_context - len(request.prompt_ids))),
             "temperature": request.temperature,
             "top_p": request.top_p,

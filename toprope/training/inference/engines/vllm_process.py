@@ -108,6 +108,8 @@ class VllmSettings:
                 "OMP_NUM_THREADS": str(self.threads),
                 "HF_HUB_OFFLINE": "1",
                 "TOKENIZERS_PARALLELISM": "false",
+                # A C++ compiler would take a minute at the first request, for a sampler that gains nothing from it.
+                **({"TORCHDYNAMO_DISABLE": "1"} if self.device == "cpu" else {}),
                 # Handles of GPU memory are pickled; only the trainer's folder and the owner of the key can send any.
                 **({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.in_memory else {}),
                 "PYTHONPATH": str(_WORKER),
