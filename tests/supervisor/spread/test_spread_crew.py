@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
+from toprope_tools.runs.logs import components_of
 
 from tests.support.run_harness import RunHarness, ended, eventually, until
 from toprope.records.run.folder import RunFolder
@@ -59,6 +60,7 @@ def test_run_completes_and_stops_its_further_driver(harness: RunHarness) -> None
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
     assert status.crew["environment-2"].state == "finished"
+    assert components_of(folder)[-1] == "environment-2"  # its log can be read
     harness.check_nothing_left(folder)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.run_harness import ended, eventually
 from toprope.machine import gpu_names
+from toprope.records.messages import Used
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import read_events
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import Cap, FrozenLimits
@@ -61,6 +64,21 @@ def test_cpu_time_of_ended_processes_is_priced(harness, tmp_path):
     usage = Usage.read(folder)
     assert usage is not None and usage.cpu_s >= 1.0
     assert usage.usd == pytest.approx(usage.cpu_s)
+
+
+def test_use_of_members_on_other_nodes_counts_as_they_report_it(harness, tmp_path):
+    folder = RunFolder.create(tmp_path / "runs", "run-1")
+    status = SimpleNamespace(started_at=None)
+    watcher = BudgetWatcher(
+        SimpleNamespace(folder=folder, specification=harness.specification(), status=lambda: status)
+    )
+    watcher.on_report("environment-2", Used(cpu_s=50.0, memory_bytes=1 << 40))
+    watcher.on_report("environment-2", Used(cpu_s=25.0, memory_bytes=1 << 41))
+    watcher.on_report("environment-3", Used(cpu_s=5.0, memory_bytes=1 << 41))
+    watcher.on_end()
+    usage = Usage.read(folder)
+    assert usage is not None and 80.0 <= usage.cpu_s < 120.0
+    assert (1 << 42) <= usage.peak_memory_bytes < (1 << 42) + (1 << 40)
 
 
 def test_account_holds_reservation_then_usage(harness):

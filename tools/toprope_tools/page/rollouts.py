@@ -18,7 +18,7 @@ from toprope.text_format import clip, said
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope_tools.page.shapes import Answer, Foreign, foreign
 from toprope_tools.results.rollouts import answer_of, prompt_of
-from toprope_tools.runs.logs import COMPONENTS
+from toprope_tools.runs.logs import components_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -320,9 +320,10 @@ def log(workshop: Workshop, run_id: str, component: str, *, lines: int = 200) ->
         NotFound: There is no such run, or the component has no log.
         InvalidValue: There is no such component.
     """
-    if component not in COMPONENTS:
-        raise InvalidValue(f"There is no component {clip(component, 40)!r}.", hint=f"They are {', '.join(COMPONENTS)}.")
-    if not workshop.runs.folder(run_id).log(component).is_file():
+    folder = workshop.runs.folder(run_id)
+    if component not in (known := components_of(folder)):
+        raise InvalidValue(f"There is no component {clip(component, 40)!r}.", hint=f"They are {', '.join(known)}.")
+    if not folder.log(component).is_file():
         raise NotFound(f"{run_id} has no log of {component}.")
     secrets = secret_values(os.environ, *workshop.settings().variables.values())
     found = workshop.runs.read_log(run_id, component, lines=max(1, min(lines, 500)), secrets=secrets)

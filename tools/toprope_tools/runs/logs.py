@@ -28,6 +28,12 @@ _MOST_BYTES = TOKEN_BUDGET * 4 // 2 - 2000
 """Every line appears twice, in the text and in the structure."""
 
 
+def components_of(folder: RunFolder) -> tuple[str, ...]:
+    """The components of a run: COMPONENTS, and the drivers after the first (`environment-2`) that have logs."""
+    further = sorted(path.stem for path in folder.logs.glob("environment-*.log"))
+    return (*COMPONENTS, *further)
+
+
 def owners_secrets(workshop: Workshop) -> list[str]:
     """The owner's keys, which no shown log may contain."""
     return secret_values(os.environ, *workshop.settings().variables.values())
@@ -47,9 +53,10 @@ async def read_logs(
         InvalidValue: There is no such component.
     """
     folder = RunFolder.open(workshop.home.runs, run_id)
-    there = [name for name in COMPONENTS if folder.log(name).is_file()]
-    if component not in COMPONENTS:
-        raise InvalidValue(f"There is no component {component!r}.", hint=f"Components: {', '.join(COMPONENTS)}.")
+    known = components_of(folder)
+    there = [name for name in known if folder.log(name).is_file()]
+    if component not in known:
+        raise InvalidValue(f"There is no component {component!r}.", hint=f"Components: {', '.join(known)}.")
     if component not in there:
         raise NotFound(
             f"{run_id} has no log of {component}.",

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from toprope_tools.runs.logs import COMPONENTS, owners_secrets
+from toprope_tools.runs.logs import components_of, owners_secrets
 
 from toprope.errors import InvalidValue, NotFound
 from toprope.supervisor.keeper.logs import clean_line, read_page
@@ -97,18 +97,19 @@ def show_logs(workshop: Workshop, run_id: str, component: str | None, lines: int
         NotFound: There is no such run, or the component has no log.
         InvalidValue: There is no such component.
     """
-    if component is not None and component not in COMPONENTS:
-        near = difflib.get_close_matches(component, COMPONENTS, n=1)
+    folder = workshop.runs.folder(run_id)
+    known = components_of(folder)
+    if component is not None and component not in known:
+        near = difflib.get_close_matches(component, known, n=1)
         raise InvalidValue(
             f"There is no component {component!r}.",
-            hint=f"{f'Did you mean {near[0]}? ' if near else ''}The components are: {', '.join(COMPONENTS)}.",
+            hint=f"{f'Did you mean {near[0]}? ' if near else ''}The components are: {', '.join(known)}.",
         )
-    folder = workshop.runs.folder(run_id)
-    there = [name for name in COMPONENTS if folder.log(name).is_file()]
+    there = [name for name in known if folder.log(name).is_file()]
     if not follow and component not in (None, *there):
         raise NotFound(f"{run_id} has no log of {component}.", hint=f"It has logs of: {', '.join(there) or 'nothing'}.")
     tails, secrets = {}, owners_secrets(workshop)
-    for name in COMPONENTS if component is None else (component,):
+    for name in known if component is None else (component,):
         page = read_page(folder.log(name), lines=lines, secrets=secrets)
         for line in page.lines:
             _print(name if component is None else None, line)
