@@ -1,10 +1,10 @@
 """Make a container image of a wheel: `make release IMAGES="server train"`.
 
-    python -P bundles/make_image.py server|train WHEEL OUTPUT [--folder ROOT]
+    python -P bundles/make_image.py server|train WHEEL [OUTPUT] [--folder ROOT]
 
 The root is Debian's smallest with its Python, made by mmdebstrap; buildah packs it as an OCI archive. The image runs
 `toprope` as user 65532, needs no writable root, and keeps its home in the volume /data. `train` adds what runs need.
-With `--folder` the root is kept there, and without buildah that is all that is made.
+With `--folder` the root is kept there; without OUTPUT or buildah that is all that is made.
 """
 
 from __future__ import annotations
@@ -84,14 +84,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("server", "train"))
     parser.add_argument("wheel", type=Path)
-    parser.add_argument("output", type=Path, help="the archive to write")
+    parser.add_argument("output", type=Path, nargs="?", help="the archive to write")
     parser.add_argument("--folder", type=Path, help="keep the root folder here")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="toprope-image-") as scratch:
         root = given.folder or Path(scratch) / "root"
         make_root(given.kind, given.wheel.resolve(), root)
-        if shutil.which("buildah") is None:
-            print(f"buildah is missing, so nothing was packed. The root folder: {given.folder or 'not kept'}")
+        if given.output is None or shutil.which("buildah") is None:
+            why = "" if given.output is None else " because buildah is missing"
+            print(f"Nothing was packed{why}. The root folder: {given.folder or 'not kept'}")
             return
         pack(root, given.output.resolve(), os.environ.get("SOURCE_DATE_EPOCH", "0"))
         print(f"{given.output}; run it: podman run --read-only -i --volume toprope:/data oci-archive:{given.output}")

@@ -1,4 +1,4 @@
-"""The container image of the server: small, not root, and content with a root that nobody can write to.
+"""Container images: the server's is small; both run without root's rights in a root that nobody can write to.
 
 The root folder runs in bubblewrap, as a container engine would run it; its archive is read as such engines read it.
 """
@@ -33,21 +33,30 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The root folder, and where the archive is if buildah packed it."""
-    folder = tmp_path_factory.mktemp("image")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT]
     subprocess.run(build, check=True, timeout=300)
-    [wheel] = folder.glob("*.whl")
-    command = [sys.executable, "-P", str(SCRIPT), "server", str(wheel), str(folder / "image.tar")]
-    subprocess.run([*command, "--folder", str(folder / "root")], check=True, timeout=900)
-    return folder / "root", folder / "image.tar"
+    [built] = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def image(wheel: Path) -> tuple[Path, Path]:
+    """The server's root folder, and where the archive is if buildah packed it."""
+    root, archive = wheel.parent / "server", wheel.parent / "image.tar"
+    command = [sys.executable, "-P", SCRIPT, "server", wheel, archive, "--folder", root]
+    subprocess.run(command, check=True, timeout=900)
+    return root, archive
 
 
 def inside(root: Path, data: Path) -> list[str]:
     """The command that runs a program in the root as the image's user, without a network."""
     data.mkdir(exist_ok=True)
     os.chown(data, int(USER), int(USER))
+    for parent in {root, *root.parents, *data.parents}:
+        if len(parent.parts) > 2:  # the tests' own folders are root's alone
+            parent.chmod(0o755)
     confined = [
         "bwrap",
         "--ro-bind",
@@ -79,10 +88,6 @@ def inside(root: Path, data: Path) -> list[str]:
 def test_image_is_small_and_serves_as_user_with_read_only_root(image: tuple[Path, Path], tmp_path: Path) -> None:
     root, data = image[0], tmp_path / "data"
     assert megabytes(root) <= 300
-    tmp_path.chmod(0o755)
-    for parent in (root, *root.parents):
-        if parent != Path("/tmp") and str(parent).startswith("/tmp"):
-            parent.chmod(0o755)
     confined = inside(root, data)
     for place in ("/usr/local/bin/x", "/x", "/etc/x"):
         done = subprocess.run([*confined, "/bin/sh", "-c", f"echo > {place}"], capture_output=True, text=True)
@@ -114,3 +119,12 @@ def test_archive_names_user_program_and_volume(image: tuple[Path, Path]) -> None
     assert settings["User"] == f"{USER}:{USER}" and settings["Entrypoint"] == ["/usr/local/bin/toprope"]
     assert settings["Cmd"] == ["serve"] and settings["Volumes"] == {"/data": {}}
     assert "TOPROPE_HOME=/data" in settings["Env"]
+
+
+def test_training_image_loads_what_runs_need(wheel: Path, tmp_path: Path) -> None:
+    root = wheel.parent / "train"
+    subprocess.run([sys.executable, "-P", SCRIPT, "train", wheel, "--folder", root], check=True, timeout=900)
+    confined = inside(root, tmp_path / "data")
+    done = subprocess.run([*confined, "toprope", "doctor", "--json"], capture_output=True, text=True, timeout=200)
+    found = {one["subject"]: one for one in json.loads(done.stdout)["findings"]}
+    assert found["torch"]["level"] == "ok" and not [one for one in found.values() if one["level"] == "broken"]
