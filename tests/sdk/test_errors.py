@@ -36,7 +36,7 @@ def test_no_host_is_made_up(error: Exception) -> None:
     assert Failure.of(error).message == str(error)
 
 
-def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch) -> None:
+def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def unresolved(host: object, *given: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 

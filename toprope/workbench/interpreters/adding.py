@@ -125,8 +125,8 @@ class Interpreters:
                 target = _within(target, checkout)
             target = replace(target, name=name)
             if target.requirements:
-                more = (*self._more(target.path), *ecosystem_requirements(target, self._adapters()))
-                target = replace(target, requirements=(*target.requirements, *more))
+                theirs = ecosystem_requirements(target, self._adapters())
+                target = replace(target, requirements=(*target.requirements, *self._more(target.path), *theirs))
             given_up = given_up or threading.Event()
             outcome = self.place(order, target, progress, given_up)
             if outcome.made is not None and (more := self._more(outcome.added.site_packages)):

@@ -158,7 +158,8 @@ async def _asked(path: str, body: Any) -> _Answer:
     said = await asyncio.to_thread(_said, asked)
     if chat:
         return _Answer(said)
-    content = [{"type": "output_text", "text": said["choices"][0]["message"].get("content") or "", "annotations": []}]
+    text = str(said["choices"][0]["message"].get("content") or "")
+    content: list[dict[str, Any]] = [{"type": "output_text", "text": text, "annotations": []}]
     message = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": content}
     return _Answer(
         {
