@@ -143,7 +143,7 @@ def engines() -> list[Engine]:
         ),
         Engine(
             "Slurm",
-            ("tests/supervisor/launchers",),
+            ("tests/supervisor/launchers", "tests/supervisor/spread"),
             not slurm_house.why_not(),
             (("apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "slurm-wlm", "munge"),),
             ("apt-get",),
@@ -151,7 +151,7 @@ def engines() -> list[Engine]:
         ),
         Engine(
             "Ray",
-            ("tests/supervisor/launchers",),
+            ("tests/supervisor/launchers", "tests/supervisor/spread"),
             (ray_house.RAY / "bin" / "ray").exists(),
             (
                 (sys.executable, "-m", "venv", ray_house.RAY),
