@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="outposts 
 
 MEMBER = """
 import os, signal, subprocess, sys, time
+print(os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 if "deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]], start_new_session=True)
@@ -38,10 +39,10 @@ class Outpost:
     def __init__(self, folder: Path, *words: str, lease_s: float = 60.0) -> None:
         self.token, self.log = f"token-{uuid.uuid4().hex}", folder / "member.log"
         request = Request(
-            member="environment-2", argv=[sys.executable, "-c", MEMBER, self.token, *words], variables={},
-            keys={"SECRET": "hush"}, log=str(self.log), folder=str(folder), grace_s=0.2, lock=None, inherits=[],
-            releases_detached=False, node="far", address="127.0.0.2", is_far=True, is_contained=False,
-            identity=make_identity(),
+            member="environment-2", argv=[sys.executable, "-c", MEMBER, self.token, *words],
+            variables={"CUDA_VISIBLE_DEVICES": "7"}, keys={"SECRET": "hush"}, log=str(self.log), folder=str(folder),
+            grace_s=0.2, lock=None, inherits=[], releases_detached=False, node="far", address="127.0.0.2", is_far=True,
+            is_contained=False, identity=make_identity(),
         )  # fmt: skip
         self.path = folder / "request.json"
         self.path.write_bytes(msgspec.json.encode(request))
@@ -52,6 +53,7 @@ class Outpost:
             [sys.executable, "-P", "-c", f"{start}; raise SystemExit(outpost.main())", str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "3"},
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout
@@ -103,7 +105,8 @@ def test_far_member_gets_keys_and_orders_and_its_use_is_reported(start: Callable
     outpost = start()
     assert not outpost.path.exists()
     outpost.say(encode_line(Peers({"api": "toprope://127.0.0.3:9/other/5", "policy": "/policies/tiny"})))
-    keys, peers = eventually(lambda: len(lines := outpost.log.read_bytes().split()) > 1 and lines)
+    gpus, keys, peers = eventually(lambda: len(lines := outpost.log.read_bytes().split()) > 2 and lines)
+    assert gpus == b"3"  # of its own node, not of the keeper's
     assert decode_order(keys) == Keys({"SECRET": "hush"})
     reached = decode_order(peers)
     assert isinstance(reached, Peers)

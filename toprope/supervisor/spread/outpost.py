@@ -62,6 +62,7 @@ LEASE_S = 15.0
 """An outpost on another node ends its member if it hears nothing of the keeper for so long."""
 _MEASURE_EVERY_S = 4.0
 _DRAIN_S = 0.5
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _WEIGHTS = "weights"
 """The name under which the trainer's node offers weights."""
 
@@ -107,6 +108,9 @@ def main(arguments: list[str] | None = None) -> int:
     if role_of(request.member) in ("trainer", "inference"):
         weights = Path(tempfile.mkdtemp(prefix="toprope-weights-"))
         request.variables[ENV_WEIGHTS] = str(weights)
+    if request.is_far:  # the numbers of GPUs are those of a node
+        request.variables.pop(_GPUS, None)
+        request.variables |= {_GPUS: own} if (own := os.environ.get(_GPUS)) else {}
     try:
         started = _start(request)
         return asyncio.run(_Outpost(request, started, Gate(request.node, request.address, tls), weights).run())
