@@ -33,7 +33,6 @@ from benchmarks.faults.lives import RealHarness
 from benchmarks.report import report
 from benchmarks.scratch import scratch
 from tests.support.run_harness import ended, eventually
-from toprope.machine import cpu_and_memory
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Status
@@ -71,14 +70,14 @@ class _Runs(RealHarness):
 
         status = eventually(sampling, _START_S)
         pids = {name: member.pid for name, member in status.crew.items() if member.pid and member.state == "ready"}
-        used, changes = {name: cpu_and_memory(pid)[0] for name, pid in pids.items()}, deque[tuple[float, int]]()
+        used, changes = {name: _processor_seconds(pid) for name, pid in pids.items()}, deque[tuple[float, int]]()
         began = time.monotonic()
         while time.monotonic() - began < seconds:
             made = runs.status(folder.run_id).making["rollouts"]
             if not changes or made != changes[-1][1]:
                 changes.append((time.monotonic(), made))
             time.sleep(0.01)
-        spent = {name: cpu_and_memory(pid)[0] - used[name] for name, pid in pids.items() if psutil.pid_exists(pid)}
+        spent = {name: _processor_seconds(pid) - used[name] for name, pid in pids.items() if psutil.pid_exists(pid)}
         made = changes[-1][1] - changes[0][1]
         groups = max(1, made // GROUP)
         steps = [
@@ -101,6 +100,12 @@ class _Runs(RealHarness):
         return spec.model_copy(
             update={"environment": EnvironmentSource(name="waiting", file=str(file), attribute="Waiting")}
         )
+
+
+def _processor_seconds(pid: int) -> float:
+    """Those of the process alone: a driver's workers work for themselves."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 def simulate(workers: int, costs: Costs, *, per_driver: int = 1, wait_s: float = WAIT_S, groups: int = 4000) -> float:
