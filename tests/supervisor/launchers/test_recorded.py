@@ -132,7 +132,8 @@ def ray(tmp_path, **answers):
 
     def answer(request):
         asked.append(request)
-        found = answers.get(f"{request.method} {request.url.path}".replace("run-1.1", "ID"))
+        found = answers.pop("first", None) if request.method == "POST" else None
+        found = found or answers.get(f"{request.method} {request.url.path}".replace("run-1.1", "ID"))
         if isinstance(found, Exception):
             raise found
         status, body = found or (404, "Job run-1.1 does not exist")
@@ -159,6 +160,13 @@ def test_ray_gets_an_entrypoint_without_a_shell_above_the_keeper(tmp_path, reque
     assert " && exec /venv/bin/python 'a b' >> " in job["entrypoint"]
     assert job["runtime_env"] == {} and "canary" not in json.dumps(job)
     assert job["submission_id"] == "run-1.1" and set(job["entrypoint_resources"]) == {"ib", "a100"}
+
+
+def test_ray_whose_node_has_just_started_is_asked_again(tmp_path, request_, monkeypatch):
+    monkeypatch.setattr("toprope.supervisor.launchers.ray._RETRY_EVERY_S", 0.01)
+    early = (500, "No available agent to submit job, please try again later.")
+    engine, asked = ray(tmp_path, **{"first": early, "POST /api/jobs/": (200, {"job_id": "run-1.1"})})
+    assert engine.submit(request_) == "run-1.1" and [one.method for one in asked] == ["GET", "POST", "POST"]
 
 
 def test_ray_gets_no_second_job_of_an_id(tmp_path, request_):

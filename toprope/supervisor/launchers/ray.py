@@ -6,6 +6,7 @@ Ray shows the entrypoint and the variables of a job to everybody with its token,
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from toprope.supervisor.launchers.engine import Job, JobRequest, Phase, Refused,
 
 _ANSWER_S = {"GET": 10.0, "POST": 30.0}
 """The first job of a Ray starts its job manager, which takes long."""
+_RETRIES_S, _RETRY_EVERY_S = 20.0, 1.0
 _PHASES: Mapping[str, Phase] = {"PENDING": "waiting", "RUNNING": "running"}
 
 
@@ -36,7 +38,11 @@ class RayEngine:
             raise Refused(str(error), hint="Nothing was started. Start it again once Ray answers.") from None
         if known.status_code == httpx.codes.OK:
             return request.name
+        limit = time.monotonic() + _RETRIES_S
         answer = self._ask("POST", "/api/jobs/", json=self._job(request))
+        while "try again later" in answer.text and time.monotonic() < limit:  # a node that has just started
+            time.sleep(_RETRY_EVERY_S)
+            answer = self._ask("POST", "/api/jobs/", json=self._job(request))
         if answer.status_code != httpx.codes.OK:
             raise Refused(
                 f"Ray refused the job: {_said(answer)}.",
