@@ -61,7 +61,8 @@ class RayHouse:
         for name in self.nodes:
             if not any(process.name() == "raylet" for process in self.net.processes(name)):
                 kill_all(self.net.processes(name))
-                self._daemons.running.pop(name, None)
+                if name in self._daemons.running:
+                    self._daemons.kill(name)
                 self._start(name)
                 if name == "n1":
                     wait_until(self._answers, "Ray's dashboard", 2 * START_S)
@@ -112,7 +113,6 @@ class RayHouse:
         """See `House.kill_node`."""
         node = self.net.node_of(self._keeper(folder).pid)
         kill_all(self.net.processes(node))
-        self._daemons.kill(node)
 
     @contextmanager
     def unreachable(self) -> Iterator[None]:
