@@ -52,9 +52,9 @@ _REFUSED: list[_Row] = [
 ]
 
 _SLOW: list[_Row] = [
-    ("hangs on import", "hangs_on_import", ("hangs_on_import",), ("did not answer",), _MEND),
-    ("tasks hangs", "tasks_hang", ("tasks_hang",), ("did not answer",), _MEND),
-    ("score hangs", "score_hangs", ("score_hangs",), ("did not answer",), _MEND),
+    ("hangs on import", "hangs_on_import", ("hangs_on_import",), ("did not answer", "hangs or is slow"), _MEND),
+    ("tasks hangs", "tasks_hang", ("tasks_hang",), ("did not answer", "hangs or is slow"), _MEND),
+    ("score hangs", "score_hangs", ("score_hangs",), ("did not answer", "hangs or is slow"), _MEND),
 ]
 
 _TOLD: list[_Row] = [
@@ -88,13 +88,25 @@ def _describe(row: _Row, *, refused: bool, slow: bool = False) -> Case:
     async def play(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:
         file = "climbs_out" if name.startswith(".") else name
         put(site, file)
+        if slow:
+            _load_briefly(site)
         await site.connect()
         site.mark()
         answer = await site.call("describe_environment", name=name)
         yield answer, Expected(names, cause, remedy, refused)
         (site.environments / f"{file}.py").unlink()
 
-    return Case("an environment's code", title, play, slow=slow)
+    return Case("an environment's code", title, play, own=slow, slow=slow)
+
+
+def _load_briefly(site: Installation) -> None:
+    """Have the owner's preset give an environment two seconds, so that one call sees it fail."""
+    presets = site.environments.parent / "presets"
+    presets.mkdir(exist_ok=True)
+    (presets / "brief.yaml").write_text(
+        "description: Brief.\nconfig: {environment: {load_timeout_s: 2, call_timeout_s: 2}}\n"
+    )
+    (site.environments.parent / "settings.yaml").write_text("preset: brief\n")
 
 
 async def _select_a_broken_one(site: Installation) -> AsyncIterator[tuple[Answer, Expected]]:

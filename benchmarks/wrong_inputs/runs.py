@@ -319,7 +319,10 @@ async def _resume_a_completed_one(site: Installation) -> AsyncIterator[tuple[Ans
     await site.connect()
     site.mark()
     answer = await site.call("resume_training", run_id="old-run")
-    yield answer, Expected(("old-run", "Nothing was changed"), ("completed",), _ANY)
+    expected = Expected(
+        ("old-run", "Nothing was changed"), ("completed",), ("resume_training(",), may=lambda key: key in _BOOKKEEPING
+    )
+    yield answer, expected
 
 
 _ANY = ("start_training", "check_status", "stop_training", "get_results", "list_runs")

@@ -313,7 +313,7 @@ class Specification(BaseModel):
             return cls.model_validate(read_json(folder.spec, SPECIFICATION_VERSION))
         except NotFound:
             raise NotFound(
-                f"{folder.run_id} has no specification: its folder was deleted, at least in part.",
+                f"{folder.run_id} has no specification: spec.json was deleted, at least.",
                 hint=f"The owner deletes what is left in {folder.path}; list_runs names the other runs.",
             ) from None
         except ValidationError as error:
