@@ -18,7 +18,8 @@ class StandInGuard:
     """A guard without a program; the test writes its reports and decides when it ends."""
 
     pid = 1
-    node = silence_limit_s = None
+    node: str | None = None
+    silence_limit_s: float | None = None
 
     def __init__(self) -> None:
         self.orders = os.open(os.devnull, os.O_WRONLY)
@@ -84,3 +85,27 @@ def test_frequent_reports_are_read_together_and_the_last_before_the_end(
 
     seen = asyncio.run(asyncio.wait_for(live(), 60))
     assert [report.done for report in seen if isinstance(report, Progress)] == list(range(101))
+
+
+def test_silent_component_of_another_node_is_cut_off_and_one_beside_the_keeper_is_not(tmp_path: Path) -> None:
+    async def live() -> None:
+        near, far = StandInGuard(), StandInGuard()
+        far.silence_limit_s = 0.05
+        found = [Component("environment", SpawnRequest(["-"], {}, tmp_path / "log", 1.0), one) for one in (near, far)]
+        assert not found[1].is_cut_off  # it may still be starting
+        for guard, component in zip((near, far), found, strict=True):
+            guard.report(Beat())
+            assert isinstance(await anext(aiter(component)), Beat)
+        while not found[1].is_cut_off:
+            await asyncio.sleep(0.005)
+        assert not found[0].is_cut_off
+        far.report(Beat())
+        while found[1].is_cut_off:
+            await asyncio.sleep(0.005)
+        for guard, component in zip((near, far), found, strict=True):
+            guard.ended.set()
+            await component.gone.wait()
+            os.close(guard.writer)
+        assert not found[1].is_cut_off
+
+    asyncio.run(asyncio.wait_for(live(), 60))

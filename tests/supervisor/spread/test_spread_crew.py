@@ -94,3 +94,15 @@ def test_trainer_restarts_on_another_node_when_its_own_is_lost(harness: RunHarne
     assert status.state == "stopped"
     assert status.checkpoint is not None  # the stop left one
     harness.check_nothing_left(folder)
+
+
+def test_node_that_cannot_listen_on_its_address_fails_the_run_with_the_reason(harness: RunHarness) -> None:
+    elsewhere = [Node("first", "192.0.2.1"), Node("second", "127.0.0.2")]  # of no machine (RFC 5737)
+    runs = harness.runs()
+    runs.launcher.command = ["env", f"{ENV_NODES}={describe_nodes(elsewhere, 'tls')}", *runs.launcher.command]
+    folder = runs.start(harness.specification())
+    harness.started.append(folder)
+    status = ended(runs, folder)
+    assert status.state == "failed" and status.failure is not None
+    assert "cannot listen on its address 192.0.2.1" in status.failure.reason
+    harness.check_nothing_left(folder)

@@ -36,6 +36,7 @@ from toprope.errors import ComponentFailed
 from toprope.machine import cpu_and_memory
 from toprope.records.messages import (
     ENV_SECRET,
+    Failed,
     Keys,
     Offered,
     Peers,
@@ -207,15 +208,17 @@ class _Outpost:
             self._output.write(line)
 
     async def _carry_orders(self) -> None:
-        async for line in _lines(0):
-            self._heard = self._loop.time()
-            if line.startswith(b'{"type":"peers"'):
-                await self._carry_peers(line)
-            elif line.startswith(b"{"):
-                self._orders.write(line + b"\n")
-            elif line.startswith(b"stop ") and self._control >= 0:
-                write_stop(self._control, float(line.split()[1]))
-        self._leave()
+        try:
+            async for line in _lines(0):
+                self._heard = self._loop.time()
+                if line.startswith(b'{"type":"peers"'):
+                    await self._carry_peers(line)
+                elif line.startswith(b"{"):
+                    self._orders.write(line + b"\n")
+                elif line.startswith(b"stop ") and self._control >= 0:
+                    write_stop(self._control, float(line.split()[1]))
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         """Close the pipes to guard and member, as the end of the keeper does on one machine."""
@@ -250,7 +253,14 @@ class _Outpost:
     async def _carry_reports(self, descriptor: int) -> None:
         async for line in _lines(descriptor):
             if line.startswith(b'{"type":"ready"') and isinstance(report := decode_report(line), Ready):
-                report.address = await self._gate.announce(report.address)
+                try:
+                    report.address = await self._gate.announce(report.address)
+                except OSError as error:
+                    what, where = self._request.member, self._request.address
+                    reason = f"{what} is ready, and its node cannot listen on its address {where}: {error}."
+                    self._say(encode_line(Failed(reason, "Other nodes must be able to reach that address.")))
+                    self._leave()
+                    continue
                 self._say(encode_line(report))
                 continue
             if b'"guard_' in line:
