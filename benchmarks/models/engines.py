@@ -34,11 +34,11 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from toprope_server.cli.demo import ENVIRONMENT
+from toprope_server.cli.demo import ENVIRONMENT, PRESET
 
-from benchmarks.learning.ppo import Agent
 from benchmarks.report import report, wait_until_quiet
 from benchmarks.scratch import scratch
+from benchmarks.training_agent import training_agent
 from tests.training.inference.requests import reference_logprobs, sample
 from tests.training.inference.test_conformance import HOME, Rig, load_copy, start_rig
 from toprope.errors import InvalidValue
@@ -49,6 +49,11 @@ ENGINES = ("embedded", "transformers", "vllm")
 TWIN = {"tie_word_embeddings": False, "head_dim": 32}
 STEPS = 250
 _REQUESTS, _ANSWERS, _TOKENS, _UPDATES = 64, 8, 24, 5
+_RUN: dict[str, Any] = {
+    "budget.max_train_seconds": None,
+    "environment.knobs.min_word_len": 3,
+    "environment.knobs.max_word_len": 3,
+}
 _GOALS = {"logprob_error": "<= 0.0001", "versions_wrong": "== 0", "conformance_failed": "== 0"}
 
 
@@ -133,12 +138,12 @@ async def train(home: Path, steps: int, engines: list[str], console: Console) ->
     build(twin, Recipe(), shape=TWIN)
     if (HOME / "engines.json").exists():
         shutil.copy(HOME / "engines.json", home / "engines.json")
-    agent, found = Agent(home, console), {}
-    for name in engines:
-        knobs = {"environment.knobs.min_word_len": 3, "environment.knobs.max_word_len": 3}
-        changes = {"policy.model": str(twin), "inference.engine": name, "budget.steps": steps, **knobs}
-        done = await agent.train(f"{name}, {steps} steps", ENVIRONMENT, changes)
-        found |= {"accuracy_before": done.accuracy("before"), f"accuracy_after_{name}": done.accuracy("after")}
+    found: dict[str, float] = {}
+    async with training_agent(home, console) as agent:
+        for name in engines:
+            changes = {"policy.model": str(twin), "inference.engine": name, "budget.steps": steps, **_RUN}
+            done = await agent.train(name, ENVIRONMENT, PRESET, changes)
+            found |= {"accuracy_before": done.accuracy("before"), f"accuracy_after_{name}": done.accuracy("after")}
     return found
 
 

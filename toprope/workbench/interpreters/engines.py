@@ -73,6 +73,7 @@ def add_engine(
     if name not in ENGINES:
         raise NotFound(f"There is no engine {name} to add.", hint=nearest(name, ENGINES))
     build = ENGINES[name][0 if gpu_names() or shutil.which("nvidia-smi") else 1]
+    alias = build.alias
     interpreters = Interpreters(home, found=lambda: ())
     target = Target("engine", name, name, () if python else build.requirements, Adapter(name, "", package=name))
     if python is not None and not Path(python).expanduser().is_file():
@@ -81,7 +82,7 @@ def add_engine(
         wanted,
         torch=build.torch,
         left_out=build.left_out,
-        prepare=None if build.alias is None else lambda site: _also_named(site, *build.alias),
+        prepare=None if alias is None else lambda site: _also_named(site, *alias),
     )
     order = Order(name, python=python, isolated=True, wanted=wanted)
     given_up = given_up or threading.Event()

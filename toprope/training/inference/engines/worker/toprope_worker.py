@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler  # type: ignore[import-not-found]
 
 
 class Extension:
