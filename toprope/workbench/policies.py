@@ -22,6 +22,7 @@ from toprope.records.run.manifest import Manifest
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.settings.owner import Home, OwnerSettings
+from toprope.training.hosted.policy import FILE, WEIGHTS, HostedPolicy
 from toprope.trajectories.datasets.store import DatasetStore
 from toprope.trajectories.jobs.orders import Order, PolicyExport
 from toprope.workbench.data import DataOrder
@@ -75,7 +76,6 @@ def policy_order(
         )
     if repository and not _REPOSITORY.fullmatch(repository):
         raise InvalidValue(f"{shown(repository)} is not a repository.", hint="It has the form account/name.")
-    require("An export of a policy", *TRAINING)
     run_id, step = split_step(named)
     folder = RunFolder.open(home.runs, run_id)
     found = checkpoint_of(folder, step)
@@ -86,8 +86,15 @@ def policy_order(
             f"Step {found.step} of {run_id} holds no model: its trainer keeps weights in a form of its own.",
             hint="Export a run of another trainer.",
         )
+    if (model / FILE).is_file():
+        where = HostedPolicy.read(model).sampler
+        raise NotPossibleNow(
+            f"The weights of {run_id} are at the service that trained them, at {where}; nothing was exported.",
+            hint=f"{folder.path / WEIGHTS} has the adapters of a completed run, in the form of Hugging Face.",
+        )
     if form == "adapter" and not adapters:
         raise InvalidValue(f"{run_id} trained full weights, so there are no adapters.", hint="Use form merged.")
+    require("An export of a policy", *TRAINING)
     if form == "adapter" and dtype != DTYPES[0]:
         raise InvalidValue("Adapters are exported as they were saved.", hint="dtype is for the other forms.")
     exported = _exported(home, folder, found, form)

@@ -107,6 +107,8 @@ def memory_lines(config: Config, *, gpus: int | None = None, prompt: int | None 
         gpus: Number of GPUs; 0: the CPU; None: as launcher.device and this machine say.
         prompt: Tokens of a prompt; the most that policy.max_context allows if None.
     """
+    if config.is_hosted:
+        return ["Memory: the service holds the policy; this machine needs none for it."]
     shape = shape_of(config, hub_cache())
     if shape is None:
         return [f"Memory: unknown until {config.policy.model} is on this machine; its shape is read from its files."]

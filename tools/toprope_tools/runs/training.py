@@ -16,6 +16,7 @@ from toprope.text_format import call, duration, plural
 from toprope.workbench.fit import warning_lines
 from toprope.workbench.launch.continuation import freeze_continuation
 from toprope.workbench.launch.preview import seconds_per_step
+from toprope.workbench.launch.requirements import missing_keys
 from toprope.workbench.launch.seeds import expand
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how_to_approve
 from toprope_tools.answers import runs as answers
@@ -238,7 +239,9 @@ def _statuses(workshop: Workshop, run_ids: Sequence[str]) -> dict[str, Status]:
 
 
 def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
-    found, why, specifications = workshop.starter.preview(request)
+    found, why, specifications = workshop.starter.preview(request, with_keys=False)
+    home = workshop.home
+    lacking = [error.message for error in missing_keys(specifications[0], home.settings(), home.settings_file)]
     arguments: dict[str, Any] = {"draft_id": request.draft.id}
     if request.name is not None:
         arguments["name"] = request.name
@@ -246,7 +249,8 @@ def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
         arguments["seeds"] = request.seeds
     if why:
         why = f"\n{why} {how_to_approve(found.hash)}"
-    warned = "".join(f"\n{line}" for line in _warnings(workshop, request))
+    warnings = [f"Warning (key_missing): {one}" for one in lacking] + _warnings(workshop, request)
+    warned = "".join(f"\n{line}" for line in warnings)
     memory = "\n".join(memory_lines(specifications[0].config))
     text = f"Nothing was started.\n{said(found)}\n{memory}{warned}{why}\nNext: {call('start_training', **arguments)}"
     data = _started(specifications[:1]).model_copy(

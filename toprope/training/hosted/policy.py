@@ -14,6 +14,8 @@ from toprope.settings.schema import PolicySection
 from toprope.training.policy.loading import fetch
 
 FILE = "tinker.json"
+WEIGHTS = "weights"
+"""Folder of a run's folder with the downloaded adapters of its last step."""
 TOKENIZER_FILES = ["tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja",
                    "config.json", "generation_config.json"]  # fmt: skip
 

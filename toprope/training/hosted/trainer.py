@@ -22,7 +22,7 @@ from toprope.records.run.checkpoints import problem_of
 from toprope.records.run.folder import checkpoints_in
 from toprope.records.run.usage import purse_of
 from toprope.training.component.member import CrewMember
-from toprope.training.hosted.policy import HostedPolicy, copy_tokenizer
+from toprope.training.hosted.policy import WEIGHTS, HostedPolicy, copy_tokenizer
 from toprope.training.hosted.sampler import SamplerPublisher
 from toprope.training.hosted.service import Service, datum
 from toprope.training.policy.loading import load_tokenizer
@@ -32,9 +32,6 @@ from toprope.training.trainer.checkpoint_folder import CheckpointState, commit_c
 from toprope.training.trainer.demonstration_run import IGNORED, DemonstrationRun, TokenizedRow
 from toprope.training.trainer.optimization import learning_rate_factor
 from toprope.training.trainer.step_metrics import StepTimer
-
-WEIGHTS = "weights"
-"""Folder of a run's folder with the downloaded adapters of its last step."""
 
 
 class HostedRun(TrainingRun):

@@ -155,12 +155,15 @@ class RunStarter:
                 begun.append(one.run_id)
         return Started(list(specifications))
 
-    def preview(self, request: StartRequest) -> tuple[Preview, str, list[Specification]]:
+    def preview(self, request: StartRequest, *, with_keys: bool = True) -> tuple[Preview, str, list[Specification]]:
         """Return what a start would take, why the owner wants it confirmed (empty if not), and what would start.
+
+        Args:
+            with_keys: Require the keys that the runs need, as a start does.
 
         Raises: As `start`; a limit that forbids the start is found here, too.
         """
-        specifications = self._frozen(request)
+        specifications = self._frozen(request, with_keys=with_keys)
         with ExitStack() as stack, ledger_lock(self._home.ensure().runs):
             specifications, make_preview = self._reserve(specifications, request, stack)
             found = make_preview()
@@ -178,10 +181,11 @@ class RunStarter:
         found, why, _ = self.preview(request)
         return found if why and not self._approvals.has(found.hash) else None
 
-    def _frozen(self, request: StartRequest) -> list[Specification]:
+    def _frozen(self, request: StartRequest, *, with_keys: bool = True) -> list[Specification]:
         locks, draft = self._home.locks(request.draft.preset), request.draft
         drafts = seeded(draft, check_seeds(request.seeds), locks) if request.seeds != 1 else [draft]
-        return as_group(freeze_drafts(self._home, drafts, request.plan, name=request.name, locks=locks))
+        plan, name = request.plan, request.name
+        return as_group(freeze_drafts(self._home, drafts, plan, name=name, locks=locks, with_keys=with_keys))
 
     def _reserve(
         self, specifications: Sequence[Specification], request: StartRequest | None, stack: ExitStack

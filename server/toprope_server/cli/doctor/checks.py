@@ -38,7 +38,7 @@ _KEYS = {
     "WANDB_API_KEY": ("tracker", "logging.wandb: online; without it metrics are kept offline in the run's folder"),
     "HF_TOKEN": ("policy", "gated or private models and data sets of the Hugging Face Hub"),
     "OPENROUTER_API_KEY": ("models", "test_inference with the models of the preset openrouter"),
-    "TINKER_API_KEY": ("trainer", "training through Tinker, which this version does not offer yet"),
+    "TINKER_API_KEY": ("trainer", "training at Tinker (trainer.backend: tinker, the preset hermes)"),
 }
 """The component that gets a key, and what needs it."""
 
