@@ -37,9 +37,9 @@ SURROUNDINGS = {
 
 @pytest.fixture
 def made(tmp_path):
-    def make(component: str, owners=None, surroundings=SURROUNDINGS, wandb="online") -> dict[str, str]:
+    def make(component: str, owners=None, surroundings=SURROUNDINGS, wandb="online", backend="local"):
         specification = RunHarness(tmp_path).specification()
-        specification.config.logging.wandb = wandb
+        specification.config.logging.wandb, specification.config.trainer.backend = wandb, backend
         specification.config.launcher.threads = 3
         specification.config.algorithm.seed = 11
         return component_variables(
@@ -99,6 +99,17 @@ def test_tracker_gets_what_settings_of_earlier_versions_name_for_trainer(made):
     variables = made("tracker", owners)
     assert (variables["WANDB_BASE_URL"], variables["WANDB_API_KEY"]) == ("http://w", "own")
     assert "TINKER_API_KEY" not in variables
+
+
+@pytest.mark.parametrize("named", ["trainer", ALL_COMPONENTS])
+def test_key_of_a_service_reaches_those_who_ask_it(made, named):
+    owners = {named: {"TINKER_API_KEY": "t", "TINKER_BASE_URL": "http://t"}}
+    members = ("policy", "api", "inference", "trainer", "environment", "environment-2", "tracker")
+    having = {name for name in members if "TINKER_API_KEY" in made(name, owners, backend="tinker")}
+    assert having == {"trainer", "inference"} and "TINKER_API_KEY" not in worker_variables(owners)
+    assert made("inference", owners, backend="tinker")["TINKER_BASE_URL"] == "http://t"
+    assert not any("TINKER_API_KEY" in made(name, owners) for name in members)
+    assert "TINKER_API_KEY" not in made("trainer", {}, {"PATH": "/bin", "TINKER_API_KEY": "shell"}, backend="tinker")
 
 
 def test_owner_variables_for_all_and_for_one_component(made):

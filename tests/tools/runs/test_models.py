@@ -197,13 +197,22 @@ def test_preset_hermes_brings_its_locks_to_its_own_drafts(house):
         do(start_sweep, shop, draft_id=draft_id, space=space)
 
 
-def test_hermes_without_a_key_is_refused_at_the_start(house):
+def test_hermes_without_a_key_is_refused_at_the_start(house, monkeypatch):
+    """A preview says which keys are missing, and checks and estimates the rest."""
     shop, launcher = house
+    monkeypatch.setattr("toprope.workbench.launch.start.require", lambda *names, **extra: None)
     draft_id = drafted(shop, preset="hermes")
+    shown = do(start_training, shop, draft_id=draft_id, preview=True)
+    assert shown.data.state == "not started" and shown.text.count("Warning (key_missing)") == 2
+    assert "TINKER_API_KEY" in shown.text and "the service holds the policy" in shown.text
     with pytest.raises(InvalidValue, match="no WANDB_API_KEY. Nothing was started.*offline"):
         do(start_training, shop, draft_id=draft_id)
     assert not launcher.held
     settle(shop, variables={"trainer": {"WANDB_API_KEY": "w"}})
+    with pytest.raises(InvalidValue, match="no TINKER_API_KEY. Nothing was started"):
+        do(start_training, shop, draft_id=draft_id)
+    settle(shop, variables={"trainer": {"WANDB_API_KEY": "w", "TINKER_API_KEY": "t"}})
+    assert "key_missing" not in do(start_training, shop, draft_id=draft_id, preview=True).text
     assert do(start_training, shop, draft_id=draft_id).data.run_id in launcher.held
 
 
