@@ -77,6 +77,8 @@ class Net:
 
     def __init__(self, names: Sequence[str]) -> None:
         number = 64 + os.getpid() % 128
+        while Path(f"/sys/class/net/t{number}br").exists():
+            number += 1
         self._tag = f"t{number}"
         self.host = f"10.{number}.0.1"
         self.addresses = {name: f"10.{number}.0.{11 + index}" for index, name in enumerate(names)}

@@ -106,13 +106,6 @@ def levels(home, house, **named):
     return {finding.level for finding in found}, " ".join(finding.text for finding in found)
 
 
-def test_doctor_proves_a_cluster_by_a_job(tmp_path, local_house):
-    home = owners(tmp_path, lab=LAB)
-    found, said = levels(home, local_house)
-    assert "broken" not in found and "sees the home under its path" in said
-    assert not list(home.runs.glob(".doctor-*"))
-
-
 def test_doctor_says_what_a_cluster_lacks(tmp_path, local_house, monkeypatch):
     monkeypatch.setattr(cluster, "_FILE_S", 0.2)
     home = owners(tmp_path, lab={**LAB, "python": "/nowhere/python"})

@@ -12,6 +12,7 @@ import time
 
 import psutil
 import pytest
+from toprope_server.cli.doctor.cluster import check_cluster
 
 from benchmarks.cluster import ray_house, slurm_house
 from benchmarks.cluster.matrix import FAULTS, keepers_of, launcher_for, processes_of_run, suffer
@@ -21,6 +22,7 @@ from toprope.errors import ComponentFailed, NotPossibleNow
 from toprope.records.run.folder import read_json
 from toprope.records.run.launch import Launch
 from toprope.records.run.status import Status
+from toprope.settings.owner import Home
 from toprope.supervisor.keeper.program import ALREADY_KEPT
 from toprope.supervisor.lock import is_held
 from toprope.supervisor.runs.manager import RunManager
@@ -156,6 +158,17 @@ def test_secrets_reach_members_and_nobody_else(cluster):
     assert CANARY not in folder.log("keeper").read_text() + folder.launch.read_text() + folder.status.read_text()
     runs.stop(folder.run_id)
     assert ended(runs, folder, LIMIT_S).state == "stopped"
+
+
+def test_doctor_proves_a_cluster_by_a_job(house, tmp_path):
+    home = Home(tmp_path / "home", tmp_path / "config")
+    home.configuration.mkdir()
+    entry = house.cluster.model_dump(mode="json", exclude_defaults=True)
+    (home.configuration / "clusters.yaml").write_text(json.dumps({"lab": entry}))
+    found = list(check_cluster(home, "lab", engine=lambda _: house.engine))
+    assert not [finding for finding in found if finding.level in ("broken", "warning")], found
+    assert any("sees the home under its path" in finding.text for finding in found)
+    assert not list(home.runs.glob(".doctor-*"))
 
 
 def test_far_run_leaves_this_machines_room_alone(cluster):
