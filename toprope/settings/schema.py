@@ -403,6 +403,8 @@ class Config(BaseModel):
         for name, asked in (("sleep", self.inference.sleep), ("transfer gpu", self.inference.transfer == "gpu")):
             if engine != "vllm" and asked:
                 found.append(f"inference.{name} needs inference.engine vllm; it is {engine}.")
+            if asked and self.launcher.inference_gpus:
+                found.append(f"inference.{name} is for one GPU; launcher.inference_gpus gives inference its own.")
         return found
 
 

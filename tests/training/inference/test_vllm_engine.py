@@ -347,6 +347,7 @@ def test_key_is_in_no_argument_and_no_secret_is_passed_on(tmp_path: Path, monkey
     monkeypatch.setenv("HF_TOKEN", "hf_1")
     config = Config()
     config.policy.lora, config.policy.lora_rank, config.inference.sleep = True, 20, True
+    config.launcher.inference_gpus = 2
     settings = VllmSettings.of(config, "/venv/bin/python", tmp_path, "cuda", None)
     command, variables = settings.command(tmp_path, tmp_path / "socket"), settings.variables("k3y", tmp_path)
     assert not any("k3y" in word for word in command) and variables["VLLM_API_KEY"] == "k3y"
@@ -354,7 +355,7 @@ def test_key_is_in_no_argument_and_no_secret_is_passed_on(tmp_path: Path, monkey
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in variables
     line = " ".join(command)
     assert "--max-lora-rank 32" in line and "--enable-sleep-mode" in line and "--dtype bfloat16" in line
-    assert "--enforce-eager" not in line and "--gpu-memory-utilization 0.4" in line
+    assert "--enforce-eager" not in line and "--gpu-memory-utilization 0.4 --tensor-parallel-size 2" in line
 
 
 def test_tied_embeddings_are_refused_on_a_cpu(tiny_policy: Path, tmp_path: Path) -> None:
@@ -363,3 +364,24 @@ def test_tied_embeddings_are_refused_on_a_cpu(tiny_policy: Path, tmp_path: Path)
     with pytest.raises(InvalidValue, match="embeddings are tied"):
         make_engine(config, tiny_policy, TOKENIZER, crew=tmp_path, python="/venv/bin/python")
     assert make_engine(config, tiny_policy, TOKENIZER, python="/venv/bin/python").end_ids == {1}, "without training"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"inference.engine": "vllm", "algorithm.name": "custom"}, "takes no weights from a trainer of the owner"),
+        ({"inference.engine": "transformers", "algorithm.deterministic": True}, "needs inference.engine embedded"),
+        ({"inference.engine": "vllm", "launcher.num_processes": 2}, "needs launcher.num_processes 1"),
+        ({"inference.sleep": True}, "inference.sleep needs inference.engine vllm"),
+        (
+            {"inference.engine": "vllm", "inference.transfer": "gpu", "launcher.inference_gpus": 1},
+            "inference.transfer gpu is for one GPU",
+        ),
+    ],
+)
+def test_settings_that_an_engine_cannot_keep_are_refused(fields: dict[str, Any], words: str) -> None:
+    config = Config()
+    for name, value in fields.items():
+        section, _, field_name = name.partition(".")
+        setattr(getattr(config, section), field_name, value)
+    assert any(words in sentence for sentence in config.conflicts())

@@ -47,6 +47,8 @@ class VllmSettings:
     lora_rank: int = 0
     """Rank of adapters; 0 without."""
     sleeps: bool = False
+    gpus: int = 1
+    """GPUs between which the weights are split."""
     in_memory: bool = False
     """True if weights arrive within the GPU's memory."""
     seed: int = 0
@@ -67,6 +69,7 @@ class VllmSettings:
             memory_share=config.inference.memory_share,
             lora_rank=config.policy.lora_rank if config.policy.lora else 0,
             sleeps=config.inference.sleep,
+            gpus=max(1, config.launcher.inference_gpus),
             in_memory=config.inference.transfer == "gpu" and not config.policy.lora,
             seed=config.algorithm.seed,
             threads=config.launcher.threads,
@@ -84,7 +87,7 @@ class VllmSettings:
         if self.device == "cpu":
             line += ["--enforce-eager"]
         else:
-            line += ["--gpu-memory-utilization", str(self.memory_share)]
+            line += ["--gpu-memory-utilization", str(self.memory_share), "--tensor-parallel-size", str(self.gpus)]
         if self.lora_rank:
             rank = next((size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= self.lora_rank), 512)
             line += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2", "--max-cpu-loras", "4"]
