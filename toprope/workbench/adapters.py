@@ -36,6 +36,8 @@ class Adapter:
     """Requirements of a separate interpreter; empty: none is needed."""
     extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Extras of packages of environments, by requirement, that are taken unless others are named."""
+    python: str = ""
+    """Python that its interpreters should have, if the machine has one; empty: any."""
     urls_alone: bool = False
     """True if servers by address need no interpreter of the ecosystem."""
     problem: str = ""
@@ -104,6 +106,7 @@ def adapters(folder: Path = _FOLDER, load: Callable[[str], ModuleType] | None = 
                     package=str(getattr(module, "PACKAGE", "") or ""),
                     requirements=_texts(getattr(module, "REQUIREMENTS", ())),
                     extras=dict(getattr(module, "EXTRAS", {})),
+                    python=str(getattr(module, "PYTHON", "") or ""),
                     urls_alone=bool(getattr(module, "URLS_ALONE", False)),
                     module=module,
                 )

@@ -34,7 +34,7 @@ from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
 from toprope.workbench.interpreters.naming import ecosystem_requirements, target_of
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.pythons import newer_python
+from toprope.workbench.interpreters.pythons import better_python, newer_python
 from toprope.workbench.interpreters.registry import Added
 from toprope.workbench.interpreters.words import failure
 from toprope.workbench.launch.requirements import require_interpreters
@@ -480,6 +480,9 @@ def test_packages_get_the_newer_python_that_they_require(
     assert newer_python("Because Python (3.11.7) does not satisfy Python>=3.12 and x depends on it") == newer
     assert newer_python("Package 'x' requires a different Python: 3.11.7 not in '>=3.15'") is None
     assert newer_python("No matching distribution found for x") is None
+    games = Adapter("games", "", "tinyrules", ("tinyrules",), python=">=3.12")
+    assert (better_python(games), better_python(adapter("any", "x"))) == (newer, None)
+    assert better_python(Adapter("games", "", python=">=3.11")) is None
     made: list[str | None] = []
     resolved, making = Installer.resolve, Installer.make
 
@@ -496,6 +499,8 @@ def test_packages_get_the_newer_python_that_they_require(
     monkeypatch.setattr(Installer, "make", make)
     assert Interpreters(home).add(Order("tinyrules")).added.python is not None
     assert made == [None, newer]
+    made.clear()
+    assert Interpreters(home, lambda: [games]).add(Order("games")).added.python is not None and made == [newer]
     with pytest.raises(EnvironmentFailed, match="does not satisfy"):
         made.clear()
         monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "none"))

@@ -34,10 +34,11 @@ from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.discovery import literal, parse
 from toprope.sdk.errors import LoadError
 
-__all__ = ["PACKAGE", "REQUIREMENTS", "TextArena", "installed", "make"]
+__all__ = ["PACKAGE", "PYTHON", "REQUIREMENTS", "TextArena", "installed", "make"]
 
 PACKAGE = "textarena"
 REQUIREMENTS = ("textarena==0.7.*", "numpy")
+PYTHON = ">=3.12"
 _ONE_PLAYER = "SinglePlayerState"
 _VARIANTS = ("-train", "-raw")
 """Suffixes of ids for the same game with other observations; the knob `show` selects those instead."""

@@ -236,7 +236,7 @@ class Interpreters:
         listed = target.kind != "packages" or target.adapter is not None
         if listed and not order.isolated and satisfied(requirements, packages_in(own)):
             return Outcome(added, own=True)
-        wanted = replace(order.wanted, requirements=requirements)
+        wanted = order.wanted.of(requirements, target.adapter)
         if wanted.offline and (digest := self._that_has(requirements)) is not None:
             return self._of_store(added, digest, shared=True)
         with self.store.aside() as aside:

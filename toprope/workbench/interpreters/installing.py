@@ -22,8 +22,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from toprope.errors import EnvironmentFailed
+from toprope.workbench.adapters import Adapter
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.pythons import newer_python
+from toprope.workbench.interpreters.pythons import better_python, newer_python
 from toprope.workbench.interpreters.words import excerpt, failure
 
 _TORCH_INDEX = "https://download.pytorch.org/whl/"
@@ -50,6 +51,10 @@ class Wanted:
     """Packages that are resolved and not installed."""
     prepare: Callable[[Path], None] | None = None
     """Called with the folder of the packages after their installation."""
+
+    def of(self, requirements: Sequence[str], adapter: Adapter | None) -> Wanted:
+        """Return these options for requirements, with the Python that their ecosystem is better run by."""
+        return replace(self, requirements=tuple(requirements), base=self.base or better_python(adapter))
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,18 @@ from pathlib import Path
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from toprope.workbench.adapters import Adapter
+
 _REQUIRED = re.compile(r"(?:satisfy Python|Requires-Python|not in ')\s*(?P<what>[<>=!~][^\s'\"]*)")
 _NEWEST_MINOR = 20
 _LOOK_S = 20.0
+
+
+def better_python(adapter: Adapter | None) -> str | None:
+    """Return the Python of this machine that an ecosystem is better run by; None if Toprope's own will do."""
+    if adapter is None or not adapter.python or _text(sys.version_info[:3]) in SpecifierSet(adapter.python):
+        return None
+    return newer_python(f"satisfy Python{adapter.python}")
 
 
 def newer_python(said: str) -> str | None:
