@@ -58,6 +58,7 @@ _ALL: dict[str, Any] = {
     "environment.knobs.min_word_len": 3,
     "environment.knobs.max_word_len": 4,
     "policy.max_context": 192,
+    "budget.max_train_seconds": None,
     "evaluation.greedy": False,
     "evaluation.examples": 3,
 }
@@ -76,7 +77,6 @@ GRPO: dict[str, Any] = {
     "rollout.queue_groups": 18,
     "rollout.concurrency": 18,
     "optimizer.lr_scheduler_type": "linear",
-    "budget.max_train_seconds": None,
     "evaluation.heldout_tasks": 600,
 }
 STEPS, CONTROL_STEPS = 500, 100

@@ -49,7 +49,9 @@ ALL: dict[str, Any] = {
     "environment.knobs.watts": {"calculator": 20.0, "think": 20.0, "web_search": 20.0},
     "environment.knobs.scale_usd": 0.05,
     "environment.knobs.scale_joules": 50.0,
-    "rollout.max_new_tokens": 48,
+    "rollout.max_new_tokens": 80,
+    "policy.max_context": 512,
+    "sft.max_length": 512,
     "budget.max_train_seconds": None,
     "evaluation.greedy": False,
 }
