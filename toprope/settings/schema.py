@@ -204,6 +204,12 @@ class RolloutSection(Section):
     max_staleness: int = Field(
         8, ge=0, le=1024, description="Groups from a policy older than this many versions are dropped."
     )
+    in_flight: Literal["auto", "keep", "pause", "drop"] = Field(
+        "auto",
+        description="Answers that are being sampled when new weights come. keep: they end with the old weights, and "
+        "the update waits; pause: they go on with the new ones; drop (embedded alone): they begin again, once. auto: "
+        "keep for embedded and for adapters in vllm, pause otherwise. Every token's version is known.",
+    )
     unmatched: Literal["drop", "train"] = Field(
         "drop",
         description="For groups posted by an external environment with tokens that inference did not sample as posted, "
@@ -400,6 +406,11 @@ class Config(BaseModel):
             found.append("inference.engine vllm needs launcher.num_processes 1 so far.")
         if engine == "vllm" and self.algorithm.name == "custom":
             found.append("inference.engine vllm takes no weights from a trainer of the owner (algorithm.name custom).")
+        given = self.rollout.in_flight
+        if given == "drop" and engine != "embedded" or given == "keep" and engine == "transformers":
+            found.append(f"rollout.in_flight {given} is not possible with inference.engine {engine}.")
+        if given not in ("auto", "keep") and self.algorithm.deterministic:
+            found.append(f"algorithm.deterministic needs rollout.in_flight auto or keep; it is {given}.")
         for name, asked in (("sleep", self.inference.sleep), ("transfer gpu", self.inference.transfer == "gpu")):
             if engine != "vllm" and asked:
                 found.append(f"inference.{name} needs inference.engine vllm; it is {engine}.")

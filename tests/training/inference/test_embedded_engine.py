@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.trainer_stand_ins import small_config
 from tests.support.training_api_server import until
 from tests.training.inference.requests import reference_logprobs, sample
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
+from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.policy.weight_sync import WeightFile, WeightReader
 
 
@@ -256,3 +258,47 @@ def test_stop_text_at_the_end_of_a_long_answer_is_found_without_decoding_it_all(
     assert stop not in tokenizer.decode(stopped.token_ids[:-1], skip_special_tokens=True)
     assert len(decoded) > 20
     assert sum(length > 21 for length in decoded) <= 1
+
+
+class UpdatesInFlight:
+    """Weights of which the next version comes when an answer has `after` tokens: every token becomes 9."""
+
+    def __init__(self, model: Any, after: int) -> None:
+        self._model, self._after, self._asked = model, after, 0
+
+    def refresh(self) -> int:
+        self._asked += 1
+        if self._asked == self._after + 1:  # the first question comes before the first token
+            with torch.no_grad():
+                self._model.lm_head.weight.zero_()
+                self._model.lm_head.weight[9] = self._model.model.norm.weight.sign()
+        return int(self._asked > self._after)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "versions"), [("keep", [(0, 6)]), ("pause", [(0, 3), (1, 3)]), ("drop", [(1, 6)])]
+)
+def test_answers_in_flight_follow_the_setting(
+    tiny_policy: Path, in_flight: str, versions: list[tuple[int, int]]
+) -> None:
+    config = small_config()
+    model, tokenizer = load_model(tiny_policy, config).eval().requires_grad_(False), load_tokenizer(tiny_policy)
+    model.generation_config.eos_token_id = None
+    weights: Any = UpdatesInFlight(model, 3)
+    engine = EmbeddedEngine(model, tokenizer, weights=weights, max_context=64, in_flight=in_flight)
+    engine.end_ids = frozenset()
+    weights._asked = -1  # the engine asks at its start
+    engine.start()
+    try:
+        [answers] = sample(engine, SamplingRequest([5, 6, 7], n=2, max_new_tokens=6, seed=1))
+    finally:
+        engine.stop()
+    assert [answer.versions for answer in answers] == [versions, versions]
+    assert all(len(answer.token_ids) == len(answer.logprobs) == 6 for answer in answers)
+
+
+def test_setting_for_answers_in_flight_fits_the_engine() -> None:
+    config = small_config(inference__engine="vllm", rollout__in_flight="drop")
+    assert config.conflicts() == ["rollout.in_flight drop is not possible with inference.engine vllm."]
+    config = small_config(algorithm__deterministic=True, rollout__in_flight="pause")
+    assert "algorithm.deterministic needs rollout.in_flight auto or keep" in config.conflicts()[0]

@@ -2,7 +2,8 @@
 
 Requests that arrive close together form a decode batch, whatever their settings. Equal prompts are read once, and
 their keys and values are repeated for all answers to them. A row leaves the batch when it ends, and a request is
-answered when its last row has ended. New weights are adopted between decode batches.
+answered when its last row has ended. New weights are adopted between decode batches, or between tokens: rows then go on
+with the keys and values that they have, or begin again.
 
 Any causal language model of transformers works. The engine is meant for a CPU or a small GPU.
 """
@@ -31,6 +32,10 @@ _DELIVER_S = 0.02
 """Seconds for which answers are collected before they are delivered together; each delivery wakes the server."""
 
 
+class _NewWeights(Exception):
+    """New weights came while answers were sampled that they drop."""
+
+
 class EmbeddedEngine:
     """See `toprope.training.inference.engine.Engine` for the contract.
 
@@ -41,6 +46,7 @@ class EmbeddedEngine:
         max_rows: Largest number of answers in one decode batch.
         max_context: Longest sequence of prompt and answer, in tokens.
         seed: Seed for requests without one.
+        in_flight: See `rollout.in_flight`.
     """
 
     def __init__(
@@ -53,9 +59,11 @@ class EmbeddedEngine:
         max_rows: int = 256,
         max_context: int = 4096,
         seed: int = 0,
+        in_flight: str = "auto",
     ) -> None:
         self._model, self._tokenizer, self._weights = model, tokenizer, weights
         self._gather_s, self._max_rows, self.max_context = gather_s, max_rows, max_context
+        self._in_flight = in_flight
         self._generator = torch.Generator(device=model.device).manual_seed(seed)
         self.end_ids = find_end_ids(model, tokenizer)
         self._queue: queue.SimpleQueue[tuple[SamplingRequest, Done] | None] = queue.SimpleQueue()
@@ -113,7 +121,12 @@ class EmbeddedEngine:
             try:
                 if self._weights is not None:
                     self.version = self._weights.refresh()
-                answers = self._generate([request for request, _ in batch], waiting)
+                try:
+                    answers = self._generate([request for request, _ in batch], waiting, self._in_flight)
+                except _NewWeights:  # only once: updates may come faster than answers
+                    left = [batch[place][0] for place in waiting]
+                    waiting = dict(enumerate(waiting.values()))
+                    answers = self._generate(left, waiting, "keep")
             except Exception as error:  # the error is the answer to this batch; the next one may succeed
                 answers = dict.fromkeys(waiting, error)
             self.busy_s += time.monotonic() - began
@@ -153,12 +166,15 @@ class EmbeddedEngine:
         return batch, None
 
     def _generate(
-        self, requests: list[SamplingRequest], waiting: dict[int, Done]
+        self, requests: list[SamplingRequest], waiting: dict[int, Done], in_flight: str
     ) -> dict[int, list[Sample] | Exception]:
         """Sample the answers to all requests. Those that end early are delivered and leave `waiting`.
 
         Returns:
             The other answers, by the place of their request.
+
+        Raises:
+            _NewWeights: Weights came, and `in_flight` drops what is being sampled.
         """
 
         def answer(request: int) -> list[Sample] | Exception:
@@ -191,6 +207,13 @@ class EmbeddedEngine:
                         for request in complete:
                             waiting.pop(request)(answer(request))
                         complete, delivered = [], time.monotonic()
+                if self._weights is not None and in_flight in ("pause", "drop"):
+                    former, self.version = self.version, self._weights.refresh()
+                    if in_flight == "drop" and self.version != former:
+                        for request in complete:
+                            waiting.pop(request)(answer(request))
+                        self.tokens += batch.tokens
+                        raise _NewWeights
                 width += 1
                 output = self._model(
                     input_ids=token.unsqueeze(1),

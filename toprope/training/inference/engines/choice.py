@@ -59,7 +59,7 @@ def make_engine(
     if config.algorithm.deterministic:
         # Other rows of a decode batch change the last bits of a row's logits, so every request is a batch of its own.
         options["max_rows"] = 1
-    return EmbeddedEngine(model, tokenizer, weights=weights, **options)
+    return EmbeddedEngine(model, tokenizer, weights=weights, in_flight=config.rollout.in_flight, **options)
 
 
 def _vllm(

@@ -305,7 +305,7 @@ class VllmEngine:
                 await self._unload(old)
             return
         self._sound.clear()
-        await self._post("/pause?mode=keep")
+        await self._post(f"/pause?mode={'wait' if self._options.waits else 'keep'}")
         if (handles := found.handles) is not None:
             await self._post("/start_weight_update")
             await self._post("/update_weights", {"update_info": handles})

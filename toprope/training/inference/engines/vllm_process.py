@@ -49,6 +49,8 @@ class VllmSettings:
     sleeps: bool = False
     gpus: int = 1
     """GPUs between which the weights are split."""
+    waits: bool = False
+    """True if an update waits until all answers have ended."""
     in_memory: bool = False
     """True if weights arrive within the GPU's memory."""
     seed: int = 0
@@ -70,6 +72,7 @@ class VllmSettings:
             lora_rank=config.policy.lora_rank if config.policy.lora else 0,
             sleeps=config.inference.sleep,
             gpus=max(1, config.launcher.inference_gpus),
+            waits=config.rollout.in_flight == "keep",
             in_memory=config.inference.transfer == "gpu" and not config.policy.lora,
             seed=config.algorithm.seed,
             threads=config.launcher.threads,
