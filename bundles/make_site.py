@@ -3,7 +3,7 @@
     python -P bundles/make_site.py OUTPUT --tools FOLDER
 
 The pages are README, CONTRIBUTING, CHANGELOG, SECURITY and `docs/`; links between them and to pictures are rewritten,
-links to other files of the repository become text. The script that draws diagrams comes from the npm registry.
+links to other files of the repository become text. Scripts of the pages come from the npm registry, none from the web.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MERMAID = "mermaid@11.17.2"
+SCRIPTS = {
+    "mermaid.min.js": ("mermaid@11.17.2", "package/dist/mermaid.min.js"),
+    "worker.js": ("iframe-worker@1.0.4", "package/shim/index.js"),
+}
+"""Scripts that the pages would fetch from elsewhere: their packages of the npm registry, and their places there."""
+_ELSEWHERE = "https://unpkg.com/iframe-worker/shim"
+"""Search without a server needs this; Material names its place on the web."""
 _FRONT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
           "SECURITY.md": "reporting.md"}  # fmt: skip
 """Pages in the repository's root and their names in the site."""
@@ -36,13 +42,17 @@ def make_site(output: Path, tools: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="toprope-site-") as folder:
         pages = Path(folder) / "pages"
         lay_pages(pages)
-        _fetch_mermaid(pages / "javascripts", Path(folder))
+        _fetch_scripts(pages / "javascripts", Path(folder))
         variables = {**os.environ, "TOPROPE_SITE_PAGES": str(pages), "TOPROPE_SITE": str(output.resolve())}
         # Material tells of its successor at every build.
         variables |= {"NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
         command = [str(tools / "mkdocs"), "build", "--clean", "--quiet", "-f", str(ROOT / "bundles" / "mkdocs.yml")]
         if subprocess.run(command, env=variables).returncode:
             raise SystemExit("mkdocs failed; its output is above.")
+        for page in output.glob("*.html"):
+            page.write_text(
+                page.read_text(encoding="utf-8").replace(_ELSEWHERE, "javascripts/worker.js"), encoding="utf-8"
+            )
 
 
 def lay_pages(folder: Path) -> None:
@@ -68,19 +78,20 @@ def lay_pages(folder: Path) -> None:
         (folder / target).write_text(_LINK.sub(rewritten, page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def _fetch_mermaid(folder: Path, aside: Path) -> None:
+def _fetch_scripts(folder: Path, aside: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise SystemExit("npm is missing: install Node.js, then run this again. Nothing was built.")
-    done = subprocess.run([npm, "pack", "--json", MERMAID], cwd=aside, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"npm cannot fetch {MERMAID}: {done.stderr.strip()[-300:]} Nothing was built.")
-    [packed] = json.loads(done.stdout)
     folder.mkdir()
-    with tarfile.open(aside / packed["filename"]) as archive:
-        script = archive.extractfile("package/dist/mermaid.min.js")
-        assert script is not None
-        (folder / "mermaid.min.js").write_bytes(script.read())
+    for name, (package, member) in SCRIPTS.items():
+        done = subprocess.run([npm, "pack", "--json", package], cwd=aside, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"npm cannot fetch {package}: {done.stderr.strip()[-300:]} Nothing was built.")
+        [packed] = json.loads(done.stdout)
+        with tarfile.open(aside / packed["filename"]) as archive:
+            script = archive.extractfile(member)
+            assert script is not None
+            (folder / name).write_bytes(script.read())
 
 
 def main() -> None:
