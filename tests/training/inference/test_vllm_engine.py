@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from toprope.settings.schema import Config
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.inference.engines.choice import make_engine
 from toprope.training.inference.engines.vllm_engine import VllmEngine
-from toprope.training.inference.engines.vllm_process import VllmSettings
+from toprope.training.inference.engines.vllm_process import VllmProcess, VllmSettings
 from toprope.training.policy.publishing import WeightFolder, WeightHandles, newest_published
 
 TOKENIZER: Any = SimpleNamespace(
@@ -356,6 +357,29 @@ def test_key_is_in_no_argument_and_no_secret_is_passed_on(tmp_path: Path, monkey
     line = " ".join(command)
     assert "--max-lora-rank 32" in line and "--enable-sleep-mode" in line and "--dtype bfloat16" in line
     assert "--enforce-eager" not in line and "--gpu-memory-utilization 0.4 --tensor-parallel-size 2" in line
+
+
+def test_sockets_of_a_deep_folder_are_short_and_folders_of_killed_servers_disappear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("deep" * 20)))
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o700)
+    settings = VllmSettings(str(program), tmp_path, "float32", "cpu", 64)
+    first = VllmProcess.start(settings, tmp_path)
+    second = VllmProcess.start(settings, tmp_path)
+    try:
+        assert len(str(first.folder / "socket")) < 60 and first.folder.stat().st_mode & 0o077 == 0
+        assert first.folder.exists(), "its server is alive"
+        first.process.kill()
+        first.process.wait()
+        os.close(first.lock)
+        VllmProcess.start(settings, tmp_path).end()
+        assert not first.folder.exists() and second.folder.exists()
+    finally:
+        second.end()
+    assert not second.folder.exists()
 
 
 def test_tied_embeddings_are_refused_on_a_cpu(tiny_policy: Path, tmp_path: Path) -> None:

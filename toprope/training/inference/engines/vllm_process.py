@@ -6,11 +6,14 @@ endpoints (pause, weights, sleep) are reachable there only.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import secrets
 import shutil
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ MOST_ROWS = 256
 MODEL = "policy"
 """Name of the served model."""
 _END_S = 10.0
+_PREFIX, _LONGEST_PLACE = "toprope-vllm-", 40
 _SAID = 1200
 _WORKER = Path(__file__).parent / "worker"
 
@@ -109,6 +113,7 @@ class VllmSettings:
                 "VLLM_LOGGING_LEVEL": "WARNING",
                 "VLLM_HOST_IP": "127.0.0.1",
                 "VLLM_RPC_BASE_PATH": str(folder),
+                "TMPDIR": str(folder),
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self.threads),
@@ -129,6 +134,7 @@ class VllmProcess:
 
     process: subprocess.Popen[bytes]
     folder: Path
+    lock: int
     log: Path
     key: str = field(repr=False)
 
@@ -139,7 +145,7 @@ class VllmProcess:
         Raises:
             ComponentFailed: The interpreter cannot be started.
         """
-        folder = Path(tempfile.mkdtemp(prefix="toprope-vllm-"))  # short: addresses of sockets are
+        folder, lock = _short_folder()
         log, key = settings.log or folder / "log", secrets.token_hex(24)
         try:
             with log.open("ab") as output:
@@ -153,11 +159,12 @@ class VllmProcess:
                 )
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
             raise ComponentFailed(
                 f"vLLM's interpreter {settings.python} cannot be started: {error.strerror or error}.",
                 hint="The owner installs it again: toprope engine add vllm.",
             ) from None
-        return cls(process, folder, log, key)
+        return cls(process, folder, lock, log, key)
 
     def connect(self) -> aiohttp.ClientSession:
         """A session of HTTP with the server; create and close it within one event loop."""
@@ -201,6 +208,28 @@ class VllmProcess:
                 except psutil.NoSuchProcess:
                     pass
         shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.lock)
+
+
+def _short_folder() -> tuple[Path, int]:
+    """A private folder for sockets, whose addresses have at most 107 characters, and the descriptor of its lock.
+
+    A run's own temporary folder is too deep. Folders whose processes were killed are deleted here.
+    """
+    base = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) <= _LONGEST_PLACE else "/tmp")
+    for left in base.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            descriptor = os.open(left / "lock", os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(folder / ".lock", folder / "lock")  # visible only once it is held
+    return folder, lock
 
 
 def keeps_old_head(policy: Path, device: str) -> bool:
