@@ -37,7 +37,7 @@ _SPREAD = frozenset({"api", "inference", "trainer", "environment"})
 """Members that serve others or sample. All others stay with the keeper."""
 _AVOID_S = 300.0
 """A node whose connection broke gets no member for so long, if there is another one."""
-_ASK_S = 30.0
+_ASK_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ def find_nodes(launch: Launch | None, surroundings: Mapping[str, str]) -> Spread
         return Spread(nodes, told["network"])
     if launch is None or launch.nodes < 2:
         return None
-    return Spread(_nodes_of_slurm(surroundings) if launch.kind == "slurm" else _nodes_of_ray(), launch.network)
+    return Spread(
+        _nodes_of_slurm(surroundings) if launch.kind == "slurm" else _nodes_of_ray(launch.nodes), launch.network
+    )
 
 
 def describe_nodes(nodes: Sequence[Node], network: Network) -> str:
@@ -115,8 +117,8 @@ def describe_nodes(nodes: Sequence[Node], network: Network) -> str:
     return json.dumps({"network": network, "nodes": [asdict(node) for node in nodes]})
 
 
-def _nodes_of_ray() -> list[Node]:
-    """Return the nodes of the Ray cluster that has the keeper as a job, the keeper's first."""
+def _nodes_of_ray(count: int) -> list[Node]:
+    """Return so many nodes of the Ray cluster that has the keeper as a job, the keeper's first."""
     python, ray = sys.executable, shutil.which("ray")
     if importlib.util.find_spec("ray") is None:
         if ray is None:
@@ -131,7 +133,7 @@ def _nodes_of_ray() -> list[Node]:
             command=(*command, one["id"]) if number else (),
             is_far=number > 0,
         )
-        for number, one in enumerate(json.loads(_ask([*command, "--nodes"])))
+        for number, one in enumerate(json.loads(_ask([*command, "--nodes", str(count)])))
     ]
 
 

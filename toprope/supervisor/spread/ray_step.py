@@ -1,7 +1,7 @@
 """Runs a program on another node of a Ray cluster and carries its standard input and output.
 
     python ray_step.py NODE_ID PROGRAM ARGUMENT...    below a keeper that is a job of the cluster
-    python ray_step.py --nodes                        the nodes as JSON, that of this process first
+    python ray_step.py --nodes COUNT                  so many nodes as JSON, that of this process first
 
 It needs nothing but Ray, whose interpreter may be another than the keeper's. The program runs below an actor, and Ray
 kills it with the actor: when this process, or its node, goes. What must outlive that for a moment, the guard of a
@@ -15,10 +15,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 _CHUNK = 1 << 16
 _LOST = 1
+_APPEAR_S = 60.0
 
 
 def _connect() -> Any:
@@ -28,10 +30,13 @@ def _connect() -> Any:
     return ray
 
 
-def list_nodes() -> list[dict[str, Any]]:
-    """Return the live nodes, that of this process first; `gpus` counts those that Ray manages."""
+def list_nodes(count: int) -> list[dict[str, Any]]:
+    """Return so many live nodes, that of this process first, or fewer if no more appear within a minute; `gpus` counts
+    those that Ray manages."""
     ray = _connect()
-    here = ray.get_runtime_context().get_node_id()
+    here, limit = ray.get_runtime_context().get_node_id(), time.monotonic() + _APPEAR_S
+    while sum(node["Alive"] for node in ray.nodes()) < count and time.monotonic() < limit:
+        time.sleep(0.5)
     found = [
         {
             "id": node["NodeID"],
@@ -41,7 +46,7 @@ def list_nodes() -> list[dict[str, Any]]:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    return sorted(found, key=lambda node: (node["id"] != here, node["address"]))
+    return sorted(found, key=lambda node: (node["id"] != here, -node["gpus"], node["address"]))[:count]
 
 
 class _Remote:
@@ -105,7 +110,7 @@ def main() -> int:
     """Run the program; return its exit code."""
     first, *command = sys.argv[1:]
     if first == "--nodes":
-        print(json.dumps(list_nodes()))
+        print(json.dumps(list_nodes(int(command[0]))))
         return 0
     return run_on(first, command)
 
