@@ -66,7 +66,9 @@ def measured(tmp_path: Path, member: SweepMember | None, test: TestPlan | None =
         mixture=[], locks={}, config=config, run_kind=KINDS["test" if test else "train"], run_id="run",
         test=test, helpers={}, ask=None, member=member, base_run=None,
     )  # fmt: skip
-    membership = SimpleNamespace(spec=spec, report=reports.append, attempt=1, life=0, folder=RunFolder(tmp_path))
+    membership = SimpleNamespace(
+        spec=spec, report=reports.append, attempt=1, life=0, number=1, folder=RunFolder(tmp_path)
+    )
     driver, asked = Driver(membership), Asked()  # type: ignore[arg-type]
 
     async def run() -> None:
