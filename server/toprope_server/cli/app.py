@@ -77,8 +77,8 @@ def build() -> typer.Typer:
     from toprope_server.cli.env import engines
 
     kept = typer.Typer(name="engine", help="Manage engines that sample answers.", no_args_is_help=True)
-    for command in (engines.add, engines.remove):
-        kept.command()(command)
+    kept.command()(engines.add)
+    kept.command()(engines.remove)
     kept.command("list")(engines.list_engines)
     app.add_typer(kept)
     app.add_typer(data.build())
