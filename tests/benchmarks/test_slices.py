@@ -157,7 +157,7 @@ def test_worker_is_compared_with_the_same_process(tmp_path):
 
 def test_trajectory_api_takes_posts_and_gives_batches(tmp_path):
     with ours(run_folder(tmp_path)) as api:
-        rate, p99 = mixed(api, bodies(8), True, 0.5)
+        rate, p99 = mixed(api, bodies(8), True, 3.0)
     assert rate > 0 and p99 > 0
 
 

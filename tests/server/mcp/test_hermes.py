@@ -160,7 +160,7 @@ def test_locks_confirmations_and_unknown_fields_hold(house):
             ("batch_size", 17, "multiple of group_size 16"),
         ):
             assert part in (await call("rl_edit_config", field=field, value=value))["error"]
-        shop.home.settings_file.write_text("variables: {tracker: {WANDB_API_KEY: w}}\n")
+        shop.home.settings_file.write_text("variables: {tracker: {WANDB_API_KEY: w}, trainer: {TINKER_API_KEY: t}}\n")
         assert "toprope approve" in (await call("rl_start_training"))["error"]
 
     talk(shop, work)

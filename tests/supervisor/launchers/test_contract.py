@@ -149,10 +149,18 @@ def test_secrets_reach_members_and_nobody_else(cluster):
     folder = cluster.start(runs, variables={"environment": {"MY_API_KEY": CANARY}})
     until(runs, folder, "training", limit_s=LIMIT_S)
     assert not list(folder.path.glob("variables-*"))
-    crew = runs.status(folder.run_id).crew.values()
-    members = [psutil.Process(member.pid) for member in crew if member.state == "ready"]
-    assert [one for one in members if CANARY in json.dumps(one.environ())]
-    assert not any(CANARY in word for one in members for word in one.cmdline())
+
+    def look():
+        """The variables and arguments of the members; False if one ended meanwhile."""
+        crew = [member for member in runs.status(folder.run_id).crew.values() if member.state == "ready"]
+        try:
+            return [(one.environ(), one.cmdline()) for one in (psutil.Process(member.pid) for member in crew)]
+        except psutil.NoSuchProcess:
+            return False
+
+    members = eventually(look)
+    assert [given for given, _ in members if CANARY in json.dumps(given)]
+    assert not any(CANARY in word for _, command in members for word in command)
     keeper = psutil.Process(read_json(folder.lock)["pid"])
     assert CANARY not in json.dumps([keeper.environ(), keeper.parent().environ(), keeper.parent().cmdline()])
     assert CANARY not in folder.log("keeper").read_text() + folder.launch.read_text() + folder.status.read_text()
