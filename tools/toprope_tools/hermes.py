@@ -22,6 +22,7 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import LIVE, Status
 from toprope.settings.fields import KNOBS, Field, get_value
 from toprope.text_format import clip, cut
+from toprope.untrusted import marked
 from toprope.workbench.drafts import Draft
 from toprope_tools.answers.answer import TOKEN_BUDGET
 from toprope_tools.clients import LONGEST_S, UNKNOWN, Client
@@ -92,7 +93,7 @@ async def rl_list_environments(workshop: Workshop) -> dict[str, Any]:
                 "name": one.name,
                 "class_name": one.environment.attribute or one.ecosystem,
                 "file_path": _file(one.environment),
-                "description": clip(one.description, length) if length else "",
+                "description": marked(one.description, length) if length else "",
             }
             for one in entries
         ]
@@ -127,7 +128,7 @@ async def rl_get_current_config(workshop: Workshop, who: str) -> dict[str, Any]:
             "name": name,
             "type": "integer" if name == _BATCH else "boolean" if name == "use_wandb" else ours.type_text,
             "default": _shown(name, ours.default, draft),
-            "description": clip(ours.description, 120),
+            "description": (marked if ours.name.startswith(f"{KNOBS}.") else clip)(ours.description, 120),
             "current_value": _shown(name, get_value(draft.config, ours), draft),
         }
         if (lock := locks.get(ours.name)) is None:
@@ -226,7 +227,7 @@ async def rl_check_status(workshop: Workshop, *, run_id: str, client: Client = U
             "eval_percent_correct": evaluations[-1] if evaluations else None,
         },
     }
-    return told if status.failure is None else {**told, "error": clip(status.failure.reason, 400)}
+    return told if status.failure is None else {**told, "error": marked(status.failure.reason, 400)}
 
 
 async def rl_stop_training(workshop: Workshop, *, run_id: str) -> dict[str, Any]:
@@ -324,7 +325,7 @@ async def rl_test_inference(
     found = (await results.get_results(workshop, run_id=run_id, detail="detailed")).data.model_dump()["results"]
     tested = [_tested(one) for one in (found.get("tested") or {}).get("models", [])]
     if status.failure is not None:
-        told |= {"error": clip(status.failure.reason, 400)}
+        told |= {"error": marked(status.failure.reason, 400)}
     plan["total_rollouts"] = num_steps * group_size * len(tested)
     working = [one for one in tested if one["steps_tested"]]
     best = max(working, key=lambda one: float(one["accuracy"]), default=None)
@@ -361,7 +362,7 @@ def _tested(model: Mapping[str, Any]) -> dict[str, Any]:
         "steps_with_correct": solved,
         "step_success_rate": round(solved / len(steps), 3) if steps else 0,
     }
-    return told if model.get("error") is None else {**told, "error": clip(str(model["error"]), 400)}
+    return told if model.get("error") is None else {**told, "error": marked(model["error"], 400)}
 
 
 async def _draft(workshop: Workshop, who: str) -> Draft:

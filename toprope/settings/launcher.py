@@ -162,7 +162,7 @@ class LauncherSection(Section):
     @property
     def driver_count(self) -> int:
         """Environment drivers of a run that samples."""
-        return max(self.drivers, self.nodes - 1)
+        return self.drivers if self.kind == "local" else max(self.drivers, self.nodes - 1)
 
     def room(self) -> Resources:
         """Return the room to ask for on each node: that of all members, or, on several nodes, the larger of the

@@ -148,7 +148,7 @@ def test_secrets_reach_members_and_nobody_else(cluster):
     runs = cluster.runs()
     folder = cluster.start(runs, variables={"environment": {"MY_API_KEY": CANARY}})
     until(runs, folder, "training", limit_s=LIMIT_S)
-    assert not list(folder.path.glob("variables-*"))
+    assert not list(folder.path.glob(".variables-*"))
 
     def look():
         """The variables and arguments of the members; False if one ended meanwhile."""
@@ -222,7 +222,7 @@ def test_launch_is_written_before_submission(local_house, harness):
     def watches(request):
         launch = Launch.read(cluster_folder())
         seen.append((launch.name, launch.handle, launch.deadline > launch.submitted_at))
-        variables = request.folder / "variables-1.json"
+        variables = request.folder / ".variables-1.json"
         seen.append((stat.S_IMODE(variables.stat().st_mode), CANARY in variables.read_text()))
         assert CANARY not in json.dumps(request.command)
         return real(request)
@@ -249,6 +249,18 @@ def test_lost_answer_is_no_lost_run(local_house, harness):
     assert ended(runs, folder).state == "completed"
 
 
+def test_late_job_of_another_attempt_starts_nothing(local_house, harness):
+    cluster = OnCluster(local_house, harness)
+    local_house.engine.silent = True
+    folder = cluster.start(cluster.runs())
+    table = harness.path / "programs.json"
+    command = [sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table), str(folder.path)]
+    late = [*command, "--foreground", "--variables", ".variables-9.json"]
+    done = subprocess.run(late, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == ALREADY_KEPT, done.stderr
+    assert Status.read(folder).state == "queued" and not (folder.crew / "claim-1").exists()
+
+
 def test_submission_that_never_arrived_is_lost_after_its_deadline(local_house, harness, monkeypatch):
     cluster = OnCluster(local_house, harness)
     local_house.engine.silent = True
@@ -268,7 +280,7 @@ def test_refused_job_fails_its_run(local_house, harness):
         cluster.start(runs, specification)
     status = runs.status(specification.run_id)
     assert status.state == "failed" and "no such partition" in status.failure.reason
-    assert not list(runs.folder(specification.run_id).path.glob("variables-*"))
+    assert not list(runs.folder(specification.run_id).path.glob(".variables-*"))
 
 
 def test_place_that_is_taken_back_resumes_as_another_job(local_house, harness):

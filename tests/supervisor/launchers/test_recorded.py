@@ -15,12 +15,12 @@ from toprope.supervisor.launchers.ray import RayEngine
 from toprope.supervisor.launchers.slurm import SlurmEngine
 
 QUEUE = """\
-sbatch|1|COMPLETED|None|2026-11-23T00:37:56|n1
-sbatch|2|PENDING|PartitionNodeLimit|N/A|
-w|5|PENDING|Resources|2026-11-23T01:08:09|
-big|4|RUNNING|None|2026-11-23T00:37:59|n[1-2]
-dead|6|NODE_FAIL|NodeDown|2026-11-23T00:38:01|n1
-going|7|COMPLETING|None|2026-11-23T00:38:02|n2
+1|COMPLETED|2026-11-23T00:37:56|n1|None|sbatch
+2|PENDING|N/A||PartitionNodeLimit|sbatch
+5|PENDING|2026-11-23T01:08:09||Resources|w
+4|RUNNING|2026-11-23T00:37:59|n[1-2]|None|big
+6|NODE_FAIL|2026-11-23T00:38:01|n1|NodeDown|dead
+7|COMPLETING|2026-11-23T00:38:02|n2|None|going
 """
 NO_PARTITION = (
     "sbatch: error: invalid partition specified: nowhere\n"
@@ -85,7 +85,7 @@ def test_slurm_gets_a_script_without_secrets(request_, monkeypatch):
 
 
 def test_slurm_gets_no_second_job_of_a_name(request_):
-    engine, commands = slurm(squeue=(0, "run-1.1|9|RUNNING|None|2026-11-23T00:37:59|n1\n", ""))
+    engine, commands = slurm(squeue=(0, "9|RUNNING|2026-11-23T00:37:59|n1|None|run-1.1\n", ""))
     assert engine.submit(request_) == "9" and len(commands.asked) == 1
 
 

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     if ready_fd is not None:
         os.write(ready_fd, f"locked {os.getpid()}\n".encode())
         os.close(ready_fd)
-    return _keep(path, lock, programs, parent if given.foreground else None)
+    return _keep(path, lock, programs, parent if given.foreground else None, given.variables or "")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -121,7 +121,9 @@ def _redirect(log: Path) -> None:
     sys.stdout = sys.stderr = KeeperLog(log, _KEEPER_LOG_BYTES)
 
 
-def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | None, parent: int | None) -> int:
+def _keep(
+    path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | None, parent: int | None, variables: str
+) -> int:
     """Keep the run whose lock is held until its end, and write an end in any case; return the exit code.
 
     A run that is not queued had a keeper before: its end is written if it is missing, and nothing is started. A run on
@@ -129,6 +131,7 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
 
     Args:
         parent: The engine's process, whose end ends the run; None: the keeper is on its own.
+        variables: Name of the file of its attempt; empty without one.
     """
     import asyncio
     import traceback
@@ -147,7 +150,8 @@ def _keep(path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | Non
     hide_memory()
     folder = RunFolder(path)
     status = Status.read(folder)
-    if folder.launch.exists() and (status.ended or not claim(folder, status.attempt, by="keeper")):
+    late = variables not in ("", f".variables-{status.attempt}.json")  # a job of an attempt that ended before it began
+    if folder.launch.exists() and (late or status.ended or not claim(folder, status.attempt, by="keeper")):
         print(f"Attempt {status.attempt} of {folder.run_id} was claimed before and was not started.", file=sys.stderr)
         return ALREADY_KEPT
     if status.state != "queued":

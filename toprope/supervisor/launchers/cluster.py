@@ -36,7 +36,8 @@ from toprope.supervisor.launchers.local import KEEPER
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.orders import write_end_order, write_stop_order
 
-_SUBMITTED_WITHIN_S = 60.0
+_SUBMITTED_WITHIN_S = 180.0
+"""Longer than a submission takes, also of the first job of a Ray."""
 
 
 class ClusterLauncher:
@@ -175,4 +176,5 @@ def request_for(
 
 
 def _variables_name(attempt: int) -> str:
-    return f"variables-{attempt}.json"
+    # A hidden file is removed at the end of the attempt, also if its job never starts.
+    return f".variables-{attempt}.json"

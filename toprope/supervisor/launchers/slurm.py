@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,8 @@ from toprope.supervisor.launchers.engine import Job, JobRequest, Phase, Refused,
 _ANSWER_S = 20.0
 _LEAVE_S = 60
 """Seconds before its time limit at which Slurm warns a job by SIGUSR1."""
-_FIELDS = "%j|%i|%T|%r|%S|%N"
+_FIELDS = "%i|%T|%S|%N|%r|%j"
+"""The name comes last, because names of other jobs of the user may contain the mark."""
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"})
 _PASSED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "KRB5CCNAME", "LD_LIBRARY_PATH")
@@ -90,9 +92,9 @@ class SlurmEngine:
             raise Unreachable(f"squeue answered: {_said(done)}.")
         found: dict[str, Job] = {}
         for line in done.stdout.splitlines():
-            name, handle, word, reason, start, nodes = (line.split("|") + [""] * 5)[:6]
+            handle, word, start, nodes, reason, name = (line.split("|", 5) + [""] * 5)[:6]
             # Of two jobs with one name the later one is listed under a greater number.
-            if name not in found or int(handle.partition("_")[0]) > int(found[name].handle.partition("_")[0]):
+            if name not in found or _number(handle) > _number(found[name].handle):
                 found[name] = Job(handle, _phase(word), word, _told(word, reason, start, nodes))
         return found
 
@@ -115,11 +117,17 @@ class SlurmEngine:
             done = self._run([path, *options], text, variables)
         except subprocess.TimeoutExpired:
             raise Unreachable(f"{program} gave no answer within {_ANSWER_S:g} s.") from None
-        except OSError as error:
-            raise Unreachable(f"{program} cannot be run: {error.strerror or error}.") from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL in an option
+            raise Unreachable(f"{program} cannot be run: {getattr(error, 'strerror', None) or error}.") from None
         if done.returncode and any(part in done.stderr.casefold() for part in _UNREACHABLE):
             raise Unreachable(f"{program} answered: {_said(done)}.")
         return done
+
+
+def _number(handle: str) -> int:
+    """The number in 17, 17_3 (of an array) or 17+0 (a part of a job)."""
+    found = re.match(r"\d+", handle)
+    return int(found[0]) if found else 0
 
 
 def _phase(word: str) -> Phase:

@@ -16,8 +16,10 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.full_disk import NO_ROOM
+from toprope.records.run.launch import Launch
 from toprope.records.sweep_journal import members_in
-from toprope.supervisor.launchers.claims import is_kept
+from toprope.supervisor.launchers.claims import claim, is_kept
+from toprope.supervisor.lock import is_held
 
 
 class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
@@ -54,11 +56,14 @@ def write_end_order(folder: RunFolder, attempt: int, reason: str) -> None:
 
 
 def stop_members(sweep: RunFolder) -> list[str]:
-    """Order the live members of a sweep to stop; return their ids."""
+    """Order the live members of a sweep to stop; return their ids. Jobs that still wait for a node start nothing."""
     runs = sweep.path.parent
     live = [run_id for run_id in members_in(runs, sweep.run_id) if is_kept(RunFolder(runs / run_id))]
-    for run_id in live:
-        write_stop_order(RunFolder(runs / run_id), None)
+    for folder in (RunFolder(runs / run_id) for run_id in live):
+        write_stop_order(folder, None)
+        launch = Launch.read(folder)
+        if launch is not None and not is_held(folder.lock):
+            claim(folder, launch.attempt, by="front end")
     return live
 
 

@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
         request.variables[ENV_WEIGHTS] = str(weights)
     if request.is_far:  # the numbers of GPUs are those of a node
         request.variables.pop(_GPUS, None)
-        request.variables |= {_GPUS: own} if (own := os.environ.get(_GPUS)) else {}
+        request.variables |= {_GPUS: own} if (own := os.environ.get(_GPUS)) is not None else {}
     try:
         started = _start(request)
         return asyncio.run(_Outpost(request, started, Gate(request.node, request.address, tls), weights).run())

@@ -54,7 +54,7 @@ class BudgetWatcher(Watcher):
             self._usage.steps = max(self._usage.steps, report.step)
             self._check_cap("steps", float(report.step))
         elif isinstance(report, Used):
-            self._add(cpu_s=report.cpu_s)
+            self._add(cpu_s=max(0.0, report.cpu_s))
             self._far_memory[component] = report.memory_bytes
 
     def on_tick(self, now: float) -> None:

@@ -228,7 +228,7 @@ class Driver:
 
     @functools.cached_property
     def _purse(self) -> Purse:
-        return purse_of(self._member.folder, self._spec.limits)
+        return purse_of(self._member.folder, self._spec.limits, "" if self._member.number == 1 else self._member.name)
 
     async def _fine_tune(self, environments: EnvironmentSet, evaluator: Evaluator) -> None:
         """Evaluates before, during and after the trainer's fine-tuning."""

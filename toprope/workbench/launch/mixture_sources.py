@@ -68,13 +68,15 @@ def own_source(draft: Draft, folders: Sequence[Path]) -> EnvironmentSource:
 
 
 def hold_locks(config: Config, locks: Locks) -> None:
-    """Enforce the owner's locks on the other environments of a mixture, and on the levels of curricula.
+    """Enforce the owner's locks on the other environments of a mixture, on levels of curricula, and on all drivers.
 
     Knobs that an entry does not name are checked when its worker has opened it.
 
     Raises:
-        LockedField: An environment or a level is not allowed; the message has the owner's reason.
+        LockedField: An environment, a level or so many drivers are not allowed; the message has the owner's reason.
     """
+    if refusal := locks.refusal("launcher.drivers", config.launcher.driver_count):  # launcher.nodes adds drivers
+        raise LockedField(refusal)
     for place, plan in enumerate(members_of(config.environment)):
         curriculum = plan.curriculum
         for level in curriculum.levels if curriculum is not None else ():

@@ -19,10 +19,23 @@ from toprope.supervisor.capacity.reservations import Machine, gpus_wanted
 from toprope.workbench.launch.token_costs import token_costs, unpriced
 
 
+def _is_here(specification: Specification) -> bool:
+    """True if the run uses this machine; the members of a sweep, not its conductor, run on a cluster."""
+    return specification.config.launcher.kind == "local" or specification.run_kind.starts_runs
+
+
+def _gpus(specification: Specification, machine: Machine) -> int:
+    """Return the number of GPUs of a run: on a cluster those that it asks the engine for."""
+    launcher = specification.config.launcher
+    return gpus_wanted(specification, machine) if _is_here(specification) else launcher.room().gpus * launcher.nodes
+
+
 def gpu_of(specification: Specification, machine: Machine) -> str | None:
     """Return the name of the GPU that a run would use: empty if unknown, None if it uses none."""
-    if not gpus_wanted(specification, machine):
+    if not _gpus(specification, machine):
         return None
+    if not _is_here(specification):
+        return ""
     names = gpu_names()
     if len(set(names)) == 1:
         return names[0]
@@ -35,7 +48,7 @@ def demand(specification: Specification, machine: Machine) -> Demand:
     """Return the demand of a run."""
     gpu, costs = gpu_of(specification, machine), token_costs(specification)
     asked = demand_of(specification.config, specification.run_kind, processors=processor_count(), gpu=gpu)
-    gpus = gpus_wanted(specification, machine)
+    gpus = _gpus(specification, machine)
     return dataclasses.replace(asked, tokens_usd=costs.most_usd, unpriced=costs.unpriced, gpus=max(gpus, 1))
 
 
@@ -54,7 +67,7 @@ def reserve(
         NotPossibleNow: The machine has fewer GPUs than a run needs.
         NoRoomWithin: Limits forbid it; the message names each with its value, who set it, and what would fit.
     """
-    if (wanted := gpus_wanted(specifications[0], machine)) > len(machine.gpus):
+    if (wanted := gpus_wanted(specifications[0], machine)) > len(machine.gpus) and _is_here(specifications[0]):
         raise NotPossibleNow(
             f"Nothing was started: the run needs {wanted} GPUs (launcher.num_processes and launcher.inference_gpus), "
             f"and this machine has {len(machine.gpus)} for runs.",

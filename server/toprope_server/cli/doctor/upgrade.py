@@ -32,7 +32,7 @@ from toprope.records.sweep_journal import read_standing
 from toprope.settings.owner import Home
 from toprope.settings.schema import LoggingSection
 from toprope.settings.yamlfiles import edited_yaml, read_yaml
-from toprope.supervisor.lock import is_held
+from toprope.supervisor.launchers.claims import is_kept
 from toprope.text_format import plural
 from toprope_server.cli.doctor.checks import owners_files
 
@@ -148,7 +148,7 @@ def _upgrade(home: Home) -> Iterator[str]:
             by_version[Specification.read(folder).toprope_version] += 1
         except TopropeError:
             continue
-        live += [folder.run_id] if is_held(folder.lock) else []
+        live += [folder.run_id] if is_kept(folder) else []
     written = ", ".join(f"{count} by {version}" for version, count in sorted(by_version.items()))
     yield f"{plural(sum(by_version.values()), 'run')} can be read{f' ({written})' if written else ''}."
     if live:

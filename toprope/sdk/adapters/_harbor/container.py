@@ -18,6 +18,8 @@ __all__ = ["Container", "engine"]
 
 _PROGRAMS = ("docker", "podman")
 _LOOK_S, _BUILD_S, _STEP_S = 20.0, 1800.0, 120.0
+_LONGEST_S = "21600"
+"""The container ends after so many seconds even if the worker was killed and cannot remove it."""
 _KILLED = 137
 """Exit code of `timeout -s KILL` for a command that took too long."""
 
@@ -64,7 +66,7 @@ class Container:
         limits = [f"--cpus={task.cpus:g}"] if task.cpus else []
         limits += [f"--memory={task.memory_mb:g}m"] if task.memory_mb else []
         limits += [] if task.internet else ["--network=none"]
-        words = ["run", "--detach", "--rm", "--init", "--name", self._name, *limits, image, "sleep", "infinity"]
+        words = ["run", "--detach", "--rm", "--init", "--name", self._name, *limits, image, "sleep", _LONGEST_S]
         self._delete = weakref.finalize(self, _done, [program, "rm", "--force", self._name], _STEP_S)
         self._engine(words, _STEP_S, "its container does not start")
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 JUDGE, JUDGE_MODEL, KEY = "TOPROPE_JUDGE_URL", "TOPROPE_JUDGE_MODEL", "OPENAI_API_KEY"
+_OWNERS_ENDPOINT = "OPENAI_BASE_URL"
 _WAIT_S = 300.0
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _SAMPLING = {"max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
@@ -169,13 +170,22 @@ async def _asked(path: str, body: Any) -> _Answer:
     )  # fmt: skip
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects, which would carry the key to another address."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 def _said(asked: dict[str, Any]) -> Any:
-    """Return the endpoint's answer to a request for a chat completion."""
-    headers = {"Authorization": f"Bearer {os.environ.get(KEY) or 'none'}", "Content-Type": "application/json"}
+    """Return the endpoint's answer to a request for a chat completion. Only the owner's endpoint gets the key."""
     address = f"{os.environ[JUDGE].rstrip('/')}/chat/completions"
+    owners = os.environ.get(_OWNERS_ENDPOINT) or "https://api.openai.com/v1"
+    key = os.environ.get(KEY) if address.startswith(f"{owners.rstrip('/')}/") else None
+    headers = {"Authorization": f"Bearer {key or 'none'}", "Content-Type": "application/json"}
     request = urllib.request.Request(address, json.dumps(asked).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=_WAIT_S) as answer:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=_WAIT_S) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
         raise RuntimeError(f"the judge answered {error.code}: {error.read()[:300].decode(errors='replace')}") from None
