@@ -143,7 +143,12 @@ async def train(home: Path, steps: int, engines: list[str], console: Console) ->
         for name in engines:
             changes = {"policy.model": str(twin), "inference.engine": name, "budget.steps": steps, **_RUN}
             done = await agent.train(name, ENVIRONMENT, PRESET, changes)
-            found |= {"accuracy_before": done.accuracy("before"), f"accuracy_after_{name}": done.accuracy("after")}
+            before, after = done.accuracy("before"), done.accuracy("after")
+            found |= {
+                "accuracy_before": before,
+                f"accuracy_after_{name}": after,
+                f"accuracy_gain_{name}": after - before,
+            }
     return found
 
 
@@ -180,6 +185,7 @@ def main() -> int:
         if not arguments.no_training and trained:
             figures |= asyncio.run(train(home, arguments.steps, trained, console))
             goals |= {f"accuracy_after_{name}": "> 0.5" for name in trained}
+            goals |= {f"accuracy_gain_{name}": "> 0.1" for name in trained}
             if len(trained) == 2:
                 figures["accuracy_difference"] = abs(
                     figures["accuracy_after_embedded"] - figures["accuracy_after_vllm"]

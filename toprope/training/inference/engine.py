@@ -2,7 +2,7 @@
 
 The server speaks HTTP, renders prompts and keeps sessions; an engine samples tokens. `embedded_engine` is for a CPU or
 a small GPU, `engines.continuous` batches continuously with transformers, `engines.vllm_engine` asks a vLLM server. All
-keep these promises, because training relies on them; `tests/training/inference/conformance.py` tests them:
+keep these promises, because training relies on them; `tests/training/inference/test_conformance.py` tests them:
 
 - Log-probabilities are those of the distribution that was sampled, with temperature applied, before nucleus sampling.
 - The policy version of every sampled token is known. New weights may be adopted between tokens, never within one.

@@ -5,8 +5,8 @@ number between decode batches, at no cost, and copies the slot if it has advance
 reads: a slot is rewritten only by the next version but one, which the reader notices and then reads again.
 
 `weights.json` beside the file names the tensors. Only trained parameters are published; with LoRA, only the adapters.
-On several nodes, `toprope.supervisor.spread.weights` copies the file to the node of inference. Another kind of engine
-(vLLM) needs its own publisher with `version` and `publish()` as here.
+On several nodes, `toprope.supervisor.spread.weights` copies the file to the node of inference. For vLLM see
+`publishing.WeightFolder` and `publishing.WeightHandles`.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _write(
     weights: Mapping[str, torch.Tensor],
     numbers: Mapping[str, Any],
 ) -> None:
-    # TRL keeps a copy of the starting adapters beside the trained ones; only the latter are the policy.
+    # Frozen adapters may lie beside the trained ones; only the latter are the policy.
     options: dict[str, Any] = {"selected_adapters": ["default"]} if hasattr(model, "peft_config") else {}
     if weights:
         options["state_dict"] = {key: value for key, value in weights.items() if "/" not in key}
@@ -178,8 +178,8 @@ def _write(
 def load_weights(path: Path, model: Any) -> None:
     """Loads a checkpoint's weights, or its adapters, into a model that was loaded from the starting policy.
 
-    The model object is kept, so that copies of the starting policy made before (TRL's reference for the KL term, the
-    frozen first adapters) stay valid.
+    The model object is kept, so that copies of the starting policy made before (the reference for the KL term) stay
+    valid.
 
     Raises:
         Corrupt: The weights are damaged or belong to another model.
