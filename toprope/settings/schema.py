@@ -394,6 +394,8 @@ class Config(BaseModel):
             one = "needs one driver (launcher.drivers, launcher.nodes - 1)"
             if algorithm.deterministic:
                 found.append(f"algorithm.deterministic {one}, which samples in step.")
+            elif self.samples_in_step:
+                found.append(f"rollout.max_staleness 0 {one}, which samples in step.")
             if any(plan.curriculum for plan in members_of(self.environment)):
                 found.append(f"environment.curriculum {one}, which measures the levels.")
         return found

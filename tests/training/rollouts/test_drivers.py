@@ -25,5 +25,8 @@ def test_what_one_driver_does_alone_conflicts_with_several() -> None:
     assert any("algorithm.deterministic needs one driver" in one for one in config.conflicts())
     config.algorithm.deterministic = False
     assert not config.conflicts()
+    config.rollout.max_staleness = 0
+    assert any("rollout.max_staleness 0 needs one driver" in one for one in config.conflicts())
+    config.rollout.max_staleness = 8
     config.environment.curriculum = {"knob": "size", "levels": [1, 2]}
     assert any("environment.curriculum needs one driver" in one for one in config.conflicts())
