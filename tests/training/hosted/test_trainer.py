@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,10 @@ import numpy as np
 import pytest
 
 from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, rows, small_run_config
+from tests.support.training_api_server import until
 from tests.training.hosted.tinker_stand_in import KEY, MODEL, TinkerStandIn
 from toprope.errors import ComponentFailed, InvalidValue, NotFound, TopropeError
+from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Finished, Stepped
 from toprope.records.purse import LimitReached
 from toprope.records.run.folder import RunFolder
@@ -26,9 +30,13 @@ from toprope.settings.limits import Cap, FrozenLimits
 from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
 from toprope.training.component.peer_addresses import PeerAway
+from toprope.training.hosted import trainer
 from toprope.training.hosted.policy import HostedPolicy, copy_tokenizer
-from toprope.training.hosted.service import _Forward
+from toprope.training.hosted.sampler import HostedEngine
+from toprope.training.hosted.service import Service, _Forward
 from toprope.training.hosted.trainer import HostedGroups
+from toprope.training.inference.engine import Cancelled, SamplingRequest
+from toprope.training.trainer import base
 
 # The client leaves its connections to the end of the process.
 pytestmark = [
@@ -200,6 +208,97 @@ def test_missing_key_says_where_it_belongs(attempt: Attempt, tmp_path: Path, mon
     monkeypatch.delenv(hosted.KEY)
     with pytest.raises(TopropeError, match=r"variables: \{trainer: \{TINKER_API_KEY"):
         attempt(RunFolder.create(tmp_path, "run-1"), hosted_config())
+
+
+def test_tokens_of_rows_without_an_advantage_count(
+    attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the rows teach nothing, so the loss is the sum over the others divided by all tokens."""
+    one, two = (RunFolder.create(tmp_path, name) for name in ("one", "two"))
+    config, asked = hosted_config(budget__steps=1, trainer__loss="ppo"), StandInApi.next_batch
+    config.rollout.groups_per_step = 1
+    attempt(one, config)
+
+    def next_batch(api: StandInApi, cursor: int, sequences: int, wait_s: float) -> Any:
+        batch = asked(api, cursor, sequences, wait_s)
+        batch.batch[1].outcomes, batch.batch[1].scores = [Outcome(1.0)] * 4, [1.0] * 4
+        return batch
+
+    monkeypatch.setattr(StandInApi, "next_batch", next_batch)
+    config.rollout.groups_per_step = 2
+    attempt(two, config)
+    assert abs(rows(one)[0]["loss"]) > 0.01
+    assert rows(two)[0]["loss"] == pytest.approx(rows(one)[0]["loss"] / 2, rel=1e-3)
+    assert rows(two)[0]["tokens/trained"] == rows(one)[0]["tokens/trained"], "they are not sent"
+
+
+def test_full_disk_saves_once_at_the_service(
+    attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "SAVE_AGAIN_S", 0.01)
+    folder, commit, refused = RunFolder.create(tmp_path, "run-1"), trainer.commit_checkpoint, []
+
+    def full(*arguments: Any) -> Path:
+        if len(refused) < 3:
+            refused.append(arguments)
+            raise OSError(errno.ENOSPC, "no room")
+        return commit(*arguments)
+
+    monkeypatch.setattr(trainer, "commit_checkpoint", full)
+    attempt(folder, hosted_config(budget__steps=1))
+    assert folder.newest_checkpoint() is not None
+    assert len(refused) == 3 and tinker_service.seen.count("save_weights") == 1
+
+
+def test_timeouts_of_a_call_are_told_and_those_of_the_wait_are_not(
+    tinker_service: TinkerStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = Service.connect()
+
+    def late() -> None:
+        raise TimeoutError("the client gave up")
+
+    with pytest.raises(PeerAway, match="did not train a step.*gave up"):
+        service.wait("train a step", late)
+
+    class Just(Future[int]):
+        """Is done right after the first look at it."""
+
+        def result(self, timeout: float | None = None) -> int:
+            if not self.done():
+                self.set_result(7)
+                raise TimeoutError
+            return super().result(timeout)
+
+    monkeypatch.setattr(service, "_pool", SimpleNamespace(submit=lambda call: Just()))
+    assert service.wait("train a step", lambda: 7) == 7
+
+
+def test_sampler_answers_every_request_once() -> None:
+    """Given up while it runs, then its session is lost; and running when the engine stops."""
+    sent: list[Future[Any]] = []
+
+    def send(**asked: Any) -> Future[Any]:
+        sent.append(Future())
+        return sent[-1]
+
+    service: Any = SimpleNamespace(sampler=lambda path, model: SimpleNamespace(sample=send))
+    engine = HostedEngine(
+        service, model=MODEL, path=None, crew=Path("/nowhere"), tokenizer=None, end_ids=frozenset({1}), max_context=64,
+        prices=None, purse=None, fail=lambda error: None,  # type: ignore[arg-type]
+    )  # fmt: skip
+    engine.start()
+    dropped, running = SamplingRequest([5]), SamplingRequest([6])
+    answers: list[Any] = []
+    engine.submit(dropped, answers.append)
+    until(lambda: len(sent) == 1)
+    engine.cancel(dropped)
+    until(lambda: answers)
+    sent[0].set_exception(ConnectionError("the session is lost"))
+    engine.submit(running, answers.append)
+    until(lambda: len(sent) == 2)
+    engine.stop()
+    assert [type(answer) for answer in answers] == [Cancelled, RuntimeError]
 
 
 def test_client_warnings_are_passed_on_once_a_minute() -> None:

@@ -70,7 +70,6 @@ class SamplerPublisher:
 @dataclass(frozen=True)
 class _Asked:
     request: SamplingRequest
-    done: Done
     tries: int = 0
 
 
@@ -119,7 +118,8 @@ class HostedEngine:
         self._tokenizer, self.end_ids, self.max_context = tokenizer, end_ids, max_context
         self._prices, self._purse, self._fail = prices, purse, fail
         self._queue: queue.SimpleQueue[_Asked | _Answered | SamplingRequest | None] = queue.SimpleQueue()
-        self._running: list[_Asked] = []
+        self._waiting: dict[int, Done] = {}
+        """Requests that are not answered yet, by their `id`."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._client: Any = None
         self._seen: tuple[int, int] | None = None
@@ -147,7 +147,8 @@ class HostedEngine:
 
     def submit(self, request: SamplingRequest, done: Done) -> None:
         """Queue a request; `done` is called in the engine's thread."""
-        self._queue.put(_Asked(request, done))
+        self._waiting[id(request)] = done
+        self._queue.put(_Asked(request))
 
     def cancel(self, request: SamplingRequest) -> None:
         """Answer a request with `Cancelled`; the service finishes what it has begun, and it is paid for."""
@@ -157,9 +158,7 @@ class HostedEngine:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, SamplingRequest):
-                for one in self._running:
-                    if one.request is item:
-                        one.done(Cancelled())
+                self._answer(item, Cancelled())
                 continue
             asked = item.asked if isinstance(item, _Answered) else item
             try:
@@ -169,18 +168,21 @@ class HostedEngine:
                     self._ask(item)
             except Exception as error:  # it is the answer to this request
                 self._give_up(asked, error)
-        while not self._queue.empty():
-            if isinstance(left := self._queue.get(), _Asked):
-                left.done(RuntimeError("the engine has stopped"))
+        while self._waiting:
+            self._waiting.popitem()[1](RuntimeError("the engine has stopped"))
+
+    def _answer(self, request: SamplingRequest, answer: list[Sample] | Exception) -> None:
+        """Answer a request, once."""
+        if (done := self._waiting.pop(id(request), None)) is not None:
+            done(Cancelled() if request.given_up else answer)
 
     def _give_up(self, asked: _Asked, error: Exception) -> None:
         """Repeat a request whose service or session was away, with a new sampling client; else fail it and the run."""
-        if isinstance(error, PeerAway) and asked.tries + 1 < _TRIES:
+        if isinstance(error, PeerAway) and asked.tries + 1 < _TRIES and not asked.request.given_up:
             self._client = self._seen = None
             self._queue.put(replace(asked, tries=asked.tries + 1))
             return
-        if not asked.request.given_up:
-            asked.done(error)
+        self._answer(asked.request, error)
         if isinstance(error, TopropeError):
             self._fail(error)
 
@@ -205,7 +207,7 @@ class HostedEngine:
 
         request = asked.request
         if request.given_up:
-            asked.done(Cancelled())
+            self._answer(request, Cancelled())
             return
         self._follow()
         most = min(request.max_new_tokens, self.max_context - len(request.prompt_ids))
@@ -228,14 +230,12 @@ class HostedEngine:
             ),
         )
         self._count(1)
-        self._running.append(asked)
         version = self.version
         running = running.future() if hasattr(running, "future") else running
         running.add_done_callback(lambda answer: self._queue.put(_Answered(asked, answer, version, entry)))
 
     def _finish(self, item: _Answered) -> None:
         self._count(-1)
-        self._running.remove(item.asked)
         request = item.asked.request
         if (error := item.answer.exception()) is not None:
             found = explain(error, "sample", self._model)
@@ -249,8 +249,7 @@ class HostedEngine:
             cost = self._prices.of_sampling(len(request.prompt_ids) * request.n, tokens)
             self._purse.settle(item.entry, cost)
         self.batches, self.rows, self.tokens = self.batches + 1, self.rows + len(samples), self.tokens + tokens
-        if not request.given_up:
-            item.asked.done(samples)
+        self._answer(request, samples)
 
     def _sample(self, request: SamplingRequest, sequence: Any, version: int) -> Sample:
         """One answer, ended where the embedded engine would have ended it."""

@@ -113,9 +113,9 @@ class Service:
             with _in_words(doing, self._where):
                 try:
                     return running.result(_BEAT_S)
-                except NotYet:
-                    if running.done():
-                        raise
+                except NotYet:  # of this wait, or of the call, which has ended then
+                    if running.done() and isinstance(error := running.exception(), NotYet):
+                        raise explain(error, doing, self._where) from None
             self._beat()
             if time.monotonic() > late:
                 late = float("inf")

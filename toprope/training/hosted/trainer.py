@@ -48,6 +48,8 @@ class HostedRun(TrainingRun):
         self._tokens = 0
         self._policy = HostedPolicy(base_model=self._config.policy.model)
         self._folder = Path()
+        self._kept: tuple[int, HostedPolicy] | None = None
+        """What the service saved last, and at which step."""
 
     def _load(self, policy: Path) -> dict[str, Any]:
         self._folder, self._policy = policy, HostedPolicy.read(policy)
@@ -87,14 +89,17 @@ class HostedRun(TrainingRun):
         return state
 
     def _write(self, state: CheckpointState) -> Path:
-        name, training = f"{self._name}-step-{state.step}", self._training
-        # Both are asked for at once; the service does them one after the other.
-        saving, sampling = training.save_state(name), training.save_weights_for_sampler(name)
-        saved = HostedPolicy(
-            base_model=self._policy.base_model,
-            state=str(self._service.wait("save its state", saving.result).path),
-            sampler=str(self._service.wait("save adapters for sampling", sampling.result).path),
-        )
+        if self._kept is None or self._kept[0] != state.step:  # else only the disk here had no room
+            name, training = f"{self._name}-step-{state.step}", self._training
+            # Both are asked for at once; the service does them one after the other.
+            saving, sampling = training.save_state(name), training.save_weights_for_sampler(name)
+            made = HostedPolicy(
+                base_model=self._policy.base_model,
+                state=str(self._service.wait("save its state", saving.result).path),
+                sampler=str(self._service.wait("save adapters for sampling", sampling.result).path),
+            )
+            self._kept = state.step, made
+        saved = self._kept[1]
 
         def write(aside: Path) -> None:
             copy_tokenizer(self._folder, aside / "model")
@@ -187,9 +192,9 @@ class HostedGroups(HostedRun):
         rows = [row for row in build_rows(batch.groups, config) if len(row.prompt) + len(row.completion) > 1]
         if config.algorithm.mask_truncated_completions:
             rows = [replace(row, trained=[False] * len(row.trained)) if row.truncated else row for row in rows]
-        # A row without an advantage has no gradient; sending it would cost and change nothing.
-        rows = [row for row in rows if any(_advantages(row))] or rows[:1]
         count = max(1, sum(sum(row.trained) for row in rows))
+        # A row without an advantage has no gradient; sending it would cost and change nothing. Its tokens count.
+        rows = [row for row in rows if any(_advantages(row))] or rows[:1]
         data = []
         for row in rows:
             unsampled = [0.0] * len(row.prompt)
@@ -206,7 +211,7 @@ class HostedGroups(HostedRun):
         loss = config.trainer.loss
         metrics = self._take_step(step, data, tokens, loss, **(clip if loss != "importance_sampling" else {}))
         low, high = clip.values()
-        found = _loss_metrics(rows, metrics.pop("logprobs"), batch.version, loss, low, high)
+        found = _loss_metrics(rows, metrics.pop("logprobs"), batch.version, loss, low, high, count)
         waited = batch.metrics.get("wait_seconds", 0.0)
         metrics |= found | {"step_time": time.perf_counter() - asked + waited}
         self._finish_step(step, metrics | timer.take(metrics, waited) | batch.metrics)
@@ -274,6 +279,7 @@ def _loss_metrics(
     loss: str,
     low: float,
     high: float,
+    tokens: int,
 ) -> dict[str, float]:
     """The loss of a step and what the local trainer calls drift, from the service's log-probabilities before the step.
 
@@ -283,6 +289,7 @@ def _loss_metrics(
         version: Policy version that was trained.
         loss: Name of the loss.
         low, high: Clip range of the ratio.
+        tokens: Trained tokens of the step, those of rows that were not sent included.
     """
     total = divergence = current = older = versions = 0.0
     count = current_count = older_count = below = above = 0
@@ -309,7 +316,7 @@ def _loss_metrics(
                 older, older_count, versions = older + size, older_count + 1, versions + age
             else:
                 current, current_count, largest = current + size, current_count + 1, max(largest, size)
-    found = {"loss": total / max(count, 1)}
+    found = {"loss": total / tokens}
     if current_count:
         found["sampling/sampling_logp_difference/mean"] = current / current_count
         found["sampling/sampling_logp_difference/max"] = largest
