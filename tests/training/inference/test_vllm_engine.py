@@ -10,6 +10,7 @@ import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +178,9 @@ class Tiny(torch.nn.Module):
 def make(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def rig(*, keeps_old: tuple[int, ...] = (), adapters: bool = False, in_memory: bool = False) -> Rig:
+    def rig(
+        *, keeps_old: tuple[int, ...] = (), adapters: bool = False, in_memory: bool = False, exact: bool = False
+    ) -> Rig:
         servers: list[Server] = []
         gave_up: list[TopropeError] = []
         torch.manual_seed(0)
@@ -190,7 +193,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
             servers.append(Server(number, tmp_path, place, number in keeps_old))
             return servers[-1]
 
-        settings = VllmSettings("python", tmp_path, "float32", "cpu", 64, in_memory=in_memory)
+        settings = VllmSettings("python", tmp_path, "float32", "cpu", 64, in_memory=in_memory, exact=exact)
         engine = VllmEngine(
             settings, TOKENIZER, frozenset({1}), crew=tmp_path, gave_up=gave_up.append, start_process=start
         )
@@ -341,6 +344,65 @@ def test_sleep_waits_for_answers_and_holds_back_requests(make: Callable[..., Rig
     assert waiting.get(timeout=10)
     until(lambda: rig.engine.version == 1)
     assert server.paths().index("/wake_up") < server.paths().index("/pause")
+
+
+def test_sleep_that_was_given_up_does_not_happen_later(make: Callable[..., Rig]) -> None:
+    rig = make()
+    [server] = rig.servers
+    rig.engine.wake()
+    assert "/wake_up" not in server.paths(), "it was awake"
+    server.go_on.clear()
+    running = rig.ask()
+    until(lambda: server.asked)
+    sleeping = threading.Thread(target=rig.engine.sleep)
+    sleeping.start()
+    until(lambda: rig.engine._sleeping)
+    rig.engine.wake()
+    sleeping.join(10)
+    assert not sleeping.is_alive() and running.empty()
+    server.go_on.set()
+    assert running.get(timeout=10) and rig.ask().get(timeout=10)
+    assert "/sleep" not in server.paths()
+
+
+def test_exact_requests_wait_for_the_newest_weights(make: Callable[..., Rig]) -> None:
+    for exact in (True, False):
+        rig = make(exact=exact)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(VllmEngine, "_adopt", _never)
+            rig.publish()
+            answered = rig.ask()
+            if exact:
+                with pytest.raises(queue.Empty):
+                    answered.get(timeout=0.3)
+                assert not rig.servers[0].asked
+            else:
+                assert answered.get(timeout=10)
+    assert VllmSettings.of(_in_step(), "python", Path(), "cpu", None).exact
+
+
+async def _never(engine: VllmEngine, found: Any) -> None:
+    await asyncio.sleep(3600)
+
+
+def _in_step() -> Config:
+    config = Config()
+    config.rollout.max_staleness = 0
+    return config
+
+
+def test_requests_at_once_count_their_time_once(make: Callable[..., Rig]) -> None:
+    rig = make()
+    [server] = rig.servers
+    server.go_on.clear()
+    began = time.monotonic()
+    answers = [rig.ask() for _ in range(8)]
+    until(lambda: len(server.asked) == 8)
+    with pytest.raises(queue.Empty):
+        answers[0].get(timeout=0.2)
+    server.go_on.set()
+    assert all(one.get(timeout=10) for one in answers)
+    assert 0.2 <= rig.engine.busy_s <= time.monotonic() - began
 
 
 def test_key_is_in_no_argument_and_no_secret_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,13 @@ def main() -> int:
             member.ending.set()
 
         engine = make_engine(
-            config, folder, tokenizer, crew=member.weights, python=member.spec.engine_python, gave_up=give_up
+            config,
+            folder,
+            tokenizer,
+            crew=member.weights,
+            python=member.spec.engine_python,
+            log=member.folder.log("inference-vllm"),
+            gave_up=give_up,
         )
         server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)
         running.append(engine)

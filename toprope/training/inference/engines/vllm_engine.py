@@ -118,9 +118,10 @@ class VllmEngine:
         self._adapters: dict[str, int] = {}
         """Loaded adapters, and how many requests use each."""
         self._stamp = 0
+        """Of the published weights that the server has."""
         self._problem: TopropeError | None = None
         self._beat_at, self._last_beat = 0, -1
-        self._asking = 0
+        self._asking, self._since = 0, 0.0
         """Requests that the server is answering."""
         self._updated = False
         """True if this server has taken an update."""
@@ -148,7 +149,7 @@ class VllmEngine:
             self._thread.join(max(timeout_s, 15.0))
 
     def is_progressing(self) -> bool:
-        """True if the loop turns; a server that stays silent counts as gone and is started again."""
+        """True if the loop turns, which an update without an answer stops. Silence after a request is not noticed."""
         advanced, self._last_beat = self._beat_at != self._last_beat, self._beat_at
         return self._thread.is_alive() and advanced
 
@@ -217,6 +218,7 @@ class VllmEngine:
             began = time.monotonic()
             try:
                 await self._start_server()
+                self._sleeping = False
                 self._ready.set()
                 self._open.set()
                 await self._follow()
@@ -230,8 +232,8 @@ class VllmEngine:
                 if failures > _RESTARTS or not self._ready.is_set():
                     raise ComponentFailed(
                         f"vLLM could not be kept running. {words}",
-                        hint="Its output is in the log of the component inference. inference.engine embedded and "
-                        "transformers do without it.",
+                        hint="Its output is in logs/inference-vllm.log in the run's folder. inference.engine embedded "
+                        "and transformers do without it.",
                     ) from None
             self._open.clear()
             self._sound.clear()
@@ -282,10 +284,10 @@ class VllmEngine:
         while not self._process.ended:
             self._beat_at += 1
             if self._crew is not None and not self._sleeping and (stamp := published_stamp(self._crew)) != self._stamp:
-                self._stamp = stamp
                 if (found := newest_published(self._crew)) is not None:
                     await self._adopt(found)
                     self._updated = True
+                self._stamp = stamp
             await asyncio.sleep(_LOOK_S)
         raise ComponentFailed(f"vLLM ended with status {self._process.process.returncode}.")
 
@@ -361,11 +363,14 @@ class VllmEngine:
     async def _sleep(self) -> None:
         self._sleeping = True
         self._open.clear()
-        while self._asking:
+        while self._asking and self._sleeping:
             await asyncio.sleep(_LOOK_S)
-        await self._post("/sleep?level=1&mode=wait")
+        if self._sleeping:  # a caller that no longer waits may have woken the engine
+            await self._post("/sleep?level=1&mode=wait")
 
     async def _wake(self) -> None:
+        if not self._sleeping:
+            return
         await self._post("/wake_up")
         self._sleeping = False
         self._open.set()
@@ -402,8 +407,11 @@ class VllmEngine:
     async def _samples(self, request: SamplingRequest) -> list[Sample]:
         for _ in range(_ATTEMPTS):
             await self._open.wait()
-            life, began, adapter = self._life, time.monotonic(), self._adapter
-            self._asking += 1
+            while self._options.exact and self._crew is not None and published_stamp(self._crew) != self._stamp:
+                await asyncio.sleep(_LOOK_S)
+                await self._open.wait()
+            life, adapter = self._life, self._adapter
+            self._count(1)
             if adapter:
                 self._adapters[adapter] += 1
             try:
@@ -414,10 +422,9 @@ class VllmEngine:
                 await self._closed(life)
                 continue
             finally:
-                self._asking -= 1
+                self._count(-1)
                 if adapter in self._adapters:
                     self._adapters[adapter] -= 1
-            self.busy_s += time.monotonic() - began
             if not await self._is_sound(life):
                 continue
             choices = [choice for part in found for choice in part] * (1 if request.temperature else request.n)
@@ -436,6 +443,13 @@ class VllmEngine:
                 for choice, text in zip(choices, texts, strict=True)
             ]
         raise RuntimeError(f"vLLM ended {_ATTEMPTS} times while it answered this request")
+
+    def _count(self, change: int) -> None:
+        """Count requests in progress, and the time in which there are any."""
+        now = time.monotonic()
+        if self._asking:
+            self.busy_s += now - self._since
+        self._asking, self._since = self._asking + change, now
 
     async def _closed(self, life: int) -> None:
         """Wait until the server of that life has been given up."""

@@ -57,6 +57,8 @@ class VllmSettings:
     """True if an update waits until all answers have ended."""
     in_memory: bool = False
     """True if weights arrive within the GPU's memory."""
+    exact: bool = False
+    """True if a request waits until the newest published weights are adopted."""
     seed: int = 0
     threads: int = 1
     log: Path | None = None
@@ -78,6 +80,7 @@ class VllmSettings:
             gpus=max(1, config.launcher.inference_gpus),
             waits=config.rollout.in_flight == "keep",
             in_memory=config.inference.transfer == "gpu" and not config.policy.lora,
+            exact=config.samples_in_step,
             seed=config.algorithm.seed,
             threads=config.launcher.threads,
             log=log,
@@ -170,7 +173,8 @@ class VllmProcess:
         """A session of HTTP with the server; create and close it within one event loop."""
         return aiohttp.ClientSession(
             "http://vllm",
-            connector=aiohttp.UnixConnector(str(self.folder / "socket"), limit=0),
+            # A POST on a kept connection that the server closes just then would wait for ever.
+            connector=aiohttp.UnixConnector(str(self.folder / "socket"), limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
             headers={"Authorization": f"Bearer {self.key}"},
         )
