@@ -305,3 +305,21 @@ def test_resume_reads_state_without_counts(attempt, tmp_path):
     seal(path.parent)
     member, _ = attempt(folder, small_run_config())
     assert [report.step for report in member.of(Stepped)] == [3, 4, 5, 6]
+
+
+def test_trainer_of_a_later_life_wakes_the_sampler(attempt: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    """The trainer before it may have been killed between `sleep` and `wake`."""
+    told: list[str] = []
+    monkeypatch.setattr("toprope.training.trainer.base.tell_sampler", lambda *given: told.append(given[2]))
+    config = small_run_config(budget__steps=1, inference__sleep=True)
+    attempt(RunFolder.create(tmp_path, "run-1"), config)
+    assert told == ["sleep", "wake"]
+    begin = StandInMember.__init__
+
+    def begin_again(member: StandInMember, *given: Any) -> None:
+        begin(member, *given)
+        member.life = 1
+
+    monkeypatch.setattr(StandInMember, "__init__", begin_again)
+    attempt(RunFolder.create(tmp_path, "run-2"), config)
+    assert told[2:] == ["wake", "sleep", "wake"]

@@ -103,6 +103,8 @@ class TrainingRun(ABC):
         if checkpoint is not None:
             state = self._agree_on_cursor(state)
         self._publish_restored(state)
+        if member.life:  # the trainer before may have ended while the sampler slept
+            self._tell_sampler("wake")
         self._source = self._make_source(state)
         member.report(Ready(detail=self._detail))
         if state.step < config.budget.steps and not self._out_of_time():

@@ -7,6 +7,7 @@ updates, then one version is published.
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -242,10 +243,14 @@ class SteppedRun(LocalRun):
             return
         self._ranks = ranks
         fix_kernels(self._config)
-        learner, _ = self._set_up(Path(self._member.address("policy")), checkpoint)
-        with suppress(EndOfTraining):
-            learner.train()
-            self._next_ordered_batch()
+        try:
+            learner, _ = self._set_up(Path(self._member.address("policy")), checkpoint)
+            with suppress(EndOfTraining):
+                learner.train()
+                self._next_ordered_batch()
+        except TopropeError as error:  # nobody reads this rank's reports; the trainer's log shows it
+            print(f"rank {ranks.number}: {error.message} {error.hint}", file=sys.stderr, flush=True)
+            raise
 
     def _start_ranks(self, policy: Path, checkpoint: Path | None) -> None:
         if (count := self._config.launcher.num_processes) > 1:
