@@ -39,7 +39,7 @@ class Cluster(BaseModel):
     setup: tuple[str, ...] = ()
     """Shell lines to run before the keeper, such as `module load cuda/12.4`. Slurm only."""
     commands: str = ""
-    """Folder of sbatch, squeue and scancel; empty: they are found by PATH. Slurm only."""
+    """Folder of sbatch, squeue, scancel and scontrol; empty: they are found by PATH. Slurm only."""
     config: str = ""
     """The file slurm.conf; empty: Slurm's default. Clients pass few variables on to servers. Slurm only."""
     partition: str = ""

@@ -35,7 +35,7 @@ class LocalEngine:
     def __init__(self):
         self.steps, self.requests, self.cancelled = {}, {}, set()
         self.waits = self.refuses = self.silent = self.loses_answer = False
-        self.gave_up = set()
+        self.gave_up, self.beheaded = set(), set()
 
     def submit(self, request):
         if self.silent:
@@ -71,12 +71,16 @@ class LocalEngine:
             return Job(name, "ended" if ended else "waiting", "PENDING", "" if ended else "Resources")
         if name in self.gave_up:
             return Job(name, "ended", "NODE_FAIL", "NODE_FAIL")
+        if name in self.beheaded:
+            return Job(name, "ended", "RUNNING", "its first node n1 failed", holds_nodes=True)
         code = step.poll()
         return Job(name, "running" if code is None else "ended", "RUNNING" if code is None else f"EXIT {code}")
 
-    def cancel(self, name):
+    def cancel(self, name, *, running=False):
         if self.silent:
             raise Unreachable("nobody answers.")
+        if running:
+            self.beheaded.remove(name)
         if name not in self.steps:
             self.cancelled.add(name)
 

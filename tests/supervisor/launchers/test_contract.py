@@ -283,6 +283,23 @@ def test_refused_job_fails_its_run(local_house, harness):
     assert not list(runs.folder(specification.run_id).path.glob(".variables-*"))
 
 
+def test_job_that_lost_its_keepers_node_ends_its_run_and_gives_the_other_nodes_back(local_house, harness):
+    cluster = OnCluster(local_house, harness)
+    runs = cluster.runs()
+    folder, other = cluster.start(runs), cluster.start(runs)
+    for one in (folder, other):
+        until(runs, one, "training")
+    engine, name = local_house.engine, f"{folder.run_id}.1"
+    engine.beheaded |= {name, "somebody-elses.1"}
+    engine.requests["somebody-elses.1"] = None
+    engine.steps["somebody-elses.1"] = engine.steps[name]
+    status = ended(runs, folder, LIMIT_S)
+    assert status.state == "lost" and "its first node n1 failed" in status.reason
+    eventually(lambda: runs.status(other.run_id).state == "training" and engine.beheaded == {"somebody-elses.1"})
+    runs.stop(other.run_id)
+    assert ended(runs, other).state == "stopped"
+
+
 def test_place_that_is_taken_back_resumes_as_another_job(local_house, harness):
     cluster = OnCluster(local_house, harness)
     runs = cluster.runs({"trainer": {"endless": True, "patient": True}}, variables=lambda _: {})

@@ -15,12 +15,12 @@ from toprope.supervisor.launchers.ray import RayEngine
 from toprope.supervisor.launchers.slurm import SlurmEngine
 
 QUEUE = """\
-1|COMPLETED|2026-11-23T00:37:56|n1|None|sbatch
-2|PENDING|N/A||PartitionNodeLimit|sbatch
-5|PENDING|2026-11-23T01:08:09||Resources|w
-4|RUNNING|2026-11-23T00:37:59|n[1-2]|None|big
-6|NODE_FAIL|2026-11-23T00:38:01|n1|NodeDown|dead
-7|COMPLETING|2026-11-23T00:38:02|n2|None|going
+1|COMPLETED|2026-11-23T00:37:56|n1|n1|None|sbatch
+2|PENDING|N/A||n/a|PartitionNodeLimit|sbatch
+5|PENDING|2026-11-23T01:08:09||n/a|Resources|w
+4|RUNNING|2026-11-23T00:37:59|n[1-2]|n1|None|big
+6|NODE_FAIL|2026-11-23T00:38:01|n1|n1|NodeDown|dead
+7|COMPLETING|2026-11-23T00:38:02|n2|n2|None|going
 """
 NO_PARTITION = (
     "sbatch: error: invalid partition specified: nowhere\n"
@@ -57,7 +57,10 @@ class Commands:
 
 
 def slurm(**answers):
-    commands = Commands(**{"squeue": (0, QUEUE, ""), "scancel": (0, "", ""), **answers})
+    """A Slurm that expands each list of nodes to n1 and n2 unless told otherwise."""
+    commands = Commands(
+        **{"squeue": (0, QUEUE, ""), "scancel": (0, "", ""), "scontrol": (0, "n1\nn2\n", ""), **answers}
+    )
     return SlurmEngine(Cluster(kind="slurm", setup=("module load cuda",), config="/etc/lab.conf"), commands), commands
 
 
@@ -69,6 +72,22 @@ def test_slurm_tells_jobs_by_name():
     assert (jobs["big"].phase, jobs["big"].told) == ("running", "")
     assert (jobs["dead"].phase, jobs["dead"].told) == ("ended", "NODE_FAIL (NodeDown) on n1")
     assert jobs["going"].phase == "ending"
+
+
+def test_slurm_job_without_the_node_of_its_keeper_has_ended_but_holds_nodes():
+    """Slurm goes on calling it RUNNING, because the run's other nodes must survive the loss of one."""
+    queue = QUEUE + "one|8|RUNNING|None|2026-11-23T01:59:52|n2|n1\nrest|9|RUNNING|None|2026-11-23T01:59:52|n[2-3]|n1\n"
+    engine, commands = slurm(squeue=(0, queue, ""), scontrol=(0, "n2\nn3\n", ""))
+    jobs = engine.jobs()
+    for name in ("one", "rest"):
+        assert (jobs[name].phase, jobs[name].told) == ("ended", "its first node n1 failed") and jobs[name].holds_nodes
+    assert not any(jobs[name].holds_nodes for name in ("sbatch", "w", "dead", "going"))
+    asked = len(commands.asked)
+    engine.jobs()
+    assert [command[0] for command, _, _ in commands.asked[asked:]] == ["squeue"]  # expanded lists are kept
+    blind, _ = slurm(squeue=(0, queue, ""), scontrol=(1, "", "error"))
+    assert blind.jobs()["rest"].phase == "running"
+    assert engine.cancel("rest", running=True) is None and "--state=RUNNING" in commands.asked[-1][0]
 
 
 def test_slurm_gets_a_script_without_secrets(request_, monkeypatch):
@@ -195,3 +214,5 @@ def test_ray_cancels_waiting_jobs_only(tmp_path):
     for name in ("a.1", "b.1", "c.1", "d.1"):
         engine.cancel(name)
     assert [one.url.path for one in asked if one.method == "POST"] == ["/api/jobs/b.1/stop"]
+    engine.cancel("c.1", running=True)
+    assert asked[-1].url.path == "/api/jobs/c.1/stop"

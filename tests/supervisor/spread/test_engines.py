@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.cluster import ray_house, slurm_house
 from benchmarks.cluster.house import kill_all
-from benchmarks.cluster.matrix import launcher_for, processes_of_run
+from benchmarks.cluster.matrix import FAULTS, launcher_for, processes_of_run, suffer
 from tests.support import supervisor_stand_ins
 from tests.support.run_harness import RunHarness, ended, eventually
 from toprope.records.run.folder import RunFolder
@@ -96,6 +96,19 @@ def test_run_goes_on_where_it_can_when_the_drivers_node_is_lost(house: Any, harn
         check_nothing_left(folder)
     finally:
         house.mend()
+
+
+@pytest.mark.parametrize("fault", ["daemon killed", "node killed"])
+def test_slurm_that_loses_the_keepers_node_loses_the_run_and_gets_the_other_node_back(
+    house: Any, harness: RunHarness, fault: str
+) -> None:
+    if house.cluster.kind != "slurm":
+        pytest.skip("Ray ends a job together with the node of its entrypoint")
+    runs, folder = start(house, harness, "tls")
+    outcome = suffer(house, runs, folder, FAULTS[fault])
+    assert outcome.state == "lost" and not outcome.left, outcome
+    eventually(lambda: not house.engine.jobs()[f"{folder.run_id}.1"].holds_nodes, 60.0)
+    assert house.engine.jobs()[f"{folder.run_id}.1"].phase == "ended"
 
 
 def keeper_of(folder: RunFolder) -> int:

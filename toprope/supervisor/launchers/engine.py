@@ -59,6 +59,8 @@ class Job:
     """The engine's own word for it, such as NODE_FAIL."""
     told: str = ""
     """Why it waits and until when, or how it ended."""
+    holds_nodes: bool = False
+    """It ended for its run, but its engine keeps other nodes for it until it is cancelled."""
 
 
 class Engine(Protocol):
@@ -82,8 +84,8 @@ class Engine(Protocol):
             Unreachable: The engine gave no answer.
         """
 
-    def cancel(self, name: str) -> None:
-        """Cancel the job of this name if it still waits; leave one that runs.
+    def cancel(self, name: str, *, running: bool = False) -> None:
+        """Cancel the job of this name if it still waits; one that runs only if `running`.
 
         Raises:
             Unreachable: The engine gave no answer.
@@ -102,6 +104,7 @@ class EngineView:
         self._why = f"{engine.title} has not answered yet."
         self._answered_at, self._asked_at = float("-inf"), float("-inf")
         self._failed = False
+        self._wanted: set[str] = set()
         self._lock = threading.Lock()
         self._answered = threading.Condition(self._lock)
         self._asking = False
@@ -114,6 +117,7 @@ class EngineView:
             Unreachable: The engine did not answer lately.
         """
         with self._lock:
+            self._wanted.add(name)
             now = time.monotonic()
             if not self._asking and now - self._asked_at > _ASK_EVERY_S:
                 self._asking, self._asked_at = True, now
@@ -134,6 +138,9 @@ class EngineView:
         why = f"{self.engine.title} cannot be asked now."
         try:
             jobs = self.engine.jobs()
+            for name in self._wanted & jobs.keys():  # never a job that nobody asked about: it may be another server's
+                if jobs[name].holds_nodes:
+                    self.engine.cancel(name, running=True)
         except TopropeError as error:
             why = str(error)
         finally:

@@ -77,10 +77,10 @@ class RayEngine:
         except (ValueError, KeyError, AttributeError, TypeError):
             raise Unreachable(f"{self._cluster.address} answers, but not as Ray's Jobs interface does.") from None
 
-    def cancel(self, name: str) -> None:
+    def cancel(self, name: str, *, running: bool = False) -> None:
         """See `Engine.cancel`. Ray does not carry it out for a job that it cannot place; the claim holds that one."""
         job = self.jobs().get(name)
-        if job is not None and job.phase == "waiting":
+        if job is not None and (job.phase == "waiting" or (running and job.phase == "running")):
             self._ask("POST", f"/api/jobs/{name}/stop")
 
     def describe(self, request: JobRequest) -> str:

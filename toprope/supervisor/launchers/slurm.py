@@ -1,4 +1,4 @@
-"""Slurm, by its commands: sbatch, squeue and scancel, which every version and site has.
+"""Slurm, by its commands: sbatch, squeue, scancel and scontrol, which every version and site has.
 
 slurmrestd needs a version of its interface that differs by site, and sacct a database that many sites lack.
 """
@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from toprope.errors import visible
@@ -20,7 +20,7 @@ from toprope.supervisor.launchers.engine import Job, JobRequest, Phase, Refused,
 _ANSWER_S = 20.0
 _LEAVE_S = 60
 """Seconds before its time limit at which Slurm warns a job by SIGUSR1."""
-_FIELDS = "%i|%T|%S|%N|%r|%j"
+_FIELDS = "%i|%T|%S|%N|%B|%r|%j"
 """The name comes last, because names of other jobs of the user may contain the mark."""
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"})
@@ -45,6 +45,7 @@ class SlurmEngine:
 
     def __init__(self, cluster: Cluster, run: Run = run_command) -> None:
         self._cluster, self._run = cluster, run
+        self._expanded: dict[str, list[str]] = {}
 
     def submit(self, request: JobRequest) -> str:
         """See `Engine.submit`. The script comes by standard input; Slurm keeps a copy, so it holds no secret."""
@@ -92,15 +93,31 @@ class SlurmEngine:
             raise Unreachable(f"squeue answered: {_said(done)}.")
         found: dict[str, Job] = {}
         for line in done.stdout.splitlines():
-            handle, word, start, nodes, reason, name = (line.split("|", 5) + [""] * 5)[:6]
+            handle, word, start, nodes, host, reason, name = (line.split("|", 6) + [""] * 6)[:7]
             # Of two jobs with one name the later one is listed under a greater number.
             if name not in found or _number(handle) > _number(found[name].handle):
-                found[name] = Job(handle, _phase(word), word, _told(word, reason, start, nodes))
+                if _phase(word) == "running" and host not in self._hosts(nodes, host):
+                    # --no-kill leaves the job its other nodes for ever, but its keeper is not on them.
+                    found[name] = Job(handle, "ended", word, f"its first node {host} failed", holds_nodes=True)
+                else:
+                    found[name] = Job(handle, _phase(word), word, _told(word, reason, start, nodes))
         return found
 
-    def cancel(self, name: str) -> None:
+    def _hosts(self, nodes: str, host: str) -> Collection[str]:
+        """Return the names of a list of nodes as Slurm abbreviates it; `host` if it cannot be told."""
+        if nodes == host or not nodes or not host:
+            return (host,)
+        if nodes not in self._expanded:
+            done = self._ask("scontrol", ["show", "hostnames", nodes])
+            if done.returncode:
+                return (host,)
+            self._expanded[nodes] = done.stdout.split()
+        return self._expanded[nodes]
+
+    def cancel(self, name: str, *, running: bool = False) -> None:
         """See `Engine.cancel`."""
-        self._ask("scancel", ["--state=PENDING", f"--user={getpass.getuser()}", f"--name={name}"])
+        state = "RUNNING" if running else "PENDING"
+        self._ask("scancel", [f"--state={state}", f"--user={getpass.getuser()}", f"--name={name}"])
 
     def describe(self, request: JobRequest) -> str:
         """See `Engine.describe`."""
