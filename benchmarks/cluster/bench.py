@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from benchmarks.learning.demo import demo
 from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.errors import ComponentFailed
-from toprope.records.run.folder import RunFolder
+from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification
 from toprope.supervisor.runs.manager import RunManager
 
@@ -60,7 +61,7 @@ def measure(
     """Run the benchmark of one engine and print its figures. It skips, with words, where the engine cannot run."""
     parser = argparse.ArgumentParser(description=f"Real crews on a {name} of two nodes, through every fault.")
     parser.add_argument("--no-demo", action="store_true", help="leave the demo out")
-    parser.add_argument("--only", help="only faults whose names contain this")
+    parser.add_argument("--only", default="", help="only parts whose names contain this: a fault, or `demo`")
     given = parser.parse_args(arguments)
     if why := why_not():
         print(json.dumps({"skipped": why}))
@@ -73,15 +74,19 @@ def measure(
             tally = _Tally(console)
             (path / "home").mkdir()
             harness = _ClusterHarness(path / "home", house)
-            for fault in FAULTS:
-                if not given.only or given.only in fault:
-                    tally.strike(harness, fault)
-            if not given.only:
-                tally.silence(harness)
-                tally.refusal(harness)
-                tally.wait_for_ever(harness)
+            parts: dict[str, Callable[[_ClusterHarness], None]]
+            parts = {fault: partial(tally.strike, name=fault) for fault in FAULTS}
+            parts |= {
+                "other node killed": tally.other_node,
+                "unreachable": tally.silence,
+                "refused": tally.refusal,
+                "no room": tally.wait_for_ever,
+            }
+            for called, part in parts.items():
+                if given.only in called:
+                    tally.play(called, partial(part, harness))
             figures = tally.figures()
-            if not given.no_demo and not given.only:
+            if given.only in "demo" and not given.no_demo:
                 console.rule("the demo, by an agent's tools")
                 figures["accuracy_after"] = _demo(path / "demo", house)
         finally:
@@ -99,8 +104,8 @@ def measure(
         figures,
         goals={key: goal for key, goal in goals.items() if key in figures},
         control="a run counts only if it trained before the fault; processes are counted on both nodes",
-        control_failed="" if tally.trained else "no run trained",
-        timed=["start_seconds", "stop_seconds"],
+        control_failed="" if tally.trained or given.only else "no run trained",
+        timed=[name for name in ("start_seconds", "stop_seconds") if name in figures],
     )
 
 
@@ -115,9 +120,10 @@ class _Tally:
         self.trained = 0
 
     def figures(self) -> dict[str, Any]:
+        timed = {"start_seconds": statistics.median(self._starts)} if self._starts else {}
+        timed |= {"stop_seconds": max(self._stops)} if self._stops else {}
         return {
-            "start_seconds": round(statistics.median(self._starts), 2) if self._starts else None,
-            "stop_seconds": round(max(self._stops), 2) if self._stops else None,
+            **{name: round(seconds, 2) for name, seconds in timed.items()},
             "leftovers": len(self._left),
             "wrong_endings": len(self._wrong),
             "double_keepers": self._double,
@@ -135,6 +141,14 @@ class _Tally:
         self._double += keepers_of(folder) - 1
         return runs, folder
 
+    def play(self, name: str, part: Callable[[], None]) -> None:
+        """Play one part; one that breaks off is a wrong ending, and the others are played all the same."""
+        try:
+            part()
+        except Exception as error:
+            self._console.print_exception()
+            self._note(name, type(error).__name__, frozenset(), [], str(error), 0.0)
+
     def strike(self, harness: _ClusterHarness, name: str) -> None:
         """One run, one fault."""
         runs, folder = self._start(harness)
@@ -142,6 +156,25 @@ class _Tally:
         if name == "stop order":
             self._stops.append(outcome.seconds)
         self._note(name, outcome.state, FAULTS[name].ends, outcome.left, outcome.reason, outcome.seconds)
+
+    def other_node(self, harness: _ClusterHarness) -> None:
+        """The node of the drivers is lost; they go on beside the keeper, and so does the run."""
+        runs, folder = self._start(harness)
+        net, begun = harness.house.net, time.monotonic()
+        near = net.node_of(read_json(folder.lock)["pid"])
+        kill_all(net.processes(next(name for name in harness.house.nodes if name != near)))
+        try:
+            wait_until(lambda: _drivers_moved(runs, folder), "drivers beside the keeper", _SOON_S)
+            posted = runs.status(folder.run_id).making["posted"]
+            wait_until(lambda: runs.status(folder.run_id).making["posted"] > posted, "more groups", _SOON_S)
+            seconds = time.monotonic() - begun
+            runs.stop(folder.run_id)
+            wait_until(lambda: runs.status(folder.run_id).ended_at is not None, "the end", _SOON_S)
+            state = runs.status(folder.run_id).state
+            self._note("other node killed", state, frozenset({"stopped"}), _left(folder), "", seconds)
+        finally:
+            kill_all(processes_of_run(folder))
+            harness.house.mend()
 
     def silence(self, harness: _ClusterHarness) -> None:
         """The engine does not answer for a while; the run goes on."""
@@ -191,9 +224,9 @@ class _Tally:
         if state not in ends:
             self._wrong.append(f"{name}: {state}")
         mark = "" if state in ends and not left else "[bold red]wrong[/] "
-        self._console.print(f"{mark}{name}: {state} after {seconds:.1f} s, {len(left)} left. {reason}")
+        self._console.print(f"{mark}{name}: {state} after {seconds:.1f} s, {len(left)} left. {reason}", soft_wrap=True)
         for words in left:
-            self._console.print(f"   left: {words}")
+            self._console.print(f"   left: {words}", soft_wrap=True, markup=False)
 
 
 def _all_ready(runs: RunManager, folder: RunFolder) -> bool:
@@ -201,6 +234,12 @@ def _all_ready(runs: RunManager, folder: RunFolder) -> bool:
     if status.ended:
         raise TimeoutError(f"{folder.run_id} is {status.state}: {status.reason} {status.failure}")
     return len(status.crew) > 1 and all(member.state in _READY for member in status.crew.values())
+
+
+def _drivers_moved(runs: RunManager, folder: RunFolder) -> bool:
+    crew = runs.status(folder.run_id).crew
+    drivers = [member for name, member in crew.items() if name.startswith("environment")]
+    return all(one.restarts and one.state == "ready" and one.node == crew["api"].node for one in drivers)
 
 
 def _left(folder: RunFolder) -> list[str]:

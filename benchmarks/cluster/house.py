@@ -31,6 +31,7 @@ class House(Protocol):
 
     cluster: Cluster
     engine: Engine
+    net: Net
     nodes: tuple[str, str]
     features: tuple[str, ...]
     """Those of launcher.features that keep a run's keeper away from the node without which the engine ends."""
