@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from toprope.errors import ComponentFailed
 from toprope.records.run.launch import Launch
+from toprope.supervisor.spread import ray_step
 from toprope.supervisor.spread.nodes import ENV_NODES, Node, Spread, describe_nodes, find_nodes
 
 LAUNCH = Launch(
@@ -71,3 +74,16 @@ def test_nodes_of_a_slurm_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert second.command[0] == "srun" and "--nodelist=n1" in second.command
     with pytest.raises(ComponentFailed, match="no such thing"):
         find_nodes(LAUNCH, asked | {"SLURM_JOB_NODELIST": "n[3-4]"})
+
+
+def test_ray_is_told_the_address_at_which_this_node_reaches_it(monkeypatch):
+    """Nodes that share /tmp would else take the address that the last of them cached there."""
+    given = {}
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=lambda **named: given.update(named)))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    ray_step._connect()
+    assert (given["address"], given["_node_ip_address"]) == ("127.0.0.1:6379", "127.0.0.1")
+    given.clear()
+    monkeypatch.delenv("RAY_ADDRESS")
+    ray_step._connect()
+    assert given["address"] == "auto" and "_node_ip_address" not in given

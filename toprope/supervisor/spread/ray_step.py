@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +27,15 @@ _APPEAR_S = 60.0
 def _connect() -> Any:
     import ray
 
-    ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=False, logging_level="error")
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    # Ray would take the address that the node's session folder has cached, which nodes with one /tmp share.
+    host, _, port = address.rpartition(":")
+    here: dict[str, str] = {}
+    if host:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))
+            here = {"_node_ip_address": probe.getsockname()[0]}
+    ray.init(address=address, log_to_driver=False, logging_level="error", **here)
     return ray
 
 
