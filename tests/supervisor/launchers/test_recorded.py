@@ -76,7 +76,7 @@ def test_slurm_tells_jobs_by_name():
 
 def test_slurm_job_without_the_node_of_its_keeper_has_ended_but_holds_nodes():
     """Slurm goes on calling it RUNNING, because the run's other nodes must survive the loss of one."""
-    queue = QUEUE + "one|8|RUNNING|None|2026-11-23T01:59:52|n2|n1\nrest|9|RUNNING|None|2026-11-23T01:59:52|n[2-3]|n1\n"
+    queue = QUEUE + "8|RUNNING|2026-11-23T01:59:52|n2|n1|None|one\n9|RUNNING|2026-11-23T01:59:52|n[2-3]|n1|None|rest\n"
     engine, commands = slurm(squeue=(0, queue, ""), scontrol=(0, "n2\nn3\n", ""))
     jobs = engine.jobs()
     for name in ("one", "rest"):
@@ -104,7 +104,7 @@ def test_slurm_gets_a_script_without_secrets(request_, monkeypatch):
 
 
 def test_slurm_gets_no_second_job_of_a_name(request_):
-    engine, commands = slurm(squeue=(0, "9|RUNNING|2026-11-23T00:37:59|n1|None|run-1.1\n", ""))
+    engine, commands = slurm(squeue=(0, "9|RUNNING|2026-11-23T00:37:59|n1|n1|None|run-1.1\n", ""))
     assert engine.submit(request_) == "9" and len(commands.asked) == 1
 
 
