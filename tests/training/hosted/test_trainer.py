@@ -215,7 +215,10 @@ def test_tokens_of_rows_without_an_advantage_count(
 ) -> None:
     """Half of the rows teach nothing, so the loss is the sum over the others divided by all tokens."""
     one, two = (RunFolder.create(tmp_path, name) for name in ("one", "two"))
-    config, asked = hosted_config(budget__steps=1, trainer__loss="ppo"), StandInApi.next_batch
+    config, asked = (
+        hosted_config(budget__steps=1, trainer__loss="ppo", algorithm__drop_zero_signal=False),
+        StandInApi.next_batch,
+    )
     config.rollout.groups_per_step = 1
     attempt(one, config)
 
