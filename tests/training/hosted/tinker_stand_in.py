@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from typing import Any
 
@@ -189,6 +190,8 @@ class TinkerStandIn:
         return self._later({"path": given["path"], "model_id": name})
 
     def _save(self, given: Any, kind: str) -> Response:
+        if not re.fullmatch("[a-zA-Z0-9_-]+", given["path"]):  # as SkyRL's server does
+            return JSONResponse({"detail": f"{given['path']} is no name"}, 422)
         path = f"tinker://{given['model_id']}/{kind}/{given['path']}"
         if given["model_id"] not in self.models:
             return JSONResponse({"detail": "model not loaded"}, 404)

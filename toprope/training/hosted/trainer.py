@@ -56,7 +56,7 @@ class HostedRun(TrainingRun):
         self._service = Service.connect(self.beat, lambda said: self._member.report(Warned(said)))
         self._tokenizer = load_tokenizer(policy)
         run, attempt, life = self._member.folder.run_id, self._member.attempt, self._member.life
-        self._name = f"{run}-{attempt}.{life}"
+        self._name = f"{run}-{attempt}-{life}"  # services refuse other characters than letters, digits, - and _
         self._publisher = SamplerPublisher(
             self._member.folder.crew,
             lambda name, seconds: self._training.save_weights_for_sampler(name, ttl_seconds=seconds),
