@@ -11,10 +11,12 @@ NODE_TOOLS ?= $(HOME)/.cache/toprope/inspector
 # Container images of a release need mmdebstrap and buildah: make release IMAGES="server train"
 IMAGES ?= $(if $(and $(shell command -v mmdebstrap),$(shell command -v buildah)),server train)
 RELEASE_TOOLS ?= $(HOME)/.cache/toprope/release-tools
+TINKER_SERVER ?= $(or $(TOPROPE_TINKER_SERVER),$(HOME)/.cache/toprope/skyrl-0.3.0)
+TINKER_BEFORE ?= $(HOME)/.cache/toprope/tinker-0.24.1
 ATROPOS_VENV ?= $(or $(TOPROPE_BENCH_VENV),$(HOME)/.cache/toprope/bench-atropos)
 STAMP = $(VENV)/.toprope-installed
 
-.PHONY: help setup page page-pictures demo test test-engines tools-node tools-page tools-atropos tools-release lint lock docs docs-site release clean
+.PHONY: help setup page page-pictures demo test test-engines tools-node tools-page tools-atropos tools-tinker tools-release lint lock docs docs-site release clean
 
 help:
 	@echo "make demo    train a tiny policy end to end through the server (sets up first; no GPU, key or network)"
@@ -26,6 +28,7 @@ help:
 	@echo "make tools-node   MCP Inspector, the conformance suite and mcpb, for their tests (npm; into $(NODE_TOOLS))"
 	@echo "make tools-page   what the page's tests, pictures and benchmark need, apart from Chromium (npm)"
 	@echo "make tools-atropos   atroposlib, for the tests and the benchmark beside it (3 GB; into $(ATROPOS_VENV))"
+	@echo "make tools-tinker   an open server of Tinker's interface and its client, for make bench-tinker (2 GB)"
 	@echo "make release      wheel, sdist, .mcpb, server.json, locks, bills of materials, licences, checksums; into dist/"
 	@echo "make lock    renew bundles/requirements from pyproject.toml and constraints.txt"
 	@echo "make lint    formatting, types, imports between rooms, likely mistakes, generated pages"
@@ -82,6 +85,16 @@ tools-atropos:
 	@"$(ATROPOS_VENV)/bin/python" -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		torch==2.13.0 atroposlib==0.4.0
 	@echo "installed in $(ATROPOS_VENV)"
+
+# Of its own too: the server wants another transformers.
+tools-tinker:
+	@test -x "$(TINKER_SERVER)/bin/python" || $(PYTHON) -m venv "$(TINKER_SERVER)"
+	@"$(TINKER_SERVER)/bin/python" -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
+	@"$(TINKER_SERVER)/bin/python" -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		torch==2.13.0 'skyrl[tinker,jax]==0.3.0' tinker==0.24.1
+	@test -d "$(TINKER_BEFORE)/tinker" || "$(TINKER_SERVER)/bin/python" -m pip install --quiet --no-deps \
+		--disable-pip-version-check $(PIP_ARGS) --target "$(TINKER_BEFORE)" tinker==0.24.1
+	@echo "installed in $(TINKER_SERVER) and $(TINKER_BEFORE)"
 
 # Not .venv: their dependencies are not Toprope's.
 tools-release:

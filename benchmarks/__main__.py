@@ -45,6 +45,7 @@ TARGETS = {
     "server": "server.server",
     "sft_then_grpo": "learning.sft_then_grpo",
     "slurm": "cluster.slurm_house",
+    "tinker": "hosted.tinker",
     "train": "performance.train",
     "trajectory_api": "trajectory_api.trajectory_api",
     "wrong_inputs": "wrong_inputs.wrong_inputs",

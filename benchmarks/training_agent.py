@@ -111,8 +111,14 @@ class TrainingAgent:
 
 
 @asynccontextmanager
-async def training_agent(home: Path, console: Console) -> AsyncIterator[TrainingAgent]:
-    """An agent with a server of its own, whose owner's folders are `home` and `home/config`."""
-    variables = {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
+async def training_agent(home: Path, console: Console, **variables: str) -> AsyncIterator[TrainingAgent]:
+    """An agent with a server of its own, whose owner's folders are `home` and `home/config`.
+
+    Args:
+        home: See above.
+        console: Where to print progress.
+        variables: More environment variables of the server.
+    """
+    variables |= {"TOPROPE_HOME": str(home), "TOPROPE_CONFIG": str(home / "config")}
     async with Client(server_parameters(variables)) as client:
         yield TrainingAgent(client, home, console)

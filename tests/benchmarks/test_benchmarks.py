@@ -21,6 +21,7 @@ from benchmarks.__main__ import TARGETS
 from benchmarks.__main__ import main as run_benchmark
 from benchmarks.compare_figures import moved
 from benchmarks.faults.faults import campaign
+from benchmarks.hosted import tinker
 from benchmarks.learning import rollouts
 from benchmarks.learning.ppo import reference_error
 from benchmarks.orchestrator.means import Measured, compared
@@ -65,6 +66,13 @@ def test_unknown_benchmark_is_refused_with_names(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["benchmarks", "demos"])
     assert run_benchmark() == 2
     assert "demo, disk" in capsys.readouterr().err
+
+
+def test_tinker_benchmark_skips_with_words_without_its_server(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tinker, "PYTHON", tmp_path / "python")
+    assert tinker.main([]) == 0
+    said = figures_of(capsys.readouterr().out)["skipped"]
+    assert "make tools-tinker" in said and str(tmp_path / "python") in said
 
 
 def test_slice_of_fault_campaign_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ where no process can import torch or what trains with it."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -25,26 +26,6 @@ from toprope.training.hosted.policy import HostedPolicy
 pytestmark = pytest.mark.engines
 
 STEPS = 60
-ENVIRONMENT = '''
-from toprope.sdk import Environment, Part, Task
-
-
-class Letters(Environment):
-    """Answer with small letters."""
-
-    name = "letters"
-    parts = {"share": Part(weight=1.0, description="share of small letters among four characters")}
-
-    def tasks(self):
-        for number in range(100_000):
-            yield Task(f"{number}", reference="aaaa")
-
-    def score(self):
-        return {"share": sum(one in "abcdefghijklmnopqrstuvwxyz" for one in self.answer) / max(len(self.answer), 4)}
-
-    def success(self, parts, reward):
-        return parts["share"] >= 0.5
-'''
 ABSENT = ("torch", "trl", "peft", "accelerate", "datasets")
 
 
@@ -54,7 +35,7 @@ def test_run_at_a_service_learns_and_survives_a_kill(tmp_path: Path, tiny_policy
         pytest.skip(f"tinker {client} is not in {TINKER_BEFORE}; make test-engines puts it there")
     home, config, blocked = tmp_path / "home", tmp_path / "config", tmp_path / "blocked"
     (config / "environments").mkdir(parents=True)
-    (config / "environments" / "letters.py").write_text(ENVIRONMENT)
+    shutil.copy(Path(__file__).with_name("letters.py"), config / "environments")
     (config / "locks.yaml").write_text("locks: []\n")
     blocked.mkdir()
     for name in ABSENT:
