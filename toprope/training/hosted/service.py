@@ -190,7 +190,9 @@ class Service:
     def _rest(self) -> Any:
         """The client of stored weights and capabilities, which older versions make from the session."""
         own = getattr(self._tinker, "RestClient", None)
-        return own(**self._given) if hasattr(own, "get_server_capabilities") else self._client.create_rest_client()
+        if own is not None and hasattr(own, "get_server_capabilities"):
+            return own(**self._given)
+        return self._client.create_rest_client()
 
     def _models(self) -> list[str]:
         """The names of the service's models; empty if it does not tell."""
