@@ -62,7 +62,7 @@ class LocalEngine:
     def jobs(self):
         if self.silent:
             raise Unreachable("nobody answers.")
-        return {name: self._job(name) for name in self.requests}
+        return {name: self._job(name) for name in list(self.requests)}  # another thread may submit meanwhile
 
     def _job(self, name):
         step = self.steps.get(name)
