@@ -191,11 +191,11 @@ def _ecosystem(
     return Engine(
         name,
         tests,
-        (folder / "installed").exists(),
+        made_for.is_file() and made_for.read_text() == own,
         (
             (sys.executable, "-m", "venv", folder),
             (python, "-m", "pip", "install", "-qq", *PIP_ARGS, *packages),
-            ("touch", folder / "installed"),
+            (python, "-c", note),
         ),
         only=name.partition("_")[0],
     )
@@ -212,13 +212,13 @@ def _server_under(version: str) -> Engine:
     return Engine(
         f"Python {version} without PyTorch",
         ("tests/settings", "tests/sdk/authoring"),
-        (folder / "installed").exists(),
+        made_for.is_file() and made_for.read_text() == own,
         (
             (system, "-m", "venv", folder),
             (*pip, "--require-hashes", "-r", "bundles/requirements/server.txt"),
             (*pip, "-c", "constraints.txt", *tested),
             (*pip, "--no-deps", "--no-build-isolation", "-e", "."),
-            ("touch", folder / "installed"),
+            (python, "-c", note),
         ),
         (system,),
         python=python,
@@ -230,18 +230,19 @@ def _trackio() -> Engine:
     """trackio with its dependencies, beside the packages of this interpreter."""
     folder = ECOSYSTEMS / "trackio"
     python = folder / "bin" / "python"
-    own = sysconfig.get_path("purelib")
+    own, made_for = sysconfig.get_path("purelib"), folder / "made-for.txt"
     borrow = f"import sysconfig; open(sysconfig.get_path('purelib') + '/borrowed.pth', 'w').write({own!r})"
+    note = f"open({str(made_for)!r}, 'w').write({own!r})"
     install = (python, "-m", "pip", "install", "-qq", *PIP_ARGS, "trackio>=0.40,<1")
     return Engine(
         "trackio",
         ("tests/trackers/test_trackio.py",),
-        (folder / "installed").exists(),
+        made_for.is_file() and made_for.read_text() == own,
         (
             (sys.executable, "-m", "venv", folder),
             (python, "-c", borrow),
             install,
-            ("touch", folder / "installed"),
+            (python, "-c", note),
         ),
         python=python,
     )
