@@ -1,10 +1,13 @@
-"""The floors of the house: who may import whom, as pyproject.toml has it."""
+"""The structure of the house: imports between rooms, circles, and the sizes of folders and files."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+from benchmarks.house.house import GOALS, circles_of_control, measure_structure
+from benchmarks.report import is_met
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -14,3 +17,10 @@ def test_rooms_import_from_floors_below_them_only() -> None:
     found = subprocess.run([*command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stdout + found.stderr
     assert " 0 broken" in found.stdout
+
+
+def test_folders_and_files_are_small_and_imports_have_no_circles() -> None:
+    assert circles_of_control() == 1
+    figures, broken = measure_structure()
+    missed = {name: figures[name] for name, goal in GOALS.items() if not is_met(figures[name], goal)}
+    assert not missed, (missed, broken)
