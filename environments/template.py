@@ -47,6 +47,6 @@ class SortLetters(Environment):
         hits = sum(a == b for a, b in zip(answer, right, strict=False))
         return {"letters": hits / max(len(right), len(answer)), "exact": float(answer == right)}
 
-    # Whether the rollout counts as solved. The default is the same: the highest possible reward.
+    # True counts the rollout as solved. The default is the same: the highest possible reward.
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["exact"] == 1.0

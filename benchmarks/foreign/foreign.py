@@ -39,7 +39,7 @@ from toprope.sdk.worker.scripted_policy import scripted_session
 
 LIMIT, TRAIN = 11, 3
 _VERDICT = "GRADE: I"
-"""What the grader says of every answer: that it is incorrect, in the form that inspect-ai asks for."""
+"""The verdict of the grader on every answer: incorrect, in the form that inspect-ai asks for."""
 _GOALS = {
     "rolled_share": ">= 0.9",
     "rolled_share_lowest": ">= 0.8",

@@ -1,4 +1,4 @@
-"""What a release consists of: one version, locks that name every pin and hash, and two builds that are equal."""
+"""The parts of a release: one version, locks that name every pin and hash, and two builds that are equal."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     audit.head             number and hash of the newest line, number of the oldest line kept
 
 Each line holds the hash of the one before it, so a changed, removed or inserted line breaks the chain, and the head
-shows lines cut from the end. Whoever has the owner's rights can write a new chain; keep copies elsewhere if that
+shows lines cut from the end. A person with the owner's rights can write a new chain; keep copies elsewhere if that
 matters. Lines are written without waiting for the disk.
 """
 

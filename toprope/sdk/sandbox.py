@@ -64,7 +64,7 @@ class Ran:
     code: int | None
     """Its exit code; None if it was killed."""
     why: str = ""
-    """Why it was killed: `time limit`, `output limit`, `memory limit or a signal (SIGSEGV)`; else empty."""
+    """Reason of a kill: `time limit`, `output limit`, `memory limit or a signal (SIGSEGV)`; else empty."""
     seconds: float = 0.0
     """Wall time, the interpreter's start included."""
 

@@ -11,7 +11,7 @@ Occasion = Literal["end", "failure", "waiting"]
 
 
 class NotifySettings(BaseModel):
-    """Whom to tell what. Both a command and an address may be set."""
+    """Addressees and occasions of notices. Both a command and an address may be set."""
 
     model_config = ConfigDict(extra="forbid")
 

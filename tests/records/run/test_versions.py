@@ -48,7 +48,7 @@ class File:
     path: str
     read: Callable[[RunFolder], Any]
     optional: bool = True
-    """Whether older versions wrote it without a version."""
+    """True if older versions wrote it without a version."""
 
 
 FILES = [

@@ -1,4 +1,4 @@
-"""What authors write against: tasks, knobs, parts, and how a rollout ends, whatever their code does."""
+"""The interface for authors: tasks, knobs, parts, and how a rollout ends, whatever their code does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an orchestrator is made of: actions read from text, grading, rewards, tools, and the environment itself."""
+"""Parts of an orchestrator: actions read from text, grading, rewards, tools, and the environment itself."""
 
 from __future__ import annotations
 

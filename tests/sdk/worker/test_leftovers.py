@@ -1,4 +1,4 @@
-"""What an environment leaves behind when it is only described: nothing, and nobody waits for it."""
+"""An environment that is only described leaves nothing behind, and nobody waits for it."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the doctor finds: on a sound machine nothing broken, and each illness with its place and its remedy."""
+"""Findings of the doctor: on a sound machine nothing broken, and each illness with its place and its remedy."""
 
 import json
 import os

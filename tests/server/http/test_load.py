@@ -75,5 +75,5 @@ def test_calls_leak_no_memory_descriptors_or_threads(shop: Workshop) -> None:
     refused, more_descriptors, more_threads, grown = anyio.run(main)
     assert refused == 3 * ROUNDS
     assert more_descriptors == 0 and more_threads <= 0
-    # What SQLite, the draft's history and Python's own caches take; a leak of a kilobyte a call would be 240 KB.
+    # SQLite, the draft's history and Python's own caches take this much; a leak of a kilobyte a call would be 240 KB.
     assert grown < 150_000

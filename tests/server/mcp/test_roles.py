@@ -1,4 +1,4 @@
-"""What a server offers by role, and its prompts and completions."""
+"""Tools that a server offers by role, and its prompts and completions."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What clients see: the list of tools, in both eras of the protocol, and what it may cost."""
+"""The surface for clients: the list of tools, in both eras of the protocol, and what it may cost."""
 
 import json
 import os

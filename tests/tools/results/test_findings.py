@@ -1,4 +1,4 @@
-"""What get_results says of a run's diagnosis."""
+"""The diagnosis of a run in get_results."""
 
 from __future__ import annotations
 

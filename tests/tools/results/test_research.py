@@ -47,7 +47,7 @@ def specification(shop, run_id):
 
 
 def finish(shop, launcher, run_id, right, of=100, evaluator=None, **usage):
-    """What the crew of a run that trained leaves: `right` of its held-out tasks are answered."""
+    """Write the records of a run that trained: `right` of its held-out tasks are answered."""
     folder = shop.runs.folder(run_id)
     by_task = {"tasks": [f"{index:016x}" for index in range(of)], "wins": [int(index < right) for index in range(of)]}
     sampled = {"split": "heldout", "tasks": of, "successes": right, "accuracy": right / of, "by_task": by_task}

@@ -1,4 +1,4 @@
-"""How agents are told of a run's environments and of levels: numbers, events, reports."""
+"""Environments and levels of a run as agents read them: numbers, events, reports."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def definition_problem(file: Path, name: str, wanted: Sequence[str]) -> str:
-    """Why a name does not mean a definition of this file with one of the wanted methods; empty if it does.
+    """Explain that a name does not mean a definition of this file with one of the wanted methods; empty if it does.
 
     Args:
         file: A user's file; it is parsed, not run.

@@ -93,7 +93,7 @@ class Played:
     success: bool | None = None
     """None to ask the environment's `success`."""
     error: str | None = None
-    """Why the rollout failed; its reward is then 0."""
+    """Reason of a failed rollout; its reward is then 0."""
 
 
 class OwnLoop(Environment):

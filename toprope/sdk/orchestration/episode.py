@@ -26,7 +26,7 @@ class Action:
     """The policy's whole text."""
     confidence: float = 1.0
     problem: str = ""
-    """Why the text is not an action; empty if it is one."""
+    """Reason that the text is not an action; empty if it is one."""
     latency_seconds: float = 0.0
     energy_joules: float = 0.0
     """Energy that sampling the text took."""

@@ -33,7 +33,7 @@ class LauncherByKind:
     def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
         """See `Launcher.submit`."""
         specification = Specification.read(folder)
-        # What starts other runs computes nothing itself, and the runs that it starts go to the cluster.
+        # A run that starts others computes nothing itself, and the runs that it starts go to the cluster.
         here = specification.config.launcher.kind == "local" or specification.run_kind.starts_runs
         (self._local if here else self._cluster).submit(folder, variables, lock)
 

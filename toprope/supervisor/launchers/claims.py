@@ -1,6 +1,6 @@
 """Claims: one attempt of a run never has two keepers, on whatever nodes they start.
 
-Whoever creates the file of the claim first decides. A keeper that an engine started claims before it starts anything; a
+The first to create the file of the claim decides. A keeper that an engine started claims before it starts anything; a
 front end claims a job that waits before it cancels it.
 """
 

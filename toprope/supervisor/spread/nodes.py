@@ -30,7 +30,7 @@ ENV_NODES = "TOPROPE_NODES"
 """Names the nodes to a keeper that no engine started, as `describe_nodes` writes it. No component gets it."""
 
 Network = Literal["tls", "trusted"]
-"""How members reach each other between nodes: by TLS with a certificate made for the run, which both sides must show,
+"""Members reach each other between nodes by TLS with a certificate made for the run, which both sides must show,
 or in clear on a network that the owner trusts."""
 
 _SPREAD = frozenset({"api", "inference", "trainer", "environment"})

@@ -69,7 +69,7 @@ _WEIGHTS = "weights"
 
 
 class Request(msgspec.Struct):
-    """What the keeper asks for."""
+    """A request of the keeper."""
 
     member: str
     argv: list[str]

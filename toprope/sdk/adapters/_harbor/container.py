@@ -1,6 +1,6 @@
 """A task's machine as a container of docker or podman: its image is built as its author wrote it.
 
-The worker must be let out of its wall for that, because whoever can start containers can do what the owner can.
+The worker must be let out of its wall for that: a process that starts containers can do all that the owner can.
 """
 
 from __future__ import annotations
