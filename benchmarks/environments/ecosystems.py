@@ -27,13 +27,14 @@ from benchmarks.environments.ecosystem_samples import SAMPLES, Sample, interpret
 from benchmarks.scratch import scratch
 from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import worker_environment
-from toprope.settings.launcher import LauncherSection
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.policy.tiny_model import Recipe, build
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.group_sampler import GroupSampler, SampledGroup, TaskRef
-from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
+from toprope.training.rollouts.sampled_group import SampledGroup
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 
 __all__ = ["CONTROL", "control_failed", "ecosystems"]
 

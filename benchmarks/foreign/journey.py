@@ -21,15 +21,15 @@ from benchmarks.foreign.candidates import GRADER, Candidate
 from toprope.errors import TopropeError
 from toprope.sdk.errors import WorkerFailure
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.environment import EnvironmentSection
-from toprope.settings.launcher import LauncherSection
+from toprope.settings.sections.environment import EnvironmentSection
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
 from toprope.training.rollouts.environment_host import MODEL_ROLES
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
-from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 from toprope.workbench.catalog.describe import failed
 
 STAGES = ("listed", "described", "checked", "rolled", "trained")

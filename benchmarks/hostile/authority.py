@@ -35,14 +35,14 @@ from toprope.settings.presets import load_preset
 from toprope.supervisor.capacity.budget_ledger import enter_program, ledger_lock
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient
+from toprope.workbench.launch.budgets.reserve_budget import reserve_calls
 from toprope.workbench.launch.freeze import freeze_again
-from toprope.workbench.launch.reserve_budget import reserve_calls
 from toprope.workbench.launch.start import StartRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.openai_stand_in import OpenAiStandIn  # noqa: E402
+from tests.support.services.openai_stand_in import OpenAiStandIn  # noqa: E402
 from tests.support.tools_house import become, make_workshop  # noqa: E402
 from tests.support.ways_past_locks import MODEL, WAYS  # noqa: E402
 

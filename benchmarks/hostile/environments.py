@@ -39,8 +39,8 @@ from toprope.sdk.wall import level_here
 from toprope.sdk.wall.enclosure import most_tasks
 from toprope.sdk.wall.groups import ProcessGroup
 from toprope.sdk.worker.client import worker_environment
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.walls import environment_wall
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.walls import environment_wall
 
 __all__ = ["Result", "compare", "measure"]
 

@@ -126,8 +126,8 @@ def _run(row: Row, folder: Path) -> None:
     from toprope.settings.schema import Config
     from toprope.training.policy.loading import load_model, load_tokenizer
     from toprope.training.trainer.batch_source import GroupBatch, build_rows
-    from toprope.training.trainer.checkpoint_folder import CheckpointState
-    from toprope.training.trainer.checkpoint_io import load_weights, save_checkpoint
+    from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
+    from toprope.training.trainer.checkpoints.checkpoint_io import load_weights, save_checkpoint
     from toprope.training.trainer.collate import collate
     from toprope.training.trainer.grpo import GrpoLearner
     from toprope.training.trainer.optimization import make_optimizer

@@ -1,9 +1,13 @@
+import re
+
 import pytest
 
 from toprope.errors import InvalidValue, LockedField, NotFound
 from toprope.settings.changes import apply_changes
 from toprope.settings.fields import all_fields, find_field, get_value, knob_fields
 from toprope.settings.schema import SECTIONS, Config
+from toprope.settings.sections.environment import EnvironmentSection, helper_names
+from toprope.settings.sections.mixture import MixtureEntry, RewardFunction
 
 KNOBS = [
     {
@@ -232,3 +236,39 @@ def test_kept_rollouts_of_earlier_versions_are_read(given, kept):
     assert Config.model_validate({"logging": {"keep_rollouts": given}}).logging.keep_rollouts == kept
     with pytest.raises(InvalidValue, match="all, sample, none"):
         apply_changes(Config(), {"logging.keep_rollouts": "half"})
+
+
+def test_helpers_are_judges_roles_and_the_opponent_once_each() -> None:
+    section = EnvironmentSection(
+        name="x",
+        model_roles={"grader": "strict", "critic": "kind"},
+        opponent="strong",
+        rewards=[{"name": "style", "judge": "strict", "rubric": "Is it short?"}],
+    )
+    assert sorted(helper_names(section)) == ["kind", "strict", "strong"]
+    assert helper_names(EnvironmentSection(name="x", opponent="base")) == []
+
+
+def test_patterns_of_plain_objects_count_no_repetitions() -> None:
+    """A counted class of all letters costs every process megabytes; its length is a limit of its own."""
+    fields = [field for model in (RewardFunction, MixtureEntry) for field in model.model_fields.values()]
+    patterns = [held.pattern for field in fields for held in field.metadata if getattr(held, "pattern", None)]
+    assert len(patterns) == 3 and not [pattern for pattern in patterns if re.search(r"\{\d+,", pattern)]
+    for name in ("a" * 65, "1x", "ok\n"):
+        with pytest.raises(ValueError, match="name"):
+            EnvironmentSection(name="x", rewards=[{"name": name, "judge": "strict", "rubric": "Is it short?"}])
+
+
+def test_what_one_driver_does_alone_conflicts_with_several() -> None:
+    config = Config()
+    config.algorithm.deterministic = True
+    assert not any("launcher.drivers" in one for one in config.conflicts())
+    config.launcher.drivers = 2
+    assert any("algorithm.deterministic needs one driver" in one for one in config.conflicts())
+    config.algorithm.deterministic = False
+    assert not config.conflicts()
+    config.rollout.max_staleness = 0
+    assert any("rollout.max_staleness 0 needs one driver" in one for one in config.conflicts())
+    config.rollout.max_staleness = 8
+    config.environment.curriculum = {"knob": "size", "levels": [1, 2]}
+    assert any("environment.curriculum needs one driver" in one for one in config.conflicts())

@@ -1,4 +1,4 @@
-"""What a service that trains excludes from a configuration, and what it costs at most."""
+"""Settings that exclude a service that trains, and the most that it costs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from toprope.errors import InvalidValue
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.changes import apply_changes
-from toprope.settings.hosted import HostedPrices
 from toprope.settings.owner import OwnerSettings
 from toprope.settings.schema import Config
+from toprope.settings.sections.hosted import HostedPrices
 from toprope.training.hosted.policy import HostedPolicy
+from toprope.workbench.launch.budgets.token_costs import token_costs
 from toprope.workbench.launch.hosted import with_service
-from toprope.workbench.launch.token_costs import token_costs
 
 HOSTED = {"trainer.backend": "tinker", "policy.model": "vendor/model", "policy.lora": True}
 

@@ -18,8 +18,8 @@ from toprope.records.run.specification import EnvironmentSource, SweepMember, Te
 from toprope.settings.schema import Config
 from toprope.training.driver.program import Driver
 from toprope.training.policy.loading import load_model, load_tokenizer
-from toprope.training.trainer.checkpoint_folder import CheckpointState
-from toprope.training.trainer.checkpoint_io import load_moments, save_checkpoint
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
+from toprope.training.trainer.checkpoints.checkpoint_io import load_moments, save_checkpoint
 from toprope.training.trainer.grpo import GrpoRun
 
 NUMBERS = '''

@@ -19,7 +19,7 @@ from toprope_tools import data
 from toprope_tools.resources.resources import read, resource_at
 from typer.testing import CliRunner
 
-from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.tools_house import make_workshop
 from tests.support.trajectory_runs import place_tokenizer, words_run
 from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound, NotPossibleNow

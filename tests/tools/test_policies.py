@@ -19,8 +19,8 @@ from toprope_server.cli.app import build
 from toprope_tools import data
 from typer.testing import CliRunner
 
-from tests.support.hub_stand_in import HubStandIn
 from tests.support.run_engines import ECOSYSTEMS, GGUF
+from tests.support.services.hub_stand_in import HubStandIn
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.tools_house import become, make_workshop, start_run
 from toprope.errors import ComponentFailed, InvalidValue, LockedField, NotFound

@@ -23,9 +23,8 @@ from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Candidate, Generation, Measured, Scored, Started, SweepLog
 from toprope.settings.schema import Config
 from toprope.supervisor.programs import TRACKER, members_of
-from toprope.trackers.export import export_to_tensorboard
 from toprope.trackers.follower import RunFollower
-from toprope.trackers.tensorboard import TensorBoardTracker
+from toprope.trackers.tensorboard import TensorBoardTracker, export_to_tensorboard
 from toprope.trackers.tracker import tracked_run
 from toprope.workbench.launch.requirements import require_trackers
 

@@ -13,7 +13,7 @@ import pytest
 import wandb
 
 from tests.support.run_harness import RunHarness, ended, eventually, until
-from tests.support.wandb_stand_in import KEY, WandbStandIn, serve
+from tests.support.services.wandb_stand_in import KEY, WandbStandIn, serve
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder

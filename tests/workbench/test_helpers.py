@@ -8,8 +8,8 @@ import pytest
 
 from toprope.errors import InvalidValue, NotFound
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.environment import EnvironmentSection, helper_names
 from toprope.settings.owner import OwnerSettings
+from toprope.settings.sections.environment import EnvironmentSection, helper_names
 from toprope.workbench.endpoints import resolve_helpers
 
 JUDGE = {"name": "style", "judge": "grader", "rubric": "Be kind."}

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import yaml
 
-from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.errors import ComponentFailed, InvalidValue, NotFound, NotPossibleNow
 from toprope.sdk.candidates import EvolutionConfig, evolve
 from toprope.settings.owner import Home
@@ -59,7 +59,7 @@ def test_texts_evolve_by_the_owners_model_and_key(home, model):
     path, key, body = model.seen[0]
     assert path.endswith("/chat/completions") and key == f"Bearer {KEY}"
     assert body["messages"][0]["content"] == "Shout." and body["model"] == "priced" and body["max_tokens"] == 100
-    # What it spent stays spent for the day, and the rest is free again.
+    # Its costs stay spent for the day, and the rest is free again.
     [account] = read_accounts(home.runs)
     assert 0 < account.held("cost_usd") < 50
 

@@ -26,9 +26,9 @@ from toprope.untrusted import marked
 from toprope.workbench.drafts import Draft
 from toprope_tools.answers.answer import TOKEN_BUDGET
 from toprope_tools.clients import LONGEST_S, UNKNOWN, Client
+from toprope_tools.openings import CALLER, Caller
 from toprope_tools.planning import config as drafts
 from toprope_tools.planning import environments
-from toprope_tools.planning.opening import CALLER, Caller
 from toprope_tools.results import results
 from toprope_tools.runs import inference, training
 from toprope_tools.status import status as states

@@ -23,7 +23,7 @@ from toprope.workbench.interpreters.background import Installations
 from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.open_runs import open_runs, resume_run
 from toprope.workbench.launch.start import RunStarter
-from toprope_tools.planning.opening import Openings
+from toprope_tools.openings import Openings
 
 _LONGEST_STOP_S = 40.0
 _SWEEP_S = 8.0

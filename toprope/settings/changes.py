@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toprope.errors import InvalidValue, LockedField, NotFound
-from toprope.settings.algorithms import NAME, implied_fields
 from toprope.settings.fields import KNOBS, Field, all_fields, find_field, get_value
 from toprope.settings.schema import SECTIONS, Config
+from toprope.settings.sections.algorithms import NAME, implied_fields
 
 NOT_EDITABLE = {"environment.name": "select_environment makes a draft of another environment"}
 """Fields that identify a draft, and what to do instead of editing them."""

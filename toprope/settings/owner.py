@@ -27,11 +27,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from toprope.errors import InvalidValue
 from toprope.settings.clusters import Clusters
 from toprope.settings.endpoints import Endpoint, parse_endpoints
-from toprope.settings.hosted import TinkerSettings
 from toprope.settings.limits import Limits
 from toprope.settings.locks import Locks
 from toprope.settings.notify import NotifySettings
 from toprope.settings.presets import locks_under
+from toprope.settings.sections.hosted import TinkerSettings
 from toprope.settings.tools import LentTool
 from toprope.settings.yamlfiles import check_keys, read_yaml
 from toprope.shipped import CONFIGS

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import InvalidValue, NotFound, shown
-from toprope.settings.algorithms import implied_fields
 from toprope.settings.endpoints import Endpoint, parse_endpoints
 from toprope.settings.fields import KNOBS, all_fields, find_field
 from toprope.settings.locks import Lock, Locks, parse_locks
 from toprope.settings.schema import SECTIONS, Config
+from toprope.settings.sections.algorithms import implied_fields
 from toprope.settings.yamlfiles import check_keys, nearest, read_yaml
 
 

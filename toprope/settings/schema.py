@@ -7,14 +7,15 @@ GPU, a description that agents read, and bounds that exclude nonsense; the owner
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from toprope.settings.algorithms import contradictions
-from toprope.settings.environment import EnvironmentSection, Section, members_of, mixture_conflicts
-from toprope.settings.hosted import TINKER, TrainerSection, hosted_conflicts
-from toprope.settings.launcher import LauncherSection
+from toprope.settings.sections.algorithms import contradictions
+from toprope.settings.sections.environment import EnvironmentSection, Section, members_of, mixture_conflicts
+from toprope.settings.sections.hosted import TINKER, TrainerSection, hosted_conflicts
+from toprope.settings.sections.launcher import LauncherSection
 
 EMBEDDED = ("embedded", "embedded-tools")
 """Policies that are built when they are first used; see toprope.training.policy.tiny_model."""
@@ -339,7 +340,7 @@ class Config(BaseModel):
 
     def conflicts(self) -> list[str]:
         """Sentences about fields that contradict each other; empty if the configuration is consistent."""
-        found = mixture_conflicts(self.environment) + hosted_conflicts(self)
+        found = mixture_conflicts(self.environment) + hosted_conflicts(lambda name: attrgetter(name)(self))
         rollout, policy = self.rollout, self.policy
         if rollout.max_new_tokens >= policy.max_context:
             found.append(

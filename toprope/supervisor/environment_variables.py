@@ -16,7 +16,7 @@ from toprope.records import messages
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.walls import ENV_WALLS
-from toprope.settings.hosted import ADDRESS, KEY
+from toprope.settings.sections.hosted import ADDRESS, KEY
 from toprope.supervisor.programs import role_of
 
 ALL_COMPONENTS = "*"

@@ -35,7 +35,7 @@ from toprope.settings.owner import Home
 from toprope.sweeps.members import SweepMembers, hopeless_reason
 from toprope.sweeps.strategy_runner import StrategyRunner
 from toprope.training.component.member import CrewMember, send_heartbeats
-from toprope.workbench.launch.reserve_budget import NoRoomWithin
+from toprope.workbench.launch.budgets.reserve_budget import NoRoomWithin
 
 _CHECK_EVERY_S = 0.25
 _REPORT_EVERY_S = 1.0

@@ -16,13 +16,13 @@ from toprope.records.run.specification import Specification, SweepMember, SweepP
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Candidate, Measured, Standing, final_id, member_id
 from toprope.settings.changes import apply_changes
-from toprope.settings.environment import RUN
 from toprope.settings.owner import Home
+from toprope.settings.sections.environment import RUN
 from toprope.workbench.launch import open_runs
+from toprope.workbench.launch.budgets.sweep_budget import draft_of_sweep
 from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.lineage import base_of
 from toprope.workbench.launch.start import RunStarter
-from toprope.workbench.launch.sweep_budget import draft_of_sweep
 
 _HOSTED_AT_ONCE = 4
 """Runs at once whose computing is done at a service."""

@@ -18,8 +18,8 @@ from toprope.records.sweep_journal import Candidate, Measured
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.sdk.worker.client import worker_environment
 from toprope.sweeps.planning import STRATEGY_METHODS, create_strategy, strategy_arguments
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.walls import code_wall, passed_on
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.walls import code_wall, passed_on
 
 _LOAD_S, _CALL_S = 60.0, 60.0
 

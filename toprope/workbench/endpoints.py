@@ -17,9 +17,9 @@ from toprope.errors import InvalidValue, NotFound, shown
 from toprope.records.run.specification import ModelUnderTest, Specification
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.settings.endpoints import BASE, Endpoint
-from toprope.settings.environment import EnvironmentSection, helper_names
 from toprope.settings.owner import MODELS, OwnerSettings
 from toprope.settings.presets import list_presets, load_preset
+from toprope.settings.sections.environment import EnvironmentSection, helper_names
 from toprope.settings.yamlfiles import nearest
 
 MOST_MODELS = 8

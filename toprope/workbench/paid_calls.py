@@ -18,8 +18,8 @@ from toprope.settings.owner import Home
 from toprope.supervisor.capacity.budget_ledger import enter_program, ledger_lock
 from toprope.supervisor.notices import tell
 from toprope.workbench.approvals import Approvals
+from toprope.workbench.launch.budgets.reserve_budget import reserve_calls
 from toprope.workbench.launch.preview import HASH_LENGTH
-from toprope.workbench.launch.reserve_budget import reserve_calls
 from toprope.workbench.launch.start import how_to_approve
 
 

@@ -83,7 +83,7 @@ def export(
     """Write the policy that a run trained, with a model card, to a folder or to the Hugging Face Hub."""
     if tensorboard:
         with open_workshop() as workshop:
-            from toprope.trackers.export import export_to_tensorboard
+            from toprope.trackers.tensorboard import export_to_tensorboard
             from toprope_server.cli.runs.naming import find_run
 
             found = find_run(workshop, run)

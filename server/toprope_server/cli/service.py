@@ -17,9 +17,8 @@ from toprope.errors import InvalidValue
 from toprope.settings.owner import Home
 from toprope_server.cli.clients.known import Places
 from toprope_server.cli.install import server_command
+from toprope_server.mcp.prompts import SKILL, skill_text
 from toprope_server.mcp.roles import Role
-from toprope_server.mcp.skill import NAME as SKILL
-from toprope_server.mcp.skill import skill_text
 
 SERVICE = "service"
 WHAT = {SERVICE: "a service of this user that keeps 'serve --http' up", "skill": "a SKILL.md that tells agents how"}

@@ -149,7 +149,7 @@ class TopropeServer(MCPServer[Any]):
         return result
 
     def _no_such_tool(self, name: str) -> str:
-        """Why a name cannot be called, and which can."""
+        """Explain that a name cannot be called, and list those that can."""
         offered = f"The tools are: {', '.join(self._specs)}."
         if any(spec.name == name for spec in ALL_TOOLS):
             return (

@@ -6,6 +6,8 @@ with names and ids completed as they are typed.
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated
 
@@ -202,3 +204,37 @@ _SOURCES: dict[str, Callable[[Workshop, Mapping[str, str]], list[str]]] = {
     "component": _components,
     "page": _pages,
 }
+
+
+SKILL = "toprope"
+"""Name of the skill with all prompts."""
+
+
+_DESCRIPTION = (
+    "Trains language models by reinforcement learning with the tools of the MCP server toprope: experiments, fair "
+    "comparisons, series of runs, diagnosis, environments. Use it if the user wants to train, test, compare or "
+    "diagnose a policy, or to write an environment."
+)
+
+
+_BEFORE = (
+    "The tools belong to the MCP server toprope; if they are missing, `toprope install CLIENT` adds it. Words in "
+    "UPPER CASE stand for what the user names. The owner's locks and limits hold: if a tool refuses, say so and do not "
+    "look for a way around it."
+)
+
+
+_CODE = "```"
+
+
+def skill_text() -> str:
+    """Return SKILL.md: a section for each prompt, with its arguments as words in upper case."""
+    parts = [f"---\nname: {SKILL}\ndescription: {json.dumps(_DESCRIPTION)}\n---", "# Toprope", _BEFORE]
+    for asks, title, _ in PROMPTS:
+        words = {
+            name: name.upper() if argument.default is inspect.Parameter.empty else argument.default
+            for name, argument in inspect.signature(asks).parameters.items()
+        }
+        text = asks(**words).partition(_CODE)[0].rstrip()
+        parts += [f"## {title}", inspect.getdoc(asks) or "", text]
+    return "\n\n".join(parts) + "\n"

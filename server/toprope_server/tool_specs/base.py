@@ -19,7 +19,7 @@ from toprope_server.mcp.arguments import strict
 
 if TYPE_CHECKING:
     from toprope_tools.answers.answer import Answer
-    from toprope_tools.planning.opening import Caller
+    from toprope_tools.openings import Caller
     from toprope_tools.workshop import Workshop
 
 # Hints at MCP's defaults are left out, because every client pays for the list; read-only tools have the first and the
@@ -163,7 +163,7 @@ def name_of(ctx: Context) -> str:
 
 def caller_of(ctx: Context) -> Caller:
     """The calling client, with its way to hear of progress."""
-    from toprope_tools.planning.opening import Caller
+    from toprope_tools.openings import Caller
 
     return Caller(client_of(ctx), ctx.report_progress)
 

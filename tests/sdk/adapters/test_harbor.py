@@ -19,7 +19,7 @@ from toprope.sdk.adapters._harbor.folders import task_folders
 from toprope.sdk.adapters._harbor.sandbox import Sandbox
 from toprope.sdk.errors import LoadError, WorkerError
 from toprope.sdk.wall import Wall
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the wall of Linux")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.sdk.adapters import textarena
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.worker.client import WorkerClient, worker_environment

@@ -9,7 +9,7 @@ import pytest
 
 from toprope.sdk.authoring.definitions import CALL, definition_problem, fitting_definitions
 from toprope.sdk.errors import WorkerError
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
 HONEST = '''
 """An owner's honest file."""

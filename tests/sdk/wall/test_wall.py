@@ -27,7 +27,7 @@ from toprope.sdk.wall.enclosure import most_tasks
 from toprope.sdk.wall.groups import ProcessGroup
 from toprope.sdk.worker.client import WorkerClient, worker_environment
 from toprope.settings.owner import Home
-from toprope.training.rollouts.walls import environment_wall
+from toprope.training.rollouts.workers.walls import environment_wall
 
 landlock = pytest.mark.skipif(level_here()[0] != "landlock", reason="this machine has no Landlock")
 ATTACKS = """
@@ -126,8 +126,8 @@ def test_closed_folder_within_sources_stays_closed_unless_it_is_declared(tmp_pat
 
 
 def test_missing_wall_is_marked_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from toprope.training.rollouts.environment_worker import EnvironmentWorker
-    from toprope.training.rollouts.walls import missing_wall
+    from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+    from toprope.training.rollouts.workers.walls import missing_wall
 
     for module in ("plan", "enclosure"):
         monkeypatch.setattr(f"toprope.sdk.wall.{module}.level_here", lambda: ("none", "this kernel has no Landlock"))
@@ -265,7 +265,8 @@ def test_product_starts_no_worker_without_a_wall() -> None:
         if "RestartingWorker" not in line
     ]
     assert found == [
-        "toprope/training/rollouts/environment_worker.py: return await cls.start(interpreter, wall=wall, **options)"
+        "toprope/training/rollouts/workers/environment_worker.py: "
+        "return await cls.start(interpreter, wall=wall, **options)"
     ]
 
 

@@ -55,7 +55,7 @@ def live(tmp_path):
 
 
 def read_until(stream, text, limit=30.0):
-    """What a stream gives until `text` has come."""
+    """Read a stream until `text` has come."""
     found, deadline = "", time.monotonic() + limit
     while text not in found:
         assert time.monotonic() < deadline, found

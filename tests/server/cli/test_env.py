@@ -20,7 +20,7 @@ from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.planning.environments import describe_environment
 from typer.testing import CliRunner
 
-from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.tools_house import make_workshop
 from toprope.errors import EnvironmentFailed

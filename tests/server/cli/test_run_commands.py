@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import time
+from pathlib import Path
 
 import pytest
 from toprope_server.cli.app import build
 from toprope_server.cli.context import showing_work
+from toprope_server.cli.demo import event_line
 from toprope_server.cli.runs.follow import LogTail
 from toprope_server.cli.runs.naming import complete_component, complete_environment, complete_run, find_run
 from typer.testing import CliRunner
@@ -17,7 +19,9 @@ from tests.support.tiny_policy import make_tiny_policy
 from tests.support.tools_house import become, make_workshop, start_run
 from toprope.errors import InvalidValue
 from toprope.records.run.checkpoints import seal
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import last_rows
+from toprope.records.run.status import EventLog
 from toprope.settings.schema import Config
 
 
@@ -167,3 +171,15 @@ def test_last_rows_are_the_newest_that_count(tmp_path):
     path.write_text("".join(f"{json.dumps({'step': step, 'text': 'x' * 500})}\n" for step in range(1000)))
     assert [row["step"] for row in last_rows(path, 20)] == list(range(980, 1000))
     assert last_rows(tmp_path / "none", 5) == []
+
+
+def test_event_line_shows_states_and_evaluations(tmp_path: Path) -> None:
+    log = EventLog(RunFolder(tmp_path))
+    events = [
+        log.append("state", **{"from": "queued", "to": "validating", "reason": ""}),
+        log.append("evaluation", label="after", summary={"accuracy": 0.8125, "tasks": 200}),
+        log.append("evaluation", label="after", summary={}),
+        log.append("checkpoint", step=3, path="x", cursor=9),
+    ]
+    lines = [event_line(event.model_dump()) for event in events]
+    assert lines == ["queued -> validating", "evaluation after: accuracy 0.812", None, None]

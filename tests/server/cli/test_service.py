@@ -14,9 +14,8 @@ import yaml
 from toprope_server.cli import service
 from toprope_server.cli.app import build
 from toprope_server.cli.main import main
-from toprope_server.mcp.prompts import PROMPTS
+from toprope_server.mcp.prompts import PROMPTS, skill_text
 from toprope_server.mcp.roles import Role
-from toprope_server.mcp.skill import skill_text
 from typer.testing import CliRunner, Result
 
 from toprope.errors import InvalidValue

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from toprope_server.dashboard.pulse import Pulse
 from toprope_server.dashboard.serve import main, serve_dashboard
 
 from tests.support.dashboard_page import DashboardProcess, make_bundle, next_change
 from tests.support.tools_house import become, make_workshop, start_run, step
 from toprope.errors import NotPossibleNow
 from toprope.records.audit import AuditTrail
+from toprope.settings.owner import Home
 from toprope.workbench.approvals import Approvals
 
 HASH = "ab" * 12
@@ -255,3 +259,25 @@ def test_command_prints_the_address_and_opens_it(
     assert opened.wait(10 if opens else 0.2) is opens
     assert seen == (["http://127.0.0.1:1/#key=k"] if opens else [])
     assert "http://127.0.0.1:1/#key=k" in capsys.readouterr().out
+
+
+def test_page_that_comes_as_the_last_one_leaves_still_gets_changes(tmp_path):
+    runs = [SimpleNamespace(run_id="a", state="training", ended=False)]
+    home = Home(tmp_path / "home", tmp_path / "config")
+    pulse = Pulse(SimpleNamespace(home=home, statuses=lambda: list(runs)), every_s=0.01)
+
+    async def visit() -> None:
+        first = pulse.messages(None)
+        await anext(first)
+        await first.aclose()
+        second = pulse.messages(None)
+        await anext(second)
+        assert pulse.beating
+        await asyncio.sleep(0.05)  # the first look only learns the state
+        runs.append(SimpleNamespace(run_id="b", state="queued", ended=False))
+        _, change = await asyncio.wait_for(anext(second), 5)
+        assert change is not None and change["runs"]["b"] == ["status"]
+        await second.aclose()
+        assert not pulse.beating
+
+    asyncio.run(visit())

@@ -12,7 +12,7 @@ from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role
 from toprope_tools.workshop import Workshop
 
-from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.tools_house import become, make_workshop, step
 from toprope.settings.owner import Home
 

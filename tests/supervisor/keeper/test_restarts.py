@@ -16,7 +16,7 @@ from toprope.records.messages import Beat, Making, Progress
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Status
-from toprope.settings.launcher import LauncherSection, RestartAllowance
+from toprope.settings.sections.launcher import LauncherSection, RestartAllowance
 from toprope.supervisor.keeper.hang_detector import HangDetector
 from toprope.supervisor.keeper.report_handler import ReportHandler
 from toprope.supervisor.keeper.status_writer import StatusWriter

@@ -24,7 +24,7 @@ child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
 signal.signal(signal.SIGTERM, lambda *_: child.terminate())
 sys.exit(child.wait() and 1)
 """
-"""What slurmstepd and Ray's supervisor are: a parent that passes SIGTERM on, and leaves its child if it is killed."""
+"""A parent like slurmstepd and Ray's supervisor: it passes SIGTERM on, and leaves its child if it is killed."""
 
 
 class LocalEngine:

@@ -11,8 +11,8 @@ from toprope_server.cli.doctor.cluster import check_cluster
 
 from toprope.errors import InvalidValue
 from toprope.settings.clusters import Clusters
-from toprope.settings.launcher import LauncherSection
 from toprope.settings.owner import Home
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.supervisor.launchers import probe
 from toprope.workbench.launch.requirements import describe_job
 

@@ -9,7 +9,7 @@ import httpx2 as httpx
 import pytest
 
 from toprope.settings.clusters import Cluster
-from toprope.settings.launcher import LauncherSection
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.supervisor.launchers.engine import JobRequest, Refused, Unreachable
 from toprope.supervisor.launchers.ray import RayEngine
 from toprope.supervisor.launchers.slurm import SlurmEngine

@@ -1,4 +1,4 @@
-"""Which node a member gets, and how the nodes of a run are found."""
+"""The node of each member, and the nodes of a run."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ import anyio
 import pytest
 import yaml
 from toprope_tools.clients import Client
+from toprope_tools.openings import Caller
 from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.planning.environments import describe_environment, list_environments, select_environment
-from toprope_tools.planning.opening import Caller
 
 from tests.support.tools_house import do
 from toprope.errors import EnvironmentFailed, InvalidValue, NotPossibleNow

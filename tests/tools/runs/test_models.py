@@ -16,7 +16,7 @@ from toprope_tools.runs.sweeps import start_sweep
 from toprope_tools.runs.training import start_training
 from toprope_tools.workshop import Workshop
 
-from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.tools_house import become, do
 from toprope.atomic import write_json
 from toprope.errors import EnvironmentFailed, InvalidValue, LockedField, NotFound, NotPossibleNow

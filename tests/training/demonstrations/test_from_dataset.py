@@ -16,7 +16,7 @@ from toprope.records.run.specification import DatasetSource, EnvironmentSource, 
 from toprope.sdk.authoring.environment import Task
 from toprope.settings.schema import Config
 from toprope.training.demonstrations.from_dataset import content_id, write_dataset_demonstrations
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.trajectories.datasets.store import DatasetStore
 from toprope.trajectories.datasets.writers import writing
 from toprope.trajectories.items import TrajectoryItem

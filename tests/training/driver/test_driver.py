@@ -16,13 +16,13 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.kinds import KINDS
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.errors import WorkerError
-from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
+from toprope.settings.sections.environment import members_of
 from toprope.training.driver.producer import GroupProducer
 from toprope.training.driver.program import Driver
 from toprope.training.inference.client import PromptTooLong, SessionLost
 from toprope.training.inference.sessions import Turn
-from toprope.training.rollouts.group_sampler import SampledGroup
+from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.task_sampler import TaskSampler
 
 ECHO = '''

@@ -12,11 +12,11 @@ import pytest
 from toprope.errors import ComponentFailed
 from toprope.records.messages import Renewed
 from toprope.records.worker_messages import Card
-from toprope.settings.environment import EnvironmentSection
-from toprope.settings.launcher import LauncherSection
+from toprope.settings.sections.environment import EnvironmentSection
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.driver.reward_signal_check import require_reward_signal
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 
 HEAD = """import os
 from toprope.sdk import Environment, Task

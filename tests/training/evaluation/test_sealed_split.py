@@ -16,13 +16,13 @@ from toprope.errors import ComponentFailed
 from toprope.records.run.digests import environment_digest, measurement_digests
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource
-from toprope.settings.launcher import LauncherSection
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.driver.contamination import ContaminationTracker, normalized_words, write_contamination
 from toprope.training.evaluation.evaluator import Evaluator
 from toprope.training.rollouts.environment_set import EnvironmentSet
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import GroupSampler
-from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 
 CHATTY = '''
 """Prints and raises what it is asked."""

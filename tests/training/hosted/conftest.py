@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from toprope.settings import hosted
+from toprope.settings.sections import hosted
 
 if find_spec("tinker") is None:  # pip install 'toprope[tinker]'
     collect_ignore_glob = ["test_*.py"]

@@ -24,10 +24,10 @@ from toprope.records.messages import Finished, Stepped
 from toprope.records.purse import LimitReached
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.usage import spending_in
-from toprope.settings import hosted
-from toprope.settings.hosted import HostedPrices
 from toprope.settings.limits import Cap, FrozenLimits
 from toprope.settings.schema import Config
+from toprope.settings.sections import hosted
+from toprope.settings.sections.hosted import HostedPrices
 from toprope.training.api.clients import sync_client
 from toprope.training.component.peer_addresses import PeerAway
 from toprope.training.hosted import trainer

@@ -272,7 +272,7 @@ def test_engine_that_failed_goes_on_with_the_newest_weights(rig: Rig, monkeypatc
 
 
 def fail_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """What makes an engine fail while it samples: the end of its server, or an error within a pass of its model."""
+    """Make an engine fail while it samples: the end of its server, or an error within a pass of its model."""
     engine: Any = rig.engine
     if rig.name == "vllm":
         return lambda: engine._process.process.kill()

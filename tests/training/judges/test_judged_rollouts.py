@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.openai_stand_in import OpenAiStandIn
 from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.errors import InvalidValue
 from toprope.records.purse import FILE, Purse
 from toprope.records.run.specification import EnvironmentSource, ModelUnderTest, Specification
@@ -18,7 +18,8 @@ from toprope.settings.endpoints import Endpoint
 from toprope.settings.schema import Config
 from toprope.training.judges.helpers import Helpers
 from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans
-from toprope.training.rollouts.group_sampler import SampledGroup, TaskRef
+from toprope.training.rollouts.group_sampler import TaskRef
+from toprope.training.rollouts.sampled_group import SampledGroup
 
 CODE = '''
 from toprope.sdk import Environment, Task

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.errors import InvalidValue
 from toprope.records.journal.groups import Outcome
 from toprope.records.purse import FILE as SPENDING
@@ -20,12 +20,12 @@ from toprope.records.purse import Purse
 from toprope.records.run.specification import ModelUnderTest
 from toprope.records.worker_messages import Card, RewardPart
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.mixture import RewardFunction, checked_rewards
+from toprope.settings.sections.mixture import RewardFunction, checked_rewards
 from toprope.training.judges.helpers import Helpers
 from toprope.training.judges.judging import FILE, Judge, Judges, Verdicts, judged_card
 from toprope.training.judges.questions import Unreadable, read_ranking, read_score, score_question
 from toprope.training.rollouts.endpoint_client import ModelFailed
-from toprope.training.rollouts.group_sampler import SampledGroup
+from toprope.training.rollouts.sampled_group import SampledGroup
 
 CARD = Card("essay", "", 1, [], {"own": RewardPart(1.0, 0.0, 1.0)}, 1.0, {})
 KEY = "sk-judge-secret"

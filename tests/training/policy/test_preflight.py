@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hub_stand_in import HubStandIn
+from tests.support.services.hub_stand_in import HubStandIn
 from tests.support.tiny_policy import make_tiny_policy
 from toprope.errors import DiskFull, InvalidValue
 from toprope.settings.schema import PolicySection

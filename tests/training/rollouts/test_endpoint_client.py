@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.support.openai_stand_in import OpenAiStandIn
 from tests.support.rollout_stand_ins import only_environment
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.errors import ComponentFailed
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.launcher import LauncherSection
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.evaluation.model_comparison import best_model, compare_models
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import GroupSampler
-from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 
 SAMPLING = Sampling(0.7, 1.0, 32)
 KEY = "sk-very-secret-0123456789"

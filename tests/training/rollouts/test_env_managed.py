@@ -11,13 +11,13 @@ import aiohttp
 import pytest
 import torch
 
-from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.errors import ComponentFailed
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.wall import Wall, network_refusal
 from toprope.sdk.wall.plan import Network
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.launcher import LauncherSection
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.component.http_server import serve
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.client import PolicyClient, Sampling
@@ -27,9 +27,9 @@ from toprope.training.policy.loading import load_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 from toprope.training.rollouts.endpoint_proxy import EndpointProxy
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler, outcome_turns
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import TaskRef
-from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 
 SECRET = "s3cret"
 SAMPLING = Sampling(1.0, 1.0, 6)

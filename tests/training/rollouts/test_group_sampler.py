@@ -13,11 +13,12 @@ from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy, only_envir
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import MASKED
 from toprope.records.run.folder import RunFolder
-from toprope.settings.launcher import LauncherSection
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.evaluation.evaluator import Evaluator, example_record, summarize
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.group_sampler import GroupSampler, SampledGroup, TaskRef
-from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
+from toprope.training.rollouts.sampled_group import SampledGroup
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 
 COUNTDOWN = '''
 """Say the number one lower than the last, until 0."""

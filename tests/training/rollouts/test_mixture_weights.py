@@ -12,9 +12,9 @@ from toprope.records.journal.groups import Group, Outcome
 from toprope.records.run.curriculum import Curricula
 from toprope.records.run.folder import RunFolder
 from toprope.settings.changes import apply_changes
-from toprope.settings.environment import members_of
-from toprope.settings.mixture import Curriculum
 from toprope.settings.schema import Config
+from toprope.settings.sections.environment import members_of
+from toprope.settings.sections.mixture import Curriculum
 from toprope.training.rollouts.curriculum import CurriculumProgress
 from toprope.training.rollouts.mixture_weights import MixtureEntry, MixtureScheduler, mixture_shares
 from toprope.training.trainer.environment_metrics import EnvironmentMetrics

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.records.purse import FILE, LimitReached, Purse, read_spending
 from toprope.settings.endpoints import Endpoint
 from toprope.training.inference.client import Sampling

@@ -12,7 +12,7 @@ from toprope.records.trained_tasks import TrainedTasks, content_id, read_trained
 from toprope.records.worker_messages import TaskPage, TaskView
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.environment_set import EnvironmentSet
-from toprope.training.trainer.checkpoint_folder import commit_checkpoint
+from toprope.training.trainer.checkpoints.checkpoint_folder import commit_checkpoint
 
 
 def said(text: str) -> list[dict[str, Any]]:
@@ -102,3 +102,12 @@ def test_record_is_synced_before_a_checkpoint_appears_and_not_for_each_group(tmp
     assert order == [] and len(read_trained(tmp_path)) == 2, "written, and the driver did not wait for the disk"
     commit_checkpoint(tmp_path / "checkpoints", 1, lambda aside: aside.mkdir(parents=True), keep=1)
     assert order.index("trained-tasks.txt") < order.index("checkpoint")
+
+
+def test_each_driver_records_its_tasks_in_a_file_of_its_own(tmp_path: Path) -> None:
+    for driver in (1, 2, 3):
+        TrainedTasks(tmp_path, None, driver).add(f"task-{driver}", [{"role": "user", "content": f"Question {driver}?"}])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "trained-tasks-2.txt", "trained-tasks-3.txt", "trained-tasks.txt",
+    ]  # fmt: skip
+    assert {"task-1", "task-2", "task-3"} <= read_trained(tmp_path)

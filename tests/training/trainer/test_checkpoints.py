@@ -14,8 +14,8 @@ from toprope.errors import Corrupt
 from toprope.records.run.folder import checkpoints_in
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model, load_tokenizer
-from toprope.training.trainer.checkpoint_folder import CheckpointState
-from toprope.training.trainer.checkpoint_io import load_checkpoint, save_checkpoint
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
+from toprope.training.trainer.checkpoints.checkpoint_io import load_checkpoint, save_checkpoint
 
 
 def make(folder: Path) -> tuple[Any, Any, Any]:

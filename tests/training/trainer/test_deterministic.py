@@ -16,15 +16,16 @@ from tests.support.training_api_server import group, served
 from tests.training.inference.requests import sample
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Evaluated
-from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
+from toprope.settings.sections.environment import members_of
 from toprope.training.driver.producer import GroupProducer
 from toprope.training.inference.client import Sampling
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.inference.sessions import Turn
 from toprope.training.policy.loading import fix_kernels, load_tokenizer
-from toprope.training.rollouts.group_sampler import SampledGroup, TaskRef
+from toprope.training.rollouts.group_sampler import TaskRef
+from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.task_sampler import TaskSampler
 
 

@@ -24,7 +24,7 @@ from toprope.records.run.metrics import read_rows
 from toprope.training.api.clients import sync_client
 from toprope.training.api.clients.sync_client import SyncApiClient
 from toprope.training.trainer import base as training_run
-from toprope.training.trainer import checkpoint_folder as checkpoints
+from toprope.training.trainer.checkpoints import checkpoint_folder as checkpoints
 from toprope.training.trainer.grpo import GrpoRun
 
 

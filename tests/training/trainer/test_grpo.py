@@ -11,9 +11,9 @@ import torch
 from tests.support.trainer_stand_ins import PreparedGroups, rollout_group, small_config
 from toprope.errors import InvalidValue
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
-from toprope.settings.algorithms import ALGORITHMS
 from toprope.settings.changes import apply_changes
 from toprope.settings.schema import Config
+from toprope.settings.sections.algorithms import ALGORITHMS
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, advantages, build_rows
 from toprope.training.trainer.collate import collate

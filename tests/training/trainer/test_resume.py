@@ -19,8 +19,8 @@ from toprope.training.api.clients import sync_client
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.policy.weight_sync import WeightReader
 from toprope.training.trainer.batch_source import BatchSource
-from toprope.training.trainer.checkpoint_folder import CheckpointState
-from toprope.training.trainer.checkpoint_io import load_checkpoint, load_weights, save_checkpoint
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
+from toprope.training.trainer.checkpoints.checkpoint_io import load_checkpoint, load_weights, save_checkpoint
 from toprope.training.trainer.grpo import GrpoRun
 from toprope.training.trainer.optimization import learning_rate_factor
 

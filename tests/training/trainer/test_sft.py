@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.openai_stand_in import OpenAiStandIn
+from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.trainer_stand_ins import StandInMember, small_run_config
 from toprope.errors import ComponentFailed, Corrupt
 from toprope.records.journal.demonstrations import Trace, append_traces, read_traces

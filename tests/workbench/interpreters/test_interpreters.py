@@ -6,82 +6,32 @@ environments but writes the packages itself.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
 import sys
 import threading
-import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 from toprope_server.cli.runs.prune import leftovers
 from toprope_tools.workshop import Workshop
 
-from tests.support.tiny_wheels import make_wheel
 from tests.support.tools_house import become, make_workshop
+from tests.workbench.interpreters.conftest import adapter
 from toprope.errors import Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow, TooNew
 from toprope.records.run.manifest import packages_in, site_packages_of
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config
-from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
-from toprope.workbench.interpreters.naming import ecosystem_requirements, target_of
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.pythons import better_python, newer_python
 from toprope.workbench.interpreters.registry import Added
 from toprope.workbench.interpreters.words import failure
 from toprope.workbench.launch.requirements import require_interpreters
-
-GAME = "def main():\n    print('scripts work')\n"
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheels")
-    make_wheel(folder, "tinygame", "1.0", requires=("tinyrules>=1",), code=GAME)
-    make_wheel(folder, "tinygame", "2.0", requires=("tinyrules>=1",), code=GAME)
-    make_wheel(folder, "tinyrules", "1.5")
-    make_wheel(folder, "tinyalone", "1.0", requires=("tinynowhere==9",))
-    return folder
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resolve every requirement to version 1.5 of a generated module; `tinytorn` cannot be imported."""
-
-    def resolve(self: Installer, what: str, wanted: Wanted) -> list[Pin]:
-        names = [Requirement(one).name for one in wanted.requirements]
-        return [Pin(name, f"{name}==1.5") for name in names]
-
-    def install(self: Installer, what: str, pins: list[Pin], wanted: Wanted) -> None:
-        site = site_packages_of(self.python)
-        assert site is not None
-        for pin in pins:
-            code = "raise OSError('no such library')" if pin.name == "tinytorn" else "VERSION = '1.5'"
-            (site / f"{pin.name}.py").write_text(code)
-            (site / f"{pin.name}-1.5.dist-info").mkdir()
-            (site / f"{pin.name}-1.5.dist-info" / "METADATA").write_text(
-                f"Metadata-Version: 2.1\nName: {pin.name}\nVersion: 1.5\n"
-            )
-
-    monkeypatch.setattr(Installer, "resolve", resolve)
-    monkeypatch.setattr(Installer, "install", install)
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return Home(tmp_path / "home", tmp_path / "config")
-
-
-def adapter(name: str, package: str, *requirements: str) -> Adapter:
-    return Adapter(name, f"Environments of {name}", package, requirements, module=types.ModuleType(name))
 
 
 def wanted_from(wheels: Path) -> Wanted:
@@ -343,189 +293,6 @@ def test_unreadable_registry_is_reported_and_left_unchanged(home: Home) -> None:
         assert len(entries) > 100
         [broken] = [entry for entry in entries if entry.source == "registered"]
         assert broken.status == "broken" and "environments.json" in broken.problem
-
-
-def test_folders_and_clones_are_listed_with_their_interpreter(home: Home, quick: None, tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    (folder / "ruled.py").write_text(
-        "import tinyrules\nfrom toprope.sdk import Environment, Task\nclass Ruled(Environment):\n"
-        "    '''Rules.'''\n    packages = ('tinyrules',)\n    def tasks(self): yield Task(f'Say {tinyrules.VERSION}', "
-        "reference=tinyrules.VERSION)\n    def score(self): return self.answer == self.task.reference\n"
-    )
-    (folder / "requirements.txt").write_text("tinyrules  # the rules\n")
-    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@example.org"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
-        subprocess.run([*git, *words], check=True, capture_output=True)
-    here = Interpreters(home, lambda: [])
-    added = here.add(Order(str(folder))).added
-    catalog = Catalog(registry=here.registry)
-    entry = catalog.find("ruled")
-    assert (entry.source, entry.environment.interpreter) == ("folder", added.python)
-    described = asyncio.run(catalog.describe(entry))
-    assert described.card.versions["tinyrules"] == "1.5" and described.examples[0].reference == "1.5"
-    (folder / "requirements.txt").write_text("-r others.txt\n")
-    with pytest.raises(InvalidValue, match="pip option"):
-        here.add(Order(str(folder)))
-    here.remove("mine")
-    cloned = here.add(Order(f"file://{folder}/.git", name="cloned")).added
-    assert cloned.kind == "git" and len(str(cloned.commit)) == 40 and cloned.lock == added.lock
-    assert Catalog(registry=here.registry).find("ruled").environment.file == f"{home.checkouts}/cloned/ruled.py"
-    assert [path.name for path in home.checkouts.iterdir()] == ["cloned"]
-    here.remove("cloned")
-    assert list(home.checkouts.iterdir()) == [] and folder.is_dir()
-    with pytest.raises(EnvironmentFailed, match="was not cloned"):
-        here.add(Order(f"file://{tmp_path}/nowhere.git"))
-    assert list(home.checkouts.iterdir()) == []
-
-
-def test_target_of_recognizes_each_kind() -> None:
-    found = [adapter("game", "game", "game>=1"), Adapter("plain", "")]
-    for given, kind, name in [
-        ("game", "packages", "game"),
-        ("verifiers[all]==0.4", "packages", "verifiers"),
-        ("hf:openai/gsm8k", "dataset", "gsm8k"),
-        ("https://example.org/a/b.git", "git", "b"),
-        ("git+https://example.org/a/b@v1", "git", "b"),
-        ("git@example.org:a/b.git", "git", "b"),
-    ]:
-        target = target_of(given, found)
-        assert (target.kind, target.name) == (kind, name)
-    assert target_of("git+https://example.org/a/b@v1", found).ref == "v1"
-    evals = Adapter("judge", "", "judge", ("judge>=2", "client"), extras={"its-evals>=1.1": ("math", "text")})
-    assert target_of("its-evals", [evals]).requirements == ("its-evals[math,text]>=1.1", "judge>=2", "client")
-    assert target_of("its_evals==1.2", [evals]).requirements == ("its_evals[math,text]==1.2", "judge>=2", "client")
-    assert target_of("its-evals[text]", [evals]).requirements == ("its-evals[text]",)
-    server = target_of("http://127.0.0.1:9000/", found, "game")
-    assert (server.kind, server.given, server.name) == ("server", "http://127.0.0.1:9000", "127-0-0-1-9000")
-    for wrong, error in [
-        ("http://127.0.0.1:9000", InvalidValue),
-        ("https://me:secret@example.org/x.git", InvalidValue),
-        ("git+ssh://me:secret@example.org/x.git", InvalidValue),
-        ("x @ https://secret@example.org/x.whl", InvalidValue),
-        ("http://secret@127.0.0.1:9000", InvalidValue),
-        ("plain", InvalidValue),
-        ("--what is this", NotFound),
-    ]:
-        with pytest.raises(error) as refusal:
-            target_of(wrong, found)
-        assert "secret" not in str(refusal.value)
-
-
-def test_plain_only_ignores_folders_beside_the_server(
-    home: Home, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "pyproject.toml").write_text("[project]\nname = 'here'\n")
-    (tmp_path / "store.git").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert target_of("here", []).path is not None and target_of("store.git", []).kind == "git"
-    for given in ("here", "store.git"):
-        target = target_of(given, [], plain_only=True)
-        assert (target.kind, target.path, target.requirements) == ("packages", None, (given,))
-    added = Interpreters(home, lambda: []).add(Order("here", plain_only=True)).added
-    assert (added.kind, added.path, added.requirements) == ("packages", None, ["here"])
-
-
-def test_project_of_an_ecosystem_is_required_as_its_adapter_says(tmp_path: Path) -> None:
-    for name in ("gymlike", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "pyproject.toml").write_text(f'[project]\nname = "{name}"\n')
-    server = tmp_path / "gymlike" / "servers" / "one"
-    server.mkdir(parents=True)
-    (server / "requirements.txt").write_text(
-        "-e Gymlike[dev] @ ../../\ntinyrules # of play\n--editable ../../../other\n"
-    )
-    known = adapter("gym", "gymlike", "gymlike==0.4.*")
-    assert target_of(str(server), [known]).requirements == ("gymlike==0.4.*", "tinyrules", str(tmp_path / "other"))
-    assert target_of(str(server), []).requirements[0] == str(tmp_path / "gymlike")
-
-
-def test_file_requires_what_lies_beside_it_unless_it_names_its_own(tmp_path: Path) -> None:
-    (tmp_path / "requirements.txt").write_text("tinyrules\n")
-    plain, own = tmp_path / "plain.py", tmp_path / "own.py"
-    plain.write_text("")
-    own.write_text('# /// script\n# dependencies = ["tinymore"]\n# ///\n')
-    assert [target_of(str(one), []).requirements for one in (plain, own)] == [("tinyrules",), ("tinymore",)]
-
-
-def test_folder_gets_the_ecosystem_of_its_files(home: Home, quick: None, tmp_path: Path) -> None:
-    place = tmp_path / "games" / "counting"
-    place.mkdir(parents=True)
-    (place / "app.py").write_text(
-        "from nemo_gym.base import SimpleResourcesServer\nclass A(SimpleResourcesServer): ...\n"
-    )
-    (tmp_path / "games" / "requirements.txt").write_text("tinyrules\n")
-    known = [one for one in adapters() if one.name in ("nemo_gym", "atropos")]
-    target = target_of(str(tmp_path / "games"), known)
-    assert ecosystem_requirements(target, known) == ("nemo-gym==0.4.*",)
-    assert ecosystem_requirements(target_of(str(place / "app.py"), known), known) == ("nemo-gym==0.4.*",)
-    assert Interpreters(home, lambda: known).add(Order(str(tmp_path / "games"))).added.requirements == [
-        "tinyrules",
-        "nemo-gym==0.4.*",
-    ]
-
-
-def test_packages_get_the_newer_python_that_they_require(
-    home: Home, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for version in ("3.11.9", "3.13.5", "3.14.2"):
-        python = tmp_path / "versions" / version / "bin" / "python3"
-        python.parent.mkdir(parents=True)
-        python.write_text(f"#!/bin/sh\necho {version.replace('.', ' ')}\n")
-        python.chmod(0o700)
-    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    monkeypatch.setenv("PATH", "/nowhere")
-    newer = str(tmp_path / "versions" / "3.13.5" / "bin" / "python3")
-    assert newer_python("Because Python (3.11.7) does not satisfy Python>=3.12 and x depends on it") == newer
-    assert newer_python("Package 'x' requires a different Python: 3.11.7 not in '>=3.15'") is None
-    assert newer_python("No matching distribution found for x") is None
-    games = Adapter("games", "", "tinyrules", ("tinyrules",), python=">=3.12")
-    assert (better_python(games), better_python(adapter("any", "x"))) == (newer, None)
-    assert better_python(Adapter("games", "", python=">=3.11")) is None
-    made: list[str | None] = []
-    resolved, making = Installer.resolve, Installer.make
-
-    def resolve(self: Installer, what: str, wanted: Wanted) -> list[Pin]:
-        if made[-1] is None:
-            raise failure(what, ["error: 3.11.7 does not satisfy Python>=3.12"], offline=False)
-        return resolved(self, what, wanted)
-
-    def make(self: Installer, base: str | None) -> None:
-        made.append(base)
-        making(self, None)
-
-    monkeypatch.setattr(Installer, "resolve", resolve)
-    monkeypatch.setattr(Installer, "make", make)
-    assert Interpreters(home).add(Order("tinyrules")).added.python is not None
-    assert made == [None, newer]
-    made.clear()
-    assert Interpreters(home, lambda: [games]).add(Order("games")).added.python is not None and made == [newer]
-    with pytest.raises(EnvironmentFailed, match="does not satisfy"):
-        made.clear()
-        monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "none"))
-        Interpreters(home).add(Order("tinymore"))
-
-
-def test_requirements_must_be_utf8(tmp_path: Path) -> None:
-    (tmp_path / "requirements.txt").write_bytes("tinyrules\n".encode("utf-16"))
-    with pytest.raises(InvalidValue, match=r"requirements\.txt cannot be read as UTF-8"):
-        target_of(str(tmp_path), [])
-    (tmp_path / "requirements.txt").write_bytes(b"\xef\xbb\xbftinyrules\n")  # the byte order mark of Windows editors
-    assert target_of(str(tmp_path), []).requirements == ("tinyrules",)
-
-
-def test_key_in_url_is_refused_and_not_repeated(home: Home, quick: None) -> None:
-    here = Interpreters(home, lambda: [])
-    with_key = "https://me:secret@example.org/simple"
-    for order in [
-        Order("tinyrules", wanted=Wanted((), extra_indexes=(with_key,))),
-        Order("tinyrules", requirements=(f"x @ {with_key}/x.whl",)),
-    ]:
-        with pytest.raises(InvalidValue) as refusal:
-            here.add(order)
-        assert "secret" not in str(refusal.value) and "PIP_EXTRA_INDEX_URL" in refusal.value.hint
-    assert not home.path.exists()
 
 
 def test_digest_ignores_order_and_spelling_of_pins() -> None:

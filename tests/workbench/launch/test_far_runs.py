@@ -9,8 +9,8 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
+from toprope.workbench.launch.budgets.reserve_budget import demand, gpu_of
 from toprope.workbench.launch.mixture_sources import hold_locks
-from toprope.workbench.launch.reserve_budget import demand, gpu_of
 
 
 def far(kind: str = "slurm", nodes: int = 8) -> Config:

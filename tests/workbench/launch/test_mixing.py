@@ -12,8 +12,8 @@ from toprope.records.run.digests import measurement_digests
 from toprope.records.run.specification import EnvironmentSource, Specification, TrainPlan
 from toprope.records.run.status import Status
 from toprope.settings.locks import Lock, Locks
-from toprope.settings.mixture import RewardFunction
 from toprope.settings.presets import Preset
+from toprope.settings.sections.mixture import RewardFunction
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft, Drafts
 from toprope.workbench.launch.freeze import freeze, freeze_again

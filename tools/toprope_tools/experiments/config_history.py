@@ -27,8 +27,9 @@ from toprope.workbench.launch.freeze import freeze_again
 from toprope_tools.answers import planning as planning_answers
 from toprope_tools.answers import runs as runs_answers
 from toprope_tools.answers.answer import Answer, fitting
+from toprope_tools.openings import CALLER, Caller
 from toprope_tools.planning.config import said_changes
-from toprope_tools.planning.opening import CALLER, Caller, default_section, describe, options_of
+from toprope_tools.planning.opening import default_section, describe, options_of
 from toprope_tools.runs.sweeps import best_of_sweep
 from toprope_tools.runs.training import start_frozen
 

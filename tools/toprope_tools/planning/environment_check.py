@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 
-from toprope.settings.environment import members_of
 from toprope.settings.fields import KNOBS
+from toprope.settings.sections.environment import members_of
 from toprope.text_format import call, clip, number, plural
 from toprope.untrusted import marked
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
@@ -20,8 +20,9 @@ from toprope.workbench.catalog.kept_checks import KeptChecks, KeptFinding
 from toprope.workbench.launch.mixture_sources import hold_locks, own_source
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.planning import CheckAnswer, CheckFinding
+from toprope_tools.openings import CALLER, Caller
 from toprope_tools.planning.fit import default_policy, lengths
-from toprope_tools.planning.opening import CALLER, Caller, default_section, opened, options_of
+from toprope_tools.planning.opening import default_section, opened, options_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop

@@ -23,9 +23,10 @@ from toprope.workbench.fit import SFT_PRESET, misfits, warning_lines
 from toprope.workbench.launch.baseline import Baseline, baseline_of
 from toprope_tools.answers import planning as answers
 from toprope_tools.answers.answer import Answer
+from toprope_tools.openings import CALLER, Caller
 from toprope_tools.planning.config import said_changes
 from toprope_tools.planning.fit import Lengths, default_policy, lengths, misfits_of, remember, sample_of
-from toprope_tools.planning.opening import CALLER, Caller, default_section, describe, options_of
+from toprope_tools.planning.opening import default_section, describe, options_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop

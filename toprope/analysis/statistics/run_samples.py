@@ -13,7 +13,7 @@ from toprope.records.run.folder import REPAIR_HINT, RunFolder, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
-from toprope.settings.environment import EnvironmentSection, members_of, rewards_of
+from toprope.settings.sections.environment import EnvironmentSection, members_of, rewards_of
 
 
 def measured(folder: RunFolder, state: str) -> Measured:

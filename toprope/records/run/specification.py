@@ -16,9 +16,9 @@ from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits,
 from toprope.records.run.kinds import KINDS, KindName, RunKind
 from toprope.sdk.worker.splits import PROMPT_RULE
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.hosted import HostedPrices
 from toprope.settings.limits import FrozenLimits
 from toprope.settings.schema import Config
+from toprope.settings.sections.hosted import HostedPrices
 
 SPECIFICATION_VERSION = 1
 """Newest version of spec.json that this code reads."""

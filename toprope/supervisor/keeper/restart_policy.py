@@ -20,7 +20,7 @@ from toprope.records.run.checkpoints import newest_sound, no_sound_checkpoint, s
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Failure
-from toprope.settings.launcher import RestartAllowance
+from toprope.settings.sections.launcher import RestartAllowance
 from toprope.supervisor.keeper.component import Component
 from toprope.supervisor.keeper.crew import Crew
 from toprope.supervisor.keeper.report_handler import ReportHandler

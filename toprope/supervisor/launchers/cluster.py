@@ -7,7 +7,7 @@ node to node, so no single one of them is proof.
 Two truths end with one: if the engine has given a job up while its keeper lives on (a node that the engine lost sight
 of), the keeper is ordered to end, and the run is settled once it shows no sign of life.
 
-One attempt never has two keepers: whoever creates the file of its claim first decides. A keeper claims before it starts
+One attempt never has two keepers: the first to create the file of its claim decides. A keeper claims before it starts
 anything; a front end claims a job that waits before it cancels it.
 """
 

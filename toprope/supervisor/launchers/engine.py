@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from toprope.errors import ComponentFailed, TopropeError
-from toprope.settings.launcher import LauncherSection
+from toprope.settings.sections.launcher import LauncherSection
 
 _ASK_EVERY_S = 2.0
 _FIRST_ANSWER_S = 3.0
@@ -58,7 +58,7 @@ class Job:
     word: str
     """The engine's own word for it, such as NODE_FAIL."""
     told: str = ""
-    """Why it waits and until when, or how it ended."""
+    """Reason and expected end of its wait, or of its end."""
     holds_nodes: bool = False
     """It ended for its run, but its engine keeps other nodes for it until it is cancelled."""
 

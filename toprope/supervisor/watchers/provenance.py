@@ -37,7 +37,7 @@ from toprope.records.run.manifest import (
     site_packages_of,
 )
 from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
-from toprope.settings.environment import members_of
+from toprope.settings.sections.environment import members_of
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
 
 CHANGES = "toprope.diff"

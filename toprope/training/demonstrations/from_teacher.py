@@ -22,9 +22,9 @@ from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, Unanswered
 from toprope.training.rollouts.environment_host import EnvironmentHost
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.mixture_weights import MixtureEntry, mixture_shares
-from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 
 _TASKS_AT_ONCE = 8
 _FLUSH_EVERY = 32

@@ -26,7 +26,8 @@ from toprope.training.inference.client import PromptTooLong, Sampling, SessionLo
 from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.difficulty import TaskSkipped
 from toprope.training.rollouts.environment_set import EnvironmentSet
-from toprope.training.rollouts.group_sampler import SampledGroup, TaskRef
+from toprope.training.rollouts.group_sampler import TaskRef
+from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.task_sampler import TaskChoice, TaskSampler
 
 _MAX_FAILURES = 32

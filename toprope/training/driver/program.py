@@ -39,7 +39,7 @@ from toprope.records.run.tested_models import ENDPOINT_KEY, write_models
 from toprope.records.run.usage import purse_of
 from toprope.records.trained_tasks import TrainedTasks
 from toprope.sdk.errors import WorkerDied, WorkerFailure
-from toprope.settings.environment import MemberPlan
+from toprope.settings.sections.environment import MemberPlan
 from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.component.member import CrewMember, send_heartbeats
 from toprope.training.component.peer_addresses import PeerAway
@@ -62,7 +62,7 @@ from toprope.training.rollouts.environment_host import (
     evaluator_digests,
 )
 from toprope.training.rollouts.environment_set import EnvironmentSet
-from toprope.training.rollouts.group_sampler import SampledGroup
+from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.task_sampler import TaskSampler
 
 

@@ -19,7 +19,7 @@ from toprope.sdk.checks.probing import Trial, tasks_of
 from toprope.sdk.checks.scoring import never_varies
 from toprope.sdk.errors import WorkerDied, WorkerFailure, WorkerTimeout
 from toprope.training.rollouts.environment_host import EnvironmentHost
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
 _TASKS = 4
 _SECONDS = 20.0

@@ -29,7 +29,8 @@ from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.text_format import said
 from toprope.training.inference.client import PromptTooLong, Sampling
 from toprope.training.rollouts.environment_set import EnvironmentSet
-from toprope.training.rollouts.group_sampler import SEALED, SampledGroup
+from toprope.training.rollouts.group_sampler import SEALED
+from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.trainer.batch_source import PARSED
 
 _WRITE_AGAIN_S = 1.0

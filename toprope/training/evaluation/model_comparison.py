@@ -25,7 +25,8 @@ from toprope.training.evaluation.evaluator import (
 from toprope.training.inference.client import PolicyClient, PromptTooLong, Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 from toprope.training.rollouts.environment_set import EnvironmentSet
-from toprope.training.rollouts.group_sampler import Policy, SampledGroup
+from toprope.training.rollouts.group_sampler import Policy
+from toprope.training.rollouts.sampled_group import SampledGroup
 
 _GROUPS_AT_ONCE = 16
 _EXAMPLES = 6

@@ -20,7 +20,7 @@ from typing import Any
 from toprope.atomic import write_json
 from toprope.errors import TopropeError
 from toprope.records.purse import Purse
-from toprope.settings.hosted import HostedPrices
+from toprope.settings.sections.hosted import HostedPrices
 from toprope.training.component.peer_addresses import PeerAway
 from toprope.training.hosted.service import KEPT_S, Service, explain
 from toprope.training.inference.decode_batch import DecodeBatch

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from toprope.errors import ComponentFailed, InvalidValue, NotFound, TopropeError
-from toprope.settings.hosted import ADDRESS, KEY
+from toprope.settings.sections.hosted import ADDRESS, KEY
 from toprope.training.component.peer_addresses import PeerAway
 from toprope.untrusted import marked
 

@@ -28,7 +28,12 @@ from toprope.training.hosted.service import Service, datum
 from toprope.training.policy.loading import load_tokenizer
 from toprope.training.trainer.base import Learner, TrainingRun
 from toprope.training.trainer.batch_source import GroupBatch, TrainingRow, build_rows
-from toprope.training.trainer.checkpoint_folder import CheckpointState, commit_checkpoint, read_state, unusable
+from toprope.training.trainer.checkpoints.checkpoint_folder import (
+    CheckpointState,
+    commit_checkpoint,
+    read_state,
+    unusable,
+)
 from toprope.training.trainer.demonstration_run import IGNORED, DemonstrationRun, TokenizedRow
 from toprope.training.trainer.optimization import learning_rate_factor
 from toprope.training.trainer.step_metrics import StepTimer
@@ -49,7 +54,7 @@ class HostedRun(TrainingRun):
         self._policy = HostedPolicy(base_model=self._config.policy.model)
         self._folder = Path()
         self._kept: tuple[int, HostedPolicy] | None = None
-        """What the service saved last, and at which step."""
+        """Last saved state of the service, and its step."""
 
     def _load(self, policy: Path) -> dict[str, Any]:
         self._folder, self._policy = policy, HostedPolicy.read(policy)

@@ -8,15 +8,13 @@ import sys
 from pathlib import Path
 
 from toprope.errors import TopropeError
-from toprope.records.messages import Failed, Ready
+from toprope.records.messages import Failed
 from toprope.settings.endpoints import BASE
 from toprope.settings.schema import InferenceSection
-from toprope.training.component.http_server import serve
-from toprope.training.component.member import CrewMember, send_heartbeats
+from toprope.training.component.member import CrewMember
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.engine import Engine
-
-_BEAT_S = 1.0
+from toprope.training.inference.serving import BEAT_S, serve_engine
 
 
 def main() -> int:
@@ -65,7 +63,7 @@ def main() -> int:
             running.append(make_engine(fixed, Path(other), other_tokenizer))
             server.opponent = InferenceServer(running[-1], other_tokenizer, model_name=other, secret=member.secret)
             running[-1].start()
-        while not (member.ending.is_set() or engine.wait_ready(_BEAT_S)):
+        while not (member.ending.is_set() or engine.wait_ready(BEAT_S)):
             member.beat()
         gc.freeze()  # loaded modules stay: the collector need not visit them between decode batches
         asyncio.run(serve_engine(member, server, engine, len(tokenizer)))
@@ -78,31 +76,6 @@ def main() -> int:
         for one in running:
             one.stop(timeout_s=1.0)
     return 0
-
-
-async def serve_engine(member: CrewMember, server: InferenceServer, engine: Engine, vocabulary: int) -> None:
-    """Serve until the run ends, reporting the address and signs of life."""
-    ending = asyncio.Event()
-
-    async def watch() -> None:
-        while not member.ending.is_set():
-            await asyncio.sleep(_BEAT_S)
-        ending.set()
-
-    async def follow_orders() -> None:
-        async for _ in member.orders():
-            if member.ending.is_set():
-                break
-        ending.set()
-
-    tasks = [
-        asyncio.create_task(follow_orders()),
-        asyncio.create_task(watch()),
-        asyncio.create_task(send_heartbeats(member.report, engine.is_progressing)),
-    ]
-    await serve(server.app, lambda url: member.report(Ready(url, {"vocabulary": vocabulary})), ending)
-    for task in tasks:
-        task.cancel()
 
 
 if __name__ == "__main__":

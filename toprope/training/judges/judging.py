@@ -14,7 +14,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -24,7 +24,7 @@ from toprope.records.journal.groups import Outcome
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.worker_messages import Card, RewardPart
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.mixture import RewardFunction
+from toprope.settings.sections.mixture import RewardFunction
 from toprope.training.inference.client import Answer, Sampling
 from toprope.training.judges.questions import (
     Unreadable,
@@ -35,9 +35,7 @@ from toprope.training.judges.questions import (
     to_text,
 )
 from toprope.training.rollouts.endpoint_client import Unanswered
-
-if TYPE_CHECKING:
-    from toprope.training.rollouts.group_sampler import SampledGroup
+from toprope.training.rollouts.sampled_group import SampledGroup
 
 FILE = "verdicts.jsonl"
 """Name of the paid verdicts in a run's folder: hash and text, one JSON line each."""

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
-from toprope.records.messages import Failed, Finished, Progress, Ready, Warned
+from toprope.records.messages import Progress
 from toprope.records.run.checkpoints import MANIFEST, problem_of
-from toprope.records.run.manifest import Manifest
 from toprope.settings.schema import EMBEDDED, Config, PolicySection
-from toprope.training.component.member import CrewMember
-from toprope.training.policy.preflight import check_hub_model, context_warning
+from toprope.training.policy.preflight import check_hub_model
 from toprope.training.policy.quantization import frozen_weights_config
 
 __all__ = [
@@ -32,7 +30,6 @@ __all__ = [
     "load_model",
     "load_pretrained",
     "load_tokenizer",
-    "main",
     "place",
 ]
 
@@ -279,39 +276,3 @@ def describe_device(config: Config) -> str:
             hint="Set launcher.device to auto or cpu, or install a CUDA build of PyTorch.",
         )
     return "cpu"
-
-
-def main() -> int:
-    """Run the component; returns its exit status."""
-    member = CrewMember.join()
-    try:
-        if member.spec.config.launcher.device == "cuda":
-            describe_device(member.spec.config)  # fail before downloading a model that could not be used
-        policy = _pinned(member)
-        if member.spec.config.is_hosted:
-            from toprope.training.hosted.policy import place_hosted
-
-            folder = place_hosted(policy, member.folder.crew / "policy")
-        else:
-            folder = place(policy, Path(member.spec.policy_cache), member.report)
-    except TopropeError as error:
-        member.report(Failed(error.message, error.hint))
-        return 1
-    if warning := context_warning(folder, policy):
-        member.report(Warned(warning))
-    member.report(Ready(str(folder)))
-    member.report(Finished())
-    return 0
-
-
-def _pinned(member: CrewMember) -> PolicySection:
-    """The configured policy; in later attempts at the commit that the first one had."""
-    policy = member.spec.config.policy
-    if member.attempt == 1 or policy.model in EMBEDDED:
-        return policy
-    try:
-        manifest = Manifest.read(member.folder)
-    except Corrupt:
-        manifest = None
-    commit = manifest.policy.revision if manifest is not None else None
-    return policy if commit is None else policy.model_copy(update={"revision": commit})

@@ -7,7 +7,7 @@ groups stays at earlier levels, so that what was learned there is not forgotten;
 from __future__ import annotations
 
 from toprope.records.run.curriculum import CurriculumState, LevelMeasurement
-from toprope.settings.mixture import Curriculum
+from toprope.settings.sections.mixture import Curriculum
 
 
 def level_variant(number: int) -> str:

@@ -28,8 +28,9 @@ from toprope.training.inference.sessions import UNRECORDED, Turn
 from toprope.training.inference.tool_calls import answer_id
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.endpoint_proxy import EndpointProxy
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.group_sampler import GroupSampler, SampledGroup, TaskRef, excerpt
+from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
+from toprope.training.rollouts.sampled_group import SampledGroup, excerpt
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
 _VERDICT_TOKENS = 1024
 """Longest answer of a model with a role, if the policy's are shorter."""

@@ -25,17 +25,17 @@ from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTim
 from toprope.sdk.wall import network_refusal
 from toprope.sdk.wall.plan import Network
 from toprope.sdk.worker.client import worker_environment
-from toprope.settings.environment import MemberPlan, members_of
 from toprope.settings.locks import require_allowed_knobs
+from toprope.settings.sections.environment import MemberPlan, members_of
 from toprope.training.judges.helpers import Helpers
 from toprope.training.judges.judging import Judge, Judges, judged_card
 from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.group_sampler import GroupSampler, Policy
-from toprope.training.rollouts.restarting_worker import RestartingWorker
-from toprope.training.rollouts.walls import environment_wall, missing_wall, passed_on
-from toprope.training.rollouts.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
+from toprope.training.rollouts.workers.walls import environment_wall, missing_wall, passed_on
+from toprope.training.rollouts.workers.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
 
 MODEL_ROLES = "model-roles"
 """Tag of environments that ask models by role."""

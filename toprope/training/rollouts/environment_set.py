@@ -12,7 +12,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.environment_host import EnvironmentHost
-from toprope.training.rollouts.group_sampler import GroupSampler, Policy, SampledGroup, TaskRef
+from toprope.training.rollouts.group_sampler import GroupSampler, Policy, TaskRef
+from toprope.training.rollouts.sampled_group import SampledGroup
 
 
 class EnvironmentSet:

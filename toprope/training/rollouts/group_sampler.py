@@ -17,21 +17,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from toprope.records.journal.groups import Group, Outcome
+from toprope.records.journal.groups import Outcome
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
-from toprope.text_format import said
 from toprope.training.inference.client import Answer, PolicyClient, PromptTooLong, Sampling, SessionLost
-from toprope.training.inference.sessions import Turn, join_turns
+from toprope.training.inference.sessions import Turn
 from toprope.training.judges.judging import Judges
 from toprope.training.rollouts.endpoint_client import EndpointClient
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.restarting_worker import RestartingWorker
+from toprope.training.rollouts.sampled_group import SampledGroup, excerpt
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 
 SEALED = "heldout"
 """The split whose texts nobody may see."""
 _TRAIN = "train"
-_HEAD, _TAIL = 1200, 800
-"""Characters kept of the beginning and the end of a long text."""
 
 Policy = PolicyClient | EndpointClient
 """The run's own policy, or a model at an endpoint in its place."""
@@ -65,52 +63,6 @@ class _Rollout:
         """Excerpt of what followed the first messages."""
         later = self.messages[self.first_messages :]
         return excerpt(later if len(later) > 1 else [{"content": self.text}])
-
-
-@dataclass(frozen=True)
-class SampledGroup:
-    """A finished group: the task's first messages, and per rollout its last answer and its outcome."""
-
-    task_id: str
-    messages: list[dict[str, Any]]
-    texts: list[str]
-    outcomes: list[Outcome]
-    turns: list[list[Turn]]
-    seconds: float
-    transcripts: list[str] = field(default_factory=list)
-    """Per rollout an excerpt of what followed the first messages; empty if nothing was sampled."""
-    talks: list[list[dict[str, Any]]] = field(default_factory=list)
-    """Per rollout what followed the first messages, whole."""
-    environment: str = ""
-    """Label of the task's environment if the run has several."""
-
-    def to_record(self, environment: str, group_id: str) -> Group:
-        """The group in the trajectory API's form: one row per segment, without rollouts that have no token."""
-        tokens, masks, logprobs, versions, scores, owners = [], [], [], [], [], []
-        for index, (turns, outcome) in enumerate(zip(self.turns, self.outcomes, strict=True)):
-            for segment in join_turns(turns):
-                tokens.append(segment.tokens)
-                masks.append(segment.masks)
-                logprobs.append(segment.logprobs)
-                versions.append(segment.versions)
-                scores.append(outcome.reward)
-                owners.append(index)
-        one_row_each = owners == list(range(len(self.outcomes)))
-        return Group(
-            tokens=tokens,
-            masks=masks,
-            scores=scores,
-            inference_logprobs=logprobs,
-            versions=versions,
-            group_id=group_id,
-            environment=environment,
-            task_id=f"{self.environment}/{self.task_id}" if self.environment else self.task_id,
-            rollouts=None if one_row_each else owners,
-            outcomes=self.outcomes,
-            prompt=_cut("\n".join(said(message) for message in self.messages)),
-            answers=self.transcripts or None,
-            seconds=round(self.seconds, 4),
-        )
 
 
 class GroupSampler:
@@ -288,14 +240,3 @@ class GroupSampler:
         outcomes = await worker.settle([rollout.handle for rollout in rollouts], timeout=self._timeout)
         for rollout, outcome in zip(rollouts, outcomes, strict=True):
             rollout.outcome = outcome
-
-
-def excerpt(messages: Sequence[dict[str, Any]]) -> str:
-    """A conversation as text for people, cut in the middle if it is long."""
-    if len(messages) == 1:
-        return _cut(said(messages[0]))
-    return _cut("\n".join(f"{message.get('role', '')}: {said(message)}" for message in messages))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n[...]\n{text[-_TAIL:]}"

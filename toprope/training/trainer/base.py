@@ -29,7 +29,7 @@ from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
 from toprope.training.policy.publishing import Publisher, tell_sampler
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch
-from toprope.training.trainer.checkpoint_folder import CheckpointState
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
 
 SAVE_AGAIN_S = 2.0
 """Seconds between attempts to write a checkpoint to a full disk."""

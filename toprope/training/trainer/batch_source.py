@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from toprope.records.journal.groups import MASKED, Batch, Group
-from toprope.settings.algorithms import ALGORITHMS
-from toprope.settings.environment import members_of
 from toprope.settings.schema import Config
+from toprope.settings.sections.algorithms import ALGORITHMS
+from toprope.settings.sections.environment import members_of
 from toprope.training.trainer.environment_metrics import EnvironmentMetrics, has_equal_rewards, rollout_rewards
 
 PARSED = "parsed"

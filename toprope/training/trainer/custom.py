@@ -33,7 +33,7 @@ from toprope.training.policy.loading import describe_device
 from toprope.training.policy.weight_sync import WeightFile
 from toprope.training.trainer.base import Learner
 from toprope.training.trainer.batch_source import EndOfTraining, TrainingRow, build_rows
-from toprope.training.trainer.checkpoint_folder import CheckpointState, commit_checkpoint, read_state
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState, commit_checkpoint, read_state
 from toprope.training.trainer.local import LocalRun
 from toprope.training.trainer.optimization import all_finite
 

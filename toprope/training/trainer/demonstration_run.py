@@ -19,7 +19,7 @@ from toprope.settings.schema import Config
 from toprope.training.component.member import CrewMember
 from toprope.training.component.time_limit import render_limit
 from toprope.training.trainer.base import Learner, TrainingRun
-from toprope.training.trainer.checkpoint_folder import CheckpointState
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
 
 IGNORED = -100
 """Label of a token that is not learned."""

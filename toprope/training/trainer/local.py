@@ -16,8 +16,13 @@ from toprope.training.component.member import CrewMember
 from toprope.training.policy.loading import fix_kernels, load_model, load_tokenizer
 from toprope.training.policy.publishing import WeightCheck, open_publisher
 from toprope.training.trainer.base import TrainingRun
-from toprope.training.trainer.checkpoint_folder import CheckpointState
-from toprope.training.trainer.checkpoint_io import load_checkpoint, load_moments, load_weights, save_checkpoint
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
+from toprope.training.trainer.checkpoints.checkpoint_io import (
+    load_checkpoint,
+    load_moments,
+    load_weights,
+    save_checkpoint,
+)
 from toprope.training.trainer.optimization import learning_rate_factor, make_optimizer
 from toprope.training.trainer.ranks import Gather, Ranks
 
@@ -35,7 +40,7 @@ class LocalRun(TrainingRun):
         self._ranks = Ranks()
         self._trained: dict[str, torch.nn.Parameter] = {}
         self._published: dict[str, torch.Tensor] = {}
-        """What is published: the trained parameters, or whole copies of those that are split between ranks."""
+        """Published weights: the trained parameters, or whole copies of those that are split between ranks."""
         self._check: Callable[[], WeightCheck] | None = None
         """For a split model: the check of the weights, which all ranks computed."""
         torch.set_num_threads(self._config.launcher.threads)

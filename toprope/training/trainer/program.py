@@ -10,7 +10,7 @@ from typing import Protocol
 from toprope.errors import TopropeError
 from toprope.records.messages import ENV_CHECKPOINT, Failed
 from toprope.records.run.full_disk import NO_ROOM
-from toprope.settings.algorithms import ALGORITHMS
+from toprope.settings.sections.algorithms import ALGORITHMS
 from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
 

@@ -24,8 +24,8 @@ from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.sdk.authoring.definitions import CALL, definition_problem
 from toprope.sdk.errors import LoadError, WorkerFailure
 from toprope.sdk.worker.client import worker_environment
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.walls import code_wall, passed_on
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.walls import code_wall, passed_on
 from toprope.trajectories.items import TrajectoryItem, item_from
 
 _LOAD_S = 120.0

@@ -20,9 +20,9 @@ from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.sdk.errors import WorkerFailure
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.locks import require_allowed_knobs
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.walls import environment_wall, passed_on
-from toprope.training.rollouts.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.walls import environment_wall, passed_on
+from toprope.training.rollouts.workers.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query, best_of_tasks, place_of
 from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, batched, worker

@@ -10,7 +10,7 @@ import msgspec
 
 from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.sdk.errors import WorkerError, WorkerFailure
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.trajectories.capture.strategy import WorkerObject
 from toprope.trajectories.items import TrajectoryItem, as_messages, item_from, text_of
 from toprope.trajectories.synthesis.pipeline import DataSynthesiser, PipelineStep, Round, TryAgain

@@ -24,7 +24,7 @@ from toprope.sdk.checks.answers import JUNK, WORTHLESS
 from toprope.sdk.checks.observed import Again, Finding, Observed
 from toprope.sdk.checks.probing import Trial, tasks_of
 from toprope.sdk.errors import WorkerFailure
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.workbench.catalog.describe import WorkerOptions, failed, require_usable
 from toprope.workbench.catalog.stray_processes import MARK, marked, new_mark, sweep
 from toprope.workbench.entries import Entry

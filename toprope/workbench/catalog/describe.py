@@ -23,8 +23,8 @@ from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTim
 from toprope.sdk.wall.plan import Network
 from toprope.sdk.worker.client import worker_environment
 from toprope.text_format import call
-from toprope.training.rollouts.environment_worker import EnvironmentWorker
-from toprope.training.rollouts.walls import environment_wall, missing_wall
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+from toprope.training.rollouts.workers.walls import environment_wall, missing_wall
 from toprope.untrusted import marked, named
 from toprope.workbench.catalog.describe_cache import Described, question
 from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep

@@ -15,9 +15,9 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Continuation, Specification
 from toprope.records.run.status import LIVE, RESUMABLE, Status
 from toprope.settings.changes import apply_changes
-from toprope.settings.environment import RUN
 from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
+from toprope.settings.sections.environment import RUN
 from toprope.text_format import call
 from toprope.workbench.launch.freeze import new_run_id
 from toprope.workbench.launch.lineage import base_of

@@ -26,10 +26,10 @@ from toprope.records.run.specification import (
 )
 from toprope.sdk.worker.splits import SOURCE_RULE
 from toprope.settings.changes import apply_changes
-from toprope.settings.environment import RUN, curriculum_of
 from toprope.settings.fields import KNOBS, all_fields, knob_problems
 from toprope.settings.locks import Locks
 from toprope.settings.owner import Home
+from toprope.settings.sections.environment import RUN, curriculum_of
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft
 from toprope.workbench.endpoints import resolve_helpers, resolve_teacher

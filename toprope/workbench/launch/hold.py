@@ -11,9 +11,9 @@ from typing import Any
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import AskPlan, Specification, TestPlan
-from toprope.settings.environment import RUN
 from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
+from toprope.settings.sections.environment import RUN
 from toprope.workbench.launch.mixture_sources import hold_locks
 
 

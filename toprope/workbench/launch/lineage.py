@@ -11,7 +11,7 @@ from toprope.records.run.checkpoints import checkpoint_of, split_step
 from toprope.records.run.folder import RUN_ID, RunFolder, nearest_runs
 from toprope.records.run.specification import DatasetSource, Specification
 from toprope.records.run.status import Status
-from toprope.settings.environment import RUN
+from toprope.settings.sections.environment import RUN
 from toprope.trajectories.datasets.store import DatasetStore
 
 _LIKE_A_RUN = re.compile(r"^[a-z0-9_-]+-\d{6}-\d{4}-[a-z0-9]{1,4}(-s\d+)?$")

@@ -15,11 +15,11 @@ from toprope.records.run.specification import EnvironmentSource, RewardSource
 from toprope.sdk.authoring.definitions import CALL, definition_problem, fitting_definitions
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import LoadError
-from toprope.settings.environment import MemberPlan, members_of
 from toprope.settings.fields import KNOBS, all_fields
 from toprope.settings.locks import Locks
-from toprope.settings.mixture import RewardFunction
 from toprope.settings.schema import Config
+from toprope.settings.sections.environment import MemberPlan, members_of
+from toprope.settings.sections.mixture import RewardFunction
 from toprope.workbench.drafts import Draft
 from toprope.workbench.entries import Entry
 

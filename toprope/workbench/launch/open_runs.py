@@ -23,8 +23,8 @@ from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.notices import tell_end
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.endpoints import variables_for
+from toprope.workbench.launch.budgets.reserve_budget import may_go_on
 from toprope.workbench.launch.hold import hold_run
-from toprope.workbench.launch.reserve_budget import may_go_on
 
 CONDUCTOR = "conductor"
 """The member of a sweep that starts runs and must know where the owner's files are."""

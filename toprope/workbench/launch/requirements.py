@@ -14,9 +14,9 @@ from toprope.errors import InvalidValue
 from toprope.extras import missing
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
-from toprope.settings.hosted import KEY
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.settings.schema import Config
+from toprope.settings.sections.hosted import KEY
 from toprope.supervisor.launchers.by_kind import engine_of
 from toprope.supervisor.launchers.cluster import request_for
 

@@ -28,14 +28,14 @@ from toprope.text_format import call
 from toprope.workbench.approvals import Approvals
 from toprope.workbench.drafts import Draft
 from toprope.workbench.history import beside_preset
+from toprope.workbench.launch.budgets.reserve_budget import demand, reserve
+from toprope.workbench.launch.budgets.sweep_budget import require_room_for_members
+from toprope.workbench.launch.budgets.token_costs import token_costs
 from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.open_runs import variables_of
 from toprope.workbench.launch.preview import Preview, details_of, needs_confirmation, preview, summarize
 from toprope.workbench.launch.requirements import describe_job
-from toprope.workbench.launch.reserve_budget import demand, reserve
 from toprope.workbench.launch.seeds import as_group, check_seeds, members, seeded
-from toprope.workbench.launch.sweep_budget import require_room_for_members
-from toprope.workbench.launch.token_costs import token_costs
 
 _APPEARS_WITHIN_S = 10.0
 """A run that was recorded so recently may not have its folder yet; it counts as live."""

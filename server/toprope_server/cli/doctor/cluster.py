@@ -14,8 +14,8 @@ import toprope
 from toprope.errors import TopropeError
 from toprope.records.run.folder import read_json
 from toprope.settings.clusters import Cluster
-from toprope.settings.launcher import LauncherSection
 from toprope.settings.owner import Home
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.supervisor.launchers.by_kind import engine_of
 from toprope.supervisor.launchers.engine import Engine, JobRequest
 from toprope.supervisor.launchers.probe import FACTS, HELD

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
     from toprope.records.worker_messages import Card
-    from toprope.training.rollouts.environment_worker import EnvironmentWorker
-    from toprope.training.rollouts.group_sampler import SampledGroup
+    from toprope.training.rollouts.sampled_group import SampledGroup
+    from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
     from toprope.workbench.entries import Entry
 
 SOLVER = "solver"
@@ -102,8 +102,8 @@ async def _worker(
     from toprope.records.walls import Walls
     from toprope.sdk.worker.client import worker_environment
     from toprope.supervisor.environment_variables import worker_variables
-    from toprope.training.rollouts.environment_worker import EnvironmentWorker
-    from toprope.training.rollouts.walls import environment_wall
+    from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+    from toprope.training.rollouts.workers.walls import environment_wall
     from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 
     mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write into the current folder
@@ -138,7 +138,7 @@ async def _sampler(
     from toprope.training.rollouts.endpoint_client import EndpointClient
     from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
     from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
-    from toprope.training.rollouts.restarting_worker import RestartingWorker
+    from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
     from toprope.workbench.endpoints import keys_for, known_models, require_keys, resolve_models
 
     config = Config()
@@ -200,7 +200,7 @@ async def _sampler(
 async def _solved(link: EnvironmentWorker, split: str, index: int) -> SampledGroup:
     """Sample a rollout with the environment's own answers."""
     from toprope.records.journal.groups import Outcome
-    from toprope.training.rollouts.group_sampler import SampledGroup, excerpt
+    from toprope.training.rollouts.sampled_group import SampledGroup, excerpt
 
     began = await link.begin(split, index, 1, timeout=_CALL_S)
     [handle], messages = began.rollouts, list(began.messages)
@@ -329,8 +329,8 @@ def check(
 
     Exit status 1 if something must be fixed before training on it.
     """
+    from toprope_tools.openings import Caller
     from toprope_tools.planning.environment_check import check_environment
-    from toprope_tools.planning.opening import Caller
     from toprope_tools.workshop import Workshop
 
     from toprope.errors import TopropeError

@@ -15,7 +15,7 @@ from toprope.errors import ComponentFailed, TopropeError, visible
 from toprope.extras import TRAINING, require
 from toprope.records.run.checkpoints import split_step
 from toprope.records.run.specification import Specification
-from toprope.settings.environment import RUN
+from toprope.settings.sections.environment import RUN
 from toprope.workbench.launch.lineage import base_of
 
 if TYPE_CHECKING:

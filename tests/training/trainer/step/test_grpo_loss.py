@@ -13,9 +13,9 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from tests.support.trainer_stand_ins import small_config
-from toprope.settings.algorithms import ALGORITHMS
 from toprope.settings.changes import apply_changes
 from toprope.settings.schema import Config
+from toprope.settings.sections.algorithms import ALGORITHMS
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer.batch_source import TrainingRow
 from toprope.training.trainer.collate import collate

@@ -24,7 +24,8 @@ import msgspec
 
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.training.inference.decode_batch import cut_text
-from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest, extend_runs
+from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
+from toprope.training.inference.engines.vllm_messages import Checked, generate
 from toprope.training.inference.engines.vllm_process import MODEL, MOST_ROWS, VllmProcess, VllmSettings
 from toprope.training.policy.publishing import Published, newest_published, published_stamp
 
@@ -38,35 +39,6 @@ _ATTEMPTS = 3
 _TOLERANCE = {"float32": 2e-3, "bfloat16": 0.5, "float16": 0.1}
 """Largest difference from the trainer's log-probabilities that number formats explain. Random tokens have values around
 -12, of which bfloat16 keeps two or three digits."""
-
-
-class _Logprob(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob]
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str
-    token_ids: list[int]
-    logprobs: _Logprobs
-    weight_versions: list[_Span]
-
-
-class _Generated(msgspec.Struct):
-    choices: list[_Choice]
-
-
-class _Checked(msgspec.Struct):
-    prompt_logprobs: list[dict[str, _Logprob] | None]
 
 
 class _UpdateFailed(Exception):
@@ -326,7 +298,7 @@ class VllmEngine:
         body = await self._post(
             "/inference/v1/generate", {"model": model, "token_ids": check.tokens, "sampling_params": sampling}
         )
-        given = msgspec.json.decode(body, type=_Checked).prompt_logprobs[1:]
+        given = msgspec.json.decode(body, type=Checked).prompt_logprobs[1:]
         theirs = [
             entry[str(token)].logprob if entry and str(token) in entry else float("nan")
             for token, entry in zip(check.tokens[1:], given, strict=True)
@@ -417,7 +389,16 @@ class VllmEngine:
             try:
                 # The most likely answer is the same every time, and vLLM refuses to give it more than once.
                 parts = range(0, request.n if request.temperature else 1, MOST_ROWS)
-                found = await asyncio.gather(*(self._ask(request, first, adapter or MODEL) for first in parts))
+                assert self._http is not None
+                found = await asyncio.gather(
+                    *(
+                        generate(
+                            self._http, request, first=first, model=adapter or MODEL,
+                            end_ids=self.end_ids, context=self.max_context,
+                        )
+                        for first in parts
+                    )
+                )  # fmt: skip
             except (aiohttp.ClientError, OSError):
                 await self._closed(life)
                 continue
@@ -431,12 +412,12 @@ class VllmEngine:
             self.batches, self.rows = self.batches + 1, self.rows + request.n
             self.tokens += sum(len(choice.token_ids) for choice in choices)
             texts = self._tokenizer.batch_decode([choice.token_ids for choice in choices], skip_special_tokens=True)
-            version = int(adapter.removeprefix(f"{MODEL}-v").partition("-")[0]) if adapter else None
+            adapted = int(adapter.removeprefix(f"{MODEL}-v").partition("-")[0]) if adapter else None
             return [
                 Sample(
                     token_ids=choice.token_ids,
                     logprobs=[entry.logprob for entry in choice.logprobs.content],
-                    versions=_runs(choice.weight_versions) if version is None else [(version, len(choice.token_ids))],
+                    versions=choice.versions(adapted),
                     text=cut_text(text, request.stop),
                     finish_reason="length" if choice.finish_reason == "length" else "stop",
                 )
@@ -463,33 +444,3 @@ class VllmEngine:
                 return True
             await asyncio.sleep(_LOOK_S)
         return False
-
-    async def _ask(self, request: SamplingRequest, first: int, model: str) -> list[_Choice]:
-        assert self._http is not None
-        sampling: dict[str, Any] = {
-            "n": min(MOST_ROWS, request.n - first) if request.temperature else 1,
-            "max_tokens": max(1, min(request.max_new_tokens, self.max_context - len(request.prompt_ids))),
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "stop_token_ids": sorted(self.end_ids),
-            "logprobs": 0,
-            "skip_special_tokens": True,
-        }
-        if request.stop:
-            sampling["stop"] = request.stop
-        if request.seed is not None:
-            sampling["seed"] = (request.seed * 1_000_003 + first) % 2**62
-        body = {"model": model, "token_ids": request.prompt_ids, "sampling_params": sampling}
-        async with self._http.post("/inference/v1/generate", json=body) as response:
-            data = await response.read()
-            if response.status != 200:
-                raise RuntimeError(f"vLLM refused the request: {data.decode(errors='replace')[:300]}")
-        return msgspec.json.decode(data, type=_Generated).choices
-
-
-def _runs(spans: list[_Span]) -> list[tuple[int, int]]:
-    runs: list[tuple[int, int]] = []
-    for span in spans:
-        if span.end > span.start:
-            extend_runs(runs, int(span.version), span.end - span.start)
-    return runs

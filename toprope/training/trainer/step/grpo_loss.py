@@ -5,9 +5,10 @@ The importance ratio is between the trained policy and the one that sampled, how
 and a bounded weight corrects for the sampler, as TRL does with vLLM. Sums are divided by the size of the whole step, so
 that the gradients of its micro-batches add up.
 
-Sources: `toprope.settings.algorithms` names the paper of each loss; the KL estimator is Schulman's k3, weighted by the
-importance ratio (DeepSeek-V3.2, arXiv:2512.02556). TRL 1.16 is the reference: tests/training/trainer/test_grpo_loss.py
-compares losses, gradients and metrics with its GRPOTrainer, whose defaults the constants are.
+Sources: `toprope.settings.sections.algorithms` names the paper of each loss; the KL estimator is Schulman's k3,
+weighted by the importance ratio (DeepSeek-V3.2, arXiv:2512.02556). TRL 1.16 is the reference:
+tests/training/trainer/test_grpo_loss.py compares losses, gradients and metrics with its GRPOTrainer, whose defaults the
+constants are.
 """
 
 from __future__ import annotations

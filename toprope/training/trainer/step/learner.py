@@ -27,8 +27,8 @@ from toprope.training.policy.publishing import WeightCheck, check_weights
 from toprope.training.policy.quantization import quantization_config
 from toprope.training.trainer.base import BatchReader
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, TrainingRow, build_rows
-from toprope.training.trainer.checkpoint_folder import CheckpointState
-from toprope.training.trainer.checkpoint_io import save_part
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
+from toprope.training.trainer.checkpoints.checkpoint_io import save_part
 from toprope.training.trainer.collate import RowTensors, collate
 from toprope.training.trainer.local import LocalRun
 from toprope.training.trainer.ranks import Gather, Ranks, Save, Train, settle, whole

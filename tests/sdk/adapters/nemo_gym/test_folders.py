@@ -1,0 +1,101 @@
+"""Resources servers of a folder: listed, started and judged by the owner's endpoint."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from tests.sdk.adapters.nemo_gym.conftest import begun, say
+from tests.support.services.openai_stand_in import OpenAiStandIn
+from toprope.sdk.adapters import nemo_gym
+from toprope.sdk.discovery import parse
+from toprope.sdk.worker.service import Service
+
+APP = """
+import json
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from nemo_gym.base_resources_server import SimpleResourcesServer
+from resources_servers.judged.words import RIGHT
+
+class Judged(SimpleResourcesServer):
+    def setup_webserver(self):
+        async def seed(request):
+            return JSONResponse({})
+
+        async def verify(request):
+            said = (await request.json())["response"]["output"][0]["content"][0]["text"]
+            asked = {"input": [{"role": "user", "content": f"Is {said} {RIGHT}?"}], "max_output_tokens": 5}
+            answer = await self.server_client.post(server_name="grader", url_path="/v1/responses", json=asked)
+            verdict = (await answer.json())["output"][0]["content"][0]["text"]
+            return JSONResponse({"reward": self.config.points * ("yes" in verdict)})
+
+        return Starlette(routes=[Route("/seed_session", seed, methods=["POST"]),
+                                 Route("/verify", verify, methods=["POST"])])
+"""
+
+
+PACKAGE = {
+    "base_resources_server": """
+from pydantic import BaseModel, ConfigDict
+class Config(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    points: float = 0.0
+class SimpleResourcesServer(BaseModel):
+    config: Config
+    server_client: object
+""",
+    "config_types": "BaseServerConfig = dict\n",
+    "server_utils": "class ServerClient:\n    def __init__(self, **given): pass\n",
+}
+
+
+def published(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write a checkout with one resources server, and stand-ins for what NeMo Gym brings."""
+    place = folder / "resources_servers" / "judged"
+    files = {
+        place / "app.py": APP,
+        place / "words.py": "RIGHT = 'right'\n",
+        place / "configs" / "judged.yaml": "judged:\n  resources_servers:\n    judged:\n      points: 0.5\n"
+        "      description: Judged answers\n",
+        place / "data" / "example.jsonl": "".join(json.dumps(one) + "\n" for one in rows),
+        place / "data" / "example_rollouts.jsonl": "{}",
+        folder / "omegaconf" / "__init__.py": "DictConfig = dict\n",
+        **{folder / "nemo_gym" / f"{name}.py": text for name, text in PACKAGE.items()},
+    }
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return place / "app.py"
+
+
+def test_server_of_a_folder_is_listed_started_and_judged_by_a_named_endpoint(tmp_path: Path) -> None:
+    rows = [{"responses_create_params": {"input": f"Question {number}"}} for number in range(30)]
+    file = published(tmp_path, rows)
+    [listed] = nemo_gym.declared(file, parse(file))
+    assert (listed.name, listed.description, listed.problem) == ("judged", "Judged answers", "")
+    target = json.loads(listed.target)
+    assert [Path(one).name for one in target["rows"]] == ["example.jsonl"]
+    target["packages"].append(str(tmp_path / "omegaconf"))
+
+    def played(**knobs: Any) -> dict[str, Any]:
+        service = Service()
+        source = {"adapter": "nemo_gym", "target": json.dumps({**target, "timeout_s": 10})}
+        service.answer("open", {"source": source, "knobs": knobs})
+        [handle], _ = begun(service, 1)
+        outcome: dict[str, Any] = say(service, [handle, "fine"])[0]["outcome"]
+        return outcome
+
+    with closing(OpenAiStandIn(lambda asked: "yes")) as judge:
+        assert played(judge_url=judge.url, judge_model="j")["reward"] == 0.5
+        assert [one["content"] for one in judge.seen[-1][2]["messages"]] == ["Is fine right?"]
+    assert "'grader': name an endpoint by the knob judge_url" in played()["error"]
+
+
+def test_server_whose_rows_have_images_is_listed_with_the_reason(tmp_path: Path) -> None:
+    image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,"}]}]
+    file = published(tmp_path, [{"responses_create_params": {"input": image}}])
+    assert nemo_gym.declared(file, parse(file))[0].problem.startswith("Its rows have images or sound")

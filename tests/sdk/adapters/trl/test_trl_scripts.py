@@ -1,0 +1,147 @@
+"""Training scripts of TRL as environments: found without import, rows, reward functions and command lines."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from toprope.sdk.adapters import trl
+from toprope.sdk.discovery import parse, script_requirements
+from toprope.sdk.errors import LoadError
+from toprope.sdk.worker.service import Service
+from toprope.workbench.interpreters.naming import target_of
+
+SCRIPT = """
+    # /// script
+    # dependencies = [
+    #     "trl[vllm,peft]",
+    #     "trackio",
+    #     "echo-env @ git+https://example.com/echo_env",
+    # ]
+    # ///
+    '''Count up.'''
+    import argparse, random
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer, ModelConfig, RichProgressCallback, TrlParser
+
+    def reward_total(environments, **kwargs):
+        return [float(one.total) for one in environments]
+
+    def main():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--add", type=int, default=1)
+        given = parser.parse_args()
+
+        class Counter:
+            def reset(self, **row):
+                self.total, self.start = 0, random.randrange(10**6)
+                return f" Start: {self.start}"
+
+            def count(self) -> str:
+                '''Counts up.'''
+                self.total += given.add
+                return str(self.total)
+
+        trainer = GRPOTrainer(
+            model="some/model", reward_funcs=reward_total, environment_factory=Counter,
+            train_dataset=[{"prompt": [{"role": "user", "content": "Count."}]} for _ in range(50)],
+            args=GRPOConfig(max_tool_calling_iterations=3, reward_weights=[0.5]), peft_config=LoraConfig(),
+            callbacks=[RichProgressCallback()],
+        )
+        open(__file__ + ".trained", "w").close()
+        trainer.train()
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "count_up.py"
+    file.write_text(textwrap.dedent(SCRIPT))
+    return file
+
+
+def test_a_training_script_is_an_environment_though_everything_is_within_main(script: Path) -> None:
+    [listed] = trl.declared(script, parse(script))
+    assert listed.tools and listed.name == "count_up" and not listed.problem
+    service = Service()
+    card = service.answer("open", {"source": {"adapter": "trl", "target": listed.target}, "knobs": {}})
+    assert card["parts"]["reward_total"]["weight"] == 0.5 and card["max_turns"] == 3
+    begun = service.answer("begin", {"split": "train", "index": 0, "count": 2})
+    first, second = begun["rollouts"]
+    assert "Start: " in begun["messages"][-1]["content"] and "per_rollout" not in begun
+    call = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
+    service.answer("advance", {"moves": [[first, call], [second, "no"]]})
+    service.answer("advance", {"moves": [[first, call]]})
+    done = service.answer("advance", {"moves": [[first, "done"]]})
+    assert [one["outcome"]["parts"]["reward_total"] for one in done] == [2.0]
+    assert done[0]["outcome"]["success"]
+    assert service.answer("settle", {"rollouts": [second]})[0]["parts"]["reward_total"] == 0.0
+    assert not Path(f"{script}.trained").exists()
+
+
+def test_equal_rows_of_an_environment_are_tasks_of_their_own(script: Path) -> None:
+    service = Service()
+    target = json.dumps({"file": str(script), "script": True})
+    service.answer("open", {"source": {"adapter": "trl", "target": target}, "knobs": {}})
+    sizes = service.answer("survey", {"limit": 100, "seconds": 5.0})
+    assert sum(size["known"] for size in sizes.values()) == 50
+    begun = [service.answer("begin", {"split": "train", "index": n, "count": 1})["messages"] for n in range(8)]
+    assert len({one[-1]["content"] for one in begun}) == 8
+
+
+def test_the_knob_arguments_reaches_the_command_line_of_a_script(script: Path) -> None:
+    service = Service()
+    source = {"adapter": "trl", "target": json.dumps({"file": str(script), "script": True})}
+    service.answer("open", {"source": source, "knobs": {"arguments": "--add 7"}})
+    [handle] = service.answer("begin", {"split": "train", "index": 0, "count": 1})["rollouts"]
+    call = '<tool_call>{"name": "count", "arguments": {}}</tool_call>'
+    [turn] = service.answer("advance", {"moves": [[handle, call]]})
+    assert turn["messages"][-1]["content"] == "7"
+    with pytest.raises(LoadError, match="sys.exit.2.*`arguments`"):
+        service.answer("open", {"source": source, "knobs": {"arguments": "--subtract 1"}})
+
+
+def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, script: Path) -> None:
+    script.write_text(script.read_text().replace("import argparse, random", "import argparse, random, echo_env"))
+    with pytest.raises(LoadError, match=r"No module named 'echo_env'.*echo-env @ git.*toprope env add .*count_up.py"):
+        trl.make(json.dumps({"file": str(script), "script": True}))
+    idle = tmp_path / "idle.py"
+    idle.write_text("print('nothing')\n")
+    with pytest.raises(LoadError, match="without constructing a trainer"):
+        trl.make(json.dumps({"file": str(idle), "script": True}))
+    sampled = tmp_path / "sampled.py"
+    sampled.write_text("from trl import GRPOTrainer\nGRPOTrainer(model='m', train_dataset=[], rollout_worker=1)\n")
+    [listed] = trl.declared(sampled, parse(sampled))
+    assert "rollout worker" in listed.problem
+    with pytest.raises(LoadError, match="rollout function"):
+        trl.make(listed.target)
+
+
+def test_a_class_scored_by_a_function_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "scored.py"
+    file.write_text(
+        textwrap.dedent("""
+            rows = [{"prompt": "Go."}]
+            def reward(environments, **kwargs): return [one.x for one in environments]
+            class World:
+                def reset(self, **row): self.x = 1.0
+        """)
+    )
+    [listed] = trl.declared(file, parse(file))
+    assert json.loads(listed.target)["environment"] == "World"
+    assert json.loads(listed.target)["reward_funcs"] == ["reward"]
+
+
+def test_the_packages_that_a_script_names_are_those_of_its_environment(script: Path) -> None:
+    source = script.read_text()
+    assert script_requirements(source) == ["datasets", "echo-env @ git+https://example.com/echo_env"]
+    with_rewards = source.replace("import argparse", "from trl.rewards import accuracy_reward\nimport argparse", 1)
+    assert script_requirements(with_rewards)[:2] == ["trl", "datasets"]
+    assert target_of(str(script), ()).requirements == tuple(script_requirements(source))
+    assert script_requirements("import os\n") == []

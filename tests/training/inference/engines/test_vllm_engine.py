@@ -1,0 +1,292 @@
+"""The relay to vLLM: verified updates, repeated requests, restarts, adapters, sleep.
+
+A stand-in takes the place of the server; `test_conformance.py` asks the real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from tests.support.training_api_server import until
+from tests.training.inference.engines.conftest import TOKENIZER, Rig, Server, check
+from tests.training.inference.requests import sample
+from toprope.errors import ComponentFailed, InvalidValue
+from toprope.settings.schema import Config
+from toprope.training.inference.engine import SamplingRequest
+from toprope.training.inference.engines.choice import make_engine
+from toprope.training.inference.engines.vllm_engine import VllmEngine
+from toprope.training.inference.engines.vllm_process import VllmProcess, VllmSettings
+from toprope.training.policy.publishing import newest_published
+
+
+def test_update_is_verified_before_its_answers_are_given(make: Callable[..., Rig]) -> None:
+    rig = make()
+    [server] = rig.servers
+    assert sample(rig.engine, SamplingRequest([5], n=2, max_new_tokens=3))[0][1].versions == [(0, 3)]
+    server.go_on.clear()
+    answered = rig.ask()
+    until(lambda: len(server.asked) == 2)
+    assert rig.publish() == 1
+    until(lambda: rig.engine.version == 1)
+    server.go_on.set()
+    assert answered.get(timeout=10)[0].versions == [(0, 1), (1, 2)]
+    assert server.paths()[-5:] == [
+        "/pause", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version", "/resume"
+    ]  # fmt: skip
+    assert len(rig.servers) == 1
+
+
+def test_server_that_keeps_old_weights_is_replaced_and_what_it_sampled_is_discarded(make: Callable[..., Rig]) -> None:
+    rig = make(keeps_old=(1,))
+    rig.servers[0].go_on.clear()
+    answered = rig.ask()
+    until(lambda: rig.servers[0].asked)
+    rig.publish()
+    [answer] = answered.get(timeout=30)
+    assert answer.token_ids == [2, 2, 2] and answer.versions == [(1, 3)]
+    published = newest_published(rig.servers[0].folder)
+    assert published is not None and rig.servers[1].model == published.folder
+    assert rig.servers[0].ended and rig.engine.restarts == 1 and rig.engine.version == 1
+    rig.publish()
+    until(lambda: rig.engine.version == 2)
+    assert len(rig.servers) == 2
+
+
+def test_engine_gives_up_when_no_server_takes_the_weights(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.publisher._write = lambda folder: folder.mkdir()
+    answered = rig.ask()
+    assert answered.get(timeout=10)
+
+    def refuse(model: Path) -> list[float]:
+        return [7.0] * 23
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.training.inference.engines.conftest.check", refuse)
+        rig.publish()
+        until(lambda: rig.gave_up)
+    assert isinstance(rig.gave_up[0], ComponentFailed) and "differ from the trainer's" in rig.gave_up[0].message
+    assert len(rig.servers) == 4
+    assert isinstance(rig.ask().get(timeout=10), RuntimeError)
+    with pytest.raises(ComponentFailed):
+        rig.engine.wait_ready(1)
+
+
+def test_requests_outlive_a_server_that_ends(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.publish()
+    until(lambda: rig.engine.version == 1)
+    rig.servers[0].go_on.clear()
+    answered = rig.ask(n=2)
+    until(lambda: rig.servers[0].asked)
+    rig.servers[0].end()
+    answers = answered.get(timeout=30)
+    assert [answer.token_ids for answer in answers] == [[2] * 3] * 2
+    assert answers[0].versions == [(1, 3)], "the next server begins with the newest weights"
+    assert not rig.gave_up
+
+
+def test_adapters_get_a_name_for_each_version_and_leave_after_their_last_request(make: Callable[..., Rig]) -> None:
+    rig = make(adapters=True)
+    [server] = rig.servers
+    rig.publish()
+    until(lambda: rig.engine.version == 1)
+    server.go_on.clear()
+    first = rig.ask()
+    until(lambda: server.asked)
+    rig.publish()
+    until(lambda: rig.engine.version == 2)
+    second = rig.ask()
+    until(lambda: len(server.asked) == 2)
+    assert "/pause" not in server.paths()
+    assert len(server.weights) == 3, "the base and two adapters"
+    server.go_on.set()
+    assert first.get(timeout=10)[0].versions == [(1, 3)] and second.get(timeout=10)[0].versions == [(2, 3)]
+    names = [body["model"] for body in server.asked]
+    assert names[0].startswith("policy-v1-") and names[1].startswith("policy-v2-")
+    rig.publish()
+    until(lambda: names[0] not in server.weights and names[1] not in server.weights)
+
+
+def test_weights_in_gpu_memory_arrive_as_handles(make: Callable[..., Rig]) -> None:
+    rig = make(in_memory=True)
+    [server] = rig.servers
+    assert ("/init_weight_transfer_engine", {"init_info": {"packed": False}}) in server.calls
+    server.weights["policy"] = []
+    answers: list[Any] = []
+    told: list[dict[str, Any]] = []
+
+    async def take(body: dict[str, Any]) -> web.Response:
+        if "prompt_logprobs" in body["sampling_params"]:
+            told.append(dict(server.calls)["/update_weights"]["update_info"])
+            server.weights["policy"] = check(newest_published(server.folder).folder)  # type: ignore[union-attr]
+        return await Server._generate(server, body)
+
+    server._generate = take  # type: ignore[method-assign]
+    rig.publish()
+    until(lambda: rig.engine.version == 1)
+    paths = server.paths()
+    steps = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+    assert [path for path in paths if path in steps] == steps
+    assert told[0]["names"] == ["table.weight"] and told[0]["dtype_names"] == ["bfloat16"]
+    assert told[0]["shapes"] == [[32, 32]] and told[0]["ipc_handles_pickled"]
+    rig.engine.submit(SamplingRequest([5], max_new_tokens=3), answers.append)
+    until(lambda: answers)
+
+
+def test_sleep_waits_for_answers_and_holds_back_requests(make: Callable[..., Rig]) -> None:
+    rig = make()
+    [server] = rig.servers
+    server.go_on.clear()
+    running = rig.ask()
+    until(lambda: server.asked)
+    sleeping = threading.Thread(target=rig.engine.sleep)
+    sleeping.start()
+    waiting = rig.ask()
+    assert "/sleep" not in server.paths()
+    server.go_on.set()
+    assert running.get(timeout=10)
+    sleeping.join(10)
+    assert server.paths()[-1] == "/sleep" and len(server.asked) == 1 and waiting.empty()
+    rig.publish()
+    rig.engine.wake()
+    assert waiting.get(timeout=10)
+    until(lambda: rig.engine.version == 1)
+    assert server.paths().index("/wake_up") < server.paths().index("/pause")
+
+
+def test_sleep_that_was_given_up_does_not_happen_later(make: Callable[..., Rig]) -> None:
+    rig = make()
+    [server] = rig.servers
+    rig.engine.wake()
+    assert "/wake_up" not in server.paths(), "it was awake"
+    server.go_on.clear()
+    running = rig.ask()
+    until(lambda: server.asked)
+    sleeping = threading.Thread(target=rig.engine.sleep)
+    sleeping.start()
+    until(lambda: rig.engine._sleeping)
+    rig.engine.wake()
+    sleeping.join(10)
+    assert not sleeping.is_alive() and running.empty()
+    server.go_on.set()
+    assert running.get(timeout=10) and rig.ask().get(timeout=10)
+    assert "/sleep" not in server.paths()
+
+
+def test_exact_requests_wait_for_the_newest_weights(make: Callable[..., Rig]) -> None:
+    for exact in (True, False):
+        rig = make(exact=exact)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(VllmEngine, "_adopt", _never)
+            rig.publish()
+            answered = rig.ask()
+            if exact:
+                with pytest.raises(queue.Empty):
+                    answered.get(timeout=0.3)
+                assert not rig.servers[0].asked
+            else:
+                assert answered.get(timeout=10)
+    assert VllmSettings.of(_in_step(), "python", Path(), "cpu", None).exact
+
+
+async def _never(engine: VllmEngine, found: Any) -> None:
+    await asyncio.sleep(3600)
+
+
+def _in_step() -> Config:
+    config = Config()
+    config.rollout.max_staleness = 0
+    return config
+
+
+def test_requests_at_once_count_their_time_once(make: Callable[..., Rig]) -> None:
+    rig = make()
+    [server] = rig.servers
+    server.go_on.clear()
+    began = time.monotonic()
+    answers = [rig.ask() for _ in range(8)]
+    until(lambda: len(server.asked) == 8)
+    with pytest.raises(queue.Empty):
+        answers[0].get(timeout=0.2)
+    server.go_on.set()
+    assert all(one.get(timeout=10) for one in answers)
+    assert 0.2 <= rig.engine.busy_s <= time.monotonic() - began
+
+
+def test_key_is_in_no_argument_and_no_secret_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPROPE_SECRET", "s3cret")
+    monkeypatch.setenv("HF_TOKEN", "hf_1")
+    config = Config()
+    config.policy.lora, config.policy.lora_rank, config.inference.sleep = True, 20, True
+    config.launcher.inference_gpus = 2
+    settings = VllmSettings.of(config, "/venv/bin/python", tmp_path, "cuda", None)
+    command, variables = settings.command(tmp_path, tmp_path / "socket"), settings.variables("k3y", tmp_path)
+    assert not any("k3y" in word for word in command) and variables["VLLM_API_KEY"] == "k3y"
+    assert not {"TOPROPE_SECRET", "HF_TOKEN"} & set(variables)
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in variables
+    line = " ".join(command)
+    assert "--max-lora-rank 32" in line and "--enable-sleep-mode" in line and "--dtype bfloat16" in line
+    assert "--enforce-eager" not in line and "--gpu-memory-utilization 0.4 --tensor-parallel-size 2" in line
+
+
+def test_sockets_of_a_deep_folder_are_short_and_folders_of_killed_servers_disappear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("deep" * 20)))
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o700)
+    settings = VllmSettings(str(program), tmp_path, "float32", "cpu", 64)
+    first = VllmProcess.start(settings, tmp_path)
+    second = VllmProcess.start(settings, tmp_path)
+    try:
+        assert len(str(first.folder / "socket")) < 60 and first.folder.stat().st_mode & 0o077 == 0
+        assert first.folder.exists(), "its server is alive"
+        first.process.kill()
+        first.process.wait()
+        os.close(first.lock)
+        VllmProcess.start(settings, tmp_path).end()
+        assert not first.folder.exists() and second.folder.exists()
+    finally:
+        second.end()
+    assert not second.folder.exists()
+
+
+def test_tied_embeddings_are_refused_on_a_cpu(tiny_policy: Path, tmp_path: Path) -> None:
+    config = Config()
+    config.inference.engine, config.launcher.device = "vllm", "cpu"
+    with pytest.raises(InvalidValue, match="embeddings are tied"):
+        make_engine(config, tiny_policy, TOKENIZER, crew=tmp_path, python="/venv/bin/python")
+    assert make_engine(config, tiny_policy, TOKENIZER, python="/venv/bin/python").end_ids == {1}, "without training"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"inference.engine": "vllm", "algorithm.name": "custom"}, "takes no weights from a trainer of the owner"),
+        ({"inference.engine": "transformers", "algorithm.deterministic": True}, "needs inference.engine embedded"),
+        ({"inference.engine": "vllm", "launcher.num_processes": 2}, "needs launcher.num_processes 1"),
+        ({"inference.sleep": True}, "inference.sleep needs inference.engine vllm"),
+        (
+            {"inference.engine": "vllm", "inference.transfer": "gpu", "launcher.inference_gpus": 1},
+            "inference.transfer gpu is for one GPU",
+        ),
+    ],
+)
+def test_settings_that_an_engine_cannot_keep_are_refused(fields: dict[str, Any], words: str) -> None:
+    config = Config()
+    for name, value in fields.items():
+        section, _, field_name = name.partition(".")
+        setattr(getattr(config, section), field_name, value)
+    assert any(words in sentence for sentence in config.conflicts())

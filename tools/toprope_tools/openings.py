@@ -1,0 +1,116 @@
+"""Openings of environments that go on while a client's calls come back to them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from toprope.errors import EnvironmentFailed, NotPossibleNow
+from toprope_tools.clients import UNKNOWN, Client
+
+T = TypeVar("T")
+
+_TOLD_EVERY_S = 5.0
+_KEPT_S = 600.0
+"""Seconds that a result waits for the call that asks again."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A caller that waits for an environment.
+
+    Attributes:
+        client: It decides how long the call may take; None for a caller without a limit, such as the command line.
+        progress: Called with the seconds so far, their limit and a sentence.
+    """
+
+    client: Client | None = UNKNOWN
+    progress: Callable[[float, float | None, str | None], Awaitable[Any]] | None = None
+
+
+CALLER = Caller()
+
+
+@dataclass
+class _Opening:
+    task: asyncio.Task[Any]
+    began: float
+    waiting: int = 0
+
+
+@dataclass
+class Openings:
+    """Openings in progress, and results that no call has fetched yet."""
+
+    _known: dict[str, _Opening] = field(default_factory=dict)
+
+    async def result(
+        self, key: str, make: Callable[[], Awaitable[T]], *, what: str, limit_s: float, wait_s: float, caller: Caller
+    ) -> T:
+        """Return what `make` returns, or its error.
+
+        Args:
+            key: Calls with the same key share one opening.
+            make: Opens the environment. It is cancelled after `limit_s`, or if its only caller gives up.
+            what: The opening in words, for messages.
+            wait_s: The longest that this call waits.
+
+        Raises:
+            NotPossibleNow: It goes on; the same call waits further.
+            EnvironmentFailed: It took longer than `limit_s`.
+        """
+        self._forget_old()
+        opening = self._known.get(key)
+        if opening is None or opening.task.get_loop() is not asyncio.get_running_loop():
+            task = asyncio.get_running_loop().create_task(_limited(make, what, limit_s))
+            opening = self._known[key] = _Opening(task, time.monotonic())
+        until = time.monotonic() + wait_s
+        opening.waiting += 1
+        try:
+            while not opening.task.done() and time.monotonic() < until:
+                left = until - time.monotonic()
+                await asyncio.wait([opening.task], timeout=min(_TOLD_EVERY_S, left))
+                if caller.progress is not None and not opening.task.done():
+                    seconds = time.monotonic() - opening.began
+                    await caller.progress(seconds, limit_s, f"{what}, {seconds:.0f} of at most {limit_s:.0f} s")
+        except asyncio.CancelledError:
+            if opening.waiting == 1:
+                self._known.pop(key, None)
+                opening.task.cancel()
+                await asyncio.wait([opening.task])
+            raise
+        finally:
+            opening.waiting -= 1
+        if not opening.task.done():
+            seconds = time.monotonic() - opening.began
+            raise NotPossibleNow(
+                f"{what} goes on: {seconds:.0f} of at most {limit_s:.0f} s have passed.",
+                hint="Repeat the same call to keep waiting.",
+            )
+        self._known.pop(key, None)
+        result: T = opening.task.result()
+        return result
+
+    def _forget_old(self) -> None:
+        for key, one in list(self._known.items()):
+            if one.task.done() and time.monotonic() - one.began > _KEPT_S:
+                if not one.task.cancelled():
+                    one.task.exception()  # retrieved, so that asyncio does not report it
+                del self._known[key]
+
+
+async def _limited(make: Callable[[], Awaitable[T]], what: str, limit_s: float) -> T:
+    try:
+        return await asyncio.wait_for(_awaited(make), limit_s)
+    except TimeoutError:
+        raise EnvironmentFailed(
+            f"{what} did not end within {limit_s:.0f} s.",
+            hint="Look for downloads or slow tasks in the environment's code; environment.load_timeout_s is the limit.",
+        ) from None
+
+
+async def _awaited(make: Callable[[], Awaitable[T]]) -> T:
+    return await make()

@@ -1,0 +1,71 @@
+"""A finished group of rollouts, and its form in the trajectory API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toprope.records.journal.groups import Group, Outcome
+from toprope.text_format import said
+from toprope.training.inference.sessions import Turn, join_turns
+
+_HEAD, _TAIL = 1200, 800
+"""Characters kept of the beginning and the end of a long text."""
+
+
+@dataclass(frozen=True)
+class SampledGroup:
+    """A finished group: the task's first messages, and per rollout its last answer and its outcome."""
+
+    task_id: str
+    messages: list[dict[str, Any]]
+    texts: list[str]
+    outcomes: list[Outcome]
+    turns: list[list[Turn]]
+    seconds: float
+    transcripts: list[str] = field(default_factory=list)
+    """Per rollout an excerpt of what followed the first messages; empty if nothing was sampled."""
+    talks: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Per rollout what followed the first messages, whole."""
+    environment: str = ""
+    """Label of the task's environment if the run has several."""
+
+    def to_record(self, environment: str, group_id: str) -> Group:
+        """The group in the trajectory API's form: one row per segment, without rollouts that have no token."""
+        tokens, masks, logprobs, versions, scores, owners = [], [], [], [], [], []
+        for index, (turns, outcome) in enumerate(zip(self.turns, self.outcomes, strict=True)):
+            for segment in join_turns(turns):
+                tokens.append(segment.tokens)
+                masks.append(segment.masks)
+                logprobs.append(segment.logprobs)
+                versions.append(segment.versions)
+                scores.append(outcome.reward)
+                owners.append(index)
+        one_row_each = owners == list(range(len(self.outcomes)))
+        return Group(
+            tokens=tokens,
+            masks=masks,
+            scores=scores,
+            inference_logprobs=logprobs,
+            versions=versions,
+            group_id=group_id,
+            environment=environment,
+            task_id=f"{self.environment}/{self.task_id}" if self.environment else self.task_id,
+            rollouts=None if one_row_each else owners,
+            outcomes=self.outcomes,
+            prompt=_cut("\n".join(said(message) for message in self.messages)),
+            answers=self.transcripts or None,
+            seconds=round(self.seconds, 4),
+        )
+
+
+def excerpt(messages: Sequence[dict[str, Any]]) -> str:
+    """A conversation as text for people, cut in the middle if it is long."""
+    if len(messages) == 1:
+        return _cut(said(messages[0]))
+    return _cut("\n".join(f"{message.get('role', '')}: {said(message)}" for message in messages))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _HEAD + _TAIL else f"{text[:_HEAD]}\n[...]\n{text[-_TAIL:]}"

@@ -1,0 +1,179 @@
+"""A worker with one typed method per operation.
+
+`WorkerClient` moves JSON and knows no types, because the SDK is standard library only. This class decodes its answers
+into `toprope.records.worker_messages`. Everybody who talks to user code uses it: rollouts, catalog, data recipes and
+sweeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+import msgspec
+
+from toprope.records.journal.groups import Outcome
+from toprope.records.worker_messages import Advanced, Begun, Card, SampledGroup, SplitSize, TaskPage, UserObject
+from toprope.sdk.errors import WorkerError
+from toprope.sdk.wall import Wall
+from toprope.sdk.worker.client import WorkerClient
+from toprope.sdk.worker.splits import SOURCE_RULE
+
+_T = TypeVar("_T")
+
+
+class EnvironmentWorker(WorkerClient):
+    """Create it with `EnvironmentWorker.start`.
+
+    Every method takes the seconds that the worker may be busy with it and raises `WorkerFailure` as
+    `WorkerClient.call` does; an answer of the wrong shape is a `WorkerError`. `variant` names an environment opened by
+    `vary`, empty for the one opened by `open`.
+    """
+
+    @classmethod
+    async def behind(cls, wall: Wall, interpreter: str | None = None, **options: Any) -> Self:
+        """Start a worker behind a wall. Takes and raises what `WorkerClient.start` does."""
+        return await cls.start(interpreter, wall=wall, **options)
+
+    async def open(
+        self,
+        source: Mapping[str, Any],
+        *,
+        timeout: float,
+        knobs: Mapping[str, Any] | None = None,
+        reward_weights: Mapping[str, float] | None = None,
+        max_turns: int | None = None,
+        seed: int = 0,
+        rewards: Sequence[Mapping[str, Any]] = (),
+        split_rule: int = SOURCE_RULE,
+    ) -> Card:
+        """Open an environment in place of the one before.
+
+        Args:
+            source: `file` and `attribute`, or `adapter` and `target`.
+            timeout: Seconds to load it.
+            knobs: Values that differ from the defaults.
+            reward_weights: Weights of reward parts that differ from the environment's own.
+            max_turns: A lower limit than the environment's own.
+            seed: Of the environment and of the order of its tasks.
+            rewards: Reward functions to add.
+            split_rule: See `toprope.sdk.worker.splits`.
+        """
+        arguments = {
+            "source": dict(source),
+            "knobs": dict(knobs or {}),
+            "reward_weights": dict(reward_weights or {}),
+            "max_turns": max_turns,
+            "seed": seed,
+            "split_rule": split_rule,
+            **({"rewards": [dict(one) for one in rewards]} if rewards else {}),
+        }
+        return await self._ask(Card, "open", timeout, arguments)
+
+    async def vary(self, variant: str, knobs: Mapping[str, Any], *, timeout: float) -> Card:
+        """Open the same environment with other knobs beside what is open."""
+        return await self._ask(Card, "vary", timeout, {"variant": variant, "knobs": dict(knobs)})
+
+    async def tasks(self, split: str, start: int, count: int, *, timeout: float, variant: str = "") -> TaskPage:
+        """Up to `count` distinct tasks of a split, from number `start` on."""
+        arguments = {"split": split, "start": start, "count": count, **_named(variant)}
+        return await self._ask(TaskPage, "tasks", timeout, arguments)
+
+    async def survey(self, limit: int, seconds: float, *, timeout: float) -> dict[str, SplitSize]:
+        """Scan every split for up to `limit` tasks or `seconds`; sizes by split."""
+        return await self._ask(dict[str, SplitSize], "survey", timeout, {"limit": limit, "seconds": seconds})
+
+    async def score(self, split: str, index: int, answer: str, *, timeout: float, variant: str = "") -> Outcome:
+        """Score one answer as a whole rollout, whether or not the environment would ask for more turns."""
+        arguments = {"split": split, "index": index, "answer": answer, **_named(variant)}
+        return await self._ask(Outcome, "score", timeout, arguments)
+
+    async def begin(
+        self,
+        split: str,
+        index: int,
+        count: int,
+        *,
+        timeout: float,
+        weights: Mapping[str, float] | None = None,
+        variant: str = "",
+    ) -> Begun:
+        """Begin `count` rollouts of a task; `weights` replaces weights of reward parts for them."""
+        arguments = {"split": split, "index": index, "count": count, **_weighted(weights), **_named(variant)}
+        return await self._ask(Begun, "begin", timeout, arguments)
+
+    async def advance(self, moves: Sequence[Sequence[Any]], *, timeout: float) -> list[Advanced]:
+        """Pass answers to rollouts; one result per move.
+
+        Args:
+            moves: `[rollout, text, truncated, token ids]` each; the last two may be left out.
+            timeout: Seconds for all of them.
+        """
+        return await self._ask(list[Advanced], "advance", timeout, {"moves": moves})
+
+    async def settle(self, rollouts: Sequence[int], *, timeout: float) -> list[Outcome | None]:
+        """Score rollouts that wait for their group; None for those that the worker does not know."""
+        return await self._ask(list[Outcome | None], "settle", timeout, {"rollouts": rollouts})
+
+    async def discard(self, rollouts: Sequence[int], *, timeout: float) -> None:
+        """Forget rollouts."""
+        await self.call("discard", timeout=timeout, rollouts=rollouts)
+
+    async def solve(self, rollout: int, draw: int = 0, *, timeout: float) -> str | None:
+        """The next answer of the environment's own solver, draw number `draw`; None if it has none."""
+        [said] = await self._ask(list[str | None], "solve", timeout, {"asked": [[rollout, draw]]})
+        return said
+
+    async def run(
+        self,
+        split: str,
+        index: int,
+        sessions: Sequence[Mapping[str, Any]],
+        *,
+        timeout: float,
+        weights: Mapping[str, float] | None = None,
+        variant: str = "",
+    ) -> SampledGroup:
+        """Have the environment sample a task itself, once per session, beside other requests."""
+        arguments = {"split": split, "index": index, "sessions": sessions, **_weighted(weights), **_named(variant)}
+        return await self._ask(SampledGroup, "run", timeout, arguments, concurrent=True)
+
+    async def make(
+        self, file: str, attribute: str, arguments: Mapping[str, Any], *, wanted: Sequence[str], timeout: float
+    ) -> UserObject:
+        """Load a class or function that a user's file defines and create an object of it in the worker.
+
+        Args:
+            wanted: See `toprope.sdk.authoring.definitions.definition_problem`.
+        """
+        asked = {"file": file, "attribute": attribute, "arguments": dict(arguments), "wanted": list(wanted)}
+        return await self._ask(UserObject, "make", timeout, asked)
+
+    async def invoke(self, handle: int, method: str, calls: Sequence[Sequence[Any]], *, timeout: float) -> list[Any]:
+        """Call a method of a user's object once per list of arguments; its results as JSON values."""
+        return await self._ask(list[Any], "invoke", timeout, {"handle": handle, "method": method, "calls": calls})
+
+    async def _ask(
+        self,
+        expected: type[_T],
+        operation: str,
+        timeout: float,
+        arguments: Mapping[str, Any],
+        *,
+        concurrent: bool = False,
+    ) -> _T:
+        answer = await self.call(operation, timeout=timeout, concurrent=concurrent, **arguments)
+        try:
+            return msgspec.convert(answer, expected)
+        except msgspec.ValidationError as error:
+            raise WorkerError(
+                "raised", "EnvironmentMistake", f"the worker's answer to {operation!r} has the wrong shape: {error}"
+            ) from error
+
+
+def _named(variant: str) -> dict[str, Any]:
+    return {"variant": variant} if variant else {}
+
+
+def _weighted(weights: Mapping[str, float] | None) -> dict[str, Any]:
+    return {} if weights is None else {"weights": dict(weights)}

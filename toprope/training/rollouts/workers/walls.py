@@ -1,0 +1,64 @@
+"""The wall for one worker: the owner's decisions together with the files of its code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from toprope.records.run.specification import EnvironmentSource
+from toprope.records.walls import Walls
+from toprope.sdk.wall.paths import data_paths, source_paths
+from toprope.sdk.wall.plan import Network, Wall
+from toprope.sdk.worker.client import WorkerClient
+
+
+def environment_wall(
+    walls: Walls,
+    source: EnvironmentSource,
+    *,
+    network: Network = "allow",
+    memory_mb: int = 0,
+) -> Wall:
+    """The wall around an environment.
+
+    Args:
+        walls: The owner's decisions.
+        source: The environment with its reward functions.
+        network: Its network.
+        memory_mb: Memory that one process may allocate in MB; 0: no limit.
+    """
+    rights = walls.rights.get(source.name, {})
+    code = [*([source.file] if source.file else []), *(reward.file for reward in source.rewards)]
+    reads = [path for file in code for path in source_paths(file)]
+    return Wall(
+        reads=(*reads, *data_paths(source.target), *rights.get("reads", ())),
+        writes=tuple(rights.get("writes", ())),
+        closed=walls.closed,
+        home=walls.home_of(source.name),
+        network=network,
+        memory_mb=memory_mb,
+        trusted=bool(rights.get("trust")),
+        required=walls.required,
+    )
+
+
+def code_wall(walls: Walls, files: Sequence[str]) -> Wall:
+    """The wall around strategies, scorers and generators, which belong to no environment."""
+    reads = tuple(path for file in files for path in source_paths(file))
+    return Wall(reads=reads, closed=walls.closed, required=walls.required)
+
+
+def passed_on() -> Walls:
+    """The owner's decisions as this process got them."""
+    return Walls.from_variables(os.environ)
+
+
+def missing_wall(worker: WorkerClient) -> str:
+    """A warning that a worker has no wall; empty if it has one, or its owner let it out."""
+    built = worker.enclosure
+    if built is None or built.level != "none":
+        return ""
+    return (
+        f"No wall stands around this environment's code, because {built.lacks}: it can read and change what you can. "
+        "Use only environments that you trust here (toprope doctor)."
+    )

@@ -1,0 +1,167 @@
+"""Reservation of budgets: check runs against the owner's limits and other runs' usage, and freeze their limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from toprope.analysis.budget import Demand, Refusal, demand_of, freeze_limits, spent
+from toprope.errors import NotPossibleNow
+from toprope.machine import gpu_names, processor_count
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
+from toprope.records.run.usage import Usage
+from toprope.settings.endpoints import Endpoint
+from toprope.settings.limits import UNITS, FrozenLimits, Limits
+from toprope.supervisor.capacity.budget_ledger import read_accounts
+from toprope.supervisor.capacity.reservations import Machine, gpus_wanted
+from toprope.workbench.launch.budgets.token_costs import token_costs, unpriced
+
+
+def _is_here(specification: Specification) -> bool:
+    """True if the run uses this machine; the members of a sweep, not its conductor, run on a cluster."""
+    return specification.config.launcher.kind == "local" or specification.run_kind.starts_runs
+
+
+def _gpus(specification: Specification, machine: Machine) -> int:
+    """Return the number of GPUs of a run: on a cluster those that it asks the engine for."""
+    launcher = specification.config.launcher
+    return gpus_wanted(specification, machine) if _is_here(specification) else launcher.room().gpus * launcher.nodes
+
+
+def gpu_of(specification: Specification, machine: Machine) -> str | None:
+    """Return the name of the GPU that a run would use: empty if unknown, None if it uses none."""
+    if not _gpus(specification, machine):
+        return None
+    if not _is_here(specification):
+        return ""
+    names = gpu_names()
+    if len(set(names)) == 1:
+        return names[0]
+    first = machine.gpus[0]
+    # The run gets any free GPU. If they differ, the first is the likeliest.
+    return names[int(first)] if first.isdigit() and int(first) < len(names) else ""
+
+
+def demand(specification: Specification, machine: Machine) -> Demand:
+    """Return the demand of a run."""
+    gpu, costs = gpu_of(specification, machine), token_costs(specification)
+    asked = demand_of(specification.config, specification.run_kind, processors=processor_count(), gpu=gpu)
+    gpus = _gpus(specification, machine)
+    return dataclasses.replace(asked, tokens_usd=costs.most_usd, unpriced=costs.unpriced, gpus=max(gpus, 1))
+
+
+def reserve(
+    specifications: Sequence[Specification], limits: Limits, machine: Machine, runs: Path
+) -> list[Specification]:
+    """Return the specifications with their frozen limits. The caller holds the lock of the ledger.
+
+    Args:
+        specifications: Of runs that start together, alike but for their seed.
+        limits: The owner's present limits.
+        machine: The part of the machine that runs may use.
+        runs: The folder of runs.
+
+    Raises:
+        NotPossibleNow: The machine has fewer GPUs than a run needs.
+        NoRoomWithin: Limits forbid it; the message names each with its value, who set it, and what would fit.
+    """
+    if (wanted := gpus_wanted(specifications[0], machine)) > len(machine.gpus) and _is_here(specifications[0]):
+        raise NotPossibleNow(
+            f"Nothing was started: the run needs {wanted} GPUs (launcher.num_processes and launcher.inference_gpus), "
+            f"and this machine has {len(machine.gpus)} for runs.",
+            hint="Lower launcher.num_processes; with launcher.inference_gpus 0 inference shares the trainer's first.",
+        )
+    if specifications[0].run_kind.starts_runs:
+        limits = _limits_of_sweep(limits)
+    frozen = freeze_limits(limits, demand(specifications[0], machine), read_accounts(runs), len(specifications))
+    if isinstance(frozen, list):
+        raise _refused(frozen)
+    return [one.model_copy(update={"limits": frozen}) for one in specifications]
+
+
+def reserve_calls(endpoints: Mapping[str, Endpoint], limits: Limits, runs: Path, spender: str) -> FrozenLimits:
+    """Return the limits on the cost of a program that calls models and is no run. The caller holds the ledger's lock.
+
+    The program may spend as much as a run, or what is left of the day: nobody knows how often it asks.
+
+    Args:
+        endpoints: The models by name.
+        spender: The program's name in the ledger, whose own account is left out.
+
+    Raises:
+        NoRoomWithin: A limit on cost leaves nothing, or a model has no price.
+    """
+    kept = {one.name: one for one in limits if one.name.endswith(".cost_usd")}
+    costs = Limits(kept, limits.prices, source=limits.source)
+    missing = unpriced(endpoints)
+    demand = Demand(None, 0, tokens_usd=None, unpriced=missing)
+    frozen = freeze_limits(costs, demand, read_accounts(runs, leave_out=[spender]))
+    if isinstance(frozen, list):
+        raise _refused(frozen)
+    return frozen
+
+
+def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
+    """Pass an ended run that may be resumed: its own caps are not used up, and other runs leave room.
+
+    Raises:
+        NoRoomWithin: Its caps are used up, or other runs leave no room for the rest.
+    """
+    frozen = specification.limits
+    usage = Usage.read(RunFolder(runs / specification.run_id)) or Usage()
+    used = spent(usage)
+    refusals = []
+    for quantity, cap in (frozen.caps if frozen else {}).items():
+        if quantity not in ("steps", "disk_gb") and used.get(quantity, 0.0) >= cap.value:
+            why = f" (reason: {cap.reason.rstrip('.')})" if cap.reason else ""
+            refusals.append(
+                Refusal(
+                    cap.limit,
+                    f"{specification.run_id} has used {used[quantity]:.3g} of the {cap.value:.3g} {UNITS[quantity]} "
+                    f"that {cap.limit} allowed it at its start, set by {frozen.source if frozen else ''}{why}.",
+                    "Its checkpoint stays; a new run can start from it, under the limits as they are then.",
+                )
+            )
+    others = read_accounts(runs, leave_out=[specification.run_id])
+    live = sum(account.live and account.is_run for account in others)
+    limit = limits.get("concurrent_runs")
+    if limit is not None and live + 1 > limit.max:
+        text = f"concurrent_runs is {limit.max:g}, set by {limits.source}; {live} are live."
+        refusals.append(Refusal(limit.name, text, "A run that ends or is stopped makes room."))
+    for quantity, reserved in (frozen.reserved if frozen else {}).items():
+        limit = limits.get(f"per_day.{quantity}")
+        rest = reserved - used.get(quantity, 0.0)
+        left = 0.0 if limit is None else limit.max - sum(account.held(quantity) for account in others)
+        if limit is not None and rest > left:
+            text = (
+                f"{limit.name} is {limit.max:g} {UNITS[quantity]}, set by {limits.source}; {max(left, 0.0):.3g} are "
+                f"left today, and the run may still use {rest:.3g}."
+            )
+            refusals.append(
+                Refusal(limit.name, text, "The count starts anew tomorrow; live runs free what they do not use.")
+            )
+    if refusals:
+        raise _refused(refusals, "resumed")
+
+
+def _limits_of_sweep(limits: Limits) -> Limits:
+    """Return the limits that apply to a sweep itself: it computes nothing, and its members reserve their own budget."""
+    kept = {one.name: one for one in limits if one.name == "per_day.runs" or not one.name.startswith("per_day.")}
+    return Limits(kept, limits.prices, confirm=limits.confirm, above=limits.above, source=limits.source)
+
+
+class NoRoomWithin(NotPossibleNow):
+    """The owner's limits leave no room; `limits` are their names."""
+
+    limits: tuple[str, ...] = ()
+
+
+def _refused(refusals: Sequence[Refusal], what: str = "started") -> NoRoomWithin:
+    refused = NoRoomWithin(
+        f"Nothing was {what}: " + "\n".join(refusal.text for refusal in refusals),
+        hint="\n".join(dict.fromkeys(refusal.fits for refusal in refusals)),
+    )
+    refused.limits = tuple(refusal.limit for refusal in refusals)
+    return refused
