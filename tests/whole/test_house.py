@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 from benchmarks.house.house import GOALS, circles_of_control, measure_structure
 from benchmarks.report import is_met
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.run_engines import ROOT, engines
 
 
 def test_rooms_import_from_floors_below_them_only() -> None:
@@ -24,3 +22,8 @@ def test_folders_and_files_are_small_and_imports_have_no_circles() -> None:
     figures, broken = measure_structure()
     missed = {name: figures[name] for name, goal in GOALS.items() if not is_met(figures[name], goal)}
     assert not missed, (missed, broken)
+
+
+def test_engines_name_tests_that_are_there() -> None:
+    named = [path for engine in engines() for path in engine.tests]
+    assert named and not [path for path in named if not (ROOT / path).exists()]
