@@ -201,6 +201,16 @@ def _ecosystem(
     )
 
 
+def _is_ours(folder: Path) -> bool:
+    """True if the interpreter was made from this checkout; it names paths of the one that made it."""
+    made_from = folder / "made-from.txt"
+    return made_from.is_file() and made_from.read_text() == str(ROOT)
+
+
+def _claim(folder: Path) -> Command:
+    return sys.executable, "-c", f"open({str(folder / 'made-from.txt')!r}, 'w').write({str(ROOT)!r})"
+
+
 def _server_under(version: str) -> Engine:
     """The tests that need no PyTorch, in another Python with the locked packages of the server."""
     folder = CACHE / f"python-{version}"
@@ -212,13 +222,13 @@ def _server_under(version: str) -> Engine:
     return Engine(
         f"Python {version} without PyTorch",
         ("tests/settings", "tests/sdk/authoring"),
-        (folder / "installed").exists(),
+        _is_ours(folder),
         (
             (system, "-m", "venv", folder),
             (*pip, "--require-hashes", "-r", "bundles/requirements/server.txt"),
             (*pip, "-c", "constraints.txt", *tested),
             (*pip, "--no-deps", "--no-build-isolation", "-e", "."),
-            ("touch", folder / "installed"),
+            _claim(folder),
         ),
         (system,),
         python=python,
@@ -230,19 +240,18 @@ def _trackio() -> Engine:
     """trackio with its dependencies, beside the packages of this interpreter."""
     folder = ECOSYSTEMS / "trackio"
     python = folder / "bin" / "python"
-    own, made_for = sysconfig.get_path("purelib"), folder / "made-for.txt"
+    own = sysconfig.get_path("purelib")
     borrow = f"import sysconfig; open(sysconfig.get_path('purelib') + '/borrowed.pth', 'w').write({own!r})"
-    note = f"open({str(made_for)!r}, 'w').write({own!r})"
     install = (python, "-m", "pip", "install", "-qq", *PIP_ARGS, "trackio>=0.40,<1")
     return Engine(
         "trackio",
         ("tests/trackers/test_trackio.py",),
-        made_for.is_file() and made_for.read_text() == own,
+        _is_ours(folder),
         (
             (sys.executable, "-m", "venv", folder),
             (python, "-c", borrow),
             install,
-            (python, "-c", note),
+            _claim(folder),
         ),
         python=python,
     )
