@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import anyio
 import psutil
 
-from benchmarks.cluster.house import House, kill_all
+from benchmarks.cluster.house import House, kill_all, wait_until
 from toprope.records.messages import ENV_FOLDER
 from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.launch import Launch
+from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.settings.clusters import Clusters
 from toprope.supervisor.launchers.by_kind import LauncherByKind
-from toprope.supervisor.launchers.cluster import ClusterLauncher
+from toprope.supervisor.launchers.cluster import ClusterLauncher, request_for
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
 
-__all__ = ["FAULTS", "Outcome", "keepers_of", "launcher_for", "processes_of_run", "suffer"]
+__all__ = ["FAULTS", "Outcome", "add_keeper", "keepers_of", "launcher_for", "processes_of_run", "suffer"]
+
+_ELSEWHERE = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount --bind "$0" keeper.lock && exec "$@"')
+"""Before a keeper's command: it sees a lock of its own, as on a node to which flock is not carried."""
+_PLANTED = """
+import json, sys
+from pathlib import Path
+from toprope.records.run.status import Status
+from toprope.supervisor.keeper.program import main
+from toprope.supervisor.launchers import claims
+read = Status.read
+claims.claim = lambda *_, **__: True
+Status.read = classmethod(lambda cls, folder: read(folder).model_copy(update={"state": "queued"}))
+table = sys.argv.pop(1)
+sys.exit(main(programs=json.loads(Path(table).read_text()) if table else None))
+"""
+"""A keeper that asks nobody if the run has one."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +123,49 @@ def _is_over(status: Status, _: object) -> bool:
 
 
 def keepers_of(folder: RunFolder) -> int:
-    """Return the number of the run's keepers that an engine started."""
-    words = [process.cmdline() for process in processes_of_run(folder)]
-    return sum("--foreground" in line and not {"-c", "sh"} & set(line) for line in words)
+    """Return the number of the run's keepers that an engine started and that have started something themselves."""
+    found = 0
+    for process in processes_of_run(folder):
+        try:
+            below = process.children() if "--foreground" in process.cmdline() else []
+            # What an engine puts above a keeper has the same words, and the keeper below it.
+            found += bool(below) and not any("--foreground" in one.cmdline() for one in below)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def add_keeper(house: House, folder: RunFolder, command: Sequence[str] = (), *, planted: bool = False) -> int:
+    """Have the engine start a second keeper of a run, with a lock of its own; return the number of keepers once the
+    second one has left or has started something.
+
+    Args:
+        command: argv of the run's keeper before its own arguments; the real one when empty.
+        planted: The second keeper does not look for another one.
+
+    Raises:
+        TimeoutError: It did neither.
+    """
+    launch, specification = Launch.read(folder), Specification.read(folder)
+    assert launch is not None
+    lock = folder.path / "elsewhere.lock"
+    lock.touch()
+    if planted:
+        command = [house.cluster.python, "-P", "-c", _PLANTED, command[-1] if command else ""]
+    request = request_for(folder, specification, house.cluster, launch.attempt, command or None)
+    name = f"{launch.name}.{'planted' if planted else 'second'}"
+    second = replace(request, name=name, command=[*_ELSEWHERE, str(lock), *request.command])
+    before, count = _refusals(folder), 1
+
+    def decided() -> bool:
+        nonlocal count
+        count = keepers_of(folder)
+        return count > 1 or _refusals(folder) > before
+
+    house.engine.submit(second)
+    wait_until(decided, "the second keeper")
+    return count
+
+
+def _refusals(folder: RunFolder) -> int:
+    return folder.log("keeper").read_text(errors="replace").count("was claimed before")

@@ -1,0 +1,57 @@
+"""The benchmark of clusters can fail: it counts a second keeper, and doubts runs that took no step."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from benchmarks.cluster import bench
+from benchmarks.cluster.house import kill_all
+from benchmarks.cluster.matrix import launcher_for, processes_of_run
+from tests.support import supervisor_stand_ins
+from toprope.supervisor.runs.manager import RunManager
+
+
+@pytest.fixture
+def start(local_house, harness):
+    """Returns, for stand-ins with a behaviour, a tally and what it asks for runs."""
+
+    def made(behaviours):
+        harness.runs(behaviours)
+        table = harness.path / "programs.json"
+        table.write_text(json.dumps(harness.programs))
+        command = (sys.executable, "-P", str(supervisor_stand_ins.PATH), "keeper", str(table))
+        runs = RunManager(harness.path / "runs", launcher_for(local_house, command), lambda: harness.machine)
+
+        def start():
+            specification = harness.specification()
+            specification.config.launcher.kind = "slurm"
+            harness.started.append(runs.start(specification))
+            return runs, harness.started[-1]
+
+        return bench._Tally(Console(quiet=True)), SimpleNamespace(house=local_house, command=command, start=start)
+
+    yield made
+    for folder in harness.started:
+        kill_all(processes_of_run(folder))
+
+
+def test_second_keeper_leaves_and_a_planted_one_is_counted(start):
+    tally, harness = start({"trainer": {"endless": True}})
+    tally.play("planted keeper", lambda: tally.plant(harness))
+    assert tally.figures()["double_keepers"] == 0
+    assert tally.doubts() == "" and tally._planted == 2
+    tally._planted = 1
+    assert "not counted" in tally.doubts()
+
+
+def test_run_that_never_steps_is_doubted(start, monkeypatch):
+    monkeypatch.setattr(bench, "_SOON_S", 1.5)
+    tally, harness = start({"environment": {"at": "before", "do": "hang"}})
+    tally.play("stop order", lambda: tally.strike(harness, "stop order"))
+    assert tally.figures()["wrong_endings"] == 1
+    assert tally.doubts() == "1 of 1 runs took no step"
