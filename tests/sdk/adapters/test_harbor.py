@@ -211,7 +211,7 @@ def test_nothing_runs_without_a_wall(tasks: Path, monkeypatch: pytest.MonkeyPatc
 
 DOCKER = """#!{python}
 # Containers are folders: the task's paths in commands are moved into them.
-import re, shutil, subprocess, sys
+import os, re, shutil, signal, subprocess, sys
 from pathlib import Path
 
 state = Path(__file__).parent / "state"
@@ -243,11 +243,21 @@ elif word == "cp":
             (target / file.name).write_text(moved(file.read_text(), name))
     else:
         target.write_text(moved(Path(rest[0]).read_text(), name))
+elif word == "restart" and (state / "stuck").exists():
+    sys.exit("cannot restart container")
+elif word == "restart":
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"CONTAINER={{rest[-1]}}".encode() in place.read_bytes().split(b"\\0"):
+                os.kill(int(place.parent.name), signal.SIGKILL)
+        except OSError:
+            pass
 elif word == "exec":
-    done = subprocess.run([moved(one, rest[0]) for one in rest[1:]], cwd=state / rest[0] / "workspace")
+    inside = dict(os.environ, CONTAINER=rest[0])
+    done = subprocess.run([moved(one, rest[0]) for one in rest[1:]], cwd=state / rest[0] / "workspace", env=inside)
     sys.exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
 elif word == "rm":
-    shutil.rmtree(state / rest[1])
+    shutil.rmtree(state / rest[-1])
 """
 COUNTED = """\
 #!/bin/bash
@@ -285,6 +295,30 @@ def test_tasks_that_no_process_can_run_get_a_container(tmp_path: Path, docker: P
     calls = (docker / "state" / "calls").read_text()
     assert "--memory=512m --network=none" in calls and calls.count("rm --force") == calls.count("run --detach") == 2
     assert not list((docker / "state").glob("*/workspace"))
+
+
+FORGED = """\
+setsid nohup bash -c 'while true; do cp won.txt /logs/verifier/reward.txt; sleep 0.01; done' >/dev/null 2>&1 &
+echo 1 > won.txt
+"""
+
+
+def test_no_process_of_the_policy_writes_a_container_s_reward(tmp_path: Path, docker: Path) -> None:
+    folder = tmp_path / "tasks"
+    slow = "#!/bin/bash\necho 0 > /logs/verifier/reward.txt\nsleep 0.5\n"
+    for number in range(12):
+        written(folder, f"shop-{number}", test=slow)
+
+    async def work(*commands: str) -> Any:
+        async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:
+            await link.open({"adapter": "harbor", "target": str(folder)}, timeout=60, knobs={"container": "always"})
+            return (await worked(link, *commands))[1]
+
+    forged = asyncio.run(work("mkdir -p /logs/verifier", FORGED, "sleep 0.2; cat /logs/verifier/reward.txt"))
+    assert (forged.error, forged.reward) == (None, 0.0)
+    (docker / "state" / "stuck").touch()
+    left = asyncio.run(work("true"))
+    assert "its processes were not ended before its tests: cannot restart container" in (left.error or "")
 
 
 def test_tasks_without_a_container_are_refused_with_what_to_do(

@@ -19,7 +19,8 @@ __all__ = ["Container", "engine"]
 _PROGRAMS = ("docker", "podman")
 _LOOK_S, _BUILD_S, _STEP_S = 20.0, 1800.0, 120.0
 _LONGEST_S = "21600"
-"""The container ends after so many seconds even if the worker was killed and cannot remove it."""
+"""The container ends after so many seconds even if the worker was killed; `engine` removes what is left of it."""
+_LABEL = "toprope-task"
 _KILLED = 137
 """Exit code of `timeout -s KILL` for a command that took too long."""
 
@@ -36,6 +37,8 @@ def engine() -> str:
             continue
         done = _done([program, "info"], _LOOK_S)
         if done.returncode == 0:
+            old = ["--filter", f"label={_LABEL}", "--filter", "until=7h"]
+            _done([program, "container", "prune", "--force", *old], _STEP_S)
             return program
         why.append(f"{name} refuses: {' '.join(done.stdout.split())[-200:]}")
     if why:
@@ -66,8 +69,9 @@ class Container:
         limits = [f"--cpus={task.cpus:g}"] if task.cpus else []
         limits += [f"--memory={task.memory_mb:g}m"] if task.memory_mb else []
         limits += [] if task.internet else ["--network=none"]
-        words = ["run", "--detach", "--rm", "--init", "--name", self._name, *limits, image, "sleep", _LONGEST_S]
-        self._delete = weakref.finalize(self, _done, [program, "rm", "--force", self._name], _STEP_S)
+        names = ["--name", self._name, "--label", _LABEL]
+        words = ["run", "--detach", "--init", *names, *limits, image, "sleep", _LONGEST_S]
+        self._delete = weakref.finalize(self, _done, [program, "rm", "--force", "--volumes", self._name], _STEP_S)
         self._engine(words, _STEP_S, "its container does not start")
 
     def run(self, command: str, seconds: float) -> str:
@@ -75,11 +79,17 @@ class Container:
         return told(*self._run(command, seconds), seconds)
 
     def verify(self) -> tuple[int | None, str]:
-        """Run the task's tests in the state that the policy left.
+        """Run the task's tests on the files that the policy left, after the end of all its processes.
+
+        The restart ends them from outside: a process in the background could write a reward after the tests did.
 
         Returns:
             The exit code, None if it took too long; and what was printed.
+
+        Raises:
+            EnvironmentMistake: The container does not restart, so no reward of it counts.
         """
+        self._engine(["restart", "-t", "0", self._name], _STEP_S, "its processes were not ended before its tests")
         self._run("rm -rf /tests /logs/verifier; mkdir -p /tests /logs/verifier", _STEP_S)
         tests = self._task.path / "tests"
         if tests.is_dir():
