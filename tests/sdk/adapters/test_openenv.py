@@ -154,6 +154,20 @@ def test_openenv_reads_schema_and_waits_for_full_server(server: Served) -> None:
     assert Episode.open == 0, "every episode is closed"
 
 
+def test_pixels_are_not_shown_to_the_policy(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = {"screen": [[[7, 7, 7]] * 40] * 30, "board": [[0, 1], [1, 0]], "lives": 3}
+
+    def seen(self: Episode, text: str, reward: float, done: bool) -> dict[str, Any]:
+        return {"type": "observation", "data": {"observation": screen, "reward": reward, "done": done}}
+
+    monkeypatch.setattr(Episode, "seen", seen)
+    server.schema["observation"] = {"properties": {name: {} for name in screen}}
+    environment = configure(openenv.make(server), knobs={"action_fields": {"kind": "word"}, "tasks": 1})
+    [task] = environment.tasks()
+    shown = json.loads(task.messages[-1]["content"])
+    assert shown == {**screen, "screen": "3600 numbers, not shown"}
+
+
 def test_openenv_refuses_unknown_field_and_reward_range(server: Served) -> None:
     environment = configure(openenv.make(server), knobs={"observation": "txt", "action": "message"})
     with pytest.raises(EnvironmentMistake, match="Fields: text"):

@@ -45,6 +45,7 @@ class Spec:
     """An agent's configuration."""
 
     max_turns = 3
+    harness: Any = None
 
     def model_copy(self, update: dict[str, Any]) -> Spec:
         return self
@@ -97,7 +98,9 @@ def open_taskset(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch)
         loaders = {
             "taskset_class": lambda taskset: Tasks, "taskset_config_type": lambda taskset: Config,
             "load_environment": lambda config: Env(Tasks([first]), list(episodes), agents),
-            "resolve_env_config": lambda given: config, "harness_config_type": lambda harness: Config,
+            "resolve_env_config": lambda given: config, 
+            "harness_config_type": lambda harness: Thing(model_validate=lambda given: Thing(**given)),
+            "harness_class": lambda harness: Thing(NEEDS_CONTAINER=harness == "boxed"),
         }  # fmt: skip
         for name, members in {
             HARNESS: {},
@@ -188,6 +191,21 @@ def test_images_are_named_as_unsupported(open_taskset: Callable[..., OwnLoop], s
     data.prompt = [Thing(role="user", content=[Thing(type="text"), Thing(type="image_url")])]
     with pytest.raises(InvalidRequest, match="content of type image_url"):
         list(environment.tasks())
+
+
+def test_harness_that_needs_a_container_is_refused_with_the_knob(
+    open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]
+) -> None:
+    def agents(config: Any) -> dict[str, Any]:
+        spec = Spec()
+        spec.harness = Thing(id="boxed")
+        return {"solver": spec}
+
+    environment = open_taskset(rewards=[reward("exact", 1.0, float)])
+    stand_in("verifiers.v1.configs.agent", agent_config_fields=agents)
+    with pytest.raises(InvalidRequest, match=f"boxed of the agent solver needs a container.*knob harness to {HARNESS}"):
+        configure(environment)
+    configure(environment, knobs={"harness": HARNESS})
 
 
 def test_verifiers_refuses_undeclared_reward(open_taskset: Callable[..., OwnLoop]) -> None:

@@ -14,8 +14,10 @@ import msgspec
 import pytest
 
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
+from toprope.records.run.specification import EnvironmentSource
+from toprope.sdk.errors import WorkerError
 from toprope.workbench.catalog.catalog import Catalog, Description, Entry, shipped_folder
-from toprope.workbench.catalog.describe import WorkerOptions
+from toprope.workbench.catalog.describe import WorkerOptions, failed
 
 Children = Callable[[], set[int]]
 
@@ -236,3 +238,19 @@ def test_describe_passes_given_variables_but_no_secrets(folder: Path, monkeypatc
 
 def test_shipped_folder_holds_the_template() -> None:
     assert (shipped_folder() / "template.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("told", "cure"),
+    [
+        ("miniwob is no namespace (e.g., pip install browsergym-miniwob).", "--requirement browsergym-miniwob."),
+        ("Run `pip install -U 'camel-ai[tools]'` first", "--requirement «camel-ai[tools]»."),
+        ("No module named 'camel.toolkits'", "--requirement and the package of camel.toolkits."),
+        ("the game is over", "the same toprope env add, with --requirement PACKAGE"),
+    ],
+)
+def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cure: str) -> None:
+    source = EnvironmentSource(name="far", adapter="openenv", target="far.py:app")
+    entry = Entry("openenv/far", "", "installed", "not tried", "", None, source, ecosystem="openenv")
+    answer = failed(entry, WorkerError("raised", "RuntimeError", told))
+    assert told[:20] in answer.message and cure in answer.hint

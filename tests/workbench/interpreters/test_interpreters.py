@@ -70,6 +70,45 @@ def test_add_installs_pins_and_records_interpreter(home: Home, wheels: Path) -> 
     assert stored["version"] == 1 and stored["environments"]["tinygame"]["lock"] == added.lock
 
 
+BUILT = """\
+import zipfile
+from pathlib import Path
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    info = "tinypuzzles-1.0.dist-info"
+    files = {"tiny/game.py": Path("game.py").read_text(),
+             f"{info}/METADATA": "Metadata-Version: 2.1\\nName: tinypuzzles\\nVersion: 1.0\\n",
+             f"{info}/WHEEL": "Wheel-Version: 1.0\\nGenerator: x\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n"}
+    files[f"{info}/RECORD"] = "".join(f"{path},,\\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(Path(folder, "tinypuzzles-1.0-py3-none-any.whl"), "w") as wheel:
+        for path, text in files.items():
+            wheel.writestr(path, text)
+    return "tinypuzzles-1.0-py3-none-any.whl"
+"""
+"""A build backend whose wheel has one module, in a package that is not so named in the project."""
+
+
+def test_project_has_the_files_that_its_wheel_leaves_out(home: Home, tmp_path: Path) -> None:
+    project = tmp_path / "puzzles"
+    files = {
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "built"\nbackend-path = ["."]\n'
+        '[project]\nname = "tinypuzzles"\nversion = "1.0"\n',
+        "built.py": BUILT,
+        "game.py": "from pathlib import Path\nfrom tiny.helpers.words import word\n"
+        "text = word + Path(__file__).with_name('puzzles.json').read_text()\n",
+        "puzzles.json": "[1]",
+        "helpers/words.py": "word = 'hello '\n",
+        ".venv/left.txt": "not the project's",
+    }
+    for name, text in files.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    added = Interpreters(home, lambda: []).add(Order(str(project), wanted=Wanted((), offline=True))).added
+    says = [str(added.python), "-I", "-c", "import tiny.game; print(tiny.game.text)"]
+    assert subprocess.run(says, capture_output=True, text=True, check=True, timeout=60).stdout == "hello [1]\n"
+    assert added.site_packages is not None and not (Path(added.site_packages) / "tiny" / ".venv").exists()
+
+
 def test_equal_locks_share_interpreter_until_last_is_removed(home: Home, quick: None) -> None:
     here = Interpreters(home, lambda: [])
     first = here.add(Order("tinyrules")).added

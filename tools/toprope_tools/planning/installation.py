@@ -142,4 +142,7 @@ def describe_outcome(outcome: Outcome, found: Sequence[Entry]) -> str:
             f"{first} None of its installed modules provides an environment: its author's packaging may leave them "
             "out. Add its folder of Python files instead, or ask its author."
         )
-    return f"{first} It contains no environment so far; list_environments looks again at every call."
+    return (
+        f"{first} No file in it follows the conventions of an ecosystem (docs/ecosystems.md) so far; list_environments "
+        "looks again at every call."
+    )

@@ -44,6 +44,8 @@ _VARIABLE = re.compile(r"(?!PYTHON|LD_|DYLD_|PATH$|HOME$|TOPROPE)[A-Z][A-Z0-9_]*
 _READY = "The environment is ready."
 """Shown for an observation without content."""
 _MANY = 1e6
+_MOST_NUMBERS = 1000
+"""A longer list of numbers, such as a screen's pixels, is shown to the policy by its length."""
 _TOLERANCE = 1e-6
 """Sums of rewards are rounded."""
 
@@ -244,7 +246,7 @@ class OpenEnv(OwnLoop):
         observation: Any = found.get("observation", {})
         if not self._read:
             shown = {
-                name: value
+                name: _short(value)
                 for name, value in observation.items()
                 if name not in _NOT_SHOWN and value is not None and not (self._tools and name == "tool_name")
             }
@@ -360,6 +362,18 @@ def _call(name: str, arguments: Any) -> dict[str, Any] | NotAnAction:
     if not isinstance(arguments, Mapping):
         return NotAnAction("the call's arguments are not a JSON object")
     return {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _short(one) for name, one in value.items()}
+    count = _numbers(value)
+    return f"{count} numbers, not shown" if count > _MOST_NUMBERS else value
+
+
+def _numbers(value: Any) -> int:
+    """Count the numbers in a nested list."""
+    return sum(map(_numbers, value)) if isinstance(value, list) else isinstance(value, int | float)
 
 
 def _number(value: Any) -> float:

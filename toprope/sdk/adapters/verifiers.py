@@ -155,7 +155,7 @@ class Verifiers(OwnLoop):
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.configs.env import default_agent_harness
         from verifiers.v1.runtimes import SubprocessConfig
-        from verifiers.v1.utils.loaders import harness_config_type
+        from verifiers.v1.utils.loaders import harness_class, harness_config_type
 
         default = default_agent_harness(config.taskset.id)
         update = {}
@@ -166,6 +166,12 @@ class Verifiers(OwnLoop):
             elif chosen is None and default.id == "bash":
                 # The author named none; the default of verifiers, bash, would let the model run commands here.
                 chosen = harness_config_type(HARNESS).model_validate({"id": HARNESS})
+            wanted = (chosen or default).id
+            if harness_class(wanted).NEEDS_CONTAINER:
+                raise InvalidRequest(
+                    f"The harness {wanted} of the agent {name} needs a container, but environments run without: set "
+                    f"the knob harness to {HARNESS} (one in this process), if the tasks can do without {wanted}."
+                )
             update[name] = agent.model_copy(update={"harness": chosen, "runtime": SubprocessConfig()})
         return config.model_copy(update=update)
 

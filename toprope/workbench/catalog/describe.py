@@ -6,6 +6,7 @@ User code runs in the worker only. It has time limits, and no process outlives t
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import tempfile
 import time
@@ -40,8 +41,11 @@ _TASKS, _TASKS_SECONDS = 8, 2.0
 """Tasks for the fit check, and the longest time for them."""
 _LONGEST = 1000
 _FOREIGN = (
-    "This is code of other authors: try other knobs (describe_environment with knobs), see what its package says it "
-    "needs, or choose another environment."
+    "This is code of other authors: try other knobs (describe_environment with knobs), add what its package says it "
+    "needs (the same toprope env add, with --requirement PACKAGE), or choose another environment."
+)
+_LACKS = re.compile(
+    r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
 )
 
 
@@ -298,6 +302,12 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
                 f"{entry.name} raised {named(failure.type)}: {marked(failure.message, _LONGEST)}{place}.",
                 hint="It needs data from there. Load it once where that host can be reached, with HF_HOME or a folder "
                 "that this machine reads, name data of your own by its knobs, or choose another environment.",
+            )
+        if (lacks := _LACKS.search(failure.message)) and entry.ecosystem != "toprope":
+            what = named(lacks["package"]) if lacks["package"] else f"and the package of {named(lacks['module'])}"
+            return EnvironmentFailed(
+                f"{entry.name} raised {named(failure.type)}: {marked(failure.message, _LONGEST)}{place}.",
+                hint=f"Its interpreter lacks it: the owner repeats its toprope env add with --requirement {what}.",
             )
         if failure.kind == "load":
             return EnvironmentFailed(

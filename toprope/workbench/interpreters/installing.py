@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -22,6 +23,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from toprope.errors import EnvironmentFailed
+from toprope.records.run.manifest import site_packages_of
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
@@ -161,6 +163,10 @@ class Installer:
         code, lines = self._commands.run(command, self._venv.parent)
         if code:
             raise failure(what, lines, offline=wanted.offline)
+        for pin in pins:
+            place = _place_of(pin)
+            if place is not None and place.is_dir():
+                _complete(pin.name, place, site_packages_of(self.python))
 
     def _resolve(self, what: str, wanted: Wanted, constraint: str) -> list[Pin]:
         self._constraint = constraint
@@ -284,10 +290,52 @@ def _pins_of_uv(lock: Path) -> list[Pin]:
         if "==" in text and " @ " not in text:
             pins.append(Pin(name, text))
             continue
-        place = text.partition(" @ ")[2] or text
-        local = _local(place) or Path(place)
-        pins.append(Pin(name, text, _content(local if local.exists() else None)))
+        pin = Pin(name, text)
+        pins.append(replace(pin, content=_content(_place_of(pin))))
     return pins
+
+
+def _place_of(pin: Pin) -> Path | None:
+    """Return the file or folder of a local pin."""
+    place = pin.line.partition(" @ ")[2] or pin.line
+    local = _local(place) or Path(place)
+    return local if local.exists() else None
+
+
+def _complete(name: str, project: Path, site: Path | None) -> None:
+    """Copy the files of a project that its wheel left out to their place beside its modules.
+
+    Authors often leave out data and helpers, because they run their own project from its folder.
+    """
+    found = next(iter(metadata.distributions(name=name, path=[str(site)])), None)
+    modules = [file for file in (found.files if found is not None else None) or () if file.suffix == ".py"]
+    roots: Counter[tuple[Path, Path]] = Counter()
+    for module in modules:
+        for skipped in range(len(module.parts)):
+            rest = Path(*module.parts[skipped:])
+            sources = [root for root in (project, project / "src") if (root / rest).is_file()]
+            if sources:
+                roots[sources[0], Path(*module.parts[:skipped])] += 1
+                break
+    if site is None or not roots:
+        return
+    [((root, inside), _)] = roots.most_common(1)
+    for file in _files_of(root):
+        target = site / inside / file.relative_to(root)
+        if not target.exists() and not any(parent.is_file() for parent in target.parents):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file, target)
+
+
+def _files_of(project: Path) -> list[Path]:
+    """Return a project's own files."""
+    return [
+        path
+        for path in sorted(project.rglob("*"))
+        if path.is_file()
+        and not _SKIPPED.intersection(inside := path.relative_to(project).parts)
+        and not any(part.endswith(".egg-info") for part in inside)
+    ]
 
 
 def _local(url: str) -> Path | None:
@@ -300,9 +348,7 @@ def _content(place: Path | None) -> str:
     if place is None:
         return ""
     whole = hashlib.sha256()
-    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
-    for file in files:
+    for file in [place] if place.is_file() else _files_of(place):
         inside = file.relative_to(place).parts
-        if not _SKIPPED.intersection(inside) and not any(part.endswith(".egg-info") for part in inside):
-            whole.update(f"{'/'.join(inside)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+        whole.update(f"{'/'.join(inside)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return whole.hexdigest()

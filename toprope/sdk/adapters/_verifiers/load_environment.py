@@ -46,8 +46,8 @@ def loads_environment(module: str) -> bool:
         return callable(getattr(importlib.import_module(module), "load_environment", None))
     except ModuleNotFoundError as error:
         raise LoadError(
-            f"{module} needs the package of {error.name!r}, which {sys.executable} does not have. The owner adds it: "
-            f"toprope env add {module} --requirement PACKAGE"
+            f"{module} needs the package of {error.name!r}, which {sys.executable} does not have. The owner "
+            "repeats its toprope env add with --requirement PACKAGE."
         ) from error
 
 
