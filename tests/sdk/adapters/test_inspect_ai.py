@@ -35,6 +35,7 @@ class Sample(Thing):
 def sample(text: str, **fields: Any) -> Sample:
     answer = Thing(role="assistant", text="", tool_calls=None)
     rest = {"choices": None, "target": "x", "limit": None, "error": None, "output": Thing(stop_reason="stop")}
+    rest["sandbox"] = None
     log = {"messages": [answer], "scores": {"exact": Thing(value="C")}}
     return Sample(input=text, **rest | log | fields)
 
@@ -191,6 +192,21 @@ def test_roles_are_the_policy_or_models_of_the_owner(inspect: Callable[..., OwnL
     asyncio.run(both())
     policy = {"grader": "http://x/v1", "critic": "http://x/v1"}
     assert places == [policy, policy | {"grader": "http://judge/v1"}]
+
+
+def test_docker_of_a_task_becomes_processes_behind_the_wall_on_request(
+    inspect: Callable[..., OwnLoop], stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in("inspect_ai.util", SandboxEnvironmentSpec=lambda kind: Thing(type=kind))
+    walls: list[bool] = []
+    monkeypatch.setattr(inspect_ai, "require_wall", lambda: walls.append(True))
+    environment = inspect([sample("plain"), sample("local", sandbox=Thing(type="local"))])
+    assert not walls and environment._task.sandbox is None  # type: ignore[attr-defined]
+    with pytest.raises(InvalidRequest, match="sandbox of type docker.*Set the knob sandbox to local"):
+        inspect([sample("boxed", sandbox=Thing(type="docker"))])
+    environment._task.dataset.append(sample("boxed", sandbox=Thing(type="docker")))  # type: ignore[attr-defined]
+    configure(environment, knobs={"sandbox": "local"})
+    assert walls == [True] and environment._task.sandbox.type == "local"  # type: ignore[attr-defined]
 
 
 def test_sample_that_is_left_out_fails_alone(inspect: Callable[..., OwnLoop]) -> None:

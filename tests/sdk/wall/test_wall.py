@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -311,6 +312,19 @@ def test_variables_that_name_folders_to_write_to_pass_only_if_they_are_writable(
     assert found.get("HF_HOME") == given["HF_HOME"] and "XDG_CACHE_HOME" not in found
     assert (found["HOME"], found["TMPDIR"], found["LANG"]) == ("/home/x", "/scratch", "C")
     assert plan.variables_behind(given, plan.Plan(trusted=True), "/scratch", "/home/x") == given
+
+
+def test_programs_that_the_wall_does_not_start_are_not_found(tmp_path: Path) -> None:
+    for folder in ("own", "tools"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "program").write_text("#!/bin/sh\n")
+        (tmp_path / folder / "program").chmod(0o700)
+    given = {"PATH": f"{tmp_path}/tools:{tmp_path}/own"}
+    walled = plan.Plan(reads=[str(tmp_path / "own")], landlock=6)
+    found = plan.variables_behind(given, walled, "/scratch", "/home/x")
+    assert shutil.which("program", path=given["PATH"]) == f"{tmp_path}/tools/program"
+    assert shutil.which("program", path=found["PATH"]) == f"{tmp_path}/own/program"
+    assert plan.variables_behind(given, plan.Plan(), "/scratch", "/home/x")["PATH"] == given["PATH"]
 
 
 def test_endless_answer_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from toprope.sdk.adapters._harbor.sandbox import require_wall
 from toprope.sdk.adapters._inspect_ai.listing import declared, installed
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
@@ -57,6 +58,9 @@ class InspectKnobs:
     args: dict[str, Any] = knob({}, help="parameters of the task")
     turns: int = knob(32, ge=1, le=1000, help="most answers in a rollout")
     limit: int = knob(0, ge=0, help="most samples to read; 0: all")
+    sandbox: Literal["task", "local"] = knob(
+        "task", help="local: tools run as processes behind the worker's wall, without the task's image"
+    )
     reward_low: float = knob(0.0, help="smallest value of a score")
     reward_high: float = knob(1.0, help="largest value of a score")
 
@@ -98,11 +102,17 @@ class Inspect(OwnLoop):
             names = ", ".join(str(task.name) for task in tasks) or "none"
             raise InvalidRequest(f"{self._target} names {len(tasks)} tasks ({names}): name one with @.")
         self._task = tasks[0]
-        sandbox = self._task.sandbox
-        if sandbox is not None and sandbox.type != "local":
-            raise InvalidRequest(
-                f"The task runs its tools in a sandbox of type {sandbox.type}; here they run without one."
-            )
+        kinds = {one.sandbox.type for one in (self._task, *self._task.dataset) if one.sandbox is not None}
+        if foreign := ", ".join(sorted(kinds - {"local"})):
+            if self.knobs.sandbox != "local":
+                raise InvalidRequest(
+                    f"The task runs its tools in a sandbox of type {foreign}, which is not to be had here. Set the "
+                    "knob sandbox to local to run them as processes behind the worker's wall, without its image."
+                )
+            from inspect_ai.util import SandboxEnvironmentSpec
+
+            require_wall()
+            self._task.sandbox = SandboxEnvironmentSpec("local")
         scorers = self._task.scorer or []
         if not scorers:
             raise EnvironmentMistake(f"{self._target} has no scorer, so answers cannot be judged.")

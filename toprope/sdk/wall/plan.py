@@ -238,6 +238,13 @@ def variables_behind(variables: Mapping[str, str], plan: Plan, scratch: str, hom
     users = os.path.join(os.path.expanduser("~"), ".local")
     if os.path.isdir(os.path.join(users, "lib")) and users in plan.reads:
         kept.setdefault("PYTHONUSERBASE", users)
+    if plan.landlock:  # Searches for a program ask access(2), which names some that the wall then refuses to start.
+        folders = [os.path.realpath(place) for place in (*plan.reads, *plan.writes)]
+        kept["PATH"] = os.pathsep.join(
+            place
+            for place in kept.get("PATH", os.defpath).split(os.pathsep)
+            if any(paths.is_within(os.path.realpath(place), folder) for folder in folders)
+        )
     kept["TOPROPE_WALLED"] = "1"
     own = {"HOME": home, "TMPDIR": scratch, "TEMP": scratch, "TMP": scratch}
     kept |= {name: place or "/nonexistent" for name, place in own.items()}
