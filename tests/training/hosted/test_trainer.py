@@ -129,6 +129,7 @@ def test_resume_equals_uninterrupted_run(attempt: Attempt, tmp_path: Path, tinke
     table = trained(tinker_service)
     assert np.allclose(table.logits, expected) and table.steps == 6
     assert [row["version"] for row in rows(broken)] == [1, 2, 3, 4, 5, 6]
+    assert [row["tokens/trained"] for row in rows(broken)] == [row["tokens/trained"] for row in rows(whole)]
     saved = HostedPolicy.read(broken.checkpoints / "step-000006" / "model")
     assert np.array_equal(tinker_service.saved[str(saved.state)].logits, table.logits)
     assert [file.read_bytes() for file in (broken.path / "weights").iterdir()] == [b"adapters"]

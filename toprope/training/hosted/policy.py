@@ -31,6 +31,8 @@ class HostedPolicy(BaseModel):
     """`tinker://` path of the adapters for sampling; None: the model as it is."""
     state: str | None = None
     """`tinker://` path of the adapters with the optimizer's state."""
+    tokens: int = 0
+    """Tokens on which the run that saved them had trained."""
 
     @classmethod
     def read(cls, folder: Path) -> HostedPolicy:

@@ -90,7 +90,7 @@ class HostedRun(TrainingRun):
         state, saved = read_state(checkpoint), HostedPolicy.read(checkpoint / "model")
         if saved.state is None:
             raise unusable(checkpoint, "it names no state at the service")
-        self._training = self._service.restore(saved.state, optimizer=True)
+        self._training, self._tokens = self._service.restore(saved.state, optimizer=True), saved.tokens
         return state
 
     def _write(self, state: CheckpointState) -> Path:
@@ -102,6 +102,7 @@ class HostedRun(TrainingRun):
                 base_model=self._policy.base_model,
                 state=str(self._service.wait("save its state", saving.result).path),
                 sampler=str(self._service.wait("save adapters for sampling", sampling.result).path),
+                tokens=self._tokens,
             )
             self._kept = state.step, made
         saved = self._kept[1]
