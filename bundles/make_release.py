@@ -27,8 +27,9 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCKS = ("server", "train")
-"""Names of the locked requirements in `bundles/requirements`: of the server alone, and with what runs need."""
+LOCKS = ("server", "train", "tinker")
+"""Names of the locked requirements in `bundles/requirements`: of the server alone, and with what runs need, here or at
+a service. The last two are extras."""
 _LOCKED = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==(\S+)", re.MULTILINE)
 
 
@@ -127,8 +128,9 @@ def write_locks(tools: Path) -> None:
         "--no-header",
     ]
     common += ["--no-annotate", "-c", "constraints.txt", "pyproject.toml"]
-    for name, extra in zip(LOCKS, ((), ("--extra", "train")), strict=True):
+    for name in LOCKS:
         path = ROOT / "bundles" / "requirements" / f"{name}.txt"
+        extra = () if name == "server" else ("--extra", name)
         _run([str(tools / "uv"), *common, *extra, "--output-file", str(path)], ROOT, os.environ)
 
 

@@ -24,7 +24,7 @@ from tests.support.run_engines import RELEASE_TOOLS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bundles" / "make_release.py"
-LOCKS = {name: ROOT / "bundles" / "requirements" / f"{name}.txt" for name in ("server", "train")}
+LOCKS = {name: ROOT / "bundles" / "requirements" / f"{name}.txt" for name in ("server", "train", "tinker")}
 NEEDS_TOOLS = pytest.mark.skipif(not (RELEASE_TOOLS / "bin" / "cyclonedx-py").exists(), reason="make tools-release")
 
 
@@ -42,7 +42,8 @@ def test_locks_name_every_pin_with_hashes() -> None:
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.M))
     pins = {canonicalize_name(name): version for name, version in pins.items()}
     wanted = {"server": project["dependencies"]}
-    wanted["train"] = wanted["server"] + project["optional-dependencies"]["train"]
+    for extra in ("train", "tinker"):
+        wanted[extra] = wanted["server"] + project["optional-dependencies"][extra]
     for kind, path in LOCKS.items():
         entries = re.split(r"\n(?=\S)", path.read_text().strip())
         locked = {}
@@ -56,7 +57,7 @@ def test_locks_name_every_pin_with_hashes() -> None:
             name: (version, pins[name]) for name, version in locked.items() if pins.get(name, version) != version
         }
         assert not differing, "renew bundles/requirements: make lock"
-    assert "torch" not in LOCKS["server"].read_text()
+    assert not any("torch" in LOCKS[kind].read_text() for kind in ("server", "tinker"))
 
 
 def test_bundle_is_packed_alike_whenever_and_wherever(tmp_path: Path) -> None:
@@ -104,7 +105,8 @@ def test_two_builds_are_equal_and_complete(tmp_path: Path) -> None:
     assert bill["bomFormat"] == "CycloneDX" and components["torch"]["version"] == "2.13.0"
     assert components["mcp"]["externalReferences"][0]["hashes"]
     licences = (output / f"{stem}-licences.txt").read_text().splitlines()
-    assert len(licences) == len(components)
+    bills = [json.loads((output / f"{stem}-{kind}.cdx.json").read_text())["components"] for kind in LOCKS]
+    assert len(licences) == len({(one["name"], one["version"]) for bill in bills for one in bill})
     installed = [line for line in licences if "not installed" not in line]
     assert len(installed) > 100
     assert [line.split()[0] for line in installed if line.endswith("not stated; see the package")] in ([], ["zss"])
