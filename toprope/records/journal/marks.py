@@ -130,6 +130,7 @@ class Snapshot(msgspec.Struct, tag="snapshot", omit_defaults=True):
     """Deliveries after the commit: (group, rows); the dropped ones are in `gone`."""
     gone: list[int] = []
     ends: list[tuple[int, int]] = []
+    stale_at: list[int] = []
     returned: list[tuple[int, int]] = []
     """Groups to deliver again: (group, rows requested if it closed its batch, else 0)."""
     waiting: list[int] = []

@@ -364,6 +364,11 @@ def test_next_batch_reports_number_of_stale_groups(tmp_path: Path) -> None:
         api.post("/scored_data", group(2, versions=[[[1, 2]]] * 8))
         assert api.get("/batch?cursor=0&sequences=8&version=1")["stale"] == 1
         assert until(lambda: api.get("/counts")["dropped"]) == {"stale": 1}
+        api.post("/scored_data", group(3, versions=[[[1, 2]]] * 8))
+        assert "stale" not in api.get("/batch?cursor=1&sequences=8&version=1")
+        assert api.get("/batch?cursor=0&sequences=8&version=1")["stale"] == 1, "to a trainer that begins again"
+    with served(tmp_path / "journal", max_staleness=0) as api:
+        assert api.get("/batch?cursor=0&sequences=8&version=1")["stale"] == 1, "by an API that was started again"
 
 
 def test_journal_names_reason_after_disk_failure(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ class GroupQueue:
         """For each batch in the log, the position after it and the rows that were asked for."""
         self._returned: deque[tuple[WaitingGroup, int]] = deque()
         """Groups to deliver again, each with the rows asked for if it was the last of its batch, else 0."""
+        self.stale_at: list[int] = []
+        """The cursor at which each group that was too old to be delivered was dropped, from the last commit on."""
         self._last = 0
         self._steps_committed = 0
         self.committed = 0
@@ -293,6 +295,7 @@ class GroupQueue:
         while self._ends and self._ends[0][0] <= self.committed:
             self._ends.popleft()
             self._steps_committed += 1
+        self.stale_at = [one for one in self.stale_at if one >= self.committed]
         self._committed_groups += newly
         return newly
 
@@ -343,6 +346,8 @@ class GroupQueue:
             group = next(group for group in chain(near, far) if group.seq == seq)
             self.scheduler.remove(group)
         del self._waits[seq]
+        if reason == "stale":
+            self.stale_at.append(self.delivered)
         self._uncount_waiting(group)
         self._dropped[reason] = self._dropped.get(reason, 0) + 1
 
@@ -374,6 +379,7 @@ class GroupQueue:
             log=[(group.seq, group.rows) for group in self._log],
             gone=[group.seq for group in self._log if group.seq not in self._waits],
             ends=list(self._ends),
+            stale_at=self.stale_at,
             returned=[(group.seq, closed) for group, closed in self._returned],
             waiting=[seq for seq, waits in self._waits.items() if waits and seq not in back],
             keys=dict(self._keys),
@@ -398,7 +404,7 @@ class GroupQueue:
         self._unmatched, self._dropped, self._refused = snapshot.unmatched, snapshot.dropped, snapshot.refused
         self.committed, self._steps_committed = snapshot.committed, snapshot.steps_committed
         self._keys, self._last = snapshot.keys, snapshot.last
-        self._ends = deque(snapshot.ends)
+        self._ends, self.stale_at = deque(snapshot.ends), snapshot.stale_at
         self.waiting = self.waiting_rows = self.waiting_bytes = 0
         self.scheduler.load(snapshot.lanes, snapshot.lanes_now, now)
         gone = set(snapshot.gone)

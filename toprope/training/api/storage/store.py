@@ -36,7 +36,8 @@ class DeliveredBatch:
     plan: BatchPlan
     bodies: list[bytes]
     stale: int = 0
-    """Groups dropped since the last batch because their policy version was too old."""
+    """Groups dropped since the batch before because their policy version was too old; the same if it is delivered
+    again."""
 
 
 class TrajectoryStore:
@@ -84,7 +85,6 @@ class TrajectoryStore:
         self._validator = GroupValidator(vocabulary, self.limits)
         self._now = now
         self._max_staleness, self._train_unmatched, self._keep = max_staleness, train_unmatched, keep
-        self._stale = 0
         state = recover(journal, self.queue, self.registry, self.duplicates, now)
         self.latest, self._by_cursor, self._saved_counts = state.latest, state.by_cursor, state.saved_counts
 
@@ -207,7 +207,6 @@ class TrajectoryStore:
             if unusable := [(group.seq, why) for group in plan.groups if (why := self._drop_reason(group, version))]:
                 for seq, why in unusable:
                     self._drop_waiting(seq, why)
-                self._stale += sum(why == "stale" for _, why in unusable)
                 continue
             bodies = self._read(plan)
             if bodies is None:
@@ -225,7 +224,7 @@ class TrajectoryStore:
             if ages := [self.version - group.version for group in plan.groups if group.version >= 0]:
                 self.staleness = min(ages), max(ages)
             self._note_change()
-            stale, self._stale = self._stale, 0
+            stale = sum(plan.cursor <= at < plan.end for at in self.queue.stale_at)
             return DeliveredBatch(plan, bodies, stale)
         return None
 
