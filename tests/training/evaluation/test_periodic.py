@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toprope.training.evaluation.evaluator import evaluate_repeatedly
+from toprope.records.run.folder import RunFolder
+from toprope.training.evaluation.evaluator import evaluate_repeatedly, next_due
 
 
 def step(metrics: Path, number: int) -> None:
@@ -17,11 +18,12 @@ def step(metrics: Path, number: int) -> None:
 
 
 def test_evaluates_once_per_due_step(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
+    folder = RunFolder(tmp_path)
+    metrics = folder.metrics
     seen: asyncio.Queue[str] = asyncio.Queue()
 
     async def work() -> None:
-        task = asyncio.create_task(evaluate_repeatedly(metrics, 5, seen.put))
+        task = asyncio.create_task(evaluate_repeatedly(folder, 5, seen.put))
         labels = []
         # 9 is not due after 5; 23 stands for steps that come faster than evaluations end.
         for steps in ([1, 4, 5], [9, 23], [25]):
@@ -43,4 +45,12 @@ def test_evaluation_error_is_raised(tmp_path: Path) -> None:
         raise RuntimeError(label)
 
     with pytest.raises(RuntimeError, match="step-1"):
-        asyncio.run(asyncio.wait_for(evaluate_repeatedly(tmp_path / "metrics.jsonl", 1, fails), 60))
+        asyncio.run(asyncio.wait_for(evaluate_repeatedly(RunFolder(tmp_path), 1, fails), 60))
+
+
+def test_resumed_run_repeats_no_evaluation(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "run-1")
+    assert next_due(folder, 12, 5) == 5, "it was missed, and takes place late"
+    for label in ("before", "step-5", "step-10", "step-23"):
+        folder.evaluation(label).write_text("{}")
+    assert [next_due(folder, step, 5) for step in (7, 12, 21, 23)] == [10, 15, 15, 25]

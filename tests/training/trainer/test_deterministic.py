@@ -16,6 +16,7 @@ from tests.support.training_api_server import group, served
 from tests.training.inference.requests import sample
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Evaluated
+from toprope.records.run.folder import RunFolder
 from toprope.settings.schema import Config
 from toprope.settings.sections.environment import members_of
 from toprope.training.driver.producer import GroupProducer
@@ -104,7 +105,7 @@ class Api:
         return 0
 
 
-def test_deterministic_producer_samples_only_wanted_groups() -> None:
+def test_deterministic_producer_samples_only_wanted_groups(tmp_path: Path) -> None:
     log: list[str] = []
     config = Config()
     config.algorithm.deterministic, config.evaluation.every_steps = True, 2
@@ -124,7 +125,7 @@ def test_deterministic_producer_samples_only_wanted_groups() -> None:
     reports: list[Any] = []
     member = SimpleNamespace(
         spec=SimpleNamespace(config=config, run_id="run", first_task=0, environment=SimpleNamespace(name="e")),
-        attempt=1, life=0, number=1, report=reports.append, hold_async=hold,
+        attempt=1, life=0, number=1, report=reports.append, hold_async=hold, folder=RunFolder(tmp_path),
     )  # fmt: skip
     demands = [(0, 16), (0, 8), (0, 0), (1, 8), (2, 8), (2, 8), (4, 8)]
     api = Api(log, demands)

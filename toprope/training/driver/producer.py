@@ -21,7 +21,7 @@ from toprope.records.messages import Evaluated, Making
 from toprope.sdk.errors import WorkerError
 from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.component.member import CrewMember
-from toprope.training.evaluation.evaluator import Evaluator, newest_version
+from toprope.training.evaluation.evaluator import Evaluator, newest_version, next_due
 from toprope.training.inference.client import PromptTooLong, Sampling, SessionLost
 from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.difficulty import TaskSkipped
@@ -141,6 +141,8 @@ class GroupProducer:
         self._version = 0
         """Newest policy version that sampled a token."""
         self._evaluation_news, self._curriculum_news = asyncio.Event(), asyncio.Event()
+        self._evaluation_due = 0
+        """Version at which the next evaluation is due; 0 before the trainer's first version is known."""
 
     async def run(self) -> None:
         """Samples and posts groups until it is cancelled; pauses while enough of them wait for the trainer.
@@ -194,13 +196,11 @@ class GroupProducer:
         A deterministic run samples one group at a time, so that no clock decides which groups a step has.
         """
         rollout, one_by_one = self._config.rollout, self._config.algorithm.deterministic
-        due = self._config.evaluation.every_steps
         while True:
             missing = await self._api.missing_rows(wait_s=_WAIT_S)
             if not missing.rows:
                 continue
-            if due and missing.version >= due:
-                due = await self._evaluate(missing.version)
+            await self._evaluate_if_due(missing.version)
             await self._measure_due_levels(missing.version)
             await self._member.hold_async()
             wanted = 1 if one_by_one else min(-(-missing.rows // rollout.group_size), rollout.concurrency)
@@ -323,16 +323,19 @@ class GroupProducer:
 
     async def _evaluate_repeatedly(self) -> None:
         """Evaluates on validation tasks every `evaluation.every_steps` steps, while training goes on."""
-        due = self._config.evaluation.every_steps
         while True:
             await self._evaluation_news.wait()
             self._evaluation_news.clear()
-            if self._version >= due:
-                due = await self._evaluate(self._version)
+            await self._evaluate_if_due(self._version)
 
-    async def _evaluate(self, version: int) -> int:
-        """Evaluates on validation tasks; returns the version at which the next evaluation is due."""
-        assert self._evaluator is not None
-        label, every = f"step-{version}", self._config.evaluation.every_steps
-        self._member.report(Evaluated(label, await self._evaluator.evaluate_validation(label, self._validation_tasks)))
-        return (version // every + 1) * every
+    async def _evaluate_if_due(self, version: int) -> None:
+        """Evaluates on validation tasks if enough steps were made since the last evaluation."""
+        every = self._config.evaluation.every_steps
+        if not every or self._evaluator is None:
+            return
+        self._evaluation_due = self._evaluation_due or next_due(self._member.folder, version, every)
+        if version >= self._evaluation_due:
+            label = f"step-{version}"
+            result = await self._evaluator.evaluate_validation(label, self._validation_tasks)
+            self._member.report(Evaluated(label, result))
+            self._evaluation_due = (version // every + 1) * every

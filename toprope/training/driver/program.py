@@ -240,7 +240,7 @@ class Driver:
             async def evaluate(label: str) -> None:
                 self._member.report(Evaluated(label, await evaluator.evaluate_validation(label, tasks)))
 
-            periodic = asyncio.create_task(evaluate_repeatedly(self._member.folder.metrics, every, evaluate))
+            periodic = asyncio.create_task(evaluate_repeatedly(self._member.folder, every, evaluate))
         try:
             async for label in self._requested_evaluations():
                 if periodic is not None:

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -194,17 +193,28 @@ class Evaluator:
         return status_summary(result)
 
 
-async def evaluate_repeatedly(metrics: Path, every: int, evaluate: Callable[[str], Awaitable[None]]) -> None:
+def next_due(folder: RunFolder, step: int, every: int) -> int:
+    """The step at which the next evaluation during training is due, if they are due every `every` steps.
+
+    Earlier attempts' evaluations count unless they are of later steps, which are taken again.
+    """
+    labels = [path.stem.removeprefix("step-") for path in folder.evaluations.glob("step-*.json")]
+    newest = max((int(one) for one in labels if one.isdecimal() and int(one) <= step), default=0)
+    return (newest // every + 1) * every
+
+
+async def evaluate_repeatedly(folder: RunFolder, every: int, evaluate: Callable[[str], Awaitable[None]]) -> None:
     """Evaluates every `every` steps of a run whose trainer samples no rollouts; ends when it is cancelled.
 
     Args:
-        metrics: The trainer's metrics.jsonl, whose rows show how far training is.
+        folder: The run's, whose metrics show how far training is.
         every: Steps between evaluations. A step that passes while an evaluation goes on has none of its own.
         evaluate: Called with the label `step-N`, N being the step at which it begins.
     """
-    due = every
+    due = 0
     while True:
-        step = int(last_row(metrics).get("step") or 0)
+        step = int(last_row(folder.metrics).get("step") or 0)
+        due = due or next_due(folder, step, every)
         if step >= due:
             await evaluate(f"step-{step}")
             due = (step // every + 1) * every
