@@ -1,9 +1,9 @@
 """Train tiny policies to use tools well and cheaply, and attack the sandbox: `make bench-orchestrator`.
 
-    python -P -m benchmarks.orchestrator.orchestrator [--only sft|cost|hostile] [--seeds N] [--steps N]
+    python -P -m benchmarks.orchestrator.orchestrator [--only sft|cost|hostile] [--seeds N] [--first N] [--steps N]
 
-    sft       supervised fine-tuning, cut short, then GRPO from it, on the preset's arithmetic and on facts, which the
-              policy cannot do without tools; accuracy is of held-out tasks
+    sft       supervised fine-tuning, then GRPO from it, on the preset's arithmetic and on facts, which the policy
+              cannot do without tools; accuracy is of held-out tasks
     cost      for each seed: fine-tuning, then GRPO with weights that move from accuracy to economy, against weights
               that reward accuracy alone. A calculator, a lookup, a small model that is right on sums alone, and a dear
               one that is always right; `small_for_sums` less `small_for_products` is what the policy learned about when
@@ -46,26 +46,32 @@ from benchmarks.training_agent import Done, training_agent
 NAME, PRESET = "orchestrator", "orchestrator-cpu"
 
 
-async def _learned(home: Path, seeds: int, steps: int, console: Console) -> dict[str, Any]:
-    """Return the figures of the runs; with no seeds, those of fine-tuning and one run of GRPO from it."""
+async def _learned(home: Path, first: int, seeds: int, steps: int, console: Console) -> dict[str, Any]:
+    """Return the figures of the runs; with no seeds, those of fine-tuning and one run of GRPO from it.
+
+    Args:
+        first: The first seed.
+        seeds: Number of seeds.
+        steps: Steps of GRPO.
+    """
     began = time.monotonic()
     lend_tools(home)
     tuned, adaptive, fixed = list[Done](), list[Done](), list[Done]()
     async with training_agent(home, console) as agent:
 
         async def grpo(what: str, seed: int, weights: dict[str, Any]) -> Done:
-            start = {"policy.model": f"run:{tuned[seed].run_id}", "budget.steps": steps, "algorithm.seed": seed}
+            start = {"policy.model": f"run:{tuned[seed - first].run_id}", "budget.steps": steps, "algorithm.seed": seed}
             return await agent.train(f"GRPO, {what}, seed {seed}", NAME, PRESET, ALL | GRPO | start | weights)
 
-        for seed in range(max(seeds, 1)):
+        for seed in range(first, first + max(seeds, 1)):
             changes = ALL | SFT | {"algorithm.seed": seed}
-            tuned.append(await agent.train(f"fine-tuning, cut short, seed {seed}", NAME, PRESET, changes))
+            tuned.append(await agent.train(f"fine-tuning, seed {seed}", NAME, PRESET, changes))
             adaptive.append(await grpo("weights that move", seed, ADAPTIVE))
             if seeds:
                 fixed.append(await grpo("accuracy alone", seed, FIXED))
         if seeds:
             shuffled = await grpo(
-                "weights that move, shuffled rewards", 0, ADAPTIVE | {"algorithm.shuffle_rewards": True}
+                "weights that move, shuffled rewards", first, ADAPTIVE | {"algorithm.shuffle_rewards": True}
             )
     shared = sum(copies(two, one) for one, two in zip(tuned, adaptive, strict=True))
     if shared:
@@ -109,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", choices=("sft", "cost", "hostile"), help="one part; cost needs sft, and does it")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (default 3)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
     parser.add_argument("--steps", type=int, default=GRPO_STEPS, help=f"steps of GRPO (default {GRPO_STEPS})")
     given = parser.parse_args(arguments)
     console, figures = Console(highlight=False), {}
@@ -118,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures |= tried(path / "canaries")
         if given.only != "hostile":
             seeds = 0 if given.only == "sft" else given.seeds
-            figures |= asyncio.run(_learned(path / "home", seeds, given.steps, console))
+            figures |= asyncio.run(_learned(path / "home", given.first, seeds, given.steps, console))
     goals = {"hostile_escapes": "== 0"} if "hostile_escapes" in figures else {}
     if "cost_reduction_percent" in figures:
         goals |= {"cost_reduction_percent": ">= 20", "accuracy_lost": "== 0"}

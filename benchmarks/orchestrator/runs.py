@@ -60,7 +60,7 @@ is right on sums, which then need no calculator. Demonstrations use computing to
 seconds: results do not depend on the machine's load.
 """
 SFT: dict[str, Any] = {"algorithm.name": "sft", "sft.tasks": 3000, "sft.traces_per_task": 1, "sft.epochs": 6}
-"""Shorter than it should be, so that something is left to learn from reward."""
+"""Teaches the form of calls and the copying of results; which tool to call is left to learn from reward."""
 GRPO: dict[str, Any] = {"optimizer.learning_rate": 5e-4, "algorithm.scale_rewards": "batch"}
 GRPO_STEPS = 300
 FIXED = {"environment.reward_weights": {"accuracy": 1.0, "cost": 0.0, "energy": 0.0, "latency": 0.0, "power": 0.0}}

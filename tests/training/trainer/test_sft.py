@@ -46,6 +46,21 @@ def test_labels_cover_assistant_tokens_only():
     assert tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 10) == ([], 1)
 
 
+def test_words_of_the_tools_are_tokens():
+    """Spelled out byte by byte, calls are too long to be learned within minutes."""
+    tokenizer = make_tokenizer(RECIPES["embedded-tools"])
+    counted = {
+        text: len(tokenizer(text)["input_ids"])
+        for text in (
+            "THOUGHT: I compute it.\nTOOL: small\nINPUT: 417 * 38",
+            "How many grams does part SK695 weigh?",
+            "THOUGHT: I look it up.\nTOOL: web_search\nINPUT: part SK695",
+            "OBSERVATION: [part SK695] Part SK695 weighs 9116 g\n\n[part QN926] Part QN926 weighs 8395 g",
+        )
+    }
+    assert list(counted.values()) == [9, 8, 9, 39]
+
+
 def test_rewriting_template_splits_sequences():
     tokenizer = make_tokenizer(RECIPES["embedded-tools"])
     tokenizer.chat_template = (

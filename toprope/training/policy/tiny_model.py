@@ -120,16 +120,10 @@ RECIPES: Mapping[str, Recipe] = {
     "embedded-tools": Recipe(
         steps=0,
         phrase_tokens=(
-            *("What is ", "?", " + ", " - ", " * "),
-            *(
-                "THOUGHT: I compute it.\nTOOL: ",
-                "THOUGHT: Let me see.\nTOOL: ",
-                "calculator",
-                "code_interpreter",
-                "think",
-                "expert",
-            ),
-            *("\nINPUT: ", "print(", "OBSERVATION: ", "Noted.", "FINAL_ANSWER: "),
+            *("What is ", "?", " + ", " - ", " * ", "How many grams does ", "part ", " weigh?"),
+            *("THOUGHT: I compute it.\nTOOL: ", "THOUGHT: I look it up.\nTOOL: ", "THOUGHT: Let me see.\nTOOL: "),
+            *("calculator", "code_interpreter", "web_search", "think", "small", "expert"),
+            *("\nINPUT: ", "print(", "OBSERVATION: ", "] Part ", " weighs ", " g\n\n[", "Noted.", "FINAL_ANSWER: "),
         ),
     ),
 }
