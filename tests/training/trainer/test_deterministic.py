@@ -112,6 +112,7 @@ def test_deterministic_producer_samples_only_wanted_groups(tmp_path: Path) -> No
 
     async def sample(task: TaskRef, size: int, sampling: Sampling) -> SampledGroup:
         log.append(f"made {task.index}")
+        weights.append(sampler.weights["a"])
         turn = Turn([1], [2], [-0.5], [(0, 1)], "stop")
         return SampledGroup("t", [{"role": "user", "content": "q"}], ["a"], [Outcome(1.0)], [[turn]], 0.1)
 
@@ -129,10 +130,12 @@ def test_deterministic_producer_samples_only_wanted_groups(tmp_path: Path) -> No
     )  # fmt: skip
     demands = [(0, 16), (0, 8), (0, 0), (1, 8), (2, 8), (2, 8), (4, 8)]
     api = Api(log, demands)
-    config.environment.name = "e"
+    config.environment.name, config.environment.reward_weights_end = "e", {"a": 1.0}
+    config.budget.steps, weights = 10, list[float]()
     [plan] = members_of(config.environment)
+    sampler = SimpleNamespace(sample=sample)
     environments: Any = SimpleNamespace(
-        hosts={"e": SimpleNamespace(plan=plan, part_weights={})}, samplers={"e": SimpleNamespace(sample=sample)}
+        hosts={"e": SimpleNamespace(plan=plan, part_weights={"a": 0.0})}, samplers={"e": sampler}
     )
     producer = GroupProducer(
         member,
@@ -157,6 +160,7 @@ def test_deterministic_producer_samples_only_wanted_groups(tmp_path: Path) -> No
         "wanted 8 at 2", "made 4", "posted run-1-4", "wanted 8 at 4", "step-4", "made 5", "posted run-1-5",
     ]  # fmt: skip
     assert [report.label for report in reports if isinstance(report, Evaluated)] == ["step-2", "step-4"]
+    assert weights == [0.0, 0.0, 0.1, 0.2, 0.2, 0.4], "of the version that is trained"
 
 
 def test_kernels_are_fixed_in_deterministic_mode_only(monkeypatch: pytest.MonkeyPatch) -> None:

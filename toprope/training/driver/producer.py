@@ -139,7 +139,7 @@ class GroupProducer:
         self._account = _Account(member)
         self._failures_in_a_row: Counter[str] = Counter()
         self._version = 0
-        """Newest policy version that sampled a token."""
+        """Newest policy version that sampled a token, or that the trainer waits to train."""
         self._evaluation_news, self._curriculum_news = asyncio.Event(), asyncio.Event()
         self._evaluation_due = 0
         """Version at which the next evaluation is due; 0 before the trainer's first version is known."""
@@ -157,6 +157,8 @@ class GroupProducer:
         accepted = (await self._api.counts()).accepted if is_resumed else 0
         self._numbers = itertools.count(first + accepted)
         self._tasks.restore(first, accepted)
+        if is_resumed and (checkpoint := self._member.folder.newest_checkpoint()) is not None:
+            self._version = int(checkpoint.name.rpartition("-")[2])  # every step makes one
         if self._config.samples_in_step:
             await self._sample_in_step()
         else:
@@ -200,6 +202,7 @@ class GroupProducer:
             missing = await self._api.missing_rows(wait_s=_WAIT_S)
             if not missing.rows:
                 continue
+            self._version = missing.version
             await self._evaluate_if_due(missing.version)
             await self._measure_due_levels(missing.version)
             await self._member.hold_async()
