@@ -1,13 +1,18 @@
-"""A plain client's loop at a service: publish, sample groups, train a step. It prints one JSON object.
+"""A plain client's loop at a service: publish, sample groups, train a step.
 
-The server's interpreter runs it, with what to do as JSON on its standard input. Rewards are shuffled within their
-group, so they carry no signal. `gaps` are the largest differences of a token's log-probability between sampler and
-trainer, one per step; `moved` is that of a sampler which is one step behind.
+The server's interpreter runs it. The first line on its standard input says, as JSON, what to do; each further line is a
+number of steps, which it takes and answers with a line of JSON. At the end of the input it measures the controls.
+Shuffled rewards stay within their group, so they carry no signal. Answers whose advantage is 0 are not sent.
+
+`gap` is the largest difference of a token's log-probability between sampler and trainer, `moved` that of a sampler
+which is one step behind. `resumed` and `without_optimizer` are the largest errors of the loss, as shares of the
+largest loss, over steps that are taken again from a saved state, with and without the optimizer's.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import sys
@@ -16,32 +21,75 @@ from typing import Any
 
 Row = tuple[list[int], Any, float]
 """Prompt, the sampled sequence, its advantage."""
+_AGAIN = 4
+"""Steps that are taken again from a saved state."""
+
+
+class _Loop:
+    def __init__(self, asked: dict[str, Any]) -> None:
+        import tinker
+
+        self._asked, self._draw, self._step = asked, random.Random(0), 0
+        self._service = tinker.ServiceClient(base_url=asked["url"], api_key=asked["key"])
+        self._training = self._service.create_lora_training_client(asked["model"], asked["rank"], seed=0)
+        self._adam = tinker.AdamParams(learning_rate=asked["learning_rate"])
+        self._rows: list[Row] = []
+        self._data: list[Any] = []
+
+    def step(self) -> dict[str, float]:
+        began = time.monotonic()
+        self._step += 1
+        saved = self._training.save_weights_for_sampler(f"{self._asked['name']}-{self._step}").result().path
+        rows, reward = _sampled(self._service.create_sampling_client(model_path=saved), self._asked, self._draw)
+        count = sum(len(sequence.tokens) for _, sequence, _ in rows)
+        self._rows = [row for row in rows if row[2]] or rows[:1]
+        self._data = [_datum(prompt, sequence, advantage / count) for prompt, sequence, advantage in self._rows]
+        passing = self._training.forward_backward(self._data, "importance_sampling")
+        stepping = self._training.optim_step(self._adam)
+        gap = _gap(self._rows, passing.result())
+        stepping.result()
+        tokens = sum(len(prompt) + len(sequence.tokens) for prompt, sequence, _ in self._rows)
+        return {"seconds": time.monotonic() - began, "reward": reward, "gap": gap, "tokens": tokens}
+
+    def controls(self) -> dict[str, float]:
+        passed = self._training.forward_backward(self._data, "importance_sampling").result()
+        found = {"moved": _gap(self._rows, passed)}
+        self._training.optim_step(self._adam).result()
+        saved = self._training.save_state(f"{self._asked['name']}-saved").result().path
+        straight = self._losses(self._training)
+        for name, begin in (
+            ("resumed", self._service.create_training_client_from_state_with_optimizer),
+            ("without_optimizer", self._service.create_training_client_from_state),
+        ):
+            again = self._losses(begin(saved))
+            most = max(abs(one - two) for one, two in zip(again, straight, strict=True))
+            found[name] = most / max(map(abs, straight))
+        return found
+
+    def _losses(self, training: Any) -> list[float]:
+        """The loss before each of some steps on the same batch."""
+        found = []
+        for _ in range(_AGAIN):
+            passed = training.forward_backward(self._data, "importance_sampling").result()
+            training.optim_step(self._adam).result()
+            found.append(
+                -sum(
+                    math.exp(mine - theirs) * advantage
+                    for (prompt, sequence, advantage), one in zip(self._rows, passed.loss_fn_outputs, strict=True)
+                    for mine, theirs in zip(one["logprobs"].data[len(prompt) - 1 :], sequence.logprobs, strict=True)
+                )
+            )
+        return found
 
 
 def main() -> None:
-    import tinker
-
-    asked = json.load(sys.stdin)
-    service = tinker.ServiceClient(base_url=asked["url"], api_key=asked["key"])
-    training = service.create_lora_training_client(asked["model"], asked["rank"], seed=0)
-    adam, draw = tinker.AdamParams(learning_rate=asked["learning_rate"]), random.Random(0)
-    found: dict[str, Any] = {"seconds": [], "rewards": [], "gaps": []}
-    for step in range(asked["steps"]):
-        began = time.monotonic()
-        saved = training.save_weights_for_sampler(f"plain-{step}").result().path
-        rows, rewards = _sampled(service.create_sampling_client(model_path=saved), asked, draw)
-        count = sum(len(sequence.tokens) for _, sequence, _ in rows)
-        data = [_datum(prompt, sequence, advantage / count) for prompt, sequence, advantage in rows]
-        passing, stepping = training.forward_backward(data, "importance_sampling"), training.optim_step(adam)
-        found["gaps"].append(_gap(rows, passing.result()))
-        stepping.result()
-        found["seconds"].append(time.monotonic() - began)
-        found["rewards"].append(statistics.fmean(rewards))
-    found["moved"] = _gap(rows, training.forward_backward(data, "importance_sampling").result())
-    print(json.dumps(found))
+    loop = _Loop(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        print(json.dumps([loop.step() for _ in range(int(line))]), flush=True)
+    print(json.dumps(loop.controls()))
 
 
-def _sampled(sampler: Any, asked: dict[str, Any], draw: random.Random) -> tuple[list[Row], list[float]]:
+def _sampled(sampler: Any, asked: dict[str, Any], draw: random.Random) -> tuple[list[Row], float]:
     import tinker
 
     prompts = draw.sample(asked["prompts"], asked["groups"])
@@ -53,10 +101,11 @@ def _sampled(sampler: Any, asked: dict[str, Any], draw: random.Random) -> tuple[
         sequences = answer.result().sequences
         rewards = [sum(token in asked["good"] for token in one.tokens) / asked["tokens"] for one in sequences]
         every += rewards
-        draw.shuffle(rewards)
+        if asked["shuffled"]:
+            draw.shuffle(rewards)
         mean, spread = statistics.fmean(rewards), statistics.stdev(rewards) + 1e-4
         rows += [(prompt, one, (reward - mean) / spread) for one, reward in zip(sequences, rewards, strict=True)]
-    return rows, every
+    return rows, statistics.fmean(every)
 
 
 def _datum(prompt: list[int], sequence: Any, advantage: float) -> Any:

@@ -1,9 +1,13 @@
 """A run at an open server of Tinker's interface, beside a plain client's loop at the same server.
 
-    make bench-tinker, or python -P -m benchmarks tinker [--steps N]
+    make bench-tinker, or python -P -m benchmarks tinker [--only run|others] [--steps N]
 
-A crew trains a random Qwen3 of two layers to answer with small letters; its trainer is killed half way. The client is
-0.24.1. `make tools-tinker` installs client and server; without them the benchmark says so and measures nothing.
+    run       a crew trains a random Qwen3 of two layers to answer with small letters; its trainer is killed on the way.
+              Every few steps the crew is held, and the plain loop, which trains by the same rewards, takes as many
+    others    the losses ppo and cispo, supervised fine-tuning, prices, a cap, the downloaded weights, ask_checkpoint
+
+The client is 0.24.1. `make tools-tinker` installs client and server; without them the benchmark says so and measures
+nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -34,15 +39,20 @@ from toprope.analysis.statistics.intervals import mean_interval
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.status import Status, read_events
+from toprope.records.run.usage import spending_in
 
 KEY = "tml-benchmark-key-7c1f52"
 ENVIRONMENT = Path(__file__).resolve().parents[2] / "tests/training/hosted/letters.py"
-RANK, RATE, GROUPS, GROUP_SIZE, TOKENS = 32, 0.02, 4, 8, 4
+RANK, RATE, GROUPS, GROUP_SIZE, TOKENS = 32, 0.01, 4, 8, 4
 EDGE = 10
 """Steps at the start and at the end whose rewards are compared; also the steps that warm the server up."""
+SEGMENT = 6
+"""Steps that a side takes at a time; the first one of them is not timed."""
 _NUMBERS = ("grad_norm", "loss", "reward", "learning_rate")
 """Of a step that is taken again after the kill: they say that weights, optimizer and batch are those of before."""
-GOALS = {
+PRICES = {"prompt_usd": 1.0, "completion_usd": 2.0, "train_usd": 3.0, "step_usd": 0.01}
+CAP_USD = 0.05
+RUN_GOALS = {
     "rewards_rise": "> 0",
     "logprob_error": "<= 1e-05",
     "resumed_steps_off": "== 0",
@@ -50,58 +60,93 @@ GOALS = {
     "overhead_share": "<= 0.2",
     "leaked_keys": "== 0",
 }
+OTHER_GOALS = {
+    "losses_learned": "== 3",
+    "other_logprob_error": "<= 1e-05",
+    "cost_error": "<= 1e-05",
+    "capped_usd": f"<= {CAP_USD}",
+    "downloaded": "== 3",
+    "asked": "== 3",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("run", "others"), help="one part")
     parser.add_argument("--steps", type=int, default=60)
-    steps = parser.parse_args(arguments).steps
+    given = parser.parse_args(arguments)
     missing = [str(path) for path in (PYTHON, TINKER_BEFORE / "tinker") if not path.exists()]
     if missing:
         print(json.dumps({"skipped": f"make tools-tinker installs what is missing: {', '.join(missing)}"}))
         return 0
     console = Console(stderr=True, highlight=False)
+    figures: dict[str, Any] = {}
+    goals: dict[str, str] = {}
+    failed: list[str] = []
     with scratch("tinker") as path:
         model = _make_model(path / "policy")
         server = SkyrlServer(path / "server", model)
         try:
-            run = asyncio.run(_run(path / "home", server.url, model, steps, console))
-            loop = _plain_loop(server.url, model, steps)
+            if given.only != "others":
+                found, unproved = _compare(path / "home", server.url, model, given.steps, console)
+                figures, goals, failed = found, RUN_GOALS, unproved
+            if given.only != "run":
+                figures |= asyncio.run(_others(path / "others", server.url, model, given.steps * 2 // 3, console))
+                goals = goals | OTHER_GOALS
         finally:
             server.close()
-    plain = statistics.median(loop["seconds"][EDGE:])
-    rows = run.pop("rows")
-    ours = statistics.median(
-        later["time"] - row["time"] for row, later in zip(rows[EDGE:], rows[EDGE + 1 :], strict=False)
+    return report(
+        "A run at an open server of Tinker's interface",
+        figures,
+        goals=goals,
+        control="shuffled rewards must not rise, a sampler one step behind and a state without its optimizer must "
+        "differ, and the search must find the key in the owner's settings",
+        control_failed="; ".join(failed),
     )
-    by_chance, moved = _rise(loop["rewards"]), loop["moved"]
+
+
+def _compare(home: Path, url: str, model: Path, steps: int, console: Console) -> tuple[dict[str, Any], list[str]]:
+    """The figures of the part `run`, and the controls that failed."""
+    with _PlainLoop(url, model, "plain") as plain:
+        run = asyncio.run(_run(home, url, model, steps, plain, console))
+    with _PlainLoop(url, model, "shuffled") as shuffled:
+        by_chance = _rise([step["reward"] for step in shuffled.steps(steps)])
+        controls = shuffled.controls()
+    rows, held = run.pop("rows"), run.pop("held")
+    mine = [
+        (later["time"] - row["time"], later["tokens/trained"] - row["tokens/trained"])
+        for row, later in zip(rows, rows[1:], strict=False)
+        if row["step"] >= EDGE and row["step"] not in held
+    ]
+    theirs = [step for number, step in enumerate(plain.timed) if number % SEGMENT]
+    ours, others = (statistics.median(some) for some in ([one[0] for one in mine], [one["seconds"] for one in theirs]))
+    moved, without = controls["moved"], controls["without_optimizer"]
     figures = {
         "rewards_rise": _rise([row["reward"] for row in rows]),
         "logprob_error": max(row.get("sampling/sampling_logp_difference/max", 0.0) for row in rows),
         **run,
-        "overhead_share": ours / plain - 1,
+        "overhead_share": ours / others - 1,
         "step_seconds": ours,
-        "plain_step_seconds": plain,
+        "plain_step_seconds": others,
+        "steps_timed": [len(mine), len(theirs)],
+        "tokens_per_step": statistics.fmean(one[1] for one in mine),
+        "plain_tokens_per_step": statistics.fmean(one["tokens"] for one in theirs),
         "reward_first": statistics.fmean(row["reward"] for row in rows[:EDGE]),
         "reward_last": statistics.fmean(row["reward"] for row in rows[-EDGE:]),
         "shuffled_rewards_rise": by_chance,
-        "plain_logprob_error": max(loop["gaps"]),
+        "plain_logprob_error": max(step["gap"] for step in plain.taken),
         "stale_logprob_error": moved,
+        "plain_resumed_step_error": controls["resumed"],
+        "no_optimizer_step_error": without,
     }
     failed = [
         f"shuffled rewards rise by {by_chance:.3g}" if by_chance > 0 else "",
         f"a sampler one step behind differs by {moved:.2g} only" if moved <= 1e-5 else "",
+        f"a state without its optimizer differs by {without:.2g} only" if without <= 1e-4 else "",
         "the key is not found where it is" if not run["keys_found"] else "",
         "no trainer was restarted" if not run["restarts"] else "",
     ]
-    return report(
-        "A run at an open server of Tinker's interface",
-        figures,
-        goals=GOALS,
-        control="shuffled rewards must not rise, a sampler one step behind must differ, and the search must find the "
-        "key in the owner's settings",
-        control_failed="; ".join(filter(None, failed)),
-    )
+    return figures, list(filter(None, failed))
 
 
 def _make_model(folder: Path) -> Path:
@@ -120,61 +165,137 @@ def _rise(rewards: list[float]) -> float:
     return mean_interval(rewards[-EDGE:]).low - mean_interval(rewards[:EDGE]).high
 
 
-def _plain_loop(url: str, model: Path, steps: int) -> dict[str, Any]:
-    vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
-    asked = {
-        "url": url, "key": KEY, "model": str(model), "rank": RANK, "learning_rate": RATE, "steps": steps,
-        "groups": GROUPS, "group_size": GROUP_SIZE, "tokens": TOKENS, "stop": [vocabulary["<eos>"]],
-        "good": [vocabulary[one] for one in "abcdefghijklmnopqrstuvwxyz"],
-        "prompts": [
-            [vocabulary[one] for one in ("<user>", *str(number), "<eos>", "<bot>")] for number in range(10_000)
-        ],
-    }  # fmt: skip
-    program = [str(PYTHON), "-P", str(Path(__file__).with_name("plain_client.py"))]
-    variables = os.environ | {"TINKER_TELEMETRY": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(program, input=json.dumps(asked), env=variables, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"the plain loop failed: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class _PlainLoop:
+    """The program `plain_client`, which takes steps when it is told to.
+
+    Args:
+        url: Of the server.
+        model: Its model.
+        name: For what it saves there; `shuffled` has it shuffle its rewards.
+    """
+
+    def __init__(self, url: str, model: Path, name: str) -> None:
+        vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
+        asked = {
+            "url": url, "key": KEY, "model": str(model), "rank": RANK, "learning_rate": RATE, "name": name,
+            "groups": GROUPS, "group_size": GROUP_SIZE, "tokens": TOKENS, "stop": [vocabulary["<eos>"]],
+            "good": [vocabulary[one] for one in "abcdefghijklmnopqrstuvwxyz"], "shuffled": name == "shuffled",
+            "prompts": [
+                [vocabulary[one] for one in ("<user>", *str(number), "<eos>", "<bot>")] for number in range(10_000)
+            ],
+        }  # fmt: skip
+        self.taken: list[dict[str, float]] = []
+        self.timed: list[dict[str, float]] = []
+        self._process = subprocess.Popen(
+            [str(PYTHON), "-P", str(Path(__file__).with_name("plain_client.py"))],
+            env=os.environ | {"TINKER_TELEMETRY": "0", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._say(json.dumps(asked))
+
+    def __enter__(self) -> _PlainLoop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def steps(self, count: int, *, timed: bool = False) -> list[dict[str, float]]:
+        """Take steps; return their figures."""
+        self._say(str(count))
+        found: list[dict[str, float]] = self._heard()
+        self.taken += found
+        self.timed += found if timed else []
+        return found
+
+    def controls(self) -> dict[str, float]:
+        """End the loop; return what it measures then."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        found: dict[str, float] = self._heard()
+        return found
+
+    def _say(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _heard(self) -> Any:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit("the plain loop failed; its errors are above")
+        return json.loads(line)
 
 
-async def _run(home: Path, url: str, model: Path, steps: int, console: Console) -> dict[str, Any]:
-    """Train with the agent's tools, and kill the trainer on the way."""
+def _owner(home: Path, url: str, model: Path) -> Path:
+    """Write the owner's settings; return them."""
     config = home / "config"
     (config / "environments").mkdir(parents=True)
     shutil.copy(ENVIRONMENT, config / "environments")
     (config / "locks.yaml").write_text("locks: []\n")
     settings = config / "settings.yaml"
-    settings.write_text(f"variables: {{trainer: {{TINKER_API_KEY: {KEY}, TINKER_BASE_URL: '{url}'}}}}\n")
+    told = {
+        "variables": {"trainer": {"TINKER_API_KEY": KEY, "TINKER_BASE_URL": url}},
+        "tinker": {"prices": {str(model): PRICES}},
+    }
+    settings.write_text(json.dumps(told))
     settings.chmod(0o600)
-    changes = {
+    return settings
+
+
+def _changes(model: Path, steps: int) -> dict[str, Any]:
+    return {
         "policy.model": str(model), "policy.lora": True, "policy.lora_rank": RANK, "policy.max_context": 64,
         "trainer.backend": "tinker", "rollout.max_new_tokens": TOKENS, "rollout.group_size": GROUP_SIZE,
         "rollout.groups_per_step": GROUPS, "rollout.max_staleness": 0, "algorithm.drop_zero_signal": False,
         "budget.steps": steps, "budget.max_train_seconds": 1800, "optimizer.learning_rate": RATE,
+        "optimizer.lr_scheduler_type": "constant", "optimizer.warmup_steps": 0,
         "evaluation.heldout_tasks": 20, "logging.save_steps": 10, "launcher.restart_backoff_s": 0,
     }  # fmt: skip
-    shown: list[str] = []
 
-    async def kill(run_id: str) -> tuple[int, dict[int, dict[str, Any]]]:
+
+async def _run(home: Path, url: str, model: Path, steps: int, plain: _PlainLoop, console: Console) -> dict[str, Any]:
+    """Train with the agent's tools, kill the trainer on the way, and hold it while the plain loop takes steps."""
+    settings = _owner(home, url, model)
+    plain.steps(EDGE)
+    shown: list[str] = []
+    held: set[int] = set()
+
+    async def follow(run_id: str) -> tuple[int, dict[int, dict[str, Any]]]:
         """The step of the newest checkpoint, and the rows by step, when the trainer was killed."""
-        folder = RunFolder.open(home / "runs", run_id)
-        while not folder.metrics.is_file() or len(read_rows(folder.metrics)) < steps * 5 // 12:
-            if Status.read(folder).ended:
-                raise RuntimeError(f"the run ended before the kill: {Status.read(folder).failure}")
+        folder, following, killed = RunFolder.open(home / "runs", run_id), EDGE, None
+        while True:
+            status = Status.read(folder)
+            if status.ended and killed is None:
+                raise RuntimeError(f"the run ended before the kill: {status.failure}")
+            step = read_rows(folder.metrics)[-1]["step"] if folder.metrics.is_file() else 0
+            if killed is not None and (status.ended or step + SEGMENT > steps):
+                return killed
+            if killed is None and step >= steps * 5 // 12:
+                shown.extend(" ".join(one.cmdline()) for one in _crew_of(folder))
+                for one in _trainers(folder):
+                    one.send_signal(signal.SIGKILL)
+                checkpoint = folder.newest_checkpoint()
+                assert checkpoint is not None
+                saved = int(checkpoint.name.rpartition("-")[2])
+                killed = saved, {row["step"]: row for row in read_rows(folder.metrics)}
+                held.add(saved)
+                following = step + SEGMENT
+            elif step >= following and (trainers := _trainers(folder)):
+                for one in trainers:
+                    one.suspend()
+                try:
+                    held.add(read_rows(folder.metrics)[-1]["step"])
+                    await asyncio.to_thread(plain.steps, SEGMENT, timed=True)
+                finally:
+                    for one in trainers:
+                        one.resume()
+                following = max(held) + SEGMENT
             await asyncio.sleep(0.1)
-        for one in _crew_of(folder):
-            shown.append(" ".join(one.cmdline()))
-            if "toprope.training.trainer" in one.cmdline():
-                one.send_signal(signal.SIGKILL)
-        checkpoint = folder.newest_checkpoint()
-        assert checkpoint is not None
-        return int(checkpoint.name.rpartition("-")[2]), {row["step"]: row for row in read_rows(folder.metrics)}
 
     started = time.time()
     async with training_agent(home, console, PYTHONPATH=str(TINKER_BEFORE)) as agent:
-        done = await agent.train("the run", "letters", "cpu-embedded", changes, kill)
+        done = await agent.train("the run", "letters", "cpu-embedded", _changes(model, steps), follow)
     saved, before = done.observed
     folder = RunFolder.open(home / "runs", done.run_id)
     again = [row for row in done.rows if row != before.get(row["step"])]
@@ -182,6 +303,7 @@ async def _run(home: Path, url: str, model: Path, steps: int, console: Console) 
     with_key = [path for path in home.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     return {
         "rows": done.rows,
+        "held": held,
         "resumed_steps_off": abs(again[0]["step"] - saved - 1)
         + len(set(range(1, steps + 1)) ^ {row["step"] for row in done.rows}),
         "resumed_step_error": max((abs(now - then) / max(abs(then), 1e-6) for now, then in repeated), default=None),
@@ -190,6 +312,60 @@ async def _run(home: Path, url: str, model: Path, steps: int, console: Console) 
         "restarts": sum(event.kind == "restart" for event in read_events(folder.events)),
         "run_seconds": time.time() - started,
     }
+
+
+async def _others(home: Path, url: str, model: Path, steps: int, console: Console) -> dict[str, Any]:
+    """Train by each other loss, ask each result, and start a run that a cap ends."""
+    _owner(home, url, model)
+    kinds: dict[str, dict[str, Any]] = {name: {"trainer.loss": name} for name in ("ppo", "cispo")}
+    kinds["sft"] = {"algorithm.name": "sft", "sft.tasks": 64, "sft.traces_per_task": 1, "sft.epochs": 4,
+                    "sft.batch_size": 16, "sft.learning_rate": RATE}  # fmt: skip
+    errors, costs, learned, downloaded, asked = [0.0], [0.0], 0, 0, 0
+    changed: dict[str, list[float]] = {}
+    async with training_agent(home, console, PYTHONPATH=str(TINKER_BEFORE)) as agent:
+        for name, changes in kinds.items():
+            done = await agent.train(name, "letters", "cpu-embedded", _changes(model, steps) | changes)
+            rows = done.rows
+            if name == "sft":
+                changed[name] = [rows[0]["loss"], rows[-1]["loss"]]
+                learned += done.results["evaluations"]["after"]["sampled"]["accuracy"] > 0.9
+            else:
+                changed[name] = [statistics.fmean(row["reward"] for row in some) for some in (rows[:10], rows[-10:])]
+                learned += _rise([row["reward"] for row in rows]) > 0
+            errors += [row.get("sampling/sampling_logp_difference/max", 0.0) for row in rows]
+            trained = rows[-1]["tokens/trained"] * PRICES["train_usd"] / 1e6 + len(rows) * PRICES["step_usd"]
+            costs.append(abs(rows[-1]["cost_usd"] / trained - 1))
+            downloaded += _has_adapters(done.folder / "weights" / "adapter.tar.gz")
+            answer = await agent.call("ask_checkpoint", run_id=done.run_id, prompts=["7"])
+            asked += bool(json.dumps(answer).count("answer"))
+            console.print(name, json.dumps(answer)[:400], style="dim")
+        (home / "config" / "limits.yaml").write_text(f"per_run: {{cost_usd: {CAP_USD}}}\n")
+        run_id = await agent.start("letters", "cpu-embedded", _changes(model, steps))
+        [run] = (await agent.call("check_status", run_ids=[run_id], wait_s=600, until="end"))["runs"]
+    console.print(json.dumps(run)[:1500], style="dim")
+    return {
+        "losses_learned": learned,
+        "losses_changed": changed,
+        "other_logprob_error": max(errors),
+        "cost_error": max(costs),
+        "capped_usd": sum(spending_in(home / "runs" / run_id).values()),
+        "capped_steps": len(read_rows(home / "runs" / run_id / "metrics.jsonl")),
+        "capped_state": run["state"],
+        "downloaded": downloaded,
+        "asked": asked,
+    }
+
+
+def _has_adapters(archive: Path) -> bool:
+    if not archive.is_file():
+        return False
+    with tarfile.open(archive) as files:
+        names = {Path(name).name for name in files.getnames()}
+    return {"adapter_config.json", "adapter_model.safetensors"} <= names
+
+
+def _trainers(folder: RunFolder) -> list[psutil.Process]:
+    return [one for one in _crew_of(folder) if "toprope.training.trainer" in one.cmdline()]
 
 
 def _crew_of(folder: RunFolder) -> list[psutil.Process]:
