@@ -60,15 +60,16 @@ def _openenv(root: Path) -> Iterator[Candidate]:
 
 
 def _trl(root: Path) -> Iterator[Candidate]:
-    for file in _with(root / "huggingface+trl/examples/scripts", r"GRPOTrainer|reward_funcs"):
+    for file in _with(root / "huggingface+trl/examples/scripts", r"(GRPO|RLOO)Trainer"):
         yield Candidate("trl", f"trl/{file.name}", (str(file), "-r", "trl"))
 
 
 def _inspect_ai(root: Path) -> Iterator[Candidate]:
     for file in _with(root / "UKGovernmentBEIS+inspect_ai/examples", r"^@task"):
-        yield Candidate(
-            "inspect_ai", f"inspect_ai/{file.relative_to(file.parents[1])}", (str(file), "-r", "inspect_ai")
-        )
+        boxed = re.search(r"sandbox=\W*docker", file.read_text(errors="replace"))
+        knobs = (("sandbox", "local"),) if boxed else ()
+        name = f"inspect_ai/{file.relative_to(file.parents[1])}"
+        yield Candidate("inspect_ai", name, (str(file), "-r", "inspect_ai"), knobs=knobs)
 
 
 def _nemo_gym(root: Path) -> Iterator[Candidate]:
