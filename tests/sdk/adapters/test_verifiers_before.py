@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace as Thing
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI, OpenAI
 
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
@@ -24,7 +30,8 @@ def exact(completion, answer): ...
 
 def size(completion): ...
 
-def load_environment(words: list[str], image: bool = False, turns: int = 7, client: object = None):
+def load_environment(words: list[str], image: bool = False, turns: int = 7, client: object = None,
+                     judge_key_var: str = "OPENAI_API_KEY"):
     """Made of words."""
     rows = [{"prompt": f"Copy {word}", "answer": word, "task": "route"} for word in words]
     if image:
@@ -36,7 +43,8 @@ def load_environment(words: list[str], image: bool = False, turns: int = 7, clie
 class Rubric:
     def __init__(self, funcs: list[Any], weights: list[float]) -> None:
         self.funcs, self.weights, self.cleaned = funcs, weights, 0
-        self.judge_client, self.judge_model, self.class_objects = None, "a model elsewhere", {}
+        self.judge = AsyncOpenAI(base_url="https://judge.example.org/v1", api_key="none", max_retries=0)
+        self.judge_at_once = OpenAI(base_url="https://judge.example.org/v1", api_key="none", max_retries=0)
 
     def _get_reward_func_names(self) -> list[str]:
         return [one.__name__ for one in self.funcs]
@@ -48,7 +56,10 @@ class Rubric:
         return self.weights
 
     async def score_group(self, states: list[Any]) -> None:
-        assert self.judge_model == "m" and self.judge_client.api_key == "judge"
+        asked: Any = {"model": "a model elsewhere", "messages": [{"role": "user", "content": "Is it right?"}]}
+        verdict = await self.judge.chat.completions.create(**asked)
+        again = await asyncio.to_thread(self.judge_at_once.chat.completions.create, **asked)
+        assert verdict.choices[0].message.content == again.choices[0].message.content == "yes"
         for state in states:
             right = state["completion"][-1]["content"] == state["input"]["answer"]
             state["metrics"] = {"exact": float(right), "size": 40.0}
@@ -76,6 +87,32 @@ class SingleTurnEnv:
         return {"input": row, "error": None, "trajectory": [1, 2], "prompt": prompt, "completion": said}
 
 
+@contextmanager
+def asked_of(answer: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """The address of a model that always answers the same, and the key and model of each request."""
+    asked: list[tuple[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append((str(self.headers["Authorization"]), body["model"]))
+            message = {"role": "assistant", "content": answer}
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
+            said = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(said).encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1", asked
+        server.shutdown()
+
+
 @pytest.fixture
 def copying(stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnLoop:
     stand_in("verifiers", SingleTurnEnv=SingleTurnEnv, Rubric=Rubric, __version__="0.1.14")
@@ -84,6 +121,12 @@ def copying(stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "copying", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("JUDGE_TEST_KEY", "left")
+    monkeypatch.delenv("JUDGE_TEST_KEY")
+    for kind in (OpenAI, AsyncOpenAI):
+        monkeypatch.setattr(kind, "_prepare_options", kind._prepare_options)
+    monkeypatch.setattr(OpenAI, "_toprope_led", True, raising=False)
+    monkeypatch.delattr(OpenAI, "_toprope_led")
     return verifiers.make("copying")
 
 
@@ -103,12 +146,24 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
         "size": (0.0, 1e6),
     }
     task, _ = environment.tasks()
-    sessions = [Session("http://127.0.0.1:9/v1", key, "m", "judge") for key in ("ab", "xy", "broken")]
-    right, wrong, broken = asyncio.run(environment.group(task, sessions))
+    with asked_of("yes") as (url, asked):
+        sessions = [Session(url, key, "m", "judge") for key in ("ab", "xy", "broken")]
+        right, wrong, broken = asyncio.run(environment.group(task, sessions))
+    assert asked == [("Bearer judge", "m")] * 2
     assert isinstance(right, Played) and right.parts == {"exact": 1.0, "size": 40.0} and right.turns == 2
     assert isinstance(wrong, Played) and wrong.parts["exact"] == 0.0 and environment.success(right.parts, 2.0)
     assert right.messages[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
     assert isinstance(broken, Played) and broken.error == "ValueError: no room"
+
+
+def test_the_grader_of_the_owner_answers_for_the_policy(copying: OwnLoop) -> None:
+    environment = configure(copying, knobs={"words": ["ab"], "judge_key_var": "JUDGE_TEST_KEY"})
+    assert os.environ["JUDGE_TEST_KEY"] == "none"
+    with asked_of("yes") as (url, asked):
+        roles = {"grader": {"base_url": url, "api_key": "owner", "model": "large"}}
+        session = Session("http://127.0.0.1:9/v1", "ab", "m", roles=roles)
+        [played] = asyncio.run(environment.group(next(iter(environment.tasks())), [session]))
+    assert isinstance(played, Played) and asked == [("Bearer owner", "large")] * 2
 
 
 def test_images_are_named_as_unsupported(copying: OwnLoop) -> None:

@@ -1,8 +1,8 @@
 """Environments of verifiers before 0.2: packages with a function `load_environment`.
 
-The arguments of that function are knobs. verifiers runs the rollouts with the session's key; judges of its rubrics are
-asked with the session's judge key, so that no outside account is needed. Each reward function is a part with its
-author's weight, and each function of weight 0 a metric.
+The arguments of that function are knobs. verifiers runs the rollouts with the session's key; other models that they
+ask are led to the rollout's judge (see judges.py), so that no outside account is needed. Each reward function is a part
+with its author's weight, and each function of weight 0 a metric.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from toprope.sdk.adapters._verifiers.judges import lead_to_judge, rollout_of
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task, copy_for
 from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
@@ -57,9 +58,10 @@ class LoadedEnvironment(OwnLoop):
     guessed_reference = True
     listed = True
     packages = ("verifiers",)
-    tags = ("verifiers",)
+    tags = ("verifiers", "model-roles")
 
     def __init__(self, module: str) -> None:
+        lead_to_judge()
         loaded = importlib.import_module(module)
         self._make = loaded.load_environment
         self.files = tuple(filter(None, [getattr(loaded, "__file__", None)]))
@@ -73,7 +75,11 @@ class LoadedEnvironment(OwnLoop):
         if knobs.reward_low >= knobs.reward_high:
             raise InvalidRequest(f"reward_low {knobs.reward_low:g} must be below reward_high {knobs.reward_high:g}.")
         given = {field: getattr(knobs, name) for name, field in self._fields.items()}
-        self._env = self._make(**given, **knobs.arguments)
+        given |= knobs.arguments
+        for name, value in given.items():
+            if name.endswith("key_var") and isinstance(value, str):  # The judge is asked with a key of its own.
+                os.environ.setdefault(value, "none")
+        self._env = self._make(**given)
         if not hasattr(self._env, "rubric"):
             raise EnvironmentMistake(f"load_environment returned {type(self._env).__name__}, not an environment.")
         self.parts = self._parts()
@@ -118,6 +124,7 @@ class LoadedEnvironment(OwnLoop):
 
     async def rolled(self, session: Session) -> Any:
         """Return the state of one rollout of `self.task`, not scored."""
+        rollout_of.set(session)
         import httpx
         from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient
@@ -138,20 +145,8 @@ class LoadedEnvironment(OwnLoop):
             return await self._env.rollout(self.task.data["row"], client, session.model, sampling)
 
     async def _scored(self, states: list[Any], session: Session) -> None:
-        import httpx
-        from openai import AsyncOpenAI
-
-        async with httpx.AsyncClient(timeout=None, verify=False, trust_env=False) as http:
-            key = session.judge_key or session.api_key
-            judge = AsyncOpenAI(base_url=session.base_url, api_key=key, http_client=http, max_retries=0)
-            for rubric in _rubrics(self._env.rubric):
-                if hasattr(rubric, "judge_client"):
-                    rubric.judge_client, rubric.judge_model = judge, session.model
-                    rubric.judge_sampling_args = {}
-                    for name, value in (("judge_client", judge), ("judge_model", session.model)):
-                        rubric.class_objects[name] = value
-                    rubric.class_objects["judge_sampling_args"] = {}
-            await self._env.rubric.score_group(states)
+        rollout_of.set(session)
+        await self._env.rubric.score_group(states)
         for state in states:
             await self._env.rubric.cleanup(state)
 
@@ -262,9 +257,3 @@ def _wire(message: dict[str, Any]) -> dict[str, Any]:
         flat = {name: one.get(name) for name in ("name", "arguments")}
         calls.append({"id": one.get("id", ""), "type": "function", "function": one.get("function") or flat})
     return {**message, "tool_calls": calls}
-
-
-def _rubrics(rubric: Any) -> Iterator[Any]:
-    yield rubric
-    for one in getattr(rubric, "rubrics", ()):
-        yield from _rubrics(one)
