@@ -126,6 +126,24 @@ def test_closed_folder_within_sources_stays_closed_unless_it_is_declared(tmp_pat
     assert asked(Wall(reads=closed.reads, closed=closed.closed, trusted=True), file)[0] == "secret"
 
 
+@landlock
+def test_file_of_a_repository_imports_by_the_names_of_folders_above_it(tmp_path: Path) -> None:
+    root = tmp_path / "home" / "repository"
+    file = root / "games" / "chess" / "env.py"
+    file.parent.mkdir(parents=True)
+    (root / "games" / "shared.py").write_text("WORD = 'shared'\n")
+    (root / "private.txt").write_text("the owner's")
+    file.write_text(
+        "def work():\n    import home, games\n    from games.shared import WORD\n"
+        f"    try: open({str(root / 'private.txt')!r})\n    except OSError: return WORD\n"
+    )
+    assert paths.folders_above(str(file)) == [], "without a repository, names open nothing"
+    (root / ".git").mkdir()
+    assert paths.folders_above(str(file)) == [str(root / "games")]
+    file.write_text(file.read_text().replace("import home, games", "pass"))
+    assert asked(Wall(reads=tuple(paths.source_paths(str(file)))), file)[0] == "shared"
+
+
 def test_missing_wall_is_marked_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
     from toprope.training.rollouts.workers.walls import missing_wall

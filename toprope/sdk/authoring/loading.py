@@ -14,6 +14,7 @@ import inspect
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 from toprope.sdk.authoring.environment import Environment
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import Failure, LoadError
+from toprope.sdk.wall.paths import folders_above
 
 __all__ = ["Loaded", "attribute_of", "load", "module_of"]
 
@@ -105,6 +107,10 @@ def module_of(file: Path) -> ModuleType:
         root = root.parent
     if str(root) not in sys.path:
         sys.path.append(str(root))
+    for above in folders_above(str(file)):  # Behind a wall, what is beside these folders cannot be listed.
+        place = tempfile.mkdtemp(prefix="above-")
+        os.symlink(above, os.path.join(place, os.path.basename(above)))
+        sys.path.append(place)
     return _import(file, folder)
 
 

@@ -9,12 +9,15 @@ import functools
 import glob
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["DEVICES", "SYSTEM", "data_paths", "interpreter_paths", "source_paths", "without"]
+__all__ = ["DEVICES", "SYSTEM", "data_paths", "folders_above", "interpreter_paths", "source_paths", "without"]
+
+_IMPORTED = re.compile(r"^\s*(?:from|import) +(\w+)", re.MULTILINE)
 
 _ETC = (
     *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld.so.preload", "alternatives", "os-release", "debian_version"),
@@ -115,7 +118,28 @@ def source_paths(file: str) -> list[str]:
         return [file, *glob.glob(os.path.join(glob.escape(folder), "*.py"))]
     while os.path.isfile(os.path.join(folder, "__init__.py")) and not _is_broad(os.path.dirname(folder)):
         folder = os.path.dirname(folder)
-    return [file, folder]
+    return [file, folder, *folders_above(file)]
+
+
+def folders_above(file: str) -> list[str]:
+    """The folders of its repository above a file by whose names it imports, as if run from the repository's root.
+
+    None outside a repository: names in a file must not open folders that have nothing to do with it.
+    """
+    try:
+        with open(file, encoding="utf-8", errors="replace") as text:
+            named = set(_IMPORTED.findall(text.read()))
+    except OSError:
+        return []
+    found: list[str] = []
+    folder = os.path.dirname(os.path.abspath(file))
+    while not _is_broad(folder):
+        if os.path.exists(os.path.join(folder, ".git")):
+            return found
+        if os.path.basename(folder) in named:
+            found.append(folder)
+        folder = os.path.dirname(folder)
+    return []
 
 
 def data_paths(target: str | None) -> list[str]:
