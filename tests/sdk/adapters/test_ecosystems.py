@@ -171,7 +171,7 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Name: {name}\nSummary: About {name}\n{requires}\n\nVery long\n")
-        (info / "RECORD").write_text(f"{name}/__init__.py,,\n{name}/deeper/x.py,,\n")
+        (info / "RECORD").write_text(f"./{name}/__init__.py,,\n{name}/deeper/x.py,,\n")
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(text)
 

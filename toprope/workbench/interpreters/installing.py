@@ -166,7 +166,7 @@ class Installer:
         for pin in pins:
             place = _place_of(pin)
             if place is not None and place.is_dir():
-                _complete(pin.name, place, site_packages_of(self.python))
+                _complete(place, site_packages_of(self.python))
 
     def _resolve(self, what: str, wanted: Wanted, constraint: str) -> list[Pin]:
         self._constraint = constraint
@@ -302,13 +302,16 @@ def _place_of(pin: Pin) -> Path | None:
     return local if local.exists() else None
 
 
-def _complete(name: str, project: Path, site: Path | None) -> None:
+def _complete(project: Path, site: Path | None) -> None:
     """Copy the files of a project that its wheel left out to their place beside its modules.
 
     Authors often leave out data and helpers, because they run their own project from its folder.
     """
-    found = next(iter(metadata.distributions(name=name, path=[str(site)])), None)
-    modules = [file for file in (found.files if found is not None else None) or () if file.suffix == ".py"]
+    modules = []
+    for one in metadata.distributions(path=[str(site)]):
+        source = one.read_text("direct_url.json")
+        if source and _local(json.loads(source)["url"]) == project:
+            modules = [file for file in one.files or () if file.suffix == ".py"]
     roots: Counter[tuple[Path, Path]] = Counter()
     for module in modules:
         for skipped in range(len(module.parts)):

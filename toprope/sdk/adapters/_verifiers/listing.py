@@ -26,7 +26,7 @@ def installed(site_packages: Path) -> list[Listed]:
         except OSError:
             continue
         summary = next((line[9:] for line in text.splitlines() if line.startswith("Summary: ")), "")
-        for name in _top_level(line.partition(",")[0] for line in record.splitlines()):
+        for name in _top_level(line.partition(",")[0].removeprefix("./") for line in record.splitlines()):
             module = name.removesuffix("/__init__.py").removesuffix(".py")
             if module != _PACKAGE and (listed := _listed(site_packages / name, module, summary, before)):
                 found.append(listed)
