@@ -1,8 +1,8 @@
 """A plain client's loop at a service: publish, sample groups, train a step.
 
 The server's interpreter runs it. The first line on its standard input says, as JSON, what to do; each further line is a
-number of steps, which it takes and answers with a line of JSON. At the end of the input it measures the controls.
-Shuffled rewards stay within their group, so they carry no signal. Answers whose advantage is 0 are not sent.
+number of steps, which it takes, or `controls`, which it measures; it answers with a line of JSON. Shuffled rewards stay
+within their group, so they carry no signal. Answers whose advantage is 0 are not sent.
 
 `gap` is the largest difference of a token's log-probability between sampler and trainer, `moved` that of a sampler
 which is one step behind. `resumed` and `without_optimizer` are the largest errors of the loss, as shares of the
@@ -85,8 +85,8 @@ class _Loop:
 def main() -> None:
     loop = _Loop(json.loads(sys.stdin.readline()))
     for line in sys.stdin:
-        print(json.dumps([loop.step() for _ in range(int(line))]), flush=True)
-    print(json.dumps(loop.controls()))
+        found = loop.controls() if line == "controls\n" else [loop.step() for _ in range(int(line))]
+        print(json.dumps(found), flush=True)
 
 
 def _sampled(sampler: Any, asked: dict[str, Any], draw: random.Random) -> tuple[list[Row], float]:

@@ -43,7 +43,7 @@ from toprope.records.run.usage import spending_in
 
 KEY = "tml-benchmark-key-7c1f52"
 ENVIRONMENT = Path(__file__).resolve().parents[2] / "tests/training/hosted/letters.py"
-RANK, RATE, GROUPS, GROUP_SIZE, TOKENS = 32, 0.01, 4, 8, 4
+RANK, RATE, GROUPS, GROUP_SIZE, TOKENS = 32, 0.005, 4, 8, 4
 EDGE = 10
 """Steps at the start and at the end whose rewards are compared; also the steps that warm the server up."""
 SEGMENT = 6
@@ -110,8 +110,11 @@ def _compare(home: Path, url: str, model: Path, steps: int, console: Console) ->
     with _PlainLoop(url, model, "plain") as plain:
         run = asyncio.run(_run(home, url, model, steps, plain, console))
     with _PlainLoop(url, model, "shuffled") as shuffled:
-        by_chance = _rise([step["reward"] for step in shuffled.steps(steps)])
-        controls = shuffled.controls()
+        shuffled.steps(EDGE)
+        controls = shuffled.controls()  # now: shuffled rewards can make every answer the same, which has no gradient
+        shuffled.steps(steps - EDGE)
+    by_chance = _rise([step["reward"] for step in shuffled.taken])
+    console.print(str({name: value for name, value in run.items() if name != "rows"} | controls), style="dim")
     rows, held = run.pop("rows"), run.pop("held")
     mine = [
         (later["time"] - row["time"], later["tokens/trained"] - row["tokens/trained"])
@@ -209,9 +212,8 @@ class _PlainLoop:
         return found
 
     def controls(self) -> dict[str, float]:
-        """End the loop; return what it measures then."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """Have it measure its controls after the steps so far."""
+        self._say("controls")
         found: dict[str, float] = self._heard()
         return found
 
