@@ -127,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seeds = 0 if given.only == "sft" else given.seeds
             figures |= asyncio.run(_learned(path / "home", given.first, seeds, given.steps, console))
     goals = {"hostile_escapes": "== 0"} if "hostile_escapes" in figures else {}
+    if "routes" in figures:
+        goals |= {"small_for_sums": ">= 0.8", "small_for_products": "<= 0.2"}
     if "cost_reduction_percent" in figures:
         goals |= {"cost_reduction_percent": ">= 20", "accuracy_lost": "== 0"}
     return report(
