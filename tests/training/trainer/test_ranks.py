@@ -103,6 +103,18 @@ def test_adapters_and_a_value_head_are_split_too(attempt: Any, tiny_policy: Path
     assert check_weights(load_model(tiny_policy, config)).largest_error(again.logprobs) > 1e-3
 
 
+def test_two_ranks_publish_all_weights_for_vllm(attempt: Any, tiny_policy: Path, tmp_path: Path) -> None:
+    config = small_run_config(budget__steps=2, inference__engine="vllm", launcher__num_processes=2)
+    assert not config.conflicts()
+    run = RunFolder.create(tmp_path, "run-1")
+    attempt(run, config)
+    published = newest_published(run.crew)
+    assert published is not None and published.policy == 2 and published.is_whole
+    again = check_weights(load_model(published.folder, config))
+    assert published.check.largest_error(again.logprobs) < 1e-4
+    assert check_weights(load_model(tiny_policy, config)).largest_error(again.logprobs) > 1e-3
+
+
 def test_rank_that_dies_ends_the_trainer_and_leaves_no_process(attempt: Any, tmp_path: Path) -> None:
     folder, others = RunFolder.create(tmp_path, "run-1"), set(psutil.Process().children())
 
