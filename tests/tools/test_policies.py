@@ -243,7 +243,7 @@ def test_uploads_need_permission_and_arrive_whole(shop, full, owner, monkeypatch
 def test_trained_policy_is_served_to_openai_clients(shop, full, owner):
     named = f"{full.run_id}@2"
     server = subprocess.Popen(
-        [sys.executable, "-P", "-m", "toprope_server.cli", "serve-model", named],
+        [sys.executable, "-P", "-m", "toprope_server.cli", "serve-model", named, "--engine", "transformers"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -266,6 +266,8 @@ def test_trained_policy_is_served_to_openai_clients(shop, full, owner):
             OpenAI(base_url=url, api_key="wrong").models.list()
         taken = toprope("serve-model", named, "--port", url.split(":")[2].partition("/")[0])
         assert taken.exit_code == 1 and "cannot be used" in taken.output
+        missing = toprope("serve-model", named, "--engine", "vllm")
+        assert missing.exit_code == 1 and "vllm, which was not added" in missing.output
     finally:
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0

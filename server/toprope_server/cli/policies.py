@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -38,12 +38,15 @@ def serve_model(
     max_context: Annotated[
         int | None, typer.Option(min=8, help="Longest prompt and answer, in tokens. Default: as in the run.")
     ] = None,
+    engine: Annotated[
+        Literal["embedded", "transformers", "vllm"], typer.Option(help="What samples; vllm needs 'toprope engine add'.")
+    ] = "embedded",
 ) -> None:
     """Serve the policy that a run trained to other programs on this machine, in OpenAI's dialect, until Ctrl-C."""
     with open_workshop() as workshop:
         from toprope_server.cli.runs.serve_model import serve_model as serve_policy
 
-        serve_policy(workshop, find_checkpoint(workshop, run), port=port, max_context=max_context)
+        serve_policy(workshop, find_checkpoint(workshop, run), port=port, max_context=max_context, engine=engine)
 
 
 def evaluate(

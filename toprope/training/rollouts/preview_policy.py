@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toprope.errors import InvalidValue
-from toprope.settings.schema import Config
+from toprope.settings.schema import Config, InferenceSection
 from toprope.training.inference.client import PolicyClient
+
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ async def serving(
     secret: str = "",
     name: str = "",
     ending: asyncio.Event | None = None,
+    engine: str = "embedded",
+    python: str | None = None,
 ) -> AsyncIterator[ServedPolicy]:
     """Serves the configured policy on loopback, in OpenAI's dialect, for the duration of the block.
 
@@ -55,46 +59,51 @@ async def serving(
         port: The port; 0 lets the system choose.
         secret: The bearer token; a new one if empty.
         name: The model's name for clients; `policy.model` if empty.
-        ending: Set when the server ends, by SIGTERM too.
+        ending: Set when the server ends, by SIGTERM too, or when the engine can sample no more.
+        engine: As `inference.engine`, instead of the configuration's.
+        python: The engine's own interpreter, if it needs one.
 
     Raises:
-        InvalidValue: The port is taken.
-        TopropeError: The policy cannot be fetched or loaded.
+        InvalidValue: The port is taken, or the engine cannot serve this policy.
+        TopropeError: The policy cannot be fetched or loaded, or the engine cannot be started.
     """
     listener = _listen(port)
-    import torch
     import transformers
 
     from toprope.training.component.http_server import serve
     from toprope.training.inference.app import InferenceServer
-    from toprope.training.inference.embedded_engine import EmbeddedEngine
-    from toprope.training.policy.loading import load_model, load_tokenizer, place
+    from toprope.training.inference.engines.choice import make_engine
+    from toprope.training.policy.loading import load_tokenizer, place
 
+    ending, loop = ending or asyncio.Event(), asyncio.get_running_loop()
+    chosen = InferenceSection.model_validate({"engine": engine, "memory_share": config.inference.memory_share})
+    config = config.model_copy(update={"inference": chosen})
     try:
-        torch.set_num_threads(config.launcher.threads)
         transformers.logging.set_verbosity(logging.ERROR)
         transformers.logging.disable_progress_bar()
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = await asyncio.to_thread(place, config.policy, cache, lambda progress: report(progress.what))
         tokenizer = load_tokenizer(folder)
-        model = load_model(folder, config).eval()
-        model.requires_grad_(False)
+        sampler = make_engine(
+            config, folder, tokenizer, python=python, gave_up=lambda error: loop.call_soon_threadsafe(ending.set)
+        )
     except BaseException:
         listener.close()
         raise
-    engine = EmbeddedEngine(model, tokenizer, max_context=config.policy.max_context, seed=config.algorithm.seed)
     secret = secret or secrets.token_hex(16)
-    server = InferenceServer(engine, tokenizer, model_name=name or config.policy.model, secret=secret)
-    engine.start()
-    ending, address = ending or asyncio.Event(), asyncio.get_running_loop().create_future()
+    server = InferenceServer(sampler, tokenizer, model_name=name or config.policy.model, secret=secret)
+    sampler.start()
+    address = loop.create_future()
     task = asyncio.create_task(serve(server.app, address.set_result, ending, listener=listener))
     try:
+        while not (ending.is_set() or await asyncio.to_thread(sampler.wait_ready, _LOOK_S)):
+            pass
         await asyncio.wait({task, address}, return_when=asyncio.FIRST_COMPLETED)
         yield ServedPolicy(await address, secret)
     finally:
         ending.set()
         await task
-        engine.stop(timeout_s=1.0)
+        sampler.stop(timeout_s=1.0)
 
 
 def _listen(port: int) -> socket.socket:
