@@ -27,5 +27,6 @@ def sample(engine: Engine, *requests: SamplingRequest) -> list[list[Sample]]:
 def reference_logprobs(model: Any, prompt: list[int], answer: list[int], temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities of an answer's ids from one forward pass, shape (len(answer),)."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+        ids = torch.tensor([prompt + answer], device=model.device)
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).cpu().gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)

@@ -48,7 +48,8 @@ class Rig:
         """Change the trainer's weights and publish them; returns the version."""
         with torch.no_grad():
             for value in self.trained.parameters():
-                value.add_(torch.randn_like(value), alpha=0.02)
+                if value.requires_grad:
+                    value.add_(torch.randn_like(value), alpha=0.02)
         return self.publisher.publish()
 
     def adopted(self, version: int) -> None:
@@ -61,8 +62,18 @@ class Rig:
         return float((torch.tensor(answer.logprobs) - expected).abs().max())
 
 
-def start_rig(name: str, folder: Path) -> Rig:
+def make_untied(folder: Path) -> Path:
+    return make_tiny_policy(folder, hidden_size=64, num_attention_heads=2, tie_word_embeddings=False)
+
+
+def start_rig(
+    name: str, folder: Path, fields: dict[str, Any] | None = None, make: Callable[[Path], object] = make_untied
+) -> Rig:
     """Make a policy in a new folder and start an engine over it.
+
+    Args:
+        fields: Fields of the configuration.
+        make: Puts the policy into an existing folder.
 
     Raises:
         InvalidValue: The engine is not installed.
@@ -70,11 +81,14 @@ def start_rig(name: str, folder: Path) -> Rig:
     python = _interpreter(name)
     (crew := folder / "crew").mkdir(parents=True)
     torch.manual_seed(0)
-    make_tiny_policy(folder, hidden_size=64, num_attention_heads=2, tie_word_embeddings=False)
+    make(folder)
     config = Config()
     config.inference.engine, config.launcher.device, config.policy.max_context = name, "cpu", CONTEXT  # type: ignore[assignment]
+    for field, value in (fields or {}).items():
+        section, _, key = field.partition(".")
+        setattr(getattr(config, section), key, value)
     trained, tokenizer = load_model(folder, config, trained=True), load_tokenizer(folder)
-    engine = make_engine(config, folder, tokenizer, crew=crew, python=python, log=folder / "engine.log")
+    engine = make_engine(config, folder, tokenizer, crew=crew, python=python)
     engine.start()
     try:
         assert engine.wait_ready(900)
@@ -196,7 +210,7 @@ def load_copy(model: Any) -> Any:
     """A copy of a model with its present weights."""
     copy = type(model)(model.config)
     copy.load_state_dict(model.state_dict())
-    return copy.eval()
+    return copy.to(model.device, model.dtype).eval()
 
 
 def test_many_updates_end_with_the_newest(rig: Rig) -> None:

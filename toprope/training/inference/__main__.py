@@ -50,7 +50,6 @@ def main() -> int:
             tokenizer,
             crew=member.weights,
             python=member.spec.engine_python,
-            log=member.folder.log("inference-vllm"),
             gave_up=give_up,
         )
         server = InferenceServer(engine, tokenizer, model_name=config.policy.model, secret=member.secret)

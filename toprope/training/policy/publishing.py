@@ -77,6 +77,11 @@ class Published:
     """True for LoRA adapters, False for all weights."""
 
     @property
+    def is_whole(self) -> bool:
+        """True if the folder is a model: it has all weights, not adapters or handles."""
+        return not self.adapters and self.handles is None
+
+    @property
     def check(self) -> WeightCheck:
         return msgspec.json.decode((self.folder / _CHECK).read_bytes(), type=WeightCheck)
 

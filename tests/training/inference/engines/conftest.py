@@ -37,6 +37,8 @@ class Server:
     folder: Path
     model: Path
     keeps_old: bool = False
+    silent: bool = False
+    """True: it accepts connections and answers nothing."""
     process: Any = field(default_factory=lambda: SimpleNamespace(returncode=9))
     ended: bool = False
     version: str = "default"
@@ -84,6 +86,8 @@ class Server:
 
     async def _answer(self, request: web.Request) -> web.Response:
         path, body = request.path, json.loads(await request.read() or b"{}")
+        if self.silent:
+            await self._ending.wait()
         if path == "/inference/v1/generate":
             return await self._generate(body)
         self.calls.append((path, body))
@@ -169,9 +173,7 @@ class Tiny(torch.nn.Module):
 def make(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
     rigs: list[Rig] = []
 
-    def rig(
-        *, keeps_old: tuple[int, ...] = (), adapters: bool = False, in_memory: bool = False, exact: bool = False
-    ) -> Rig:
+    def rig(*, keeps_old: tuple[int, ...] = (), adapters: bool = False, in_memory: bool = False, **options: Any) -> Rig:
         servers: list[Server] = []
         gave_up: list[TopropeError] = []
         torch.manual_seed(0)
@@ -184,7 +186,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
             servers.append(Server(number, tmp_path, place, number in keeps_old))
             return servers[-1]
 
-        settings = VllmSettings("python", tmp_path, "float32", "cpu", 64, in_memory=in_memory, exact=exact)
+        settings = VllmSettings("python", tmp_path, "float32", "cpu", 64, in_memory=in_memory, **options)
         engine = VllmEngine(
             settings, TOKENIZER, frozenset({1}), crew=tmp_path, gave_up=gave_up.append, start_process=start
         )

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -22,8 +23,10 @@ from tests.training.inference.engines.conftest import TOKENIZER, Rig, Server, ch
 from tests.training.inference.requests import sample
 from toprope.errors import ComponentFailed, InvalidValue
 from toprope.settings.schema import Config
-from toprope.training.inference.engine import SamplingRequest
+from toprope.training.inference.engine import Cancelled, SamplingRequest
+from toprope.training.inference.engines import vllm_engine
 from toprope.training.inference.engines.choice import make_engine
+from toprope.training.inference.engines.vllm_api import VllmApi
 from toprope.training.inference.engines.vllm_engine import VllmEngine
 from toprope.training.inference.engines.vllm_process import VllmProcess, VllmSettings
 from toprope.training.policy.publishing import newest_published
@@ -56,7 +59,7 @@ def test_server_that_keeps_old_weights_is_replaced_and_what_it_sampled_is_discar
     assert answer.token_ids == [2, 2, 2] and answer.versions == [(1, 3)]
     published = newest_published(rig.servers[0].folder)
     assert published is not None and rig.servers[1].model == published.folder
-    assert rig.servers[0].ended and rig.engine.restarts == 1 and rig.engine.version == 1
+    assert rig.servers[0].ended and rig.engine.version == 1
     rig.publish()
     until(lambda: rig.engine.version == 2)
     assert len(rig.servers) == 2
@@ -94,6 +97,75 @@ def test_requests_outlive_a_server_that_ends(make: Callable[..., Rig]) -> None:
     assert [answer.token_ids for answer in answers] == [[2] * 3] * 2
     assert answers[0].versions == [(1, 3)], "the next server begins with the newest weights"
     assert not rig.gave_up
+
+
+@pytest.mark.parametrize("updates", [False, True])
+def test_server_that_falls_silent_is_replaced(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, updates: bool
+) -> None:
+    monkeypatch.setattr(vllm_engine, "_PROBE_S", 0.05)
+    rig = make(silence_s=0.3)
+    assert rig.ask().get(timeout=10)[0].token_ids == [1, 1, 1]
+    rig.servers[0].silent = True
+    if updates:
+        rig.publish()
+        until(lambda: rig.engine.version == 1)
+    assert rig.ask().get(timeout=30)[0].token_ids == [2, 2, 2]
+    assert rig.servers[0].ended and len(rig.servers) == 2 and not rig.gave_up
+    until(rig.engine.is_progressing)
+
+
+def test_engine_is_progressing_while_its_server_keeps_it_waiting(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.servers[0].silent = True
+    rig.publish()
+    until(lambda: "/pause" not in rig.servers[0].paths() and not rig.engine._sound.is_set())
+    for _ in range(3):
+        until(rig.engine.is_progressing)
+    rig.engine.stop()
+    assert not rig.engine.is_progressing()
+
+
+def test_request_that_is_cancelled_before_it_began_is_answered(make: Callable[..., Rig]) -> None:
+    rig, answered = make(), queue.Queue[Any]()
+    request = SamplingRequest([5])
+
+    def at_once() -> None:
+        rig.engine.submit(request, answered.put)
+        rig.engine.cancel(request)
+
+    rig.engine._loop.call_soon_threadsafe(at_once)  # type: ignore[union-attr]
+    assert isinstance(answered.get(timeout=10), Cancelled)
+
+
+def test_request_whose_connection_broke_is_repeated(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "_PROBE_S", 0.05)
+    rig, failures = make(), [aiohttp.ClientConnectionError("reset")]
+
+    async def break_once(api: VllmApi, *args: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return await generate(api, *args, **options)
+
+    generate = VllmApi.generate
+    monkeypatch.setattr(VllmApi, "generate", break_once)
+    assert rig.ask().get(timeout=10)[0].token_ids == [1, 1, 1]
+
+
+def test_output_of_a_server_is_our_own_and_its_errors_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nyes progress | head -n 30000\necho 'ValueError: no such model' >&2\nexit 3\n")
+    program.chmod(0o700)
+    server = VllmProcess.start(VllmSettings(str(program), tmp_path, "float32", "cpu", 64), tmp_path)
+    try:
+        until(lambda: server.ended)
+        assert server.last_words() == "ValueError: no such model"
+        assert len(capsys.readouterr().err) > 200_000 and len(server._said) < 100_000
+        assert [path.name for path in server.folder.iterdir()] == ["lock"], "no file grows"
+    finally:
+        server.end()
 
 
 def test_adapters_get_a_name_for_each_version_and_leave_after_their_last_request(make: Callable[..., Rig]) -> None:
@@ -197,7 +269,7 @@ def test_exact_requests_wait_for_the_newest_weights(make: Callable[..., Rig]) ->
                 assert not rig.servers[0].asked
             else:
                 assert answered.get(timeout=10)
-    assert VllmSettings.of(_in_step(), "python", Path(), "cpu", None).exact
+    assert VllmSettings.of(_in_step(), "python", Path(), "cpu").exact
 
 
 async def _never(engine: VllmEngine, found: Any) -> None:
@@ -230,7 +302,7 @@ def test_key_is_in_no_argument_and_no_secret_is_passed_on(tmp_path: Path, monkey
     config = Config()
     config.policy.lora, config.policy.lora_rank, config.inference.sleep = True, 20, True
     config.launcher.inference_gpus = 2
-    settings = VllmSettings.of(config, "/venv/bin/python", tmp_path, "cuda", None)
+    settings = VllmSettings.of(config, "/venv/bin/python", tmp_path, "cuda")
     command, variables = settings.command(tmp_path, tmp_path / "socket"), settings.variables("k3y", tmp_path)
     assert not any("k3y" in word for word in command) and variables["VLLM_API_KEY"] == "k3y"
     assert not {"TOPROPE_SECRET", "HF_TOKEN"} & set(variables)
@@ -271,12 +343,32 @@ def test_tied_embeddings_are_refused_on_a_cpu(tiny_policy: Path, tmp_path: Path)
     assert make_engine(config, tiny_policy, TOKENIZER, python="/venv/bin/python").end_ids == {1}, "without training"
 
 
+def test_adapters_without_their_model_are_refused(tmp_path: Path) -> None:
+    config = Config()
+    config.inference.engine = "vllm"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(InvalidValue, match="adapters without the model below them"):
+        make_engine(config, tmp_path, TOKENIZER, python="/venv/bin/python")
+
+
+@pytest.mark.parametrize(("field", "value"), [("sleep", True), ("transfer", "gpu")])
+def test_what_needs_a_gpu_is_refused_on_a_cpu(tiny_policy: Path, field: str, value: Any) -> None:
+    config = Config()
+    config.inference.engine, config.launcher.device = "vllm", "cpu"
+    setattr(config.inference, field, value)
+    with pytest.raises(InvalidValue, match=f"inference.{field} is {value}, and vLLM does that on a GPU only"):
+        make_engine(config, tiny_policy, TOKENIZER, python="/venv/bin/python")
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"inference.engine": "vllm", "algorithm.name": "custom"}, "takes no weights from a trainer of the owner"),
         ({"inference.engine": "transformers", "algorithm.deterministic": True}, "needs inference.engine embedded"),
-        ({"inference.engine": "vllm", "launcher.num_processes": 2}, "needs launcher.num_processes 1"),
+        (
+            {"inference.engine": "vllm", "inference.transfer": "gpu", "launcher.num_processes": 2},
+            "inference.transfer gpu needs launcher.num_processes 1",
+        ),
         ({"inference.sleep": True}, "inference.sleep needs inference.engine vllm"),
         (
             {"inference.engine": "vllm", "inference.transfer": "gpu", "launcher.inference_gpus": 1},

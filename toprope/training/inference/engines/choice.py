@@ -20,7 +20,6 @@ def make_engine(
     *,
     crew: Path | None = None,
     python: str | None = None,
-    log: Path | None = None,
     gave_up: Callable[[TopropeError], object] = lambda error: None,
 ) -> Engine:
     """Load the policy into an engine, which is not started yet.
@@ -29,14 +28,13 @@ def make_engine(
         folder: The policy's folder.
         crew: Folder in which a trainer publishes weights; None for a policy that is not trained.
         python: The engine's own interpreter, for engines that need one.
-        log: File for the output of the engine's own process.
         gave_up: Called with the reason if the engine can sample no more.
 
     Raises:
         InvalidValue: The engine cannot serve this policy, or the policy cannot be loaded.
     """
     if config.inference.engine == "vllm":
-        return _vllm(config, folder, tokenizer, crew, python, log, gave_up)
+        return _vllm(config, folder, tokenizer, crew, python, gave_up)
     import torch
     import transformers
 
@@ -68,7 +66,6 @@ def _vllm(
     tokenizer: Any,
     crew: Path | None,
     python: str | None,
-    log: Path | None,
     gave_up: Callable[[TopropeError], object],
 ) -> Engine:
     from toprope.machine import gpu_names
@@ -78,11 +75,22 @@ def _vllm(
     device = "cpu" if config.launcher.device == "cpu" or not gpu_names() else "cuda"
     if python is None:
         raise InvalidValue("inference.engine is vllm, and this run was frozen without its interpreter.")
+    if (folder / "adapter_config.json").is_file():
+        raise InvalidValue(
+            f"{folder} has adapters without the model below them, and vLLM begins with a whole model.",
+            hint="Merge them: toprope export RUN --to FOLDER. Or choose engine embedded or transformers.",
+        )
+    for field, asked in (("sleep", config.inference.sleep), ("transfer", config.inference.transfer == "gpu")):
+        if asked and device == "cpu":
+            raise InvalidValue(
+                f"inference.{field} is {getattr(config.inference, field)}, and vLLM does that on a GPU only.",
+                hint=f"Unset inference.{field}, or use a GPU.",
+            )
     if crew is not None and not config.policy.lora and keeps_old_head(folder, device):
         raise InvalidValue(
             "On a CPU vLLM keeps the output head of its first weights if embeddings are tied, as this policy's are, so "
             "training would sample from a mixed model.",
             hint="Set inference.engine to embedded or transformers, train adapters (policy.lora), or use a GPU.",
         )
-    settings = VllmSettings.of(config, python, folder, device, log)
+    settings = VllmSettings.of(config, python, folder, device)
     return VllmEngine(settings, tokenizer, end_ids_of(folder, tokenizer), crew=crew, gave_up=gave_up)

@@ -5,8 +5,8 @@ published weights and adopts them: all weights in a pause that keeps what is bei
 their own for each version. vLLM stamps the version of every token itself.
 
 After every update the server's log-probabilities of a few tokens must be the trainer's. Answers wait for that
-comparison. If it fails, or the update or the server does, the server is started again from the newest weights and all
-unanswered requests are repeated; if that fails too, the engine gives up.
+comparison. If it fails, or the update or the server does, or the server falls silent, it is started again from the
+newest weights and all unanswered requests are repeated; if that fails too, the engine gives up.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.training.inference.decode_batch import cut_text
 from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
-from toprope.training.inference.engines.vllm_messages import Checked, generate
+from toprope.training.inference.engines.vllm_api import UpdateFailed, VllmApi
 from toprope.training.inference.engines.vllm_process import MODEL, MOST_ROWS, VllmProcess, VllmSettings
 from toprope.training.policy.publishing import Published, newest_published, published_stamp
 
 _LOOK_S = 0.02
+_PROBE_S = 10.0
+"""Seconds between two questions that show if the server's model still runs."""
 _START_S = 1800.0
 _RESTARTS = 3
 """Restarts in a row, without an update or a quiet time between them, after which the engine gives up."""
@@ -39,10 +42,6 @@ _ATTEMPTS = 3
 _TOLERANCE = {"float32": 2e-3, "bfloat16": 0.5, "float16": 0.1}
 """Largest difference from the trainer's log-probabilities that number formats explain. Random tokens have values around
 -12, of which bfloat16 keeps two or three digits."""
-
-
-class _UpdateFailed(Exception):
-    """The server did not take weights; it must not sample any more."""
 
 
 class VllmEngine:
@@ -70,7 +69,7 @@ class VllmEngine:
         self._options, self._tokenizer, self._crew = settings, tokenizer, crew
         self._gave_up, self._start_process = gave_up, start_process
         self.max_context, self.end_ids = settings.max_context, end_ids
-        self.version = self.batches = self.rows = self.tokens = self.restarts = 0
+        self.version = self.batches = self.rows = self.tokens = 0
         self.busy_s = 0.0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -82,9 +81,10 @@ class VllmEngine:
         self._sound = asyncio.Event()
         """Set while the weights of the server are known to be the trainer's."""
         self._life = 0
+        self._allowed = _TOLERANCE[settings.dtype]
         self._sleeping = False
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._http: aiohttp.ClientSession | None = None
+        self._tasks: dict[int, asyncio.Task[list[Sample]]] = {}
+        self._api: VllmApi
         self._process: VllmProcess | None = None
         self._adapter = ""
         self._adapters: dict[str, int] = {}
@@ -92,7 +92,8 @@ class VllmEngine:
         self._stamp = 0
         """Of the published weights that the server has."""
         self._problem: TopropeError | None = None
-        self._beat_at, self._last_beat = 0, -1
+        self._turned = True
+        """Set by the loop; cleared by each look at it."""
         self._asking, self._since = 0, 0.0
         """Requests that the server is answering."""
         self._updated = False
@@ -121,9 +122,13 @@ class VllmEngine:
             self._thread.join(max(timeout_s, 15.0))
 
     def is_progressing(self) -> bool:
-        """True if the loop turns, which an update without an answer stops. Silence after a request is not noticed."""
-        advanced, self._last_beat = self._beat_at != self._last_beat, self._beat_at
-        return self._thread.is_alive() and advanced
+        """True if the loop turns, which watches the server."""
+        turned, self._turned = self._turned, False
+        if self._loop is None or not self._thread.is_alive():
+            return False
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._turn)
+        return turned
 
     def submit(self, request: SamplingRequest, done: Done) -> None:
         """Queue a request; `done` is called in the engine's thread."""
@@ -153,6 +158,9 @@ class VllmEngine:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(_START_S)
 
     # All below runs in the engine's thread.
+
+    def _turn(self) -> None:
+        self._turned = True
 
     def _run(self) -> None:
         assert self._loop is not None, "the engine was started"
@@ -189,12 +197,8 @@ class VllmEngine:
         while True:
             began = time.monotonic()
             try:
-                await self._start_server()
-                self._sleeping = False
-                self._ready.set()
-                self._open.set()
-                await self._follow()
-            except (_UpdateFailed, aiohttp.ClientError, OSError, ComponentFailed) as error:
+                await self._watch(await self._start_server())
+            except (UpdateFailed, aiohttp.ClientError, OSError, ComponentFailed) as error:
                 words = str(error) or type(error).__name__
                 failures = 1 if self._updated or time.monotonic() - began > _QUIET_S else failures + 1
                 self._updated = False
@@ -204,60 +208,78 @@ class VllmEngine:
                 if failures > _RESTARTS or not self._ready.is_set():
                     raise ComponentFailed(
                         f"vLLM could not be kept running. {words}",
-                        hint="Its output is in logs/inference-vllm.log in the run's folder. inference.engine embedded "
-                        "and transformers do without it.",
+                        hint="Its output is in logs/inference.log in the run's folder. inference.engine embedded and "
+                        "transformers do without it.",
                     ) from None
             self._open.clear()
             self._sound.clear()
             self._life += 1
-            self.restarts += 1
             await self._end_server()
 
-    async def _start_server(self) -> None:
+    async def _start_server(self) -> Published | None:
+        """Start a server and wait until it is up; returns the weights that it still has to take or compare.
+
+        Raises:
+            ComponentFailed: It did not come up.
+        """
         found = None if self._crew is None else newest_published(self._crew)
         self._stamp = 0 if self._crew is None else published_stamp(self._crew)
-        whole = found is not None and not found.adapters and found.handles is None
+        whole = found is not None and found.is_whole
         model = found.folder if found is not None and whole else self._options.policy
         self._process = await asyncio.to_thread(self._start_process, self._options, model)
-        self._http = self._process.connect()
+        self._api = VllmApi(self._process.connect())
         self._adapter, self._adapters = "", {}
         deadline = time.monotonic() + _START_S
-        while not await self._is_up():
-            self._beat_at += 1
+        while not await self._api.is_up():
             if self._process.ended:
                 raise ComponentFailed("vLLM ended while it started.")
             if time.monotonic() > deadline:
                 raise ComponentFailed(f"vLLM was not ready within {_START_S:.0f} s.")
             await asyncio.sleep(0.2)
-        await self._post("/collective_rpc", {"method": "toprope_loaded"})
+        return found
+
+    async def _watch(self, found: Published | None) -> None:
+        """Serve with a server that is up until it is gone or silent.
+
+        Raises:
+            ComponentFailed: It is.
+            aiohttp.ClientError: Its connection broke.
+            UpdateFailed: It did not take weights.
+        """
+        following = asyncio.create_task(self._follow(found))
+        try:
+            while not following.done():
+                async with asyncio.timeout(self._options.silence_s):
+                    await self._api.probe()
+                await asyncio.wait({following}, timeout=_PROBE_S)
+            await following
+        except TimeoutError:
+            raise ComponentFailed(f"vLLM answered nothing within {self._options.silence_s:g} s.") from None
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _follow(self, found: Published | None) -> None:
+        """Open the server, with weights that it has not taken or compared; adopt others as they are published."""
+        assert self._process is not None
+        await self._api.probe()
         if self._options.in_memory:
-            await self._post("/init_weight_transfer_engine", {"init_info": {"packed": False}})
-        if found is None:
-            await self._post("/update_weight_version", {"new_version": "0"})
-            self.version = 0
-            self._sound.set()
-        elif not whole:
+            await self._api.post("/init_weight_transfer_engine", {"init_info": {"packed": False}})
+        if found is not None and not found.is_whole:
             await self._adopt(found)
         else:
-            await self._post("/update_weight_version", {"new_version": str(found.policy)})
-            await self._compare(found)
-
-    async def _is_up(self) -> bool:
-        assert self._http is not None
-        try:
-            async with self._http.get("/health") as response:
-                return response.status == 200
-        except (aiohttp.ClientError, OSError):
-            return False
-
-    async def _follow(self) -> None:
-        """Adopt weights as they are published, until the server is gone."""
-        assert self._process is not None
+            await self._api.name_version(0 if found is None else found.policy)
+            if found is not None:
+                await self._api.compare(found, self._allowed)
+            self.version = 0 if found is None else found.policy
+            self._sound.set()
+        self._sleeping = False
+        self._ready.set()
+        self._open.set()
         while not self._process.ended:
-            self._beat_at += 1
             if self._crew is not None and not self._sleeping and (stamp := published_stamp(self._crew)) != self._stamp:
-                if (found := newest_published(self._crew)) is not None:
-                    await self._adopt(found)
+                if (newer := newest_published(self._crew)) is not None:
+                    await self._adopt(newer)
                     self._updated = True
                 self._stamp = stamp
             await asyncio.sleep(_LOOK_S)
@@ -267,70 +289,33 @@ class VllmEngine:
         """Bring published weights into the server.
 
         Raises:
-            _UpdateFailed: It refused them, or they are not what the trainer has.
+            UpdateFailed: It refused them, or they are not what the trainer has.
         """
         if found.adapters:
             name = f"{MODEL}-{found.folder.name}"
-            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(found.folder)})
+            await self._api.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(found.folder)})
             self._adapters[name] = 0
-            await self._compare(found, name)
-            self._adapter = name
+            await self._api.compare(found, self._allowed, name)
+            self._adapter, self.version = name, found.policy
+            self._sound.set()
             for old in [known for known, users in self._adapters.items() if not users and known != name]:
                 await self._unload(old)
             return
         self._sound.clear()
-        await self._post(f"/pause?mode={'wait' if self._options.waits else 'keep'}")
-        if (handles := found.handles) is not None:
-            await self._post("/start_weight_update")
-            await self._post("/update_weights", {"update_info": handles})
-            await self._post("/finish_weight_update")
-        else:
-            path = {"weights_path": str(found.folder)}
-            await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": path})
-        await self._post("/reset_prefix_cache")
-        await self._post("/update_weight_version", {"new_version": str(found.policy)})
-        await self._post("/resume")
-        await self._compare(found)
-
-    async def _compare(self, found: Published, model: str = MODEL) -> None:
-        check = found.check
-        sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        body = await self._post(
-            "/inference/v1/generate", {"model": model, "token_ids": check.tokens, "sampling_params": sampling}
-        )
-        given = msgspec.json.decode(body, type=Checked).prompt_logprobs[1:]
-        theirs = [
-            entry[str(token)].logprob if entry and str(token) in entry else float("nan")
-            for token, entry in zip(check.tokens[1:], given, strict=True)
-        ]
-        error, allowed = check.largest_error(theirs), _TOLERANCE[self._options.dtype]
-        if not error <= allowed:
-            raise _UpdateFailed(
-                f"After the update to version {found.policy} vLLM's log-probabilities differ from the trainer's by "
-                f"{error:.3g}, more than {allowed}."
-            )
+        await self._api.adopt(found, waits=self._options.waits)
+        await self._api.compare(found, self._allowed)
         self.version = found.policy
         self._sound.set()
 
     async def _unload(self, name: str) -> None:
         if self._adapters.pop(name, None) is not None:
-            await self._post("/v1/unload_lora_adapter", {"lora_name": name})
-
-    async def _post(self, path: str, body: Any = None) -> bytes:
-        assert self._http is not None
-        async with self._http.post(path, json={} if body is None else body) as response:
-            data = await response.read()
-            if response.status != 200:
-                said = data.decode(errors="replace")[:300]
-                raise _UpdateFailed(f"vLLM refused {path} with {response.status}: {said}")
-        return data
+            await self._api.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _end_server(self) -> None:
-        if self._http is not None:
-            await self._http.close()
         if self._process is not None:
+            await self._api.close()
             await asyncio.to_thread(self._process.end)
-        self._http = self._process = None
+        self._process = None
 
     async def _sleep(self) -> None:
         self._sleeping = True
@@ -338,12 +323,12 @@ class VllmEngine:
         while self._asking and self._sleeping:
             await asyncio.sleep(_LOOK_S)
         if self._sleeping:  # a caller that no longer waits may have woken the engine
-            await self._post("/sleep?level=1&mode=wait")
+            await self._api.post("/sleep?level=1&mode=wait")
 
     async def _wake(self) -> None:
         if not self._sleeping:
             return
-        await self._post("/wake_up")
+        await self._api.post("/wake_up")
         self._sleeping = False
         self._open.set()
 
@@ -352,7 +337,8 @@ class VllmEngine:
             return  # what remains is refused at the end
         while not self._inbox.empty():
             request, done = self._inbox.get()
-            self._tasks[id(request)] = asyncio.ensure_future(self._answer(request, done))
+            task = self._tasks[id(request)] = asyncio.ensure_future(self._samples(request))
+            task.add_done_callback(partial(self._deliver, request, done))
 
     def _refuse(self) -> None:
         while True:
@@ -366,15 +352,14 @@ class VllmEngine:
         if (task := self._tasks.get(id(request))) is not None:
             task.cancel()
 
-    async def _answer(self, request: SamplingRequest, done: Done) -> None:
-        try:
-            answer: list[Sample] | Exception = await self._samples(request)
-        except asyncio.CancelledError:
-            answer = Cancelled() if request.given_up else RuntimeError("the engine has stopped")
-        except Exception as error:  # the error is the answer
-            answer = error
-        self._tasks.pop(id(request), None)
-        done(answer)
+    def _deliver(self, request: SamplingRequest, done: Done, task: asyncio.Task[list[Sample]]) -> None:
+        del self._tasks[id(request)]
+        if task.cancelled():
+            done(Cancelled() if request.given_up else RuntimeError("the engine has stopped"))
+        elif (error := task.exception()) is not None:
+            done(error if isinstance(error, Exception) else RuntimeError(str(error)))
+        else:
+            done(task.result())
 
     async def _samples(self, request: SamplingRequest) -> list[Sample]:
         for _ in range(_ATTEMPTS):
@@ -389,16 +374,11 @@ class VllmEngine:
             try:
                 # The most likely answer is the same every time, and vLLM refuses to give it more than once.
                 parts = range(0, request.n if request.temperature else 1, MOST_ROWS)
-                assert self._http is not None
-                found = await asyncio.gather(
-                    *(
-                        generate(
-                            self._http, request, first=first, model=adapter or MODEL,
-                            end_ids=self.end_ids, context=self.max_context,
-                        )
-                        for first in parts
-                    )
+                ask = partial(
+                    self._api.generate,
+                    request, model=adapter or MODEL, end_ids=self.end_ids, context=self.max_context,
                 )  # fmt: skip
+                found = await asyncio.gather(*(ask(first=first) for first in parts))
             except (aiohttp.ClientError, OSError):
                 await self._closed(life)
                 continue
@@ -433,8 +413,9 @@ class VllmEngine:
         self._asking, self._since = self._asking + change, now
 
     async def _closed(self, life: int) -> None:
-        """Wait until the server of that life has been given up."""
-        while self._life == life:
+        """Wait until the server of that life has been given up, or shows by its life that one connection broke."""
+        deadline = time.monotonic() + _PROBE_S
+        while self._life == life and time.monotonic() < deadline:
             await asyncio.sleep(_LOOK_S)
 
     async def _is_sound(self, life: int) -> bool:

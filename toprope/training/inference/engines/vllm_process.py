@@ -12,7 +12,9 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import tempfile
+import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +33,7 @@ MODEL = "policy"
 """Name of the served model."""
 _END_S = 10.0
 _PREFIX, _LONGEST_PLACE = "toprope-vllm-", 40
-_SAID = 1200
+_CHUNK, _SAID = 64_000, 1200
 _WORKER = Path(__file__).parent / "worker"
 
 
@@ -61,11 +63,11 @@ class VllmSettings:
     """True if a request waits until the newest published weights are adopted."""
     seed: int = 0
     threads: int = 1
-    log: Path | None = None
-    """File for its output."""
+    silence_s: float = 120.0
+    """Seconds without an answer after which it counts as hung."""
 
     @classmethod
-    def of(cls, config: Config, python: str, policy: Path, device: str, log: Path | None) -> VllmSettings:
+    def of(cls, config: Config, python: str, policy: Path, device: str) -> VllmSettings:
         """The settings for a configuration on a device."""
         auto = "float32" if device == "cpu" else "bfloat16"
         return cls(
@@ -83,7 +85,7 @@ class VllmSettings:
             exact=config.samples_in_step,
             seed=config.algorithm.seed,
             threads=config.launcher.threads,
-            log=log,
+            silence_s=config.launcher.hang_timeout_s,
         )
 
     def command(self, model: Path, socket: Path) -> list[str]:
@@ -138,8 +140,13 @@ class VllmProcess:
     process: subprocess.Popen[bytes]
     folder: Path
     lock: int
-    log: Path
     key: str = field(repr=False)
+    _said: bytes = b""
+    """The end of its output."""
+
+    def __post_init__(self) -> None:
+        self._relay = threading.Thread(target=self._relay_output, name="vLLM's output", daemon=True)
+        self._relay.start()
 
     @classmethod
     def start(cls, settings: VllmSettings, model: Path) -> VllmProcess:
@@ -149,17 +156,16 @@ class VllmProcess:
             ComponentFailed: The interpreter cannot be started.
         """
         folder, lock = _short_folder()
-        log, key = settings.log or folder / "log", secrets.token_hex(24)
+        key = secrets.token_hex(24)
         try:
-            with log.open("ab") as output:
-                process = subprocess.Popen(
-                    settings.command(model, folder / "socket"),
-                    cwd=folder,
-                    env=settings.variables(key, folder),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
+            process = subprocess.Popen(
+                settings.command(model, folder / "socket"),
+                cwd=folder,
+                env=settings.variables(key, folder),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
@@ -167,7 +173,15 @@ class VllmProcess:
                 f"vLLM's interpreter {settings.python} cannot be started: {error.strerror or error}.",
                 hint="The owner installs it again: toprope engine add vllm.",
             ) from None
-        return cls(process, folder, lock, log, key)
+        return cls(process, folder, lock, key)
+
+    def _relay_output(self) -> None:
+        """Print its output as this process's own, whose log has limits, and keep the end."""
+        output: Any = self.process.stdout
+        while part := output.read1(_CHUNK):
+            self._said = (self._said + part)[-_CHUNK:]
+            print(part.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+        output.close()
 
     def connect(self) -> aiohttp.ClientSession:
         """A session of HTTP with the server; create and close it within one event loop."""
@@ -186,9 +200,8 @@ class VllmProcess:
 
     def last_words(self) -> str:
         """The end of its output: the lines that name an error, or else the last ones."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - 64_000))
-            lines = file.read().decode(errors="replace").splitlines()
+        self._relay.join(1.0 if self.ended else 0.0)
+        lines = self._said.decode(errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line or "error:" in line]
         return "\n".join((errors or lines)[-6:])[-_SAID:]
 
@@ -211,6 +224,7 @@ class VllmProcess:
                     process.kill()
                 except psutil.NoSuchProcess:
                     pass
+        self._relay.join(_END_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
 
