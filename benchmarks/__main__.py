@@ -25,6 +25,7 @@ TARGETS = {
     "faults": "faults.faults",
     "findings": "findings.findings",
     "fit": "models.fit",
+    "gpu": "models.gpu",
     "growth": "performance.growth",
     "hostile": "hostile.hostile",
     "house": "house.house",

@@ -99,6 +99,11 @@ def measure(case: Case) -> tuple[float, ModelShape]:
 
 
 def _peak() -> float:
+    import torch
+
+    if torch.cuda.is_initialized():  # PyTorch keeps what it once took; the parent subtracts what others hold
+        free, total = torch.cuda.mem_get_info()
+        return float(total - free)
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024.0 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
@@ -121,10 +126,14 @@ def child(case: Case) -> None:
 
 
 def _model(case: Case) -> Any:
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     written = {**case.shape, "max_position_embeddings": 4096, "pad_token_id": 0, "eos_token_id": 1}
-    return LlamaForCausalLM(LlamaConfig(**written))
+    config, dtype = case.config, torch.float32
+    if config.launcher.device == "cuda" and (config.policy.lora or case.part == "sampler"):
+        dtype = torch.bfloat16  # as `load_model` does
+    return LlamaForCausalLM(LlamaConfig(**written)).to(config.launcher.device, dtype)
 
 
 def _prompt(case: Case) -> list[int]:
@@ -178,9 +187,8 @@ def _train(case: Case) -> int:
     with tempfile.TemporaryDirectory(prefix="toprope-fit-") as folder:
         weights = WeightFile(Path(folder), trained)
         hooks = StepHooks(batch, lambda step, metrics: weights.publish())
-        GrpoLearner(
-            config, model, reference, pad=0, device="cpu", hooks=hooks, optimizers=(optimizer, scheduler)
-        ).train()
+        options: Any = {"pad": 0, "device": config.launcher.device, "optimizers": (optimizer, scheduler)}
+        GrpoLearner(config, model, reference, hooks=hooks, **options).train()
     return counted
 
 

@@ -91,18 +91,19 @@ class Row:
         return not self.refusal
 
 
-def make_model(name: str, folder: Path) -> Path:
-    """Save a tiny model of an architecture, with the tokenizer of the tests."""
+def make_model(name: str, folder: Path, *, device: str = "cpu", dtype: str = "float32", **shape: Any) -> Path:
+    """Save a model of an architecture with random weights, tiny unless a shape is given, with the tests' tokenizer."""
     import torch
     import transformers
 
-    make_tiny_policy(folder)
+    make_tiny_policy(folder, **{key: shape[key] for key in ("vocab_size",) if key in shape})
     (folder / "model.safetensors").unlink()
     kind, own = ARCHITECTURES[name]
     vocabulary = len(transformers.AutoTokenizer.from_pretrained(folder))
-    config = getattr(transformers, kind)(**{**_COMMON, **own, "vocab_size": vocabulary})
+    config = getattr(transformers, kind)(**{**_COMMON, **own, **shape, "vocab_size": vocabulary})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(folder)
     return folder
 

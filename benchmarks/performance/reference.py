@@ -1,12 +1,13 @@
 """The other sides of `benchmarks.performance.train`, one per process.
 
-    python -P -m benchmarks.performance.reference trl POLICY STEPS WARM THREADS SEED
+    python -P -m benchmarks.performance.reference trl POLICY STEPS WARM THREADS SEED [SETTINGS]
     python -P -m benchmarks.performance.reference floor POLICY STEPS WARM
 
 `trl` trains with TRL's GRPOTrainer, which generates itself, at the settings that are fastest on a CPU: its fused output
 layer works on chunks as wide as the vocabulary. `floor` times what no trainer can avoid: forward pass, backward pass
 and optimizer over a batch of the same shape, prompts not shared, and decoding it with a key-value cache. Both print one
 JSON object: seconds and processor seconds a step after WARM steps; `trl` adds seconds and successes of all steps.
+SETTINGS is a JSON object of GRPOConfig's fields that differ, with `groups` and `lora_rank`.
 """
 
 from __future__ import annotations
@@ -22,21 +23,28 @@ GROUPS, GROUP_SIZE, ANSWER, RATE = 8, 8, 7, 1e-3
 KNOBS = {"min_word_len": 3, "max_word_len": 5}
 
 
-def train_with_trl(policy: Path, steps: int, warm: int, threads: int, seed: int) -> dict[str, Any]:
-    """Train on the demo's task with the demo's settings."""
+def train_with_trl(
+    policy: Path, steps: int, warm: int, threads: int, seed: int, settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train on the demo's task with the demo's settings, but for those given."""
     import reasoning_gym
     import torch
     import trl.trainer.utils
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from transformers.trainer_callback import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(threads)
+    changed = dict(settings or {})
+    rank = changed.pop("lora_rank", 0)
     tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(policy)
-    trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = model.config.vocab_size
-    tasks = reasoning_gym.create_dataset("spell_backward", size=GROUPS * steps, seed=seed, **KNOBS)
+    if not changed:
+        trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = model.config.vocab_size
+    groups = changed.pop("groups", GROUPS)
+    tasks = reasoning_gym.create_dataset("spell_backward", size=groups * steps, seed=seed, **KNOBS)
     rows = [tasks[number] for number in range(len(tasks))]
     successes: list[float] = []
 
@@ -53,31 +61,33 @@ def train_with_trl(policy: Path, steps: int, warm: int, threads: int, seed: int)
             marks.append((time.perf_counter(), time.process_time()))
 
     with tempfile.TemporaryDirectory() as folder:
+        usual: dict[str, Any] = {
+            "output_dir": folder,
+            "max_steps": steps,
+            "per_device_train_batch_size": GROUPS * GROUP_SIZE,
+            "num_generations": GROUP_SIZE,
+            "max_completion_length": ANSWER,
+            "learning_rate": RATE,
+            "lr_scheduler_type": "linear",
+            "warmup_steps": 5,
+            "adam_beta2": 0.95,
+            "loss_type": "dapo",
+            "beta": 0.0,
+            "epsilon_high": 0.28,
+            "seed": seed,
+            "use_cpu": True,
+            "bf16": False,
+            "activation_checkpointing": False,
+            "logging_strategy": "no",
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        }
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=exact,
-            args=GRPOConfig(
-                output_dir=folder,
-                max_steps=steps,
-                per_device_train_batch_size=GROUPS * GROUP_SIZE,
-                num_generations=GROUP_SIZE,
-                max_completion_length=ANSWER,
-                learning_rate=RATE,
-                lr_scheduler_type="linear",
-                warmup_steps=5,
-                adam_beta2=0.95,
-                loss_type="dapo",
-                beta=0.0,
-                epsilon_high=0.28,
-                seed=seed,
-                use_cpu=True,
-                bf16=False,
-                activation_checkpointing=False,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-            ),
+            args=GRPOConfig(**usual | changed),
+            peft_config=LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM") if rank else None,
             train_dataset=Dataset.from_dict(
                 {
                     "prompt": [[{"role": "user", "content": row["question"]}] for row in rows],
@@ -136,5 +146,5 @@ def measure_floor(policy: Path, steps: int, warm: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     side, folder, *numbers = sys.argv[1:]
-    measure = train_with_trl if side == "trl" else measure_floor
-    print(json.dumps(measure(Path(folder), *map(int, numbers))))
+    measure: Any = train_with_trl if side == "trl" else measure_floor
+    print(json.dumps(measure(Path(folder), *map(json.loads, numbers))))

@@ -127,11 +127,20 @@ def _crew_seconds(folder: Path) -> float:
     return total
 
 
-def _reference(side: str, policy: Path, *numbers: int) -> dict[str, Any]:
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "benchmarks.performance.reference", side, str(policy)]
+def run_reference(side: str, policy: Path, *words: object, python: str = sys.executable) -> dict[str, Any]:
+    """Measure a side of `reference` in a process of its own.
+
+    Args:
+        words: Its further arguments.
+        python: The interpreter.
+
+    Raises:
+        SystemExit: It failed.
+    """
+    command = [python, "-P", "-W", "ignore", "-m", "benchmarks.performance.reference", side, str(policy)]
     root = str(Path(__file__).resolve().parents[2])
     variables = os.environ | {"PYTHONPATH": root, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([*command, *map(str, numbers)], env=variables, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([*command, *map(str, words)], env=variables, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"the side {side} ended with {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -160,12 +169,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (home / "config").mkdir()
         runs = Runs(home)
         runs.train(WARM + 10, seed=0)  # makes the policy
-        threads = min((1, 2), key=lambda count: _reference("trl", runs.policy, given.steps, WARM, count, 0)["wall_s"])
+        trials = {count: run_reference("trl", runs.policy, given.steps, WARM, count, 0)["wall_s"] for count in (1, 2)}
+        threads = min(trials, key=trials.__getitem__)
         for number in range(given.rounds):
             ours = runs.train(given.steps, seed=number)
-            trl = _reference("trl", runs.policy, given.steps, WARM, threads, number)
-            floor = _reference("floor", runs.policy, given.steps, WARM)
-            again = _reference("trl", runs.policy, given.steps, WARM, threads, number)
+            trl = run_reference("trl", runs.policy, given.steps, WARM, threads, number)
+            floor = run_reference("floor", runs.policy, given.steps, WARM)
+            again = run_reference("trl", runs.policy, given.steps, WARM, threads, number)
             one = {
                 "step_wall_ratio_to_trl": ours["wall_s"] / trl["wall_s"],
                 "step_cpu_ratio_to_trl": ours["cpu_s"] / trl["cpu_s"],
@@ -184,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             long = 4000
             learning["seconds_to_0_8"] = seconds_to(0.8, runs.train(long, seed=0, seconds=LEARNING_LIMIT_S))
             learning["trl_seconds_to_0_8"] = seconds_to(
-                0.8, _reference("trl", runs.policy, int(LEARNING_LIMIT_S / 0.075), WARM, threads, 0)
+                0.8, run_reference("trl", runs.policy, int(LEARNING_LIMIT_S / 0.075), WARM, threads, 0)
             )
     figures: dict[str, Any] = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     figures |= learning | {

@@ -17,7 +17,7 @@ from benchmarks.faults import disk, lifecycle
 from benchmarks.faults.judge import Story
 from benchmarks.faults.lives import Leftovers, harness_at, play
 from benchmarks.learning import evolution, mixture, reproduce, sft_then_grpo
-from benchmarks.models import fit, models
+from benchmarks.models import engines, fit, gpu, models
 from benchmarks.orchestrator import runs as orchestrator
 from benchmarks.orchestrator.orchestrator import _control_failed
 from benchmarks.performance import decode, growth, memory, train
@@ -69,6 +69,38 @@ def test_cases_of_memory_leave_room_for_prompt_and_answer():
     for case in fit.CASES:
         config = case.config
         assert config.policy.max_context == case.prompt + config.rollout.max_new_tokens
+
+
+def test_engine_beside_a_trainer_is_measured_and_the_control_sees_a_change(tmp_path, monkeypatch):
+    for name, value in {"_REQUESTS": 2, "_UPDATES": 1}.items():
+        monkeypatch.setattr(engines, name, value)
+    bench = gpu.Bench(tmp_path, "tiny", "cpu", 4)
+    bench.measure_engine("embedded")
+    assert bench.control_failed == "" and bench.figures["versions_wrong"] == 0
+    assert bench.figures["logprob_error_tiny_embedded"] < 1e-4
+    for way in ("full", "lora"):
+        times = [bench.figures[f"{name}_tiny_{way}_embedded"] for name in ("handed_seconds", "publish_seconds")]
+        assert 0 < times[0] <= times[1]
+
+
+def test_figures_of_a_run_on_a_gpu_are_its_worst_cases():
+    rows = [{"time/step": 9.0, "time/wait": 9.0, "staleness/max": 9.0, "completions/mean_length": 9.0}] * 3
+    rows += [{"time/step": 2.0, "time/wait": 0.1, "staleness/max": 1.0, "completions/mean_length": 50.0}] * 9
+    rows += [{"time/step": 2.0, "time/wait": 0.1, "staleness/max": 3.0, "completions/mean_length": 50.0}]
+    found = gpu.figures_of(rows, 64, operations=6e9, peak=100e12)
+    expected = {"samples_per_second": 32, "step_seconds": 2, "trainer_wait_share": 0.05, "staleness_p95": 3}
+    assert found == pytest.approx(expected | {"mfu": 64 * 50 * 6e9 / 2 / 100e12})
+    cases = {"trainer_wait_share_a": 0.05, "trainer_wait_share_b": 0.2, "samples_ratio_to_trl_a": 2.0}
+    assert gpu.worst(cases | {"samples_ratio_to_trl_b": 1.2}) == {
+        "trainer_wait_share": 0.2,
+        "samples_ratio_to_trl": 1.2,
+    }
+
+
+def test_benchmark_of_a_gpu_says_that_there_is_none(capsys):
+    if gpu.torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert gpu.main([]) == 3 and "no NVIDIA GPU" in capsys.readouterr().out
 
 
 def test_server_without_torch_is_told_from_one_with_it(tmp_path):

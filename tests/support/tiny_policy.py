@@ -21,6 +21,7 @@ def make_tiny_policy(folder: Path, **shape: Any) -> Path:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<pad>": 0, "<eos>": 1, "<user>": 2, "<bot>": 3}
     vocabulary |= {letter: index + 4 for index, letter in enumerate(letters)}
+    vocabulary |= {f"<{number}>": number for number in range(len(vocabulary), shape.get("vocab_size", 0))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
