@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 
 import pytest
 
@@ -49,3 +50,15 @@ def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch
         socket.create_connection(("data.example.org", 443))
     assert Failure.of(missing).message.endswith("; data.example.org could not be reached")
     assert Failure.of(ValueError("3 is not a colour")).message == "3 is not a colour"
+
+
+def test_host_of_a_command_that_cannot_reach_it_is_named() -> None:
+    def told(url: str) -> str:
+        failed = subprocess.CalledProcessError(128, ["git", "clone", url, "/tmp/x"])
+        try:
+            raise LookupError("no tasks") from failed
+        except LookupError as error:
+            return Failure.of(error).message
+
+    assert told("https://data.nowhere.invalid/tasks.git") == "no tasks; data.nowhere.invalid could not be reached"
+    assert told("http://127.0.0.1/tasks.git") == "no tasks"

@@ -36,6 +36,7 @@ __all__ = [
 _SDK = os.path.dirname(os.path.abspath(__file__))
 _LONGEST_MESSAGE = 1000
 _LONGEST_TRACEBACK = 8000
+_ADDRESS = re.compile(r"https?://([\w.-]+)")
 _LONGEST_CHAIN = 30
 _REFUSED = re.compile(
     r"(?i)ConnectionError|ConnectError|ConnectTimeout|MaxRetryError|name resolution|name or service|"
@@ -207,6 +208,8 @@ def _with_host(message: str, error: BaseException) -> str:
         refused = refused or bool(_REFUSED.search(f"{type(seen).__name__}: {text}"))
         if found := _HOST.search(text):
             host = found.group(1)
+        if type(seen).__name__ == "CalledProcessError" and (asked := _ADDRESS.search(text)) and _is_far(asked[1]):
+            refused, host = True, asked[1]  # such as a clone by git, which tells the rest on standard error
         request = getattr(seen, "_request", None)  # httpx keeps the host beside its text
         host = host or str(getattr(getattr(request, "url", None), "host", "") or "")
         seen = seen.__cause__ or seen.__context__
@@ -217,6 +220,17 @@ def _with_host(message: str, error: BaseException) -> str:
     if not refused or not host or "could not be reached" in message:
         return message
     return f"{message[: _LONGEST_MESSAGE - 200].rstrip('.')}; {host} could not be reached"
+
+
+def _is_far(host: str) -> bool:
+    """Return True if the name of a host cannot be resolved here."""
+    import socket
+
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return True
+    return False
 
 
 def _where(error: BaseException, near: str) -> str:
