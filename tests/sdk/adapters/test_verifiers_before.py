@@ -79,6 +79,7 @@ class SingleTurnEnv:
 
     async def rollout(self, row: Any, client: Any, model: str, sampling: Any) -> dict[str, Any]:
         assert "task" not in row and (model, sampling["max_tokens"]) == ("m", 256)
+        await client.raise_from_native_response("an empty answer")
         prompt, key = [{"role": "user", "content": row["prompt"]}], client.client.api_key
         if key == "broken":
             return {"input": row, "error": ValueError("no room"), "trajectory": []}
@@ -116,7 +117,12 @@ def asked_of(answer: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
 @pytest.fixture
 def copying(stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnLoop:
     stand_in("verifiers", SingleTurnEnv=SingleTurnEnv, Rubric=Rubric, __version__="0.1.14")
-    stand_in("verifiers.clients", OpenAIChatCompletionsClient=lambda api: Thing(client=api))
+
+    async def refuse(response: Any) -> None:
+        raise ValueError(f"Model returned {response}")
+
+    refusing = {"raise_from_native_response": refuse}
+    stand_in("verifiers.clients", OpenAIChatCompletionsClient=lambda api: Thing(client=api, **refusing))
     (tmp_path / "copying.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "copying", raising=False)
