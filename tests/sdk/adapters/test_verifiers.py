@@ -163,12 +163,24 @@ def test_verifiers_declares_parts_and_reads_episodes(open_taskset: Callable[...,
     assert {name: part.weight for name, part in environment.parts.items()} == {
         "exact": 0.75, "several": 1.0, "other": 1.0, "length": 0.0,
     }  # fmt: skip
-    found, beyond, failed = (sample(environment) for _ in range(3))
+    found, wide, failed = (sample(environment) for _ in range(3))
     assert isinstance(found, Played)
     assert found.parts == {"exact": 1.0, "several": 0.0, "other": 1.0, "length": 3.0} and found.turns == 1
     assert environment.success(found.parts, 1.75) and not environment.success(found.parts, 1.5)
-    assert isinstance(beyond, EnvironmentMistake) and "reward_low and reward_high" in str(beyond)
+    assert isinstance(wide, Played) and wide.parts["exact"] == 7.0, "the owner has set no bounds"
     assert isinstance(failed, Played) and failed.error == "TaskError: no file"
+
+
+def test_rewards_beyond_the_owner_s_bounds_are_refused(open_taskset: Callable[..., OwnLoop]) -> None:
+    episodes = [episode(trace({"exact": (7.0, 1.0)}))]
+    environment = open_taskset(rewards=[reward("exact", 0.5, float)], episodes=episodes)
+    assert environment.success({"exact": 1.0}, 0.5) and not environment.success({"exact": 0.9}, 0.45)
+    configure(environment, knobs={"reward_high": 4.0})
+    beyond = sample(environment)
+    assert isinstance(beyond, EnvironmentMistake) and "reward_low and reward_high" in str(beyond)
+    assert environment.success({"exact": 4.0}, 2.0) and not environment.success({"exact": 1.0}, 0.5)
+    with pytest.raises(InvalidRequest, match=r"reward_low 4 must be below reward_high 4"):
+        configure(environment, knobs={"reward_low": 4.0, "reward_high": 4.0})
 
 
 def test_each_rollout_of_a_zero_sum_game_is_one_seat_with_its_own_reward(open_taskset: Callable[..., OwnLoop]) -> None:

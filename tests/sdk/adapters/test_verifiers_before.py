@@ -31,8 +31,10 @@ def exact(completion, answer): ...
 def size(completion): ...
 
 def load_environment(words: list[str], image: bool = False, turns: int = 7, client: object = None,
-                     judge_key_var: str = "OPENAI_API_KEY"):
+                     judge_key_var: str = "OPENAI_API_KEY", judge_api_key: str | None = None):
     """Made of words."""
+    if not judge_api_key:
+        raise ValueError("requires a judge")
     rows = [{"prompt": f"Copy {word}", "answer": word, "task": "route"} for word in words]
     if image:
         rows[0]["prompt"] = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
@@ -148,7 +150,7 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
     environment = configure(copying, knobs={"words": ["ab", "cd"]})
     assert environment.max_turns == 1
     assert {name: (part.weight, part.high) for name, part in environment.parts.items()} == {
-        "exact": (2.0, 1.0),
+        "exact": (2.0, 1000.0),
         "size": (0.0, 1e6),
     }
     task, _ = environment.tasks()

@@ -25,7 +25,13 @@ from typing import Any
 
 from toprope.sdk.adapters._verifiers.harness import HARNESS, client_config, register_harness, sessions_server
 from toprope.sdk.adapters._verifiers.listing import declared, installed, more_requirements
-from toprope.sdk.adapters._verifiers.load_environment import LoadedEnvironment, loads_environment
+from toprope.sdk.adapters._verifiers.load_environment import (
+    RANGE,
+    LoadedEnvironment,
+    bounds,
+    loads_environment,
+    solved_from,
+)
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
@@ -108,14 +114,8 @@ class Verifiers(OwnLoop):
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         """Return True if the reward reaches `success_reward`, by default the largest possible reward."""
-        wanted = self.knobs.success_reward
-        if wanted is None:
-            wanted = sum(
-                max(part.weight * part.low, part.weight * part.high)
-                for name, part in self.parts.items()
-                if name != _OTHER
-            )
-        return reward >= (wanted or 1.0) - 1e-9
+        known = [part for name, part in self.parts.items() if name != _OTHER]
+        return reward >= solved_from(self.knobs, known) - 1e-9
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         """Sample a task once per session; the sessions take turns at the seats."""
@@ -176,9 +176,7 @@ class Verifiers(OwnLoop):
         return config.model_copy(update=update)
 
     def _parts(self, task: Any) -> dict[str, Part]:
-        low, high = self.knobs.reward_low, self.knobs.reward_high
-        if low >= high:
-            raise InvalidRequest(f"reward_low ({low:g}) must be below reward_high ({high:g}).")
+        low, high = bounds(self.knobs)
         parts: dict[str, Part] = {}
         keyed = "finalize" in _overridden(type(self._env), "Env")
         for function in task.hooks("reward"):
@@ -342,8 +340,7 @@ def _knobs(config: Any) -> tuple[dict[str, str], type]:
             knob("auto", help="auto: the taskset's own, otherwise one in this process; or an id of verifiers"),
         ),
         ("turns", int, knob(16, ge=1, le=1000, help="most answers in a rollout")),
-        ("reward_low", float, knob(0.0, help="smallest value of a reward")),
-        ("reward_high", float, knob(1.0, help="largest value of a reward")),
+        *RANGE,
         ("success_reward", float | None, knob(None, help="reward that counts as solved; null: the largest possible")),
         ("config", dict, knob({}, help="the rest of verifiers' configuration, as its [env] block")),
     ]

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from toprope.sdk.adapters._verifiers.judges import lead_to_judge, rollout_of
@@ -25,11 +25,17 @@ from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
-__all__ = ["BEFORE", "LoadedEnvironment", "loads_environment"]
+__all__ = ["BEFORE", "RANGE", "LoadedEnvironment", "bounds", "loads_environment", "solved_from"]
 
 BEFORE = ("verifiers<0.2", "mcp<2")
 """The requirements of such packages; they import the server of mcp before 2."""
 _METRIC_LIMIT = 1e6
+_UNDECLARED = 1000.0
+"""Largest size of a reward whose bounds the owner does not set."""
+RANGE: tuple[tuple[str, Any, Any], ...] = (
+    ("reward_low", float | None, knob(None, help="smallest value of a reward; null: not known")),
+    ("reward_high", float | None, knob(None, help="largest value of a reward; null: not known")),
+)
 _JUDGE_VARIABLE = "OPENAI_API_KEY"
 _OURS = ("turns", "reward_low", "reward_high", "success_reward", "arguments")
 _REFERENCES = ("answer", "reference", "solution", "target")
@@ -72,13 +78,13 @@ class LoadedEnvironment(OwnLoop):
 
     def setup(self) -> None:
         knobs = self.knobs
-        if knobs.reward_low >= knobs.reward_high:
-            raise InvalidRequest(f"reward_low {knobs.reward_low:g} must be below reward_high {knobs.reward_high:g}.")
         given = {field: getattr(knobs, name) for name, field in self._fields.items()}
         given |= knobs.arguments
-        for name, value in given.items():
-            if name.endswith("key_var") and isinstance(value, str):  # The judge is asked with a key of its own.
+        for name, value in given.items():  # The judge is asked with a key of its own.
+            if name.startswith("judge") and name.endswith("key_var") and isinstance(value, str):
                 os.environ.setdefault(value, "none")
+            elif name.startswith("judge") and name.endswith("api_key") and value is None:
+                given[name] = "none"
         self._env = self._make(**given)
         if not hasattr(self._env, "rubric"):
             raise EnvironmentMistake(f"load_environment returned {type(self._env).__name__}, not an environment.")
@@ -103,10 +109,7 @@ class LoadedEnvironment(OwnLoop):
             )
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        wanted = self.knobs.success_reward
-        if wanted is None:
-            wanted = sum(max(one.weight * one.low, one.weight * one.high) for one in self.parts.values() if one.weight)
-        return bool(reward >= wanted - 1e-9)
+        return bool(reward >= solved_from(self.knobs, self.parts.values()) - 1e-9)
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         """Sample and score a group as one, because some rubrics compare its rollouts."""
@@ -161,9 +164,10 @@ class LoadedEnvironment(OwnLoop):
         names, weights = self._env.rubric._get_reward_func_names(), self._env.rubric._get_reward_weights()
         functions = {one.__name__: one for one in self._env.rubric._get_reward_funcs()}
         parts: dict[str, Part] = {}
+        limits = bounds(self.knobs)
         for name, weight in zip(names, weights, strict=True):
             said = first_line(getattr(functions.get(name), "__doc__", None))
-            low, high = (self.knobs.reward_low, self.knobs.reward_high) if weight else (-_METRIC_LIMIT, _METRIC_LIMIT)
+            low, high = limits if weight else (-_METRIC_LIMIT, _METRIC_LIMIT)
             parts.setdefault(name, Part(float(weight), low, high, said if weight else said or "a metric"))
         if not parts:
             raise EnvironmentMistake("Its rubric has no reward functions, so there is nothing to learn from.")
@@ -191,6 +195,27 @@ class LoadedEnvironment(OwnLoop):
         return Played(parts, messages=[_wire(one) for one in said], turns=turns, truncated=truncated)
 
 
+def bounds(knobs: Any) -> tuple[float, float]:
+    """Return the smallest and the largest value of a reward, which are wide where the owner does not set them.
+
+    Raises:
+        InvalidRequest: The smallest is not below the largest.
+    """
+    low = -_UNDECLARED if knobs.reward_low is None else knobs.reward_low
+    high = _UNDECLARED if knobs.reward_high is None else knobs.reward_high
+    if low >= high:
+        raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
+    return low, high
+
+
+def solved_from(knobs: Any, parts: Iterable[Part]) -> float:
+    """Return the reward that counts as solved: by default the largest, with rewards of 0 to 1 unless they are set."""
+    if knobs.success_reward is not None:
+        return float(knobs.success_reward)
+    low, high = knobs.reward_low or 0.0, 1.0 if knobs.reward_high is None else knobs.reward_high
+    return sum(max(one.weight * low, one.weight * high) for one in parts) or 1.0
+
+
 async def _accept(response: Any) -> None:
     """Accept an empty answer: it is the policy's, and rewards judge it. verifiers takes it for a failed request."""
 
@@ -199,8 +224,7 @@ def _knobs(function: Any) -> tuple[dict[str, str], type]:
     """Return the function's arguments with JSON values by knob, and a dataclass of our knobs and these."""
     made: list[tuple[str, Any, Any]] = [
         ("turns", int, knob(10, ge=1, le=1000, help="most answers in a rollout")),
-        ("reward_low", float, knob(0.0, help="smallest value of a reward function")),
-        ("reward_high", float, knob(1.0, help="largest value of a reward function")),
+        *RANGE,
         ("success_reward", float | None, knob(None, help="reward that counts as solved; null: the largest possible")),
         ("arguments", dict, knob({}, help="further arguments of load_environment")),
     ]
