@@ -25,7 +25,7 @@ USER = 65_532
 PROGRAM = ("/usr/bin/python3", "-P", "-m", "toprope_server.cli")
 VARIABLES = {"TOPROPE_HOME": "/data", "TOPROPE_CONFIG": "/data/config", "HOME": "/data", "LANG": "C.UTF-8"}
 _PACKAGES = ("python3-minimal", "libpython3-stdlib", "ca-certificates")
-_TRAINING_PACKAGES = ("libgomp1",)
+_TRAINING_PACKAGES = ("libgomp1", "libstdc++6")
 _LEFT_OUT = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*", "/usr/share/lintian/*")
 _SITE = "usr/local/lib/python3.11/dist-packages"
 
