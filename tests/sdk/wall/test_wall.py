@@ -332,6 +332,16 @@ def test_variables_that_name_folders_to_write_to_pass_only_if_they_are_writable(
     assert plan.variables_behind(given, plan.Plan(trusted=True), "/scratch", "/home/x") == given
 
 
+@landlock
+def test_git_works_behind_the_wall_beside_a_closed_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "clones.py"
+    file.write_text(
+        "import os, subprocess\ndef work():\n    return os.environ.get('GIT_CONFIG_NOSYSTEM'), "
+        "subprocess.run(['git', 'config', '--list'], capture_output=True, text=True).stderr\n"
+    )
+    assert asked(Wall(reads=(str(tmp_path),)), file)[0] == ["1", ""]
+
+
 def test_programs_that_the_wall_does_not_start_are_not_found(tmp_path: Path) -> None:
     for folder in ("own", "tools"):
         (tmp_path / folder).mkdir()

@@ -245,7 +245,7 @@ def variables_behind(variables: Mapping[str, str], plan: Plan, scratch: str, hom
             for place in kept.get("PATH", os.defpath).split(os.pathsep)
             if any(paths.is_within(os.path.realpath(place), folder) for folder in folders)
         )
-    kept["TOPROPE_WALLED"] = "1"
+    kept |= {"TOPROPE_WALLED": "1", "GIT_CONFIG_NOSYSTEM": "1"}  # git gives up if it cannot read /etc/gitconfig
     own = {"HOME": home, "TMPDIR": scratch, "TEMP": scratch, "TMP": scratch}
     kept |= {name: place or "/nonexistent" for name, place in own.items()}
     return kept
