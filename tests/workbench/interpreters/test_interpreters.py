@@ -167,6 +167,9 @@ def test_failed_install_names_requirement_and_leaves_nothing(home: Home, wheels:
          "network"),
         ("  × No solution found when resolving dependencies:\n  ╰─▶ Because zz was not found in the package registry "
          "and you require zz, we can conclude that your requirements are unsatisfiable.", "zz", ""),
+        ("error: No solution found\n  cause: Because all of:\n      a>=1\n      a<=2\n  depend on old==0.0.4 and b==1 "
+         "depends on a. And because old was not found in the package registry, we can conclude", "old", ""),
+        ("error: No solution found\n  cause: Because all of:\n      a>=1\n  depend on old==0.0.4", "", ""),
         ("ERROR: Cannot install old because these package versions have conflicting dependencies.\n old depends on "
          "torch<2\n The user requested (constraint) torch==2.7 conflict", "old", "--torch any"),
     ],

@@ -25,7 +25,8 @@ _WHICH = (
     r"Invalid requirement: '?(?P<what>[^'\n]+?)'?(?::|$)",
     r"THESE PACKAGES DO NOT MATCH THE HASHES[^\n]*\n\s*(?P<what>\S+)",
     # uv
-    r"Because (?!all |the |only |there )(?P<what>[\w.\-\[\]]+)(?:\s|==|<|>)[^\n]*",
+    r"[Bb]ecause (?P<what>[\w.\-\[\]]+) was not found in ",
+    r"Because (?!(?:all|the|only|there)\b)(?P<what>[\w.\-\[\]]+)(?:\s|==|<|>)[^\n]*",
     r"Failed to (?:build|download|fetch|resolve)[^`\n]*`(?P<what>[^`]+)`",
 )
 _NOISE = re.compile(r"^\s*(WARNING: Retrying|Looking in|Requirement already|\[notice\]|Using cached|Downloading|$)")
