@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,11 +24,14 @@ from tests.workbench.interpreters.conftest import adapter
 from toprope.errors import Corrupt, EnvironmentFailed, InvalidValue, NotFound, NotPossibleNow, TooNew
 from toprope.records.run.manifest import packages_in, site_packages_of
 from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.sdk.adapters._shared.listing import Listed
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config
+from toprope.workbench.adapters import Adapter
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
+from toprope.workbench.interpreters.naming import run_from_folder, target_of
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.registry import Added
 from toprope.workbench.interpreters.words import failure
@@ -99,6 +103,7 @@ def test_project_has_the_files_that_its_wheel_leaves_out(home: Home, tmp_path: P
         "puzzles.json": "[1]",
         "helpers/words.py": "word = 'hello '\n",
         ".venv/left.txt": "not the project's",
+        "envs/words.py": "from toprope.sdk import Environment\nclass Words(Environment):\n    pass\n",
     }
     for name, text in files.items():
         (project / name).parent.mkdir(parents=True, exist_ok=True)
@@ -107,6 +112,12 @@ def test_project_has_the_files_that_its_wheel_leaves_out(home: Home, tmp_path: P
     says = [str(added.python), "-I", "-c", "import tiny.game; print(tiny.game.text)"]
     assert subprocess.run(says, capture_output=True, text=True, check=True, timeout=60).stdout == "hello [1]\n"
     assert added.site_packages is not None and not (Path(added.site_packages) / "tiny" / ".venv").exists()
+    assert (added.kind, added.path) == ("folder", str(project)), "no package brings its environment"
+    target = target_of(str(project), ())
+    brings = Adapter("tiny", "", module=types.SimpleNamespace(installed=lambda site: [Listed("tiny", "tiny", "")]))  # type: ignore[arg-type]
+    assert run_from_folder(target, added.site_packages, [brings]) is None
+    (project / "envs" / "words.py").unlink()
+    assert run_from_folder(target, added.site_packages, []) is None
 
 
 def test_equal_locks_share_interpreter_until_last_is_removed(home: Home, quick: None) -> None:

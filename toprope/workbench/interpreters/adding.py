@@ -31,12 +31,13 @@ from toprope.workbench.interpreters.naming import (
     ecosystem_requirements,
     is_project,
     require_no_secret,
+    run_from_folder,
     target_of,
 )
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.registry import Added, Registry
 from toprope.workbench.interpreters.store import Made, Store, bytes_of, digests_in_use
-from toprope.workbench.interpreters.words import excerpt, progress_of
+from toprope.workbench.interpreters.words import excerpt, telling
 
 _LONGEST_S = 3600.0
 _LOOK_S = 60.0
@@ -133,6 +134,9 @@ class Interpreters:
                 progress(f"its packages need {', '.join(more)}")
                 order = replace(order, requirements=(*order.requirements, *more))
                 outcome = self.place(order, target, progress, given_up)
+            folder = run_from_folder(target, outcome.added.site_packages, self._adapters())
+            if folder is not None:
+                outcome = self.place(order, folder, progress, given_up)
             if checkout is not None:
                 outcome = replace(outcome, added=self._settle(outcome.added, checkout))
         finally:
@@ -240,7 +244,7 @@ class Interpreters:
         if wanted.offline and (digest := self._that_has(requirements)) is not None:
             return self._of_store(added, digest, shared=True)
         with self.store.aside() as aside:
-            commands = Commands(aside / "log", timeout_s=_LONGEST_S, heard=_telling(progress), given_up=given_up)
+            commands = Commands(aside / "log", timeout_s=_LONGEST_S, heard=telling(progress), given_up=given_up)
             installer = Installer(aside / "venv", commands)
             progress(f"resolving {', '.join(requirements)} with {installer.name}")
             pins = installer.made_and_resolved(target.name, wanted, progress)
@@ -435,15 +439,3 @@ def _require_import(python: str, adapter: Adapter, aside: Path) -> None:
             + "\n".join(lines[-6:]),
             hint="Add missing packages with --requirement, or pin another version: --requirement 'name==version'.",
         )
-
-
-def _telling(progress: Callable[[str], None]) -> Callable[[str], None]:
-    last = [""]
-
-    def heard(line: str) -> None:
-        news = progress_of(line)
-        if news and news != last[0]:
-            last[0] = news
-            progress(news)
-
-    return heard

@@ -8,7 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from toprope.errors import InvalidValue, NotFound, shown
-from toprope.sdk.discovery import NAME, environment_files, parse, script_requirements
+from toprope.sdk.discovery import NAME, discover_file, environment_files, parse, script_requirements
 from toprope.sdk.worker.client import KEY_IN_URL
 from toprope.settings.yamlfiles import nearest
 from toprope.workbench.adapters import Adapter
@@ -172,15 +172,38 @@ def ecosystem_requirements(target: Target, adapters: Sequence[Adapter]) -> tuple
     """Return what the ecosystems of a folder's files need, which their authors often leave out of its requirements."""
     if target.kind == "packages" or target.path is None:
         return ()
+    return tuple(dict.fromkeys(line for one in _declaring(target.path, adapters) for line in one.requirements))
+
+
+def run_from_folder(target: Target, site_packages: str | None, adapters: Sequence[Adapter]) -> Target | None:
+    """Return the target of a project whose environments are in its files alone; None if its packages bring some.
+
+    Args:
+        site_packages: Where the project was installed.
+    """
+    if target.kind != "packages" or target.path is None or not target.path.is_dir() or site_packages is None:
+        return None
+    if any(one.lists_packages and one.installed(Path(site_packages)) for one in adapters):
+        return None
+    folder = replace(target, kind="folder")
+    ours = any(one.attribute for file in environment_files(target.path, deep=True) for one in discover_file(file))
+    if not ours and not _declaring(target.path, adapters):
+        return None
+    theirs = ecosystem_requirements(folder, adapters)
+    return replace(folder, requirements=tuple(dict.fromkeys((*target.requirements, *theirs))))
+
+
+def _declaring(path: Path, adapters: Sequence[Adapter]) -> list[Adapter]:
+    """Return the adapters with an interpreter of their own that find environments in a file, or in a folder's files."""
     asked = [adapter for adapter in adapters if adapter.reads_files and adapter.package and adapter.requirements]
     found: dict[str, Adapter] = {}
-    for file in [target.path] if target.path.is_file() else environment_files(target.path, deep=True):
+    for file in [path] if path.is_file() else environment_files(path, deep=True):
         try:
             tree = parse(file)
             found |= {adapter.name: adapter for adapter in asked if adapter.declared(file, tree)}
         except Exception:  # Listing reports files that cannot be read.
             continue
-    return tuple(dict.fromkeys(line for adapter in found.values() for line in adapter.requirements))
+    return list(found.values())
 
 
 def is_project(folder: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from toprope.errors import EnvironmentFailed
 
@@ -83,3 +83,16 @@ def progress_of(line: str) -> str:
     if match := re.match(r"(?:Resolved|Prepared|Installed) \d+ packages? in .+", text):
         return match[0].lower()
     return ""
+
+
+def telling(progress: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that takes an installer's lines and passes on what is news."""
+    last = [""]
+
+    def heard(line: str) -> None:
+        news = progress_of(line)
+        if news and news != last[0]:
+            last[0] = news
+            progress(news)
+
+    return heard
