@@ -405,6 +405,8 @@ class Config(BaseModel):
         engine, found = self.inference.engine, []
         if engine != "embedded" and self.algorithm.deterministic:
             found.append(f"algorithm.deterministic needs inference.engine embedded; it is {engine}.")
+        if engine == "vllm" and self.launcher.nodes > 1:
+            found.append("inference.engine vllm needs launcher.nodes 1: its weights do not travel between nodes.")
         if self.inference.transfer == "gpu" and self.launcher.num_processes > 1 and not self.policy.lora:
             found.append("inference.transfer gpu needs launcher.num_processes 1, or adapters (policy.lora).")
         if engine == "vllm" and self.algorithm.name == "custom":

@@ -204,6 +204,8 @@ def _trainer(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     parts["optimizer"] = (2.0 if config.optimizer.eight_bit else 8.0) * trained / ranks
     if not gpu and not sft:  # the mapped file has two slots
         parts["published weights"] = 8.0 * trained
+    elif gpu and config.inference.transfer == "gpu" and not lora:  # a copy in the sampler's format
+        parts["published weights"] = 2.0 * trained
     rows = config.sft.batch_size if sft else config.rollout.group_size * config.rollout.groups_per_step
     rows = -(-rows // ranks)
     all_rows, groups = rows, 1 if sft else config.rollout.group_size
