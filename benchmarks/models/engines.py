@@ -188,7 +188,8 @@ def main() -> int:
             table.add_row(
                 name, *(f"{found[figure]:.3g}" for figure in (*_GOALS, "tokens_per_second", "publish_seconds"))
             )
-        console.print(table)
+        if "alone" in arguments.parts:
+            console.print(table)
         alone = present if "alone" in arguments.parts else []
         goals = {f"{figure}_{name}": goal for figure, goal in _GOALS.items() for name in alone}
         trained = [name for name in ("embedded", "vllm") if name in present]

@@ -37,6 +37,8 @@ class Server:
     folder: Path
     model: Path
     keeps_old: bool = False
+    failures: int = 0
+    """Requests that it answers with status 500."""
     silent: bool = False
     """True: it accepts connections and answers nothing."""
     process: Any = field(default_factory=lambda: SimpleNamespace(returncode=9))
@@ -112,6 +114,9 @@ class Server:
             ]
             return web.json_response({"choices": [], "prompt_logprobs": [None, *entries]})
         self.asked.append(body)
+        if self.failures:
+            self.failures -= 1
+            return web.json_response({"error": {"message": "EngineCore encountered an issue"}}, status=500)
         version = self.version
         while not self.go_on.is_set():
             await asyncio.sleep(0.005)

@@ -138,6 +138,16 @@ def test_request_that_is_cancelled_before_it_began_is_answered(make: Callable[..
     assert isinstance(answered.get(timeout=10), Cancelled)
 
 
+def test_request_is_repeated_when_the_server_failed(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "_PROBE_S", 0.05)
+    rig = make()
+    rig.servers[0].failures = 1
+    assert rig.ask().get(timeout=10)[0].token_ids == [1, 1, 1]
+    rig.servers[0].failures = 3
+    with pytest.raises(RuntimeError, match="3 times"):
+        raise rig.ask().get(timeout=10)
+
+
 def test_request_whose_connection_broke_is_repeated(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "_PROBE_S", 0.05)
     rig, failures = make(), [aiohttp.ClientConnectionError("reset")]

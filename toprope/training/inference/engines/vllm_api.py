@@ -160,7 +160,7 @@ class VllmApi:
 
         Raises:
             RuntimeError: vLLM refused the request.
-            aiohttp.ClientError: The server ended.
+            aiohttp.ClientError: The server ended or failed.
         """
         sampling: dict[str, Any] = {
             "n": min(MOST_ROWS, request.n - first) if request.temperature else 1,
@@ -178,6 +178,8 @@ class VllmApi:
         body = {"model": model, "token_ids": request.prompt_ids, "sampling_params": sampling}
         async with self._http.post(_GENERATE, json=body) as response:
             data = await response.read()
+            if response.status >= 500:  # its model has ended, and it follows
+                raise aiohttp.ClientError(f"vLLM failed: {data.decode(errors='replace')[:300]}")
             if response.status != 200:
                 raise RuntimeError(f"vLLM refused the request: {data.decode(errors='replace')[:300]}")
         return msgspec.json.decode(data, type=Generated).choices

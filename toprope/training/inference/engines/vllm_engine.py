@@ -403,7 +403,7 @@ class VllmEngine:
                 )
                 for choice, text in zip(choices, texts, strict=True)
             ]
-        raise RuntimeError(f"vLLM ended {_ATTEMPTS} times while it answered this request")
+        raise RuntimeError(f"vLLM ended or failed {_ATTEMPTS} times while it answered this request")
 
     def _count(self, change: int) -> None:
         """Count requests in progress, and the time in which there are any."""

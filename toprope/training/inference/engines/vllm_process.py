@@ -202,7 +202,7 @@ class VllmProcess:
         """The end of its output: the lines that name an error, or else the last ones."""
         self._relay.join(1.0 if self.ended else 0.0)
         lines = self._said.decode(errors="replace").splitlines()
-        errors = [line for line in lines if "Error" in line or "error:" in line]
+        errors = [line for line in lines if "error" in line.lower()]
         return "\n".join((errors or lines)[-6:])[-_SAID:]
 
     def end(self) -> None:
