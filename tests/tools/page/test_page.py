@@ -7,14 +7,17 @@ from typing import Any
 
 import msgspec
 import pytest
+from toprope_tools.page import now
 from toprope_tools.page.source import MOST_CHARACTERS, PageSource
 from toprope_tools.workshop import Workshop
 
 from tests.support.tools_house import StandInLauncher, become, start_run, step
+from toprope.analysis.budget import GB
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import SweepPlan
 from toprope.records.run.status import EventLog, Finding
+from toprope.records.run.usage import Usage
 from toprope.records.sweep_journal import (
     Candidate,
     Finalist,
@@ -93,6 +96,25 @@ def test_rope_shows_what_is_used_and_the_files(house: House) -> None:
     assert rope["limits_file"] == str(home.configuration / "limits.yaml")
     (home.configuration / "limits.yaml").write_text("nonsense: [")
     assert "limits.yaml" in ask(house, what="now")["rope"]["confirm"]  # the owner sees why nothing starts
+
+
+def test_accounts_of_ended_runs_are_read_once(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(now, "_ACCOUNTS_S", 1e-9)  # else the sums of one look serve the next ones
+    pages, (ended, live) = PageSource(house[0], owner=True), (start_run(house[0]) for _ in range(2))
+    finish(house, ended)
+
+    def disk() -> float:
+        rope = json.loads(msgspec.json.encode(pages.ask({"what": "now"})))["rope"]
+        return next(one["used"] for one in rope["limits"] if one["name"] == "disk_gb") * GB
+
+    for folder, size in ((ended, 3), (live, 5)):
+        Usage(disk_bytes=size).write(folder)
+    assert disk() == pytest.approx(8)
+    for folder, size in ((ended, 30), (live, 50)):
+        Usage(disk_bytes=size).write(folder)
+    assert disk() == pytest.approx(53)
+    become(ended, "completed", ended_at=10.0)  # it had been resumed
+    assert disk() == pytest.approx(80)
 
 
 def test_list_of_runs_has_pages(house: House) -> None:

@@ -6,11 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toprope.analysis.budget import spent
+from toprope.analysis.budget import Account, spent
 from toprope.analysis.reports.headline import headline
 from toprope.errors import InvalidValue, TopropeError
 from toprope.records.audit import AuditTrail
 from toprope.records.run.status import Status
+from toprope.records.run.usage import day_of
 from toprope.records.sweep_journal import sweep_of
 from toprope.settings.limits import UNITS, Limits
 from toprope.supervisor.capacity.budget_ledger import read_accounts
@@ -53,7 +54,7 @@ def now(workshop: Workshop, items: Items, remembered: Remembered, *, owner: bool
     own = [one for one in statuses if sweep_of(one.run_id) is None]
     live = [one for one in statuses if not one.ended]
     ended = [one.ended_at for one in statuses if one.ended_at is not None]
-    sums = _today(workshop, remembered)
+    sums = _today(workshop, remembered, statuses)
     over = [one for one in own if one.ended]
     return shapes.Now(
         what="now",
@@ -167,11 +168,16 @@ def _call(entry: Mapping[str, Any]) -> shapes.Call:
     )
 
 
-def _today(workshop: Workshop, remembered: Remembered) -> dict[str, float | None]:
-    """Use of the day and of the disk, over all runs."""
+def _today(workshop: Workshop, remembered: Remembered, statuses: Sequence[Status]) -> dict[str, float | None]:
+    """Use of the day and of the disk, over all runs. The account of an ended run is read once a day."""
 
     def read() -> dict[str, float | None]:
-        accounts = read_accounts(workshop.home.runs)
+        ended = {one.run_id: one.ended_at for one in statuses if one.ended_at is not None}
+        kept: dict[str, tuple[float, Account]] = remembered.get("accounts", day_of(time.time()), dict)
+        known = {name: one for name, (at, one) in kept.items() if ended.get(name) == at}
+        accounts = read_accounts(workshop.home.runs, leave_out=known)
+        kept.update({one.run_id: (ended[one.run_id], one) for one in accounts if one.run_id in ended and not one.live})
+        accounts += known.values()
         costs = [one.used_today["cost_usd"] for one in accounts if "cost_usd" in one.used_today]
         return {
             "runs": float(sum(one.started_today and one.is_run for one in accounts)),

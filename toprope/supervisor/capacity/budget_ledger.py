@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def reserved(runs: Path, specifications: Sequence[Specification]) -> Iterator[No
             path.unlink(missing_ok=True)
 
 
-def read_accounts(runs: Path, now: float | None = None, *, leave_out: Sequence[str] = ()) -> list[Account]:
+def read_accounts(runs: Path, now: float | None = None, *, leave_out: Collection[str] = ()) -> list[Account]:
     """Return the account of every run.
 
     Args:
