@@ -4,7 +4,7 @@
 
 Same policy, task, batch, settings and number of steps for all sides. A run is a whole crew, started through the server;
 its processor seconds are those of all its processes. TRL generates, scores and trains in one process, at its fastest
-settings for a CPU, with one or two threads, whichever a trial finds faster. The sides alternate, so that the ratios
+settings for a CPU, with one or two threads, whichever is faster in the round. The sides alternate, so that the ratios
 hold on a loaded machine too; medians over the rounds count. `floor_ratio` is a run's seconds a step over the larger of
 plain torch's training pass and decoding. `seconds_to_0_8`: from the first batch until eight of ten answers of the last
 20 steps were right; null if the limit came first.
@@ -169,13 +169,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (home / "config").mkdir()
         runs = Runs(home)
         runs.train(WARM + 10, seed=0)  # makes the policy
-        trials = {count: run_reference("trl", runs.policy, given.steps, WARM, count, 0)["wall_s"] for count in (1, 2)}
-        threads = min(trials, key=trials.__getitem__)
         for number in range(given.rounds):
+
+            def by_trl(count: int, seed: int = number) -> dict[str, Any]:
+                return run_reference("trl", runs.policy, given.steps, WARM, count, seed)
+
+            sides = {count: by_trl(count) for count in ((1, 2) if number % 2 else (2, 1))}
             ours = runs.train(given.steps, seed=number)
-            trl = run_reference("trl", runs.policy, given.steps, WARM, threads, number)
+            threads = min(sides, key=lambda count: sides[count]["wall_s"])
+            trl, again = sides[threads], by_trl(threads)
             floor = run_reference("floor", runs.policy, given.steps, WARM)
-            again = run_reference("trl", runs.policy, given.steps, WARM, threads, number)
             one = {
                 "step_wall_ratio_to_trl": ours["wall_s"] / trl["wall_s"],
                 "step_cpu_ratio_to_trl": ours["cpu_s"] / trl["cpu_s"],
@@ -183,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "control_wall_ratio": again["wall_s"] / trl["wall_s"],
                 "step_ms": 1e3 * ours["wall_s"],
                 "step_cpu_ms": 1e3 * ours["cpu_s"],
+                "trl_threads": threads,
                 "trl_step_ms": 1e3 * trl["wall_s"],
                 "trl_step_cpu_ms": 1e3 * trl["cpu_s"],
                 "floor_train_ms": 1e3 * floor["train_s"],
@@ -199,7 +203,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures: dict[str, Any] = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
     figures |= learning | {
         "rounds": given.rounds,
-        "trl_threads": threads,
         "seconds": round(time.monotonic() - began, 1),
     }
     return report(
