@@ -11,9 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.training.inference.requests import SECRET
-from toprope.training.inference.app import OPPONENT, InferenceServer
+from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.engine import Done, Sample, SamplingRequest
-from toprope.training.inference.sessions import UNRECORDED, Turn, session_key
+from toprope.training.inference.sessions import OPPONENT, UNRECORDED, Turn, session_key
 from toprope.training.inference.tool_calls import MessageRenderer, answer_id, parse_tool_calls
 from toprope.training.policy.loading import load_tokenizer
 from toprope.training.rollouts.env_managed_sampler import outcome_turns

@@ -132,7 +132,6 @@ async def run(member: ApiMember) -> None:
                 port=_former_port(remembered),
                 listener=_inherited_socket(),
                 http=protocol(),
-                proxy_headers=False,
                 timeout_keep_alive=75,
             )
         finally:

@@ -51,6 +51,8 @@ async def serve(
         log_level="warning",
         access_log=False,
         lifespan="off",
+        proxy_headers=False,
+        interface="asgi3",  # uvicorn takes methods for the older one
         timeout_graceful_shutdown=1,
         backlog=ACCEPTED_AT_ONCE,
         **options,

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from toprope.errors import ComponentFailed, InvalidValue
+from toprope.training.component.http_client import HttpConnections
 from toprope.training.component.peer_addresses import Address, Backoff, resolver
 from toprope.training.inference.sessions import LIFE_HEADER, Turn, session_key
 
@@ -104,15 +104,11 @@ class PolicyClient:
     def __init__(self, base_url: Address, secret: str, *, model: str = "policy", timeout_s: float = 600.0) -> None:
         self._resolve, self._secret, self._model = resolver(base_url), secret, model
         self._lives: dict[str, str] = {}
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-            headers={"Content-Type": "application/json"},
-        )
+        self._connections, self._timeout_s = HttpConnections({"Content-Type": "application/json"}), timeout_s
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._session.close()
+        await self._connections.close()
 
     async def chat(
         self, messages: list[dict[str, Any]], sampling: Sampling, *, n: int = 1, session: str = ""
@@ -218,18 +214,19 @@ class PolicyClient:
                 await asyncio.sleep(backoff.after_absence(time.monotonic()))
                 continue
             try:
-                async with self._session.request(method, url + path, data=data, headers=headers) as response:
-                    body = await response.read()
-                    if response.status == 200:
-                        if root and (current := response.headers.get(LIFE_HEADER)):
-                            self._lives[root] = current
-                        return body
-                    message = _message(body)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                await asyncio.sleep(backoff.after_error(error, time.monotonic(), url))
-                continue
+                response = await self._connections.request(
+                    method, url, path, body=data, headers=headers, timeout_s=self._timeout_s
+                )
             except TimeoutError:
                 raise ComponentFailed(f"Inference did not answer {path} in time.") from None
+            except OSError as error:
+                await asyncio.sleep(backoff.after_error(error, time.monotonic(), url))
+                continue
+            if response.status == 200:
+                if root and (current := response.headers.get(LIFE_HEADER.lower())):
+                    self._lives[root] = current
+                return response.body
+            message = _message(response.body)
             if response.status == 404 and missing is not None:
                 return missing
             if response.status == 400 and "no room for an answer" in message:

@@ -29,6 +29,9 @@ know earlier sessions, and would tokenise anew what had been sampled."""
 UNRECORDED = "~"
 """The session of requests that belong to no rollout, such as those of judges and simulated users."""
 
+OPPONENT = "opponent"
+"""Model name of a fixed opponent's weights, for unrecorded requests."""
+
 
 def session_key(secret: str, session: str) -> str:
     """The key `<proof>.<session>` for one session."""

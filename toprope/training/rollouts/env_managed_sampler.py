@@ -22,12 +22,10 @@ from msgspec.structs import replace
 from toprope.errors import ComponentFailed
 from toprope.records.worker_messages import SampledGroup as WorkerGroup
 from toprope.sdk.errors import WorkerError
-from toprope.training.inference.app import OPPONENT
 from toprope.training.inference.client import PolicyClient, Sampling
-from toprope.training.inference.sessions import UNRECORDED, Turn
+from toprope.training.inference.sessions import OPPONENT, UNRECORDED, Turn
 from toprope.training.inference.tool_calls import answer_id
 from toprope.training.rollouts.endpoint_client import EndpointClient
-from toprope.training.rollouts.endpoint_proxy import EndpointProxy
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
 from toprope.training.rollouts.sampled_group import SampledGroup, excerpt
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
@@ -110,6 +108,8 @@ class EnvManagedSampler(GroupSampler):
                 "environment.opponent names weights, which only the run's own policy server holds.",
                 hint="Name one of the owner's models, or leave it empty for self-play.",
             )
+        from toprope.training.rollouts.endpoint_proxy import EndpointProxy
+
         async with EndpointProxy(client, size, sampling) as proxy:
             sessions = [
                 self._session(proxy.url, key, proxy.judge_key, sampling.at(number))
@@ -126,6 +126,8 @@ class EnvManagedSampler(GroupSampler):
         models = dict(self.roles) | ({OPPONENT: self.opponent} if isinstance(self.opponent, EndpointClient) else {})
         if not models:
             return await self._run(worker, task, sessions)
+        from toprope.training.rollouts.endpoint_proxy import EndpointProxy
+
         verdicts = dataclasses.replace(sampling, max_new_tokens=max(sampling.max_new_tokens, _VERDICT_TOKENS))
         async with AsyncExitStack() as stack:
             proxies: list[EndpointProxy] = []

@@ -7,11 +7,10 @@ import time
 from types import TracebackType
 from typing import TypeVar
 
-import aiohttp
-
 from toprope.records.journal.groups import Counts, Group
 from toprope.training.api.clients import requests
 from toprope.training.api.http.errors import Refused
+from toprope.training.component.http_client import HttpConnections
 from toprope.training.component.peer_addresses import Address, resolver
 
 _T = TypeVar("_T")
@@ -30,9 +29,8 @@ class ApiClient:
 
     def __init__(self, base_url: Address, secret: str, *, patience_s: float = requests.PATIENCE_S) -> None:
         self._resolve = resolver(base_url)
-        self._headers = requests.headers(secret)
+        self._connections = HttpConnections(requests.headers(secret))
         self._patience_s = patience_s
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ApiClient:
         return self
@@ -44,9 +42,7 @@ class ApiClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._connections.close()
 
     async def post_group(self, group: Group) -> int:
         """Post a group; returns how many groups wait including it. Waits while the queue is full.
@@ -73,25 +69,13 @@ class ApiClient:
             if (url := self._resolve()) is None:
                 await asyncio.sleep(backoff.after_absence(time.monotonic()))
                 continue
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=request.read_timeout_s)
             try:
-                async with self._open().request(
-                    request.method, url + request.path, data=request.body, timeout=timeout
-                ) as answer:
-                    return request.decode(answer.status, await answer.read())
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                answer = await self._connections.request(
+                    request.method, url, request.path, body=request.body, timeout_s=request.read_timeout_s
+                )
+                return request.decode(answer.status, answer.body)
+            except OSError as error:
                 pause = backoff.after_error(error, time.monotonic(), url)
             except Refused as refusal:
                 pause = backoff.after_refusal(refusal, time.monotonic())
             await asyncio.sleep(pause)
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                headers=self._headers,
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
-                skip_auto_headers=("User-Agent", "Accept-Encoding", "Content-Type"),
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
