@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from toprope_server.http.app import PATH, build_app, uvicorn_config
+from toprope_server.http.app import PATH, build_app
 from toprope_server.http.principals import Tokens
+from toprope_server.http.serving import uvicorn_config
 
 from toprope.settings.owner import HttpSettings
 

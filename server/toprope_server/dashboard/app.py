@@ -20,9 +20,9 @@ from starlette.routing import Route
 
 import toprope
 from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound, NotPossibleNow, TopropeError
+from toprope_server import BUNDLE
 from toprope_server.dashboard.door import Door, Keys
 from toprope_server.dashboard.pulse import Pulse, lines_of
-from toprope_server.mcp.page_app import BUNDLE
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -6,28 +6,22 @@ Every request must be admitted (`http.access`). The SDK serves both eras of the 
 from __future__ import annotations
 
 import ipaddress
-import logging
-import signal
-import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import uvicorn
 from mcp.server.transport_security import TransportSecuritySettings
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from toprope.bounded_http import ACCEPTED_AT_ONCE, bounded, listen_long, most_connections
-from toprope.errors import InvalidValue, LockedField, NotPossibleNow
+from toprope.errors import InvalidValue, LockedField
 from toprope.settings.owner import Home, HttpSettings
 from toprope_server.http.access import AccessRequired, in_url
 from toprope_server.http.principals import Tokens
+from toprope_server.http.serving import leave, listen_on, serve_on, uvicorn_config
 from toprope_server.http.trace_intake import capture_route
-from toprope_server.mcp.app import TopropeServer, leave
-from toprope_server.mcp.auto_resume import resume_lost_runs
+from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role, role_of_settings
 
 if TYPE_CHECKING:
@@ -36,10 +30,6 @@ if TYPE_CHECKING:
 PATH = "/mcp"
 TOKEN_VARIABLE = "TOPROPE_TOKEN"
 """The variable from which clients' configurations take the token, so that none contains it. The server ignores it."""
-
-_KEEP_ALIVE_S = 120
-_GRACE_S = 1
-"""Seconds for calls in progress at the end; runs have keepers of their own and need none."""
 
 
 def build_app(
@@ -68,26 +58,6 @@ def build_app(
     if capture is not None:
         app.router.routes.append(capture_route(lambda: capture))
     return AccessRequired(app, tokens, settings, host, port)
-
-
-def uvicorn_config(app: ASGIApp, settings: HttpSettings | None = None) -> uvicorn.Config:
-    """Serve quietly, without waiting for open streams at the end.
-
-    Connections stay open longer than clients keep them: otherwise a call may arrive just as its connection is closed.
-    """
-    return uvicorn.Config(
-        app,
-        http=bounded(AutoHTTPProtocol, most_connections()),
-        backlog=ACCEPTED_AT_ONCE,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=_GRACE_S,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        server_header=False,
-        proxy_headers=False,
-        ssl_certfile=(settings.certificate or None) if settings else None,
-        ssl_keyfile=(settings.key or None) if settings else None,
-    )
 
 
 def serve_http(
@@ -128,48 +98,6 @@ def serve_http(
     )
     # A worker thread that still waits must not keep the process alive.
     leave()
-
-
-async def serve_on(config: uvicorn.Config, listening: socket.socket, ready: Callable[[], None], home: Home) -> None:
-    """Serve on a socket until a signal.
-
-    Args:
-        ready: Called once the server answers.
-        home: Lost runs in it are resumed if the owner's limits allow it.
-    """
-    server = _Server(config, ready)
-
-    async def watch() -> None:
-        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as received:
-            async for _ in received:
-                if server.should_exit:
-                    leave()
-                server.should_exit = True
-                # Open streams are cut off now; uvicorn would log that as an error.
-                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(watch)
-        tasks.start_soon(resume_lost_runs, home)
-        await server.serve(sockets=[listening])
-        tasks.cancel_scope.cancel()
-
-
-class _Server(uvicorn.Server):
-    """Uvicorn that reports when it is ready, and leaves signals to us: it would raise them again at its end."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        listen_long(sockets or ())
-        self._ready()
 
 
 def _print(text: str) -> None:
@@ -229,28 +157,3 @@ def _check_host(host: str, settings: HttpSettings, home: Home) -> None:
             hint=f"The owner may add it to http.hosts in {home.settings_file}; over a network, prefer an SSH tunnel to "
             "127.0.0.1: the token would travel unencrypted.",
         )
-
-
-def listen_on(host: str, port: int) -> socket.socket:
-    """Listen on an address; 0 for any free port.
-
-    Raises:
-        InvalidValue: Not an address.
-        NotPossibleNow: The port is taken.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise InvalidValue(f"Not an address: {host}: {error.strerror or error}.", hint="Use 127.0.0.1.") from None
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(128)
-    except OSError as error:
-        listening.close()
-        raise NotPossibleNow(
-            f"Cannot listen on {host}:{port}: {error.strerror or error}.",
-            hint="Another program may use it: give another --port, or --port 0 for any free port.",
-        ) from None
-    return listening

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
 import secrets
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import cached_property
@@ -31,10 +29,12 @@ from mcp.types import CallToolResult, InputRequiredResult, TextContent
 import toprope
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.run.full_disk import NO_ROOM
+from toprope_server import BUNDLE
+from toprope_server.http.serving import leave
 from toprope_server.mcp.arguments import check
 from toprope_server.mcp.auto_resume import resume_lost_runs
 from toprope_server.mcp.gate import Gate
-from toprope_server.mcp.page_app import BUNDLE, PageExtension, is_built, page_resource, read_page
+from toprope_server.mcp.page_app import PageExtension, is_built, page_resource, read_page
 from toprope_server.mcp.prompts import complete, prompts_for
 from toprope_server.mcp.resources import TEMPLATES, Resources
 from toprope_server.mcp.roles import Role, owners_role
@@ -252,13 +252,6 @@ async def _ending_on_signals(_: MCPServer[Any]) -> AsyncIterator[None]:
         tasks.start_soon(resume_lost_runs)
         yield
         tasks.cancel_scope.cancel()
-
-
-def leave() -> None:
-    """End the process at once, even if its threads still wait. See `_ending_on_signals`."""
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def serve_stdio(role: Role | None = None) -> None:

@@ -22,8 +22,6 @@ from toprope_server.tool_specs.page import PAGE_URI
 if TYPE_CHECKING:
     from mcp.server.context import ServerRequestContext
 
-BUNDLE = Path(__file__).parent.parent / "page"
-"""The built page; see `page/` in the repository."""
 _FILE = "app.html"
 _META = {"ui": {"prefersBorder": False}}
 

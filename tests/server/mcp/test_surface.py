@@ -115,3 +115,16 @@ print(lazy, heavy)
 """
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[] []", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "unwanted"),
+    [
+        ("toprope_server.dashboard.serve, toprope_tools.page.source", "mcp"),  # half of the dashboard's start
+        ("toprope.training.driver.program", "aiohttp, starlette, openai"),
+    ],
+)
+def test_programs_load_no_libraries_that_others_need(program, unwanted):
+    code = f"import sys, {program}; print([one for one in '{unwanted}'.split(', ') if one in sys.modules])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
