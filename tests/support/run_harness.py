@@ -6,7 +6,8 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from toprope.supervisor.keeper.containment import ContainmentSetting
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.lock import is_held
 from toprope.supervisor.runs.manager import RunManager
+from toprope.supervisor.spread.nodes import Node
 
 LIMIT_S = 20.0
 
@@ -144,6 +146,11 @@ def ended(runs: RunManager, folder: RunFolder, limit_s: float = LIMIT_S) -> Stat
     assert status.ended_at is not None, (status.state, status.reason)
     eventually(lambda: not is_held(folder.lock))  # its last events are written by then
     return status
+
+
+def describe_nodes(nodes: Sequence[Node], network: str) -> str:
+    """Return the value of ENV_NODES for these nodes, the keeper's first."""
+    return json.dumps({"network": network, "nodes": [asdict(node) for node in nodes]})
 
 
 def wait_for_heartbeats(folder: RunFolder, count: int) -> None:

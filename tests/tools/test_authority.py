@@ -11,7 +11,6 @@ from toprope_server.mcp.tool_registry import ALL_TOOLS
 from toprope_server.tool_specs.hermes import hermes_tools
 from toprope_tools.data import build_dataset
 from toprope_tools.experiments.config_history import reproduce_run, undo_edit
-from toprope_tools.parameter_fields import SETS, SETS_NOTHING
 from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.runs.inference import test_inference as start_test
@@ -19,6 +18,7 @@ from toprope_tools.runs.training import resume_training
 
 from tests.support.tools_house import become, do, start_run
 from tests.support.ways_past_locks import WAYS, recipe
+from tests.tools.parameter_fields import SETS, SETS_NOTHING
 from toprope.errors import InvalidValue, LockedField, NotPossibleNow
 from toprope.records.purse import FILE, Purse
 from toprope.records.run.specification import EnvironmentSource, Specification

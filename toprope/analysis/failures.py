@@ -177,8 +177,6 @@ _CRASHES = {
     "SIGFPE": "an arithmetic error in native code",
 }
 
-KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]
-
 
 def classify(
     component: str,

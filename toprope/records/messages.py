@@ -11,9 +11,6 @@ from typing import Any
 
 import msgspec
 
-COMPONENTS = ("policy", "api", "inference", "trainer", "environment")
-"""The members of a crew. `policy` is a program that ends after it has put the policy's folder in place."""
-
 BASELINE = "baseline"
 """Among the addresses of peers once the starting policy is evaluated; further drivers sample only then."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from toprope.analysis.failures import KINDS, classify, named
+from toprope.analysis.failures import Kind, classify, named
 from toprope.records.run.status import Failure
 
 TRACE = ["Traceback (most recent call last):", '  File "/opt/run/trainer.py", line 90, in run', "    model(batch)"]
@@ -92,7 +94,7 @@ def test_classify_ignores_harmless_lines(line: str) -> None:
 
 def test_every_failure_kind_is_covered() -> None:
     reached = {kind for kind, _ in CASES} | {"killed", "crashed", "unknown"}
-    assert reached == set(KINDS)
+    assert reached == set(get_args(Kind))
 
 
 def test_named_keeps_hint_of_component() -> None:

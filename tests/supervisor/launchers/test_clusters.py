@@ -52,11 +52,11 @@ def test_cluster_of_a_run_is_the_named_or_the_only_one(tmp_path, launcher, named
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ({"kind": "pbs"}, "lab.kind"),
+        ({"kind": "pbs"}, "lab: kind"),
         ({"kind": "ray"}, "needs the address"),
         ({**FARM, "address": "http://me:secret@10.0.0.1"}, "without user and password"),
         ({**FARM, "setup": ["module load x"]}, "are for Slurm"),
-        ({**LAB, "partitions": "x"}, "lab.partitions"),
+        ({**LAB, "partitions": "x"}, "lab: partitions"),
     ],
 )
 def test_wrong_entry_is_refused_without_its_values(tmp_path, entry, says):

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.run_harness import describe_nodes
 from toprope.errors import ComponentFailed
 from toprope.records.run.launch import Launch
 from toprope.supervisor.spread import ray_step
-from toprope.supervisor.spread.nodes import ENV_NODES, Node, Spread, describe_nodes, find_nodes
+from toprope.supervisor.spread.nodes import ENV_NODES, Node, Spread, find_nodes
 
 LAUNCH = Launch(
     kind="slurm", cluster="lab", network="trusted", nodes=2, attempt=1, name="run-1.1", submitted_at=0.0, deadline=0.0

@@ -9,10 +9,10 @@ import psutil
 import pytest
 from toprope_tools.runs.logs import components_of
 
-from tests.support.run_harness import RunHarness, ended, eventually, until
+from tests.support.run_harness import RunHarness, describe_nodes, ended, eventually, until
 from toprope.records.run.folder import RunFolder
 from toprope.supervisor.runs.manager import RunManager
-from toprope.supervisor.spread.nodes import ENV_NODES, Node, describe_nodes
+from toprope.supervisor.spread.nodes import ENV_NODES, Node
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="crews spread over nodes need Linux")
 

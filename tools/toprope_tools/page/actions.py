@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from toprope.errors import InvalidValue, TopropeError
 from toprope.records.audit import AuditTrail, shorten
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 BY = {"client": "dashboard"}
 
 
-class _Given(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Given(BaseModel, extra="forbid"):
+    """Refuses unknown fields."""
 
 
 class Resume(_Given):

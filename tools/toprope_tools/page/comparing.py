@@ -18,7 +18,7 @@ from toprope.workbench.launch.seeds import expand
 from toprope_tools.answers.results import CompareAnswer
 from toprope_tools.page.items import Items
 from toprope_tools.page.run import share_of
-from toprope_tools.page.shapes import Answer, Foreign, RunItem, Share, Value, foreign
+from toprope_tools.page.shapes import Answer, Foreign, RunItem, Value, foreign
 from toprope_tools.results.compare import compared_sides
 
 if TYPE_CHECKING:
@@ -282,8 +282,3 @@ def _candidate(
         state=None if status is None else status.state,
         spark=None if status is None else items.item(status).spark,
     )
-
-
-def figure(accuracy: float | None, low: float | None, high: float | None, tasks: int | None) -> Share | None:
-    """A stored accuracy with its interval, if it has one."""
-    return None if accuracy is None else Share(accuracy, low, high, tasks or 0)

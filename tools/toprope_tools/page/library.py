@@ -183,7 +183,7 @@ def dataset(workshop: Workshop, items: Items, name: str) -> Dataset:
     store = DatasetStore(workshop.home.datasets)
     version = store.find(name)
     record, lineage = version.record, version.record.lineage
-    recipe, strategy = lineage.get("recipe"), lineage.get("strategy")
+    strategy = lineage.get("strategy")
     try:
         card = version.card.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -202,9 +202,7 @@ def dataset(workshop: Workshop, items: Items, name: str) -> Dataset:
         counts=_counts(record.counts),
         made_of=_made_of(lineage),
         strategy=foreign(value(strategy), 400) if strategy else None,
-        recipe=foreign(yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True), 6000, lines=True)
-        if recipe
-        else None,
+        recipe=_recipe(lineage.get("recipe")),
         used_by=_used_by(workshop, items, version),
         other_versions=[one for one in store.versions(record.name) if one != record.dataset_version],
         card=foreign(card, _CARD, lines=True),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MOST_CHARACTERS = 60_000
 """Of a whole result of an app tool."""
-_ROOM = 58_000
+_ROOM = MOST_CHARACTERS - 2_000
 """Of the structure, so that the text and the frame of the message fit beside it."""
 _OWNERS_ALONE = frozenset({"log", "sweeps", "datasets", "dataset", "ledger", "environments", "environment"})
 

@@ -87,7 +87,7 @@ class ClusterLauncher:
         launch.write(folder)
         view = self._view(cluster)
         try:
-            handle = view.engine.submit(request_for(folder, specification, cluster, attempt, self._command))
+            view.engine.submit(request_for(folder, specification, cluster, attempt, self._command))
         except Refused:
             handed_over.unlink(missing_ok=True)
             raise
@@ -95,7 +95,6 @@ class ClusterLauncher:
             return  # it may have the job; if not, the run is lost after the deadline
         finally:
             view.forget()
-        launch.model_copy(update={"handle": handle}).write(folder)
 
     def _variables(self, owners: OwnerVariables) -> dict[str, str]:
         return far_keeper_variables(owners) | {ENV_CONTAINMENT: self._contained(), ENV_WALLS: self._walls().encode()}

@@ -69,8 +69,8 @@ class Engine(Protocol):
     title: str
     """Its name for people."""
 
-    def submit(self, request: JobRequest) -> str:
-        """Submit a job and return its handle.
+    def submit(self, request: JobRequest) -> None:
+        """Submit a job, unless the engine has one of its name.
 
         Raises:
             Refused: The engine does not accept it.

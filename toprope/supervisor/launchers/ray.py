@@ -30,14 +30,14 @@ class RayEngine:
     def __init__(self, cluster: Cluster, transport: httpx.BaseTransport | None = None) -> None:
         self._cluster, self._transport = cluster, transport
 
-    def submit(self, request: JobRequest) -> str:
+    def submit(self, request: JobRequest) -> None:
         """See `Engine.submit`. Ray answers 500 to a second job of one id, so the id is looked up first."""
         try:
             known = self._ask("GET", f"/api/jobs/{request.name}")
         except Unreachable as error:
             raise Refused(str(error), hint="Nothing was started. Start it again once Ray answers.") from None
         if known.status_code == httpx.codes.OK:
-            return request.name
+            return
         limit = time.monotonic() + _RETRIES_S
         answer = self._ask("POST", "/api/jobs/", json=self._job(request))
         while "try again later" in answer.text and time.monotonic() < limit:  # a node that has just started
@@ -48,7 +48,6 @@ class RayEngine:
                 f"Ray refused the job: {_said(answer)}.",
                 hint="Nothing was started. Change launcher.resources or features, or look at Ray's dashboard.",
             )
-        return request.name
 
     def _job(self, request: JobRequest) -> dict[str, Any]:
         room = request.launcher.room()

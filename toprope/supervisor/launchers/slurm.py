@@ -47,14 +47,14 @@ class SlurmEngine:
         self._cluster, self._run = cluster, run
         self._expanded: dict[str, list[str]] = {}
 
-    def submit(self, request: JobRequest) -> str:
+    def submit(self, request: JobRequest) -> None:
         """See `Engine.submit`. The script comes by standard input; Slurm keeps a copy, so it holds no secret."""
         try:
-            former = self.jobs().get(request.name)
+            is_known = request.name in self.jobs()
         except Unreachable as error:
             raise Refused(str(error), hint="Nothing was started. Start it again once Slurm answers.") from None
-        if former is not None:
-            return former.handle
+        if is_known:
+            return
         lines = ["#!/bin/sh", *self._cluster.setup, f"exec {shlex.join(request.command)}", ""]
         done = self._ask("sbatch", ["--parsable", *self._options(request)], "\n".join(lines))
         if done.returncode:
@@ -62,7 +62,6 @@ class SlurmEngine:
                 f"Slurm refused the job: {_said(done)}.",
                 hint="Nothing was started. Change launcher.partition, account, resources or time_limit_minutes.",
             )
-        return done.stdout.strip().partition(";")[0]
 
     def _options(self, request: JobRequest) -> list[str]:
         launcher, room = request.launcher, request.launcher.room()

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +27,8 @@ from toprope.supervisor.environment_variables import engine_variables
 from toprope.supervisor.programs import role_of
 
 ENV_NODES = "TOPROPE_NODES"
-"""Names the nodes to a keeper that no engine started, as `describe_nodes` writes it. No component gets it."""
+"""Names the nodes to a keeper that no engine started: `network`, and `nodes` with the fields of `Node`. No component
+gets it."""
 
 Network = Literal["tls", "trusted"]
 """Members reach each other between nodes by TLS with a certificate made for the run, which both sides must show,
@@ -110,11 +111,6 @@ def find_nodes(launch: Launch | None, surroundings: Mapping[str, str]) -> Spread
     return Spread(
         _nodes_of_slurm(surroundings) if launch.kind == "slurm" else _nodes_of_ray(launch.nodes), launch.network
     )
-
-
-def describe_nodes(nodes: Sequence[Node], network: Network) -> str:
-    """Return the value of ENV_NODES for these nodes, the keeper's first."""
-    return json.dumps({"network": network, "nodes": [asdict(node) for node in nodes]})
 
 
 def _nodes_of_ray(count: int) -> list[Node]:

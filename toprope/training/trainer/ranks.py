@@ -211,31 +211,21 @@ class Ranks:
         distributed.all_reduce(values, operation)
         return values
 
-    def shard(self, model: Any, *, half: bool = False) -> Any:
-        """Splits the parameters of a model, layer by layer, or those of a small module; returns it.
-
-        Args:
-            half: Compute in bfloat16 and add up gradients in float32.
-        """
+    def shard(self, model: Any) -> Any:
+        """Splits the parameters of a model, layer by layer, or those of a small module; returns it."""
         if self.alone:
             return model
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second that others save
+        from torch.distributed.fsdp import fully_shard  # half a second that others save
 
         mesh = init_device_mesh(self._device, (self.count,))
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if half else None
         layers = set(getattr(model, "_no_split_modules", None) or ())
         # Quantized weights are frozen and have no rows to split: every rank keeps them whole.
         quantized = {value for value in model.parameters() if not value.is_floating_point()}
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "ignored_params": quantized,
-            "mp_policy": policy or MixedPrecisionPolicy(),
-        }
         for module in list(model.modules()):
             if type(module).__name__ in layers:
-                fully_shard(module, **options)
-        fully_shard(model, **options)
+                fully_shard(module, mesh=mesh, ignored_params=quantized)
+        fully_shard(model, mesh=mesh, ignored_params=quantized)
         return model
 
     def mirrors(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

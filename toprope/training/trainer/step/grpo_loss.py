@@ -21,8 +21,6 @@ import torch
 from toprope.settings.schema import AlgorithmSection
 from toprope.training.trainer.ranks import Ranks
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "rloo")
-"""Losses that clip the importance ratio on both sides."""
 _SAPO_TEMPERATURE, _SAPO_TEMPERATURE_NEGATIVE = 1.0, 1.05
 _VESPO, _VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
 """Exponent and rate of VESPO's weight, for advantages of 0 or more and below 0."""
