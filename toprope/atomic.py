@@ -1,4 +1,4 @@
-"""Write files so that no reader and no crash ever meets half of one.
+"""Write files so that no reader and no crash ever meets half of one, and name those of a folder.
 
 Every function that replaces a file writes a temporary file beside it, readable by its owner only, and renames it.
 """
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 _ZEROS = 1 << 20
 
@@ -133,6 +133,25 @@ def allocate(descriptor: int, size: int) -> None:
         return
     for start in range(0, size, _ZEROS):
         os.pwrite(descriptor, bytes(min(_ZEROS, size - start)), start)
+
+
+class Within:
+    """The path of a file in the folder `path` of the object that has this attribute.
+
+    Args:
+        name: The file's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: _HasPath, kind: type[_HasPath]) -> Path:
+        return owner.path / self._name
+
+
+class _HasPath(Protocol):
+    @property
+    def path(self) -> Path: ...
 
 
 def _full_sync(descriptor: int) -> bool:

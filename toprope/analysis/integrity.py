@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from toprope.analysis.statistics.comparison import Measured
 from toprope.analysis.statistics.sign_flip import sign_flip
@@ -33,8 +33,6 @@ _CHECKPOINT = re.compile(r"^step-(\d+)$")
 class Check(BaseModel):
     """The result of one check."""
 
-    model_config = ConfigDict(extra="ignore")
-
     name: str
     state: Literal["ok", "warning", "unknown"]
     what: str
@@ -43,8 +41,6 @@ class Check(BaseModel):
 
 class Integrity(BaseModel):
     """All checks of a run."""
-
-    model_config = ConfigDict(extra="ignore")
 
     checks: list[Check] = []
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from toprope.analysis.statistics.intervals import Proportion
 
@@ -17,10 +17,8 @@ _TIMING = frozenset({"time", "step_time", "eta_s", "groups/waiting"})
 _MOST_NAMED = 12
 
 
-class Reproduction(BaseModel):
+class Reproduction(BaseModel, extra="forbid"):
     """The comparison of a run with the run that it repeats."""
-
-    model_config = ConfigDict(extra="forbid")
 
     of: str
     deterministic: bool

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from toprope.atomic import append
 from toprope.errors import NotFound, NotPossibleNow, shown
@@ -29,8 +29,6 @@ _GOAL = "goal:"
 
 class Figures(BaseModel):
     """Measurements of a run at the time of the entry; the run itself may be pruned later."""
-
-    model_config = ConfigDict(extra="ignore")
 
     state: str
     accuracy: float | None = None
@@ -47,8 +45,6 @@ class Figures(BaseModel):
 
 class Experiment(BaseModel):
     """One entry. An amendment appends the whole entry again."""
-
-    model_config = ConfigDict(extra="ignore")
 
     id: str
     at: float

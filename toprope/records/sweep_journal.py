@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from toprope.atomic import append
 from toprope.errors import Corrupt
@@ -57,17 +57,13 @@ def members_in(runs: Path, sweep: str) -> list[str]:
     return sorted(found, key=lambda name: (name.endswith("-final"), len(name), name))
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
+class _Line(BaseModel, frozen=True):
     version: int = SWEEP_VERSION
 
 
-class Candidate(BaseModel):
+class Candidate(BaseModel, frozen=True):
     """One member of a population: `values` by field, `steps` of its own run, the `parent` that it was derived from, and
     the candidate whose weights and optimizer it `continues`."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     id: str
     values: dict[str, Any]
@@ -93,11 +89,9 @@ class Started(_Line):
     run_id: str
 
 
-class Measured(BaseModel):
+class Measured(BaseModel, frozen=True):
     """The result of a candidate's run. `tasks`, `successes`, `accuracy` and `reward_mean` are of the validation split,
     None if nothing was measured. `steps`: its optimizer steps; `groups`: groups delivered to its whole line."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     accuracy: float | None = None
     tasks: int | None = None

@@ -21,17 +21,15 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from toprope.errors import InvalidValue, shown
 from toprope.settings.sections.launcher import LauncherSection
-from toprope.settings.yamlfiles import nearest, read_yaml
+from toprope.settings.yamlfiles import nearest, read_fields, read_yaml
 
 
-class Cluster(BaseModel):
+class Cluster(BaseModel, extra="forbid", frozen=True):
     """One cluster of the owner."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["slurm", "ray"]
     python: str = ""
@@ -86,10 +84,8 @@ class Cluster(BaseModel):
             raise InvalidValue(f"The token file {path} cannot be read: {error}.") from None
 
 
-class Clusters(BaseModel):
+class Clusters(BaseModel, extra="forbid", frozen=True):
     """All clusters of the owner, by name."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     named: dict[str, Cluster] = Field(default_factory=dict)
     path: Path = Path("clusters.yaml")
@@ -102,11 +98,8 @@ class Clusters(BaseModel):
             InvalidValue: The file cannot be read or is wrong.
         """
         data = read_yaml(path) if path.exists() else {}
-        try:
-            return cls.model_validate({"named": data, "path": path})
-        except ValidationError as error:
-            problems = [f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']}" for e in error.errors(include_input=False)]
-            raise InvalidValue(f"{path}: {'; '.join(problems)}.", hint="Fix the file.") from None
+        named = {str(name): read_fields(Cluster, entry, f"{path}, {name}") for name, entry in data.items()}
+        return cls(named=named, path=path)
 
     def chosen(self, launcher: LauncherSection) -> tuple[str, Cluster]:
         """Name and settings of the cluster for a run: the one that the run names, else the only one of its kind.

@@ -10,9 +10,10 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from toprope.errors import InvalidValue
+from toprope.settings.yamlfiles import read_fields
 
 BASE = "base"
 """Name of the draft's own policy among models under test."""
@@ -22,10 +23,8 @@ _SECRET_NAME = re.compile(r"[A-Z][A-Z0-9_]{0,99}")
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
-class Endpoint(BaseModel):
+class Endpoint(BaseModel, extra="forbid", frozen=True):
     """One model: its endpoint, its name there, the key that it needs, and its prices."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     base_url: str
     """Up to and with the version: http://127.0.0.1:8000/v1; `/chat/completions` is appended."""
@@ -82,11 +81,5 @@ def parse_endpoints(data: Any, where: str) -> dict[str, Endpoint]:
                 f"{where}: {name!r} is not a valid name for a model.",
                 hint=f"Lower-case letters, digits, '.', '_' and '-'; {BASE!r} is the draft's own policy.",
             )
-        try:
-            found[name] = Endpoint.model_validate(entry)
-        except ValidationError as error:
-            problems = [
-                f"{'.'.join(map(str, e['loc'])) or name}: {e['msg']}" for e in error.errors(include_input=False)
-            ]
-            raise InvalidValue(f"{where}, {name}: {'; '.join(problems)}.", hint="Fix the file.") from None
+        found[name] = read_fields(Endpoint, entry, f"{where}, {name}")
     return found

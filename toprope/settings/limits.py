@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from toprope.errors import InvalidValue
 from toprope.settings.yamlfiles import check_keys, read_yaml
@@ -49,20 +49,16 @@ _ANY = "*"
 Confirm = Literal["never", "always", "above"]
 
 
-class Limit(BaseModel):
+class Limit(BaseModel, frozen=True):
     """One limit: `name` as the file has it (`per_day.cost_usd`), its value, and the owner's reason."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     name: str
     max: float
     reason: str = ""
 
 
-class Prices(BaseModel):
+class Prices(BaseModel, frozen=True):
     """USD for an hour of a CPU, and of a GPU by part of its name (`*`: any other). None or missing: unknown."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     cpu_hour_usd: float | None = None
     gpu_hour_usd: dict[str, float] = {}
@@ -73,24 +69,20 @@ class Prices(BaseModel):
         return self.gpu_hour_usd.get(max(fits, key=len) if fits else _ANY)
 
 
-class Cap(BaseModel):
+class Cap(BaseModel, frozen=True):
     """The value at which a run is stopped, the limit that sets it, and the owner's reason."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     value: float
     limit: str
     reason: str = ""
 
 
-class FrozenLimits(BaseModel):
+class FrozenLimits(BaseModel, frozen=True):
     """The limits that held when a run started, as stored in its specification.
 
     `caps` and `reserved` are keyed by quantity (`wall_hours`, `cpu_hours`, ...). `reserved` is the most that the run
     may use of quantities that several runs share; it counts as used until the run has ended.
     """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     source: str
     """Origin of the limits: who set them, and in which file."""

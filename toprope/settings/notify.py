@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 Occasion = Literal["end", "failure", "waiting"]
 
 
-class NotifySettings(BaseModel):
+class NotifySettings(BaseModel, extra="forbid"):
     """Addressees and occasions of notices. Both a command and an address may be set."""
-
-    model_config = ConfigDict(extra="forbid")
 
     command: list[str] = Field(default_factory=list, max_length=32)
     """A program and its arguments, such as [mail, -s, Toprope, me]. It gets the notice as JSON on standard input, its

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field
 
+from toprope.atomic import Within
 from toprope.errors import InvalidValue
 from toprope.settings.clusters import Clusters
 from toprope.settings.endpoints import Endpoint, parse_endpoints
@@ -33,7 +34,7 @@ from toprope.settings.notify import NotifySettings
 from toprope.settings.presets import locks_under
 from toprope.settings.sections.hosted import TinkerSettings
 from toprope.settings.tools import LentTool
-from toprope.settings.yamlfiles import check_keys, read_yaml
+from toprope.settings.yamlfiles import check_keys, read_fields, read_yaml
 from toprope.shipped import CONFIGS
 
 MODELS = "models"
@@ -43,10 +44,8 @@ RECIPIENTS = ("*", "policy", "api", "inference", "trainer", "environment", "trac
 """Recipients of variables: `*` for every component, or one; `export` is the program that uploads policies."""
 
 
-class StatusLimit(BaseModel):
+class StatusLimit(BaseModel, extra="forbid"):
     """The interval at which an agent gets fresh numbers of a run: a share of its expected length, within bounds."""
-
-    model_config = ConfigDict(extra="forbid")
 
     share: float = Field(0.02, ge=0, le=1)
     min_s: float = Field(30.0, ge=0, le=86_400)
@@ -59,10 +58,8 @@ class StatusLimit(BaseModel):
         return min(max(self.min_s, self.share * (expected_s or 0.0)), max(self.min_s, self.max_s))
 
 
-class HttpSettings(BaseModel):
+class HttpSettings(BaseModel, extra="forbid"):
     """Access to `toprope serve --http`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     port: int = Field(8765, ge=0, le=65_535)
     """Port to listen on unless the command names one; 0: any free port."""
@@ -83,10 +80,8 @@ class HttpSettings(BaseModel):
         return {name: value for name, value in (("certificate", self.certificate), ("key", self.key)) if value}
 
 
-class ServeRole(BaseModel):
+class ServeRole(BaseModel, extra="forbid"):
     """The tools that servers offer their clients."""
-
-    model_config = ConfigDict(extra="forbid")
 
     read_only: bool = False
     """Offer only tools that change nothing."""
@@ -94,10 +89,8 @@ class ServeRole(BaseModel):
     """Sets of tools: plan, run, read (empty: all of them), hermes."""
 
 
-class DataLimit(BaseModel):
+class DataLimit(BaseModel, extra="forbid"):
     """Limits on exports of rollouts and policies, and on data sets made of rollouts."""
-
-    model_config = ConfigDict(extra="forbid")
 
     export: bool = True
     """True if export_trajectories is allowed."""
@@ -115,10 +108,8 @@ class DataLimit(BaseModel):
     """Exports and builds at the same time."""
 
 
-class MachineLimit(BaseModel):
+class MachineLimit(BaseModel, extra="forbid"):
     """The part of this machine that all runs together may use; unset limits are detected."""
-
-    model_config = ConfigDict(extra="forbid")
 
     threads: int | None = Field(None, ge=1)
     """CPU threads for training; tests may use as many in addition."""
@@ -128,10 +119,8 @@ class MachineLimit(BaseModel):
     """A run pauses if its disk has less room than this plus a checkpoint; by default 2 % of it, at most 500 MB."""
 
 
-class EnvironmentRights(BaseModel):
+class EnvironmentRights(BaseModel, extra="forbid"):
     """Rights of one environment, by its name."""
-
-    model_config = ConfigDict(extra="forbid")
 
     trust: bool = False
     """True lets it out of its wall: it may do what you may."""
@@ -141,19 +130,15 @@ class EnvironmentRights(BaseModel):
     """More files and folders that it changes."""
 
 
-class WallSettings(BaseModel):
+class WallSettings(BaseModel, extra="forbid"):
     """Walls around environments."""
-
-    model_config = ConfigDict(extra="forbid")
 
     missing: Literal["mark", "refuse"] = "mark"
     """On a machine with neither Landlock nor bubblewrap: warn in every run and description, or start no worker."""
 
 
-class OwnerSettings(BaseModel):
+class OwnerSettings(BaseModel, extra="forbid"):
     """settings.yaml of the owner."""
-
-    model_config = ConfigDict(extra="forbid")
 
     variables: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Environment variables by component, `*` for every one: {policy: {HF_TOKEN: ...}}. Give each key only to the
@@ -211,11 +196,7 @@ class OwnerSettings(BaseModel):
                     key: str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
                     for key, value in values.items()
                 }
-        try:
-            return cls.model_validate(data)
-        except ValidationError as error:
-            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_input=False)]
-            raise InvalidValue(f"{path}: {'; '.join(problems)}.", hint="Fix the file.") from None
+        return read_fields(cls, data, str(path))
 
 
 @dataclass(frozen=True)
@@ -234,55 +215,25 @@ class Home:
             _folder(environ.get("TOPROPE_CONFIG"), "user_config_path"),
         )
 
-    @property
-    def runs(self) -> Path:
-        return self.path / "runs"
-
-    @property
-    def policies(self) -> Path:
-        return self.path / "policies"
-
-    @property
-    def index(self) -> Path:
-        return self.path / "index.db"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def interpreters(self) -> Path:
-        """Virtual environments that were created for environments."""
-        return self.path / "interpreters"
-
-    @property
-    def checkouts(self) -> Path:
-        """Repositories that the owner added."""
-        return self.path / "checkouts"
-
-    @property
-    def environments_file(self) -> Path:
-        """The environments that the owner added."""
-        return self.path / "environments.json"
-
-    @property
-    def engines_file(self) -> Path:
-        """The engines that the owner added."""
-        return self.path / "engines.json"
-
-    @property
-    def agent_environments(self) -> Path:
-        """Environments that agents wrote and saved."""
-        return self.path / "environments"
-
-    @property
-    def datasets(self) -> Path:
-        """Data sets by name and version, and files to train on."""
-        return self.path / "datasets"
-
-    @property
-    def exports(self) -> Path:
-        return self.path / "exports"
+    runs = Within("runs")
+    policies = Within("policies")
+    index = Within("index.db")
+    ledger = Within("ledger.jsonl")
+    interpreters = Within("interpreters")
+    """Virtual environments that were created for environments."""
+    checkouts = Within("checkouts")
+    """Repositories that the owner added."""
+    environments_file = Within("environments.json")
+    """The environments that the owner added."""
+    engines_file = Within("engines.json")
+    """The engines that the owner added."""
+    agent_environments = Within("environments")
+    """Environments that agents wrote and saved."""
+    datasets = Within("datasets")
+    """Data sets by name and version, and files to train on."""
+    exports = Within("exports")
+    worker_homes = Within("homes")
+    """The HOME of each environment."""
 
     @property
     def settings_file(self) -> Path:
@@ -304,11 +255,6 @@ class Home:
     def strategies(self) -> Path:
         """The owner's own strategies for sweeps, one Python file each."""
         return self.configuration / "strategies"
-
-    @property
-    def worker_homes(self) -> Path:
-        """The HOME of each environment."""
-        return self.path / "homes"
 
     @property
     def preset_folders(self) -> list[Path]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from toprope.settings.sections.algorithms import contradictions
 from toprope.settings.sections.environment import EnvironmentSection, Section, members_of, mixture_conflicts
@@ -309,10 +309,8 @@ class BudgetSection(Section):
     )
 
 
-class Config(BaseModel):
+class Config(BaseModel, extra="forbid", validate_assignment=True):
     """The whole configuration."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
     environment: EnvironmentSection = Field(default_factory=EnvironmentSection)
     policy: PolicySection = Field(default_factory=PolicySection)

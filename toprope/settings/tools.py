@@ -12,15 +12,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 _KINDS = ("corpus", "provider", "python", "command", "url")
 
 
-class LentTool(BaseModel):
+class LentTool(BaseModel, extra="forbid"):
     """One tool. Exactly one of corpus, provider, python, command and url is its kind."""
-
-    model_config = ConfigDict(extra="forbid")
 
     corpus: str | None = None
     """Folder or file to search offline."""

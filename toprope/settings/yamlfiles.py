@@ -11,12 +11,15 @@ import functools
 import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from toprope.atomic import write_text
 from toprope.errors import InvalidValue
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -124,6 +127,22 @@ def check_keys(data: Any, allowed: Iterable[str], where: str) -> dict[str, Any]:
         if key not in allowed:
             raise InvalidValue(f"{where}: there is no key {key!r}.", hint=nearest(str(key), allowed))
     return data
+
+
+def read_fields(model: type[Model], data: Any, where: str) -> Model:
+    """Return `data` as a model.
+
+    Raises:
+        InvalidValue: It does not fit; the message names the fields and no value, a secret perhaps.
+    """
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        problems = [
+            ": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"])))
+            for one in error.errors(include_input=False)
+        ]
+        raise InvalidValue(f"{where}: {'; '.join(problems)}.", hint="Fix the file.") from None
 
 
 def set_variable(path: Path, component: str, name: str, value: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyio import to_thread
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from toprope.analysis.reports.headline import headline
 from toprope.errors import Corrupt, InvalidValue, NotPossibleNow
@@ -37,10 +37,8 @@ _SHOWN = 12
 _MOST = 64
 
 
-class Options(BaseModel):
+class Options(BaseModel, extra="forbid", frozen=True):
     """Further options of start_sweep."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: int | None = Field(None, ge=1)
     """Optimizer steps of a candidate's run in the first epoch; the draft's budget if None."""

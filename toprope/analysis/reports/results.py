@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from toprope.analysis.integrity import Integrity
 from toprope.analysis.statistics.intervals import Proportion
@@ -13,11 +13,7 @@ RESULTS_VERSION = 1
 """Newest version of results.json that this code reads."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class Accuracy(_Part):
+class Accuracy(BaseModel):
     """A share of successes with its 95 % interval over `tasks` tasks."""
 
     accuracy: float
@@ -44,14 +40,14 @@ class Accuracy(_Part):
         return Proportion(self.accuracy, self.low, self.high, self.tasks)
 
 
-class EnvironmentAccuracy(_Part):
+class EnvironmentAccuracy(BaseModel):
     """The part of one environment in an evaluation over several."""
 
     sampled: Accuracy | None = None
     greedy: Accuracy | None = None
 
 
-class Evaluation(_Part):
+class Evaluation(BaseModel):
     """One evaluation of the policy. Figures that were not measured are None."""
 
     split: str = ""
@@ -63,7 +59,7 @@ class Evaluation(_Part):
     """Per environment if the run has several; the figures above pool all tasks."""
 
 
-class Example(_Part):
+class Example(BaseModel):
     """A task with its answers before and after training; a test has `before` only."""
 
     task_id: str
@@ -75,7 +71,7 @@ class Example(_Part):
     after_success: bool | None = None
 
 
-class ModelReport(_Part):
+class ModelReport(BaseModel):
     """One model of a test of several. If it failed, `measured` is None and `error` gives the reason."""
 
     name: str
@@ -93,7 +89,7 @@ class ModelReport(_Part):
     cost_usd: float | None = None
 
 
-class Models(_Part):
+class Models(BaseModel):
     """A test of several models.
 
     `best` is by accuracy, then reward; `mean_accuracy` is over measured models. `environment_works` is True if more
@@ -106,7 +102,7 @@ class Models(_Part):
     environment_works: bool | None = None
 
 
-class Point(_Part):
+class Point(BaseModel):
     """Means over the steps since the previous point, up to `step`."""
 
     step: int
@@ -114,7 +110,7 @@ class Point(_Part):
     success: float | None = None
 
 
-class Seconds(_Part):
+class Seconds(BaseModel):
     """Wall time in seconds.
 
     `total` runs from the request to the end, `to_first_step` from the request to the end of the first optimizer step,
@@ -126,7 +122,7 @@ class Seconds(_Part):
     training: float | None = None
 
 
-class Results(_Part):
+class Results(BaseModel):
     """results.json.
 
     `rose` is True if the sampled held-out accuracy rose by more than the intervals, None if it was not measured twice.

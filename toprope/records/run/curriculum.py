@@ -8,22 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from toprope.atomic import write_json
-from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
+from toprope.records.run.folder import RunFolder, find_record
 
 CURRICULUM_VERSION = 1
 _NAME = "curriculum.json"
 _MOST_MEASURES = 200
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class LevelMeasurement(_Record):
+class LevelMeasurement(BaseModel):
     """One measurement on validation tasks: after `step` updates of the policy, at level number `level`."""
 
     step: int
@@ -34,7 +29,7 @@ class LevelMeasurement(_Record):
     """True if it opened the next level."""
 
 
-class CurriculumState(_Record):
+class CurriculumState(BaseModel):
     """One environment's curriculum: its knob, the values of its levels, and the measurements, oldest first."""
 
     knob: str
@@ -59,7 +54,7 @@ class CurriculumState(_Record):
         return self.model_copy(update={"measures": measures, "level": level, "since": since})
 
 
-class Curricula(_Record):
+class Curricula(BaseModel):
     """The content of curriculum.json."""
 
     version: int = CURRICULUM_VERSION
@@ -73,14 +68,7 @@ class Curricula(_Record):
         Raises:
             Corrupt: The file cannot be read.
         """
-        try:
-            return cls.model_validate(read_json(folder.path / _NAME, CURRICULUM_VERSION))
-        except NotFound:
-            return None
-        except ValidationError as error:
-            raise Corrupt(
-                f"{folder.path / _NAME} is not a curriculum: {describe_misfits(error)}.", hint=REPAIR_HINT
-            ) from None
+        return find_record(folder.path / _NAME, CURRICULUM_VERSION, cls)
 
     def write(self, folder: RunFolder) -> None:
         """Replace the file. Raises: OSError."""

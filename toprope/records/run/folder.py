@@ -33,11 +33,14 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from toprope.atomic import Within
 from toprope.errors import Corrupt, NotFound, NotPossibleNow, TooNew, shown
+
+Record = TypeVar("Record", bound=BaseModel)
 
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
 _CHECKPOINT = re.compile(r"^step-(\d{6,})$")
@@ -103,6 +106,31 @@ def read_json(path: Path, newest: int | None = None) -> Any:
     return value
 
 
+def read_record(path: Path, newest: int, record: type[Record]) -> Record:
+    """The record in a JSON file.
+
+    Args:
+        newest: See `read_json`.
+        record: Its class.
+
+    Raises:
+        NotFound: There is no such file.
+        Corrupt: It cannot be read; TooNew if a newer version wrote it.
+    """
+    try:
+        return record.model_validate(read_json(path, newest))
+    except ValidationError as error:
+        raise Corrupt(f"{path} cannot be read: {describe_misfits(error)}.", hint=REPAIR_HINT) from None
+
+
+def find_record(path: Path, newest: int, record: type[Record]) -> Record | None:
+    """The record in a JSON file; None if there is no such file. Raises as `read_record`."""
+    try:
+        return read_record(path, newest, record)
+    except NotFound:
+        return None
+
+
 def create_runs_folder(path: Path) -> None:
     """Create the folder of runs, or a folder inside it, readable by its owner only.
 
@@ -153,61 +181,20 @@ class RunFolder:
     def run_id(self) -> str:
         return self.path.name
 
-    @property
-    def spec(self) -> Path:
-        return self.path / "spec.json"
-
-    @property
-    def status(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def orders(self) -> Path:
-        return self.path / "orders"
-
-    @property
-    def launch(self) -> Path:
-        return self.path / "launch.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "keeper.lock"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "evaluations"
-
-    @property
-    def journal(self) -> Path:
-        return self.path / "journal"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def results(self) -> Path:
-        return self.path / "results.json"
-
-    @property
-    def plot(self) -> Path:
-        return self.path / "plot.png"
-
-    @property
-    def crew(self) -> Path:
-        return self.path / "crew"
+    spec = Within("spec.json")
+    status = Within("status.json")
+    events = Within("events.jsonl")
+    orders = Within("orders")
+    launch = Within("launch.json")
+    lock = Within("keeper.lock")
+    metrics = Within("metrics.jsonl")
+    evaluations = Within("evaluations")
+    journal = Within("journal")
+    checkpoints = Within("checkpoints")
+    logs = Within("logs")
+    results = Within("results.json")
+    plot = Within("plot.png")
+    crew = Within("crew")
 
     def evaluation(self, label: str) -> Path:
         """Path of the evaluation `label` (before, after, test, step-N)."""

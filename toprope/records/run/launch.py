@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from toprope.atomic import write_json
-from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
+from toprope.records.run.folder import RunFolder, find_record
 
 LAUNCH_VERSION = 1
 
 
-class Launch(BaseModel):
+class Launch(BaseModel, frozen=True):
     """launch.json. Times are seconds since the epoch on the machine that submitted."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     version: int = LAUNCH_VERSION
     kind: Literal["slurm", "ray"]
@@ -33,8 +30,6 @@ class Launch(BaseModel):
     """The attempt of the run that was submitted."""
     name: str
     """Name of the job, by which it is found if the engine's answer was lost."""
-    handle: str = ""
-    """The engine's id of the job; empty until it answered."""
     submitted_at: float
     deadline: float
     """A job that the engine does not know at this time was never submitted."""
@@ -46,12 +41,7 @@ class Launch(BaseModel):
         Raises:
             Corrupt: The file is damaged; TooNew if a newer version wrote it.
         """
-        try:
-            return cls.model_validate(read_json(folder.launch, LAUNCH_VERSION))
-        except NotFound:
-            return None
-        except ValidationError as error:
-            raise Corrupt(f"{folder.launch} does not fit: {describe_misfits(error)}.", hint=REPAIR_HINT) from None
+        return find_record(folder.launch, LAUNCH_VERSION, cls)
 
     def write(self, folder: RunFolder) -> None:
         """Replace launch.json."""

@@ -10,21 +10,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from toprope.atomic import write_json
-from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
+from toprope.records.run.folder import RunFolder, find_record
 
 RUN_MANIFEST_VERSION = 1
 _NAME = "manifest.json"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class Code(_Section):
+class Code(BaseModel):
     """Toprope itself."""
 
     version: str
@@ -35,7 +30,7 @@ class Code(_Section):
     changes_file: str | None = None
 
 
-class Configuration(_Section):
+class Configuration(BaseModel):
     """The frozen configuration, in short; spec.json has all of it."""
 
     sha256: str
@@ -47,7 +42,7 @@ class Configuration(_Section):
     seed: int
 
 
-class EnvironmentInputs(_Section):
+class EnvironmentInputs(BaseModel):
     """An environment of the run."""
 
     name: str
@@ -64,7 +59,7 @@ class EnvironmentInputs(_Section):
     """All packages installed in its own interpreter; empty if it runs in ours."""
 
 
-class DatasetInputs(_Section):
+class DatasetInputs(BaseModel):
     """The data set that a run of kind `sft` learns from."""
 
     name: str
@@ -73,7 +68,7 @@ class DatasetInputs(_Section):
     items: int
 
 
-class Policy(_Section):
+class Policy(BaseModel):
     """The model that training starts from."""
 
     model: str
@@ -85,7 +80,7 @@ class Policy(_Section):
     bytes: int = 0
 
 
-class Hardware(_Section):
+class Hardware(BaseModel):
     """The machine."""
 
     cpu: str = ""
@@ -100,8 +95,6 @@ class Hardware(_Section):
 
 class Manifest(BaseModel):
     """The content of manifest.json."""
-
-    model_config = ConfigDict(extra="ignore")
 
     version: int = RUN_MANIFEST_VERSION
     run_id: str
@@ -156,14 +149,7 @@ class Manifest(BaseModel):
         Raises:
             Corrupt: It cannot be read.
         """
-        try:
-            return cls.model_validate(read_json(cls.path(folder), RUN_MANIFEST_VERSION))
-        except NotFound:
-            return None
-        except ValidationError as error:
-            raise Corrupt(
-                f"{cls.path(folder)} is not a manifest: {describe_misfits(error)}.", hint=REPAIR_HINT
-            ) from None
+        return find_record(cls.path(folder), RUN_MANIFEST_VERSION, cls)
 
     def write(self, folder: RunFolder) -> None:
         """Replace the manifest on disk, indented for people."""

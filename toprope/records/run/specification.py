@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from toprope.atomic import write_json
-from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
+from toprope.errors import NotFound
+from toprope.records.run.folder import RunFolder, read_record
 from toprope.records.run.kinds import KINDS, KindName, RunKind
 from toprope.sdk.worker.splits import PROMPT_RULE
 from toprope.settings.endpoints import Endpoint
@@ -24,10 +24,8 @@ SPECIFICATION_VERSION = 1
 """Newest version of spec.json that this code reads."""
 
 
-class RewardSource(BaseModel):
+class RewardSource(BaseModel, extra="forbid"):
     """A reward function of the owner: `attribute` of `file`, which a worker adds to an environment."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     weight: float = 1.0
@@ -37,14 +35,12 @@ class RewardSource(BaseModel):
     attribute: str
 
 
-class EnvironmentSource(BaseModel):
+class EnvironmentSource(BaseModel, extra="forbid"):
     """The place where a worker finds an environment.
 
     Either `file` and `attribute` (a class or factory in a user's file), or `adapter` (a module of
     toprope/sdk/adapters) and `target` (what the adapter calls it).
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     file: str | None = None
@@ -61,19 +57,15 @@ class EnvironmentSource(BaseModel):
     """The rule for splits of tasks, in `toprope.sdk.worker.splits`. Specifications of earlier versions lack it."""
 
 
-class ModelUnderTest(BaseModel):
+class ModelUnderTest(BaseModel, extra="forbid"):
     """A model that a test measures: at an endpoint, or the run's own policy if `endpoint` is None."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     endpoint: Endpoint | None = None
 
 
-class TrainerSource(BaseModel):
+class TrainerSource(BaseModel, extra="forbid"):
     """A trainer class of the owner, at the time of freezing."""
-
-    model_config = ConfigDict(extra="forbid")
 
     file: str
     attribute: str
@@ -81,10 +73,8 @@ class TrainerSource(BaseModel):
     """Of the file."""
 
 
-class DatasetSource(BaseModel):
+class DatasetSource(BaseModel, extra="forbid"):
     """The version of a data set that a run learns from."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     """`best@v2`"""
@@ -108,12 +98,11 @@ class FineTunePlan:
     kind: ClassVar[KindName] = "sft"
 
 
-class TestPlan(BaseModel):
+class TestPlan(BaseModel, extra="forbid"):
     """Plan of a run of kind `test`: `tasks` tasks of the validation split, `group_size` rollouts each."""
 
     __test__ = False
     kind: ClassVar[KindName] = "test"
-    model_config = ConfigDict(extra="forbid")
 
     tasks: int
     group_size: int
@@ -126,11 +115,10 @@ class TestPlan(BaseModel):
     """Use held-out tasks, one answer each: the final measurement of a sweep's winner."""
 
 
-class AskPlan(BaseModel):
+class AskPlan(BaseModel, extra="forbid"):
     """Plan of a run of kind `ask`: put conversations to the policy and keep the answers."""
 
     kind: ClassVar[KindName] = "ask"
-    model_config = ConfigDict(extra="forbid")
 
     conversations: list[list[dict[str, str]]]
     """Chat messages, role and content."""
@@ -143,20 +131,16 @@ class AskPlan(BaseModel):
     """The policy in words: "step 120 of run x", "the base policy embedded"."""
 
 
-class SeedGroup(BaseModel):
+class SeedGroup(BaseModel, extra="forbid"):
     """A run's place in its seed group: number `index`, from 0, of `size`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: str
     index: int = Field(ge=0)
     size: int = Field(ge=1)
 
 
-class Dimension(BaseModel):
+class Dimension(BaseModel, extra="forbid"):
     """One field that a sweep varies: between `low` and `high`, or one of `choices`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     low: float | None = None
     high: float | None = None
@@ -166,11 +150,10 @@ class Dimension(BaseModel):
     choices: list[Any] | None = None
 
 
-class SweepPlan(BaseModel):
+class SweepPlan(BaseModel, extra="forbid"):
     """Plan of a run of kind `sweep`: a population over `space`, for some epochs."""
 
     kind: ClassVar[KindName] = "sweep"
-    model_config = ConfigDict(extra="forbid")
 
     space: dict[str, Dimension]
     """By dotted field."""
@@ -206,10 +189,8 @@ def training_plan(config: Config) -> TrainPlan | FineTunePlan:
     return FineTunePlan() if config.algorithm.name == "sft" else TrainPlan()
 
 
-class SweepMember(BaseModel):
+class SweepMember(BaseModel, extra="forbid"):
     """The candidate of a sweep that a run measures."""
-
-    model_config = ConfigDict(extra="forbid")
 
     sweep: str
     """Run id of the sweep."""
@@ -225,20 +206,16 @@ class SweepMember(BaseModel):
     """This is the winner's measurement on held-out tasks."""
 
 
-class Continuation(BaseModel):
+class Continuation(BaseModel, extra="forbid"):
     """The run that another goes on with, under a budget of its own: its weights, its optimizer, the tasks after its."""
-
-    model_config = ConfigDict(extra="forbid")
 
     run: str
     first_task: int = Field(0, ge=0)
     """Number of training tasks that it and those before it used."""
 
 
-class Specification(BaseModel):
+class Specification(BaseModel, extra="forbid"):
     """spec.json of a run."""
-
-    model_config = ConfigDict(extra="forbid")
 
     version: int = SPECIFICATION_VERSION
     run_id: str
@@ -310,15 +287,11 @@ class Specification(BaseModel):
             Corrupt: See `read_json`.
         """
         try:
-            return cls.model_validate(read_json(folder.spec, SPECIFICATION_VERSION))
+            return read_record(folder.spec, SPECIFICATION_VERSION, cls)
         except NotFound:
             raise NotFound(
                 f"{folder.run_id} has no specification: spec.json was deleted, at least.",
                 hint=f"The owner deletes what is left in {folder.path}; list_runs names the other runs.",
-            ) from None
-        except ValidationError as error:
-            raise Corrupt(
-                f"{folder.spec} is not a valid specification: {describe_misfits(error)}.", hint=REPAIR_HINT
             ) from None
 
     def write(self, folder: RunFolder) -> None:

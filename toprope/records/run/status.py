@@ -19,11 +19,10 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from toprope.atomic import write_json
-from toprope.errors import Corrupt
-from toprope.records.run.folder import REPAIR_HINT, RunFolder, check_version, describe_misfits, read_json
+from toprope.records.run.folder import RunFolder, check_version, read_record
 from toprope.records.run.full_disk import PatientLines
 from toprope.records.run.kinds import RunKind, kind_named
 
@@ -72,11 +71,7 @@ TRANSITIONS: dict[str, frozenset[str]] = {
 }
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
-
-class Failure(_Record):
+class Failure(BaseModel):
     """The failure of a run: its component, how that ended, its last output, and a hint."""
 
     component: str
@@ -91,7 +86,7 @@ class Failure(_Record):
     """The line that shows it."""
 
 
-class CrewMember(_Record):
+class CrewMember(BaseModel):
     """The present state of one component."""
 
     state: Literal["starting", "ready", "finished", "exited", "stopped"]
@@ -107,10 +102,8 @@ class CrewMember(_Record):
     """Restarts of the environment's worker."""
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, frozen=True):
     """One diagnosis: a rule, the values that it saw, and the next step. Stored as the data of an event."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     rule: str
     """The rule's id, such as `collapse`; stable, so that agents and tests can name it."""
@@ -133,7 +126,7 @@ class Finding(BaseModel):
     step: int | None = None
 
 
-class Status(_Record):
+class Status(BaseModel):
     """status.json. Times are seconds since the epoch; `progress` holds the newest numbers, all optional:
     step, total_steps, reward, success, rollouts_per_second, eta_s, what, done, total."""
 
@@ -188,17 +181,14 @@ class Status(_Record):
             NotFound: The run has none yet.
             Corrupt: It cannot be read; TooNew if a newer version wrote it.
         """
-        try:
-            return cls.model_validate(read_json(folder.status, STATUS_VERSION))
-        except ValidationError as error:
-            raise Corrupt(f"{folder.status} is not a status: {describe_misfits(error)}.", hint=REPAIR_HINT) from None
+        return read_record(folder.status, STATUS_VERSION, cls)
 
     def write(self, folder: RunFolder) -> None:
         """Replace the status on disk. While a run lives, only its keeper may."""
         write_json(folder.status, self.model_dump(mode="json"))
 
 
-class Event(_Record):
+class Event(BaseModel):
     """An event of a run; kinds: state, evaluation, checkpoint, first_step, finding, warning,
     restart, curriculum, end."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
@@ -21,7 +21,6 @@ class TestedModel(BaseModel):
     """The result of one model. Values that were not measured are None, never 0."""
 
     __test__ = False
-    model_config = ConfigDict(extra="ignore")
 
     name: str
     model: str
@@ -46,8 +45,6 @@ class TestedModel(BaseModel):
 
 class AnsweredConversation(BaseModel):
     """A conversation with a policy, and its answers."""
-
-    model_config = ConfigDict(extra="ignore")
 
     messages: list[dict[str, str]]
     answers: list[str] = []

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from toprope.atomic import write_json
-from toprope.errors import Corrupt, NotFound
 from toprope.records.purse import FILE as SPENDING
 from toprope.records.purse import Purse, day_of, read_spending
-from toprope.records.run.folder import REPAIR_HINT, RunFolder, describe_misfits, read_json
+from toprope.records.run.folder import RunFolder, find_record
 from toprope.settings.limits import FrozenLimits
 
 __all__ = ["SPENDING", "Spent", "Usage", "day_of", "purse_of", "spending_in"]
@@ -28,8 +27,6 @@ _ACCOUNTS = SPENDING.replace(".", "*.")
 
 class Spent(BaseModel):
     """Resources used within one day. `usd`, of processors and GPUs, is None if the price was not known."""
-
-    model_config = ConfigDict(extra="ignore")
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
@@ -66,16 +63,11 @@ class Usage(Spent):
             Corrupt: It cannot be read.
         """
         spending = spending_in(folder.path)
-        try:
-            usage = cls.model_validate(read_json(folder.path / "usage.json", USAGE_VERSION))
-        except NotFound:
+        usage = find_record(folder.path / "usage.json", USAGE_VERSION, cls)
+        if usage is None:
             if not spending:
                 return None
             usage = cls()
-        except ValidationError as error:
-            raise Corrupt(
-                f"{folder.path / 'usage.json'} cannot be read: {describe_misfits(error)}.", hint=REPAIR_HINT
-            ) from None
         usage.count_tokens(spending)
         return usage
 

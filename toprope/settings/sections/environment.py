@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from toprope.settings.endpoints import BASE
 from toprope.settings.sections.mixture import (
@@ -22,10 +22,8 @@ RUN = "run:"
 """Prefix of a run's name in place of a model's."""
 
 
-class Section(BaseModel):
+class Section(BaseModel, extra="forbid", validate_assignment=True, allow_inf_nan=False):
     """One section of the configuration; assignments are checked, unknown fields refused."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
 class EnvironmentSection(Section):

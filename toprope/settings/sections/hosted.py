@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from toprope.settings.endpoints import BASE
 from toprope.settings.sections.environment import RUN, Section
@@ -31,10 +31,8 @@ class TrainerSection(Section):
     )
 
 
-class HostedPrices(BaseModel):
+class HostedPrices(BaseModel, extra="forbid", frozen=True):
     """A service's prices of one model."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt_usd: float = Field(ge=0)
     """US dollars per million tokens of prompts."""
@@ -54,10 +52,8 @@ class HostedPrices(BaseModel):
         return tokens * self.train_usd / 1e6 + self.step_usd
 
 
-class TinkerSettings(BaseModel):
+class TinkerSettings(BaseModel, extra="forbid"):
     """The owner's account at a service."""
-
-    model_config = ConfigDict(extra="forbid")
 
     prices: dict[str, HostedPrices] = Field(default_factory=dict)
     """By the name of the model at the service."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import deque
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from toprope.settings.sections.environment import Section
 
 _LONGEST_WAIT_S = 60.0
 
 
-class Resources(BaseModel):
+class Resources(BaseModel, extra="forbid", frozen=True):
     """The room that one component needs on its node of a cluster."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     cpus: int = Field(1, ge=1, le=1024)
     gpus: int = Field(0, ge=0, le=64)

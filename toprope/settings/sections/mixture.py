@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 _MOST_MEMBERS = 32
 _MOST_REWARDS = 32
@@ -20,8 +20,8 @@ _FORMS = {
 }
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+class _Entry(BaseModel, extra="forbid", allow_inf_nan=False):
+    """Refuses unknown fields."""
 
 
 class RewardFunction(_Entry):

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, TooNew
 from toprope.machine import processor_count
-from toprope.records.run.folder import RUN_ID, read_json
+from toprope.records.run.folder import RUN_ID, find_record, read_record
 from toprope.records.run.specification import Specification
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.programs import torch_members_of
@@ -47,10 +47,8 @@ _GPU_NODE = re.compile(r"^nvidia\d+$")
 Pool = Literal["training", "tests", "gpu", "light"]
 
 
-class Machine(BaseModel):
+class Machine(BaseModel, frozen=True):
     """The capacity of this machine for runs: CPU threads, and GPUs by their ids in CUDA_VISIBLE_DEVICES."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     threads: int = Field(ge=1)
     gpus: tuple[str, ...] = ()
@@ -90,8 +88,6 @@ class Machine(BaseModel):
 
 class _Entry(BaseModel):
     """The entry of one run. `turn` is its place in the order of arrival."""
-
-    model_config = ConfigDict(extra="ignore")
 
     version: int = RESERVATION_VERSION
     turn: int
@@ -142,8 +138,8 @@ class Reservations:
     def machine(self) -> Machine | None:
         """Return the capacity that was announced last; None if there is none that can be read."""
         try:
-            return Machine.model_validate(read_json(self._path / _MACHINE, RESERVATION_VERSION))
-        except (NotFound, Corrupt, ValidationError):
+            return find_record(self._path / _MACHINE, RESERVATION_VERSION, Machine)
+        except Corrupt:
             return None
 
     def claim(self, specification: Specification, *, anew: bool = False) -> Granted | Waiting | None:
@@ -214,13 +210,13 @@ class Reservations:
                 continue
             try:
                 if RUN_ID.fullmatch(run_id) and is_held(self._runs / run_id / "keeper.lock"):
-                    found[run_id] = _Entry.model_validate(read_json(path, RESERVATION_VERSION))
+                    found[run_id] = read_record(path, RESERVATION_VERSION, _Entry)
                     continue
             except NotFound:
                 continue
             except TooNew:
                 raise  # the share of a newer version's run is unknown here and must not be given twice
-            except (Corrupt, ValidationError):
+            except Corrupt:
                 pass
             # This process holds the lock, so a file with another name was left by a process killed while writing.
             path.unlink(missing_ok=True)

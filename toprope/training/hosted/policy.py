@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, InvalidValue
@@ -22,8 +22,6 @@ TOKENIZER_FILES = ["tokenizer*", "vocab*", "merges.txt", "special_tokens_map.jso
 
 class HostedPolicy(BaseModel):
     """Weights at a service."""
-
-    model_config = ConfigDict(extra="ignore")
 
     base_model: str
     """Name of the model there."""

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 import toprope
 from toprope.atomic import fsync, write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
-from toprope.records.run.folder import REPAIR_HINT, describe_misfits, read_json
+from toprope.records.run.folder import REPAIR_HINT, read_record
 from toprope.settings.yamlfiles import nearest
 
 NAME = re.compile(r"^[a-z0-9][a-z0-9_.-]{0,63}$")
@@ -42,8 +42,6 @@ _INBOX = "inbox.jsonl"
 class Stored(BaseModel):
     """A file of a version."""
 
-    model_config = ConfigDict(extra="ignore")
-
     items: int
     bytes: int
     sha256: str
@@ -51,8 +49,6 @@ class Stored(BaseModel):
 
 class DatasetRecord(BaseModel):
     """dataset.json of a version."""
-
-    model_config = ConfigDict(extra="ignore")
 
     version: int = _RECORD_VERSION
     name: str
@@ -165,12 +161,7 @@ class DatasetStore:
         return self._read(self.path / base / version)
 
     def _read(self, path: Path) -> Version:
-        try:
-            return Version(path, DatasetRecord.model_validate(read_json(path / _RECORD, _RECORD_VERSION)))
-        except ValidationError as error:
-            raise Corrupt(
-                f"{path / _RECORD} is not a data set record: {describe_misfits(error)}.", hint=REPAIR_HINT
-            ) from None
+        return Version(path, read_record(path / _RECORD, _RECORD_VERSION, DatasetRecord))
 
     @contextmanager
     def making(self, name: str) -> Iterator[Path]:

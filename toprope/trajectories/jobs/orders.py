@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.endpoints import Endpoint
 
 
-class _Data(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Data(BaseModel, extra="forbid"):
+    """Refuses unknown fields."""
 
 
 class Code(_Data):

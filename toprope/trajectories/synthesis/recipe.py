@@ -19,14 +19,14 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from toprope.errors import InvalidValue, shown
 from toprope.trajectories.synthesis.near_duplicates import named_ratios
 
 
-class _Plan(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Plan(BaseModel, extra="forbid", strict=True):
+    """Refuses unknown fields."""
 
 
 class StepPlan(_Plan):

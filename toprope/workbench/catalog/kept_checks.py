@@ -8,19 +8,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from toprope.atomic import write_json
-from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import read_json
+from toprope.errors import Corrupt
+from toprope.records.run.folder import find_record
 
 _VERSION = 1
 
 
 class KeptFinding(BaseModel):
     """One finding; its words are partly the environment's."""
-
-    model_config = ConfigDict(extra="ignore")
 
     rule: str
     level: str
@@ -29,8 +27,6 @@ class KeptFinding(BaseModel):
 
 class KeptCheck(BaseModel):
     """A check as it came out."""
-
-    model_config = ConfigDict(extra="ignore")
 
     version: int = _VERSION
     environment: str
@@ -61,8 +57,8 @@ class KeptChecks:
     def find(self, environment: str) -> KeptCheck | None:
         """The last check of an environment; None if it was never checked, or the file cannot be read."""
         try:
-            return KeptCheck.model_validate(read_json(self._path(environment), _VERSION))
-        except (NotFound, Corrupt, ValidationError):
+            return find_record(self._path(environment), _VERSION, KeptCheck)
+        except Corrupt:
             return None
 
     def _path(self, environment: str) -> Path:

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from toprope.atomic import write_json
-from toprope.errors import Corrupt, NotFound, NotPossibleNow
-from toprope.records.run.folder import REPAIR_HINT, describe_misfits, read_json
+from toprope.errors import NotPossibleNow
+from toprope.records.run.folder import find_record
 
 REGISTRY_VERSION = 1
 _WAIT_S = 30.0
@@ -22,8 +22,6 @@ _WAIT_S = 30.0
 
 class Added(BaseModel):
     """An entry that the owner added."""
-
-    model_config = ConfigDict(extra="ignore")
 
     name: str
     kind: str
@@ -47,8 +45,6 @@ class Added(BaseModel):
 
 
 class _File(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     version: int = REGISTRY_VERSION
     environments: dict[str, Added] = {}
 
@@ -69,14 +65,8 @@ class Registry:
         Raises:
             Corrupt: The file cannot be read; TooNew if a newer version wrote it.
         """
-        try:
-            return _File.model_validate(read_json(self.path, REGISTRY_VERSION)).environments
-        except NotFound:
-            return {}
-        except ValidationError as error:
-            raise Corrupt(
-                f"{self.path} is not a list of environments: {describe_misfits(error)}.", hint=REPAIR_HINT
-            ) from None
+        found = find_record(self.path, REGISTRY_VERSION, _File)
+        return {} if found is None else found.environments
 
     @contextmanager
     def changing(self) -> Iterator[dict[str, Added]]:

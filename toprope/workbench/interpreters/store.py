@@ -15,11 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, TopropeError
-from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.folder import RunFolder, find_record
 from toprope.records.run.status import Status
 from toprope.supervisor.lock import RunLock, is_held
 
@@ -32,8 +32,6 @@ _YOUNG_S = 60.0
 
 class Made(BaseModel):
     """interpreter.json: record of an environment in the store."""
-
-    model_config = ConfigDict(extra="ignore")
 
     version: int = MADE_VERSION
     python: str
@@ -67,8 +65,8 @@ class Store:
     def made(self, digest: str) -> Made | None:
         """Return its record; None if it is missing or incomplete."""
         try:
-            return Made.model_validate(read_json(self.folder(digest) / _FACTS, MADE_VERSION))
-        except (TopropeError, ValidationError):
+            return find_record(self.folder(digest) / _FACTS, MADE_VERSION, Made)
+        except TopropeError:
             return None
 
     def digests(self) -> list[str]:
