@@ -77,18 +77,7 @@ async def export_trajectories(
         with_more = f"{plural(outcome.simplified, 'item')} with more in a message than role and content"
         lines.append(f"Simplified {with_more}; jsonl keeps everything.")
     lines.append(f"Next: {call('build_dataset', name='best', sources=sources[:1])} builds a named data set.")
-    data = answers.Exported(
-        state="done",
-        path=outcome.path,
-        format=format,
-        items=outcome.items,
-        bytes=outcome.bytes,
-        read=outcome.read,
-        left_out=outcome.left_out,
-        texts=outcome.texts,
-        warnings=outcome.warnings,
-    )
-    return Answer("\n".join(lines), data)
+    return Answer("\n".join(lines), answers.Exported.of(outcome, state="done", format=format))
 
 
 async def build_dataset(
@@ -133,21 +122,8 @@ async def build_dataset(
     ]
     changes = {"algorithm.name": "sft", "sft.dataset": outcome.version}
     lines.append(f"Next: edit_config with {changes} trains on it; toprope://datasets/{name} shows its card.")
-    data = answers.BuiltDataset(
-        state="done",
-        dataset=outcome.version,
-        path=outcome.path,
-        card=f"{outcome.path}/README.md",
-        items=outcome.items,
-        splits=outcome.splits,
-        read=outcome.read,
-        generated=outcome.generated,
-        left_out=outcome.left_out,
-        texts=outcome.texts,
-        new=outcome.new,
-        complete=outcome.complete,
-        warnings=outcome.warnings,
-    )
+    card = f"{outcome.path}/README.md"
+    data = answers.BuiltDataset.of(outcome, state="done", dataset=outcome.version, card=card)
     return Answer("\n".join(lines), data)
 
 
@@ -190,8 +166,7 @@ async def export_policy(
     ]
     if outcome.url:
         lines.append(f"Uploaded to {outcome.url}.")
-    data = answers.ExportedPolicy(state="done", form=form, path=outcome.path, bytes=outcome.bytes, url=outcome.url)
-    return Answer("\n".join(lines), data)
+    return Answer("\n".join(lines), answers.ExportedPolicy.of(outcome, state="done", form=form))
 
 
 async def _done(

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from toprope.errors import ComponentFailed
-from toprope.trackers.tracker import AXES, TrackedRun, Value
-
-_AXES = tuple(dict.fromkeys(AXES.values()))
+from toprope.trackers.tracker import SteppedTracker, TrackedRun, Value
 
 
-class TrackioTracker:
+class TrackioTracker(SteppedTracker):
     """See `Tracker`. `trackio show --project PROJECT` opens its dashboard; TRACKIO_DIR among the owner's variables for
     `tracker` moves its database.
 
@@ -28,7 +26,7 @@ class TrackioTracker:
             raise ComponentFailed(
                 "logging.trackers names trackio, which is not installed.", hint="The owner runs: pip install trackio"
             ) from None
-        self._trackio, self._project, self._step = trackio, run.project, 0
+        self._project = run.project
         try:
             self._run = trackio.init(
                 project=run.project,
@@ -48,17 +46,6 @@ class TrackioTracker:
         """See `Tracker.record`."""
         return {"project": self._project}
 
-    def log(self, values: Mapping[str, Value]) -> None:
-        """See `Tracker.log`."""
-        axis = next((one for one in _AXES if one in values), None)
-        if axis is not None:
-            self._step = int(values[axis])
-        self._send({name: value for name, value in values.items() if name != axis})
-
-    def summarize(self, values: Mapping[str, Value]) -> None:
-        """Log figures of the whole run as `summary/...` at the newest step."""
-        self._send({f"summary/{name}": value for name, value in values.items()})
-
     def finish(self, exit_code: int) -> None:
         """See `Tracker.finish`."""
         try:
@@ -66,7 +53,7 @@ class TrackioTracker:
         except Exception as error:
             raise ComponentFailed(f"trackio did not finish: {_short(error)}.") from None
 
-    def _send(self, values: Mapping[str, Value]) -> None:
+    def _write(self, values: Mapping[str, Value]) -> None:
         try:
             self._run.log(dict(values), step=self._step)
         except Exception as error:

@@ -13,13 +13,12 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.trackers.follower import RunFollower
-from toprope.trackers.tracker import AXES, TrackedRun, Value, tracked_run
+from toprope.trackers.tracker import SteppedTracker, TrackedRun, Value, tracked_run
 
 FOLDER = "tensorboard"
-_AXES = tuple(dict.fromkeys(AXES.values()))
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(SteppedTracker):
     """See `Tracker`. Each attempt writes a file of its own; TensorBoard joins them, and of two values for one step the
     later one counts.
 
@@ -40,7 +39,7 @@ class TensorBoardTracker:
                 "TensorBoard files need the package tensorboardX, which is not installed.",
                 hint=f"The owner installs it: {install_command()}",
             ) from None
-        self._folder, self._step = folder or run.folder / FOLDER, 0
+        self._folder = folder or run.folder / FOLDER
         try:
             self._writer = SummaryWriter(str(self._folder), filename_suffix=f".attempt-{run.attempt}")
         except OSError as error:
@@ -53,17 +52,6 @@ class TensorBoardTracker:
     def record(self) -> dict[str, Any]:
         """See `Tracker.record`."""
         return {"folder": str(self._folder)}
-
-    def log(self, values: Mapping[str, Value]) -> None:
-        """See `Tracker.log`."""
-        axis = next((one for one in _AXES if one in values), None)
-        if axis is not None:
-            self._step = int(values[axis])
-        self._write({name: value for name, value in values.items() if name != axis})
-
-    def summarize(self, values: Mapping[str, Value]) -> None:
-        """Write figures of the whole run as scalars `summary/...` at the newest step."""
-        self._write({f"summary/{name}": value for name, value in values.items()})
 
     def finish(self, exit_code: int) -> None:
         """See `Tracker.finish`."""

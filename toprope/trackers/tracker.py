@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,27 @@ class Tracker(Protocol):
 
     def finish(self, exit_code: int) -> None:
         """Close the run and wait until everything is written or sent. 0: it completed or was stopped."""
+
+
+class SteppedTracker(ABC):
+    """The part of a tracker whose figures have one position, the newest step."""
+
+    _step = 0
+
+    def log(self, values: Mapping[str, Value]) -> None:
+        """See `Tracker.log`."""
+        axis = next((one for one in AXES.values() if one in values), None)
+        if axis is not None:
+            self._step = int(values[axis])
+        self._write({name: value for name, value in values.items() if name != axis})
+
+    def summarize(self, values: Mapping[str, Value]) -> None:
+        """Log figures of the whole run as `summary/...` at the newest step."""
+        self._write({f"summary/{name}": value for name, value in values.items()})
+
+    @abstractmethod
+    def _write(self, values: Mapping[str, Value]) -> None:
+        """Write figures at the newest step. Raises: ComponentFailed."""
 
 
 def tracked_run(spec: Specification, folder: Path, attempt: int) -> TrackedRun:

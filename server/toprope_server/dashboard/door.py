@@ -9,12 +9,12 @@ Sec-Fetch-Site tell the page's own requests from theirs.
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 
 from toprope.bounded_http import admit
 
@@ -94,7 +94,10 @@ class Door:
         headers = Headers(scope=scope)
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            await _refuse(guarded, *refusal)
+            status, code, text = refusal
+            headed = {"www-authenticate": 'Bearer realm="toprope"'} if status == 401 else None
+            answer = JSONResponse({"error": {"code": code, "message": text, "hint": ""}}, status, headed)
+            await answer(scope, receive, guarded)
             return
         admit(scope)
         await self._app(scope, receive, guarded)
@@ -130,12 +133,3 @@ class Door:
             text = "This page's key is not known any more: run toprope dashboard again."
             return 401, "no_token", text
         return None
-
-
-async def _refuse(send: Send, status: int, code: str, text: str) -> None:
-    body = json.dumps({"error": {"code": code, "message": text, "hint": ""}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 401:
-        headers.append((b"www-authenticate", b'Bearer realm="toprope"'))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
+from toprope_tools.page.items import stamp
 
 from toprope.errors import TopropeError
 
@@ -125,12 +125,12 @@ class Pulse:
         live = [one.run_id for one in statuses if not one.ended]
         watched = dict.fromkeys([*live, *(before.files if before else ())])
         now.files = {
-            run_id: {what: _stamp(home.runs / run_id / name) for what, name in _FILES.items()}
+            run_id: {what: stamp(home.runs / run_id / name) for what, name in _FILES.items()}
             for run_id in watched
             if run_id in now.runs
         }
         places = {"asks": home.path / "approvals", "diary": home.path / "audit.jsonl", "ledger": home.ledger}
-        now.home = {what: _stamp(path) for what, path in places.items()}
+        now.home = {what: stamp(path) for what, path in places.items()}
         self._seen = _Seen(now.runs, {run_id: now.files[run_id] for run_id in live if run_id in now.files}, now.home)
         if before is None:
             return None
@@ -150,14 +150,6 @@ class Pulse:
             told["list"] = True
         told |= {what: True for what, one in now.home.items() if one != before.home.get(what)}
         return told or None
-
-
-def _stamp(path: os.PathLike[str]) -> _Stamp:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def lines_of(number: int, change: dict[str, Any] | None, encode: Callable[[Any], bytes], first: bool) -> bytes:

@@ -7,12 +7,12 @@ pass here, MCP and traces alike.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
 from mcp.server.auth.provider import AccessToken
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 
 from toprope.bounded_http import admit
 from toprope.settings.owner import HttpSettings
@@ -60,11 +60,13 @@ class AccessRequired:
         headers = Headers(scope=scope)
         if headers.get("host", "").lower() not in self._hosts:
             known = ", ".join(sorted(self._hosts)[:6])
-            await _refuse(send, 421, "unknown_host", f"Host must be one of {known}; http.names adds others.")
+            refused = _refusal(421, "unknown_host", f"Host must be one of {known}; http.names adds others.")
+            await refused(scope, receive, send)
             return
         origin = headers.get("origin")
         if origin is not None and origin.lower() not in self._origins:
-            await _refuse(send, 403, "unknown_origin", "Pages of this Origin may not call; http.origins adds others.")
+            refused = _refusal(403, "unknown_origin", "Pages of this Origin may not call; http.origins adds others.")
+            await refused(scope, receive, send)
             return
         given = _bearer(headers.get("authorization"))
         principal = self._tokens.find(given)
@@ -73,7 +75,7 @@ class AccessRequired:
                 "This server needs its owner's token in the header Authorization: Bearer TOKEN. 'toprope token' prints "
                 "it on the machine of the server, and 'toprope token add' makes others."
             )
-            await _refuse(send, 401, "invalid_token", text)
+            await _refusal(401, "invalid_token", text)(scope, receive, send)
             return
         admit(scope)
         scope["state"][PRINCIPAL] = principal
@@ -112,10 +114,6 @@ def _bearer(header: str | None) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
-async def _refuse(send: Send, status: int, error: str, text: str) -> None:
-    body = json.dumps({"error": error, "error_description": text}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 401:
-        headers.append((b"www-authenticate", b'Bearer realm="toprope"'))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _refusal(status: int, error: str, text: str) -> JSONResponse:
+    headers = {"www-authenticate": 'Bearer realm="toprope"'} if status == 401 else None
+    return JSONResponse({"error": error, "error_description": text}, status, headers)

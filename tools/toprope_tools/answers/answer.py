@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 TOKEN_BUDGET = 10_000
 """Most tokens of an answer, counted as bytes / 4 of its text and its structure together."""
@@ -22,10 +22,14 @@ _DIGITS = 6
 """Significant digits of a number that is sent; numbers from 100,000 on, such as times, keep one decimal."""
 
 
-class Structure(BaseModel):
+class Structure(BaseModel, extra="forbid"):
     """Base of the structures of all answers."""
 
-    model_config = ConfigDict(extra="forbid")
+    @classmethod
+    def of(cls, source: object, **own: Any) -> Self:
+        """Return a structure with the values `own`, and those of the attributes of `source` that have its names."""
+        taken = {name: getattr(source, name) for name in cls.model_fields if name not in own and hasattr(source, name)}
+        return cls(**taken, **own)
 
 
 @dataclass(frozen=True)

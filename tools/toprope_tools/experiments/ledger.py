@@ -217,13 +217,5 @@ def _noted(ledger: Ledger, entry: Experiment, *, new: bool) -> Answer:
     lines += warnings
     if entry.decision == "undecided":
         lines.append(f"Next: {call('note_experiment', experiment_id=entry.id)} with outcome and decision.")
-    item = answers.ExperimentItem(
-        id=entry.id,
-        environment=entry.environment,
-        hypothesis=clip(entry.hypothesis, 400),
-        runs=entry.runs,
-        outcome=clip(entry.outcome, 400),
-        decision=entry.decision,
-        accuracy=entry.accuracy,
-    )
+    item = answers.ExperimentItem.of(entry, hypothesis=clip(entry.hypothesis, 400), outcome=clip(entry.outcome, 400))
     return Answer("\n".join(lines), answers.ExperimentAnswer(experiment=item, plateau=said, warnings=warnings))

@@ -156,15 +156,12 @@ def _data(report: CheckReport, draft_id: str | None, policy: str, runs: Path) ->
         verdict=report.worst,
         full=report.full,
         findings=[
-            CheckFinding(
-                rule=finding.rule,
-                level=finding.level,
+            CheckFinding.of(
+                finding,
                 what=clip(finding.what, 400),
                 observed={
                     key: clip(one, 100) if isinstance(one, str) else one for key, one in finding.observed.items()
                 },
-                threshold=finding.threshold,
-                next=finding.next,
             )
             for finding in report.findings[:_MOST_FINDINGS]
         ],

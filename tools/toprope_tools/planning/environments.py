@@ -287,18 +287,11 @@ def _unfit(
 
 
 def _tested(found: Baseline) -> answers.Tested:
-    return answers.Tested(**{name: getattr(found, name) for name in answers.Tested.model_fields})
+    return answers.Tested.of(found)
 
 
 def _item(entry: Entry, state: str) -> answers.EnvironmentItem:
-    return answers.EnvironmentItem(
-        name=entry.name,
-        summary=_summary(entry),
-        state=state,
-        ecosystem=entry.ecosystem,
-        tools=entry.tools,
-        tasks=entry.tasks,
-    )
+    return answers.EnvironmentItem.of(entry, summary=_summary(entry), state=state)
 
 
 def _facts(item: answers.EnvironmentItem) -> str:

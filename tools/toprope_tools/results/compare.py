@@ -245,9 +245,8 @@ def _structure(found: Comparison) -> answers.Judged:
         }
 
     difference = found.difference
-    return answers.Judged(
-        verdict=found.verdict,
-        why=found.why,
+    return answers.Judged.of(
+        found,
         a=means(found.a),
         b=means(found.b),
         difference={
@@ -256,15 +255,11 @@ def _structure(found: Comparison) -> answers.Judged:
             "high": _short(difference.high),
         },
         noise_floor=_short(found.noise_floor),
-        floor_basis=found.floor_basis,
         p_tasks=float(f"{found.p_tasks:.4g}"),
         effect_h=_short(found.effect),
         tasks_only_a=found.only_a,
         tasks_only_b=found.only_b,
         rests_on=list(found.rests_on),
-        lone_wins=found.lone_wins,
-        tasks_needed=found.tasks_needed,
-        seeds_needed=found.seeds_needed,
     )
 
 

@@ -94,16 +94,7 @@ def _place(cursor: str) -> tuple[float, str]:
 
 def run_item(run: Status) -> answers.RunItem:
     """Return a run as an entry of a list."""
-    return answers.RunItem(
-        run_id=run.run_id,
-        kind=run.kind,
-        environment=run.environment,
-        state=run.state,
-        created_at=run.created_at,
-        ended_at=run.ended_at,
-        summary=_summary(run),
-        group=(group_of(run.run_id) or (None,))[0],
-    )
+    return answers.RunItem.of(run, summary=_summary(run), group=(group_of(run.run_id) or (None,))[0])
 
 
 def run_row(run: Status) -> str:

@@ -13,6 +13,7 @@ import hmac
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toprope.bounded_http import admit
@@ -55,7 +56,8 @@ class AuthMiddleware:
         bare, colon, port = host.rpartition(b":")
         if (bare if colon and port.isdigit() else host).lower() not in self._hosts:
             names = ", ".join(sorted(name.decode() for name in self._hosts))
-            await _refuse(send, Refused("unknown_host", f"The Host header must be one of {names}.", status=421))
+            refusal = Refused("unknown_host", f"The Host header must be one of {names}.", status=421)
+            await _answer(refusal)(scope, receive, send)
             return
         authorized = hmac.compare_digest(authorization[:7].lower() + authorization[7:], self._bearer)
         first, _, rest = scope["path"][1:].partition("/")
@@ -66,20 +68,16 @@ class AuthMiddleware:
             scope["raw_path"] = scope["path"].encode()
         if not authorized and scope["path"] not in self._open_paths:
             message = "The run's secret is missing or wrong: send it as 'Authorization: Bearer <secret>'."
-            await _refuse(send, Refused("unauthorized", message, status=401))
+            await _answer(Refused("unauthorized", message, status=401))(scope, receive, send)
             return
         if authorized:
             admit(scope)
         await self._app(scope, receive, send)
 
 
-async def _refuse(send: Send, refusal: Refused) -> None:
-    body = refusal.body()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if refusal.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _answer(refusal: Refused) -> Response:
+    headers = {"www-authenticate": "Bearer"} if refusal.status == 401 else None
+    return Response(refusal.body(), refusal.status, headers, "application/json")
 
 
 def on_undelivered(scope: Scope, callback: Callable[[], None]) -> None:
