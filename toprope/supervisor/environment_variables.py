@@ -95,11 +95,10 @@ def keeper_variables(owners: OwnerVariables, surroundings: Mapping[str, str] | N
     )
 
 
-def far_keeper_variables(owners: OwnerVariables, surroundings: Mapping[str, str] | None = None) -> dict[str, str]:
+def far_keeper_variables(owners: OwnerVariables) -> dict[str, str]:
     """Return the variables of a keeper on another node, without those that describe this machine (paths of programs
     and libraries, GPUs, temporary folders); the node has its own."""
-    given = os.environ if surroundings is None else surroundings
-    kept = {name: value for name, value in given.items() if name in _USERS or name.startswith(_FAR)}
+    kept = {name: value for name, value in os.environ.items() if name in _USERS or name.startswith(_FAR)}
     return keeper_variables(owners, kept)
 
 

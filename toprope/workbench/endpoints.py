@@ -158,10 +158,7 @@ def keys_for(models: Sequence[ModelUnderTest], settings: OwnerSettings) -> dict[
 
 
 def variables_for(
-    specification: Specification,
-    settings: OwnerSettings,
-    presets: Sequence[Path],
-    surroundings: Mapping[str, str] | None = None,
+    specification: Specification, settings: OwnerSettings, presets: Sequence[Path]
 ) -> dict[str, dict[str, str]]:
     """Return the owner's variables for a run's crew.
 
@@ -169,9 +166,7 @@ def variables_for(
 
     Args:
         presets: Folders with presets, which also name keys.
-        surroundings: Variables to search for keys that the settings lack; those of this process if None.
     """
-    surroundings = os.environ if surroundings is None else surroundings
     models = list(specification.test.models) if specification.test else []
     models += [specification.teacher] if specification.teacher else []
     models += specification.helpers.values()
@@ -183,7 +178,7 @@ def variables_for(
     for name in of_models:
         given.get("*", {}).pop(name, None)
     for name in sorted(needed):
-        if (value := _key(name, settings, surroundings)) is not None:
+        if (value := _key(name, settings, os.environ)) is not None:
             given.setdefault("environment", {})[f"{ENDPOINT_KEY}{name}"] = value
     return given
 

@@ -84,9 +84,9 @@ def causes_structure(causes: Explanation) -> dict[str, Any] | None:
     return {"ranked": ranked, "changes": causes.changes, "differs": causes.differs}
 
 
-def short_causes(causes: Explanation, most: int = 3) -> str:
-    """Return the first causes in one sentence; empty if there are none."""
-    listed = [f"{one.rule} ({said(one.changes)})" if one.changes else one.rule for one in causes.causes[:most]]
+def short_causes(causes: Explanation) -> str:
+    """Return the first three causes in one sentence; empty if there are none."""
+    listed = [f"{one.rule} ({said(one.changes)})" if one.changes else one.rule for one in causes.causes[:3]]
     return f"Likely causes, in order: {', '.join(listed)}." if listed else ""
 
 

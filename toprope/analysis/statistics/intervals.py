@@ -15,6 +15,9 @@ from statistics import NormalDist
 
 from toprope.errors import InvalidValue
 
+_UPPER = 0.975
+"""The quantile at the upper end of an interval of 95 %."""
+
 
 @dataclass(frozen=True)
 class Proportion:
@@ -129,12 +132,8 @@ def _incomplete_beta(x: float, a: float, b: float) -> float:
     return front * (value - 1.0)
 
 
-def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Compute the mean of independent values (one per seed) with Student's t interval.
-
-    Args:
-        values: At least two.
-        confidence: Probability that the interval covers the true mean.
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Compute the mean of at least two independent values (one per seed) with Student's t interval of 95 %.
 
     Raises:
         InvalidValue: Fewer than two values.
@@ -142,18 +141,17 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval
     if len(values) < 2:
         raise InvalidValue("An interval of a mean needs at least two values.")
     mean = statistics.fmean(values)
-    half = t_quantile((1 + confidence) / 2, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    half = t_quantile(_UPPER, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)
 
 
-def seeds_margin(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> float | None:
-    """Return the half-width of Welch's interval of a difference of means (Biometrika 34, 1947).
+def seeds_margin(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Return the half-width of Welch's 95 % interval of a difference of means (Biometrika 34, 1947).
 
     A side with a single run is assumed to spread like the other.
 
     Args:
         a, b: One value per seed.
-        confidence: Coverage of the interval, within (0, 1).
 
     Returns:
         The margin; None if neither side has two seeds.
@@ -170,24 +168,23 @@ def seeds_margin(a: Sequence[float], b: Sequence[float], confidence: float = 0.9
         freedom: float = max(len(a), len(b)) - 1
     else:
         freedom = spread**2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True))
-    return t_quantile((1 + confidence) / 2, freedom) * math.sqrt(spread)
+    return t_quantile(_UPPER, freedom) * math.sqrt(spread)
 
 
-def paired_difference(both: int, only_b: int, only_a: int, neither: int, confidence: float = 0.95) -> Interval:
-    """Compute the difference of two shares over the same tasks, b minus a, with its interval.
+def paired_difference(both: int, only_b: int, only_a: int, neither: int) -> Interval:
+    """Compute the difference of two shares over the same tasks, b minus a, with its interval of 95 %.
 
     Newcombe's method 10 (Statistics in Medicine 17, 1998, 2635-2650): Wilson's intervals of the two shares, joined by
     their correlation.
 
     Args:
         both, only_b, only_a, neither: Number of tasks by who solved them; at least one in all.
-        confidence: Coverage of the interval, within (0, 1).
 
     Raises:
         InvalidValue: There are no tasks.
     """
     n = both + only_b + only_a + neither
-    share_b, share_a = wilson(both + only_b, n, confidence), wilson(both + only_a, n, confidence)
+    share_b, share_a = wilson(both + only_b, n), wilson(both + only_a, n)
     product = (both + only_b) * (only_a + neither) * (both + only_a) * (only_b + neither)
     covered: float = both * neither - only_b * only_a
     if covered > n / 2:

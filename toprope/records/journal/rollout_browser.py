@@ -171,13 +171,13 @@ def find_rollouts(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SE
     return RolloutPage(page, matching, scanned, complete, beyond > len(page), sorted(parts))
 
 
-def find_group(folder: RunFolder, seq: int, *, seconds: float = _INDEX_SECONDS) -> tuple[Group | None, int, bool]:
+def find_group(folder: RunFolder, seq: int) -> tuple[Group | None, int, bool]:
     """Return a group of a run by its number, the number of groups that were searched, and whether these are all.
 
     The group is None if no group has that number, or if its body can no longer be read.
     """
     index, scanned = _Index(folder.journal), 0
-    complete = index.extend(time.monotonic() + seconds)
+    complete = index.extend(time.monotonic() + _INDEX_SECONDS)
     for entry in index:
         scanned += 1
         if entry.seq == seq:

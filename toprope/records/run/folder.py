@@ -153,8 +153,8 @@ def not_a_runs_folder(path: Path) -> NotPossibleNow:
     )
 
 
-def nearest_runs(runs: Path, run_id: str, most: int = 3) -> list[str]:
-    """Return the ids of runs that somebody may mean by an unknown one: those that it begins, else those like it."""
+def nearest_runs(runs: Path, run_id: str) -> list[str]:
+    """Return up to three ids that may be meant by an unknown one: those that begin with it, else those like it."""
     try:
         known = sorted(name for name in os.listdir(runs) if RUN_ID.fullmatch(name))
     except OSError:
@@ -162,7 +162,7 @@ def nearest_runs(runs: Path, run_id: str, most: int = 3) -> list[str]:
     given = run_id[:100].lower()
     begun = [name for name in known if given and name.startswith(given)]
     # The newest run of a name is the likeliest, and its id sorts last.
-    return begun[-most:][::-1] or difflib.get_close_matches(given, known, n=most, cutoff=0.75)
+    return begun[-3:][::-1] or difflib.get_close_matches(given, known, n=3, cutoff=0.75)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ _MODEL = "scripted"
 
 
 @contextmanager
-def scripted_session(answer: str, *, timeout_s: float = 60.0) -> Iterator[Session]:
+def scripted_session(answer: str) -> Iterator[Session]:
     """Yield a session whose policy always answers `answer`; the server stops with the block."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -72,7 +72,7 @@ def scripted_session(answer: str, *, timeout_s: float = 60.0) -> Iterator[Sessio
     thread.start()
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-        yield Session(url, "scripted", _MODEL, "scripted", 0.0, 1.0, 256, (), None, timeout_s)
+        yield Session(url, "scripted", _MODEL, "scripted", 0.0, 1.0, 256, (), None, 60.0)
     finally:
         server.shutdown()
         server.server_close()

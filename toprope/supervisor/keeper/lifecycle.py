@@ -13,7 +13,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,6 @@ class RunLifecycle:
         folder: The run folder, whose lock is `lock`.
         lock: The guards hold copies of it.
         programs: argv in place of the real programs; tests pass light ones.
-        surroundings: The environment to select the members' variables from; this process's when None.
         parent: The process of an engine that gave the run its place, and with whose end the run ends; None: the run
             reserves its place on this machine.
         spread: The nodes that members run on; None if all run beside the keeper.
@@ -89,7 +88,6 @@ class RunLifecycle:
         lock: RunLock,
         *,
         programs: Programs | None = None,
-        surroundings: Mapping[str, str] | None = None,
         parent: int | None = None,
         spread: Spread | None = None,
     ) -> None:
@@ -106,7 +104,7 @@ class RunLifecycle:
             lock,
             attempt=status.attempt,
             programs=programs,
-            surroundings=os.environ if surroundings is None else surroundings,
+            surroundings=os.environ,
             checkpoint=checkpoint,
             spread=spread,
         )

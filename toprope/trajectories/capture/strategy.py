@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -177,13 +178,8 @@ class WorkerStrategy:
             raise EnvironmentFailed(error.message, hint=error.hint) from None
 
 
-def batched(items: Iterable[TrajectoryItem], size: int = BATCH) -> Iterable[list[TrajectoryItem]]:
-    """Yield items in lists of `size`; the last may be shorter."""
-    batch: list[TrajectoryItem] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) >= size:
-            yield batch
-            batch = []
-    if batch:
+def batched(items: Iterable[TrajectoryItem]) -> Iterable[list[TrajectoryItem]]:
+    """Yield items in lists of BATCH; the last may be shorter."""
+    left = iter(items)
+    while batch := list(islice(left, BATCH)):
         yield batch

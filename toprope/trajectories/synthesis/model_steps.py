@@ -20,6 +20,7 @@ _QUESTION = (
     "with the task alone."
 )
 _EXAMPLES = 3
+_CALL_S = 60.0
 _MOST_MISSED = 50
 """Consecutive unanswered tasks after which an environment's solver is given up."""
 _FENCE = re.compile(r"^```\w*\n(.*?)\n?```$", re.DOTALL)
@@ -121,13 +122,10 @@ class EnvironmentTasks(DataSynthesiser):
         link: A worker in which the environment is open.
         environment: Its name.
         solve: Use its solver; otherwise tasks come without answers, for a teacher.
-        timeout_s: Time limit of a call, in seconds.
     """
 
-    def __init__(
-        self, link: EnvironmentWorker, environment: str, *, solve: bool = True, timeout_s: float = 60.0
-    ) -> None:
-        self._link, self._name, self._solve, self._timeout = link, environment, solve, timeout_s
+    def __init__(self, link: EnvironmentWorker, environment: str, *, solve: bool = True) -> None:
+        self._link, self._name, self._solve = link, environment, solve
 
     async def generate(self, count: int) -> list[TrajectoryItem]:
         made: list[TrajectoryItem] = []
@@ -155,10 +153,10 @@ class EnvironmentTasks(DataSynthesiser):
         return made
 
     async def _task(self, index: int) -> TrajectoryItem | None:
-        start = await self._link.begin("train", index, 1, timeout=self._timeout)
+        start = await self._link.begin("train", index, 1, timeout=_CALL_S)
         [handle], messages = start.rollouts, list(start.messages)
         if start.epoch:  # Training repeats the tasks after the last one.
-            await self._link.discard([handle], timeout=self._timeout)
+            await self._link.discard([handle], timeout=_CALL_S)
             raise _NoMore
         told: dict[str, Any] = {
             "origin": "environment",
@@ -169,15 +167,15 @@ class EnvironmentTasks(DataSynthesiser):
         }
         first = len(messages)
         if not self._solve:
-            await self._link.discard([handle], timeout=self._timeout)
+            await self._link.discard([handle], timeout=_CALL_S)
             return TrajectoryItem(messages, "", 0.0, {**told, "unscored": True})
         while True:
-            said = await self._link.solve(handle, timeout=self._timeout)
+            said = await self._link.solve(handle, timeout=_CALL_S)
             if said is None:
-                await self._link.discard([handle], timeout=self._timeout)
+                await self._link.discard([handle], timeout=_CALL_S)
                 return None
             messages.append({"role": "assistant", "content": said})
-            [result] = await self._link.advance([[handle, said, False]], timeout=self._timeout)
+            [result] = await self._link.advance([[handle, said, False]], timeout=_CALL_S)
             if result.done:
                 outcome = result.outcome
                 if outcome is None:
@@ -193,15 +191,15 @@ class EnvironmentScorer(PipelineStep):
     Only single-turn answers can be scored.
     """
 
-    def __init__(self, link: EnvironmentWorker, environment: str, *, timeout_s: float = 60.0) -> None:
-        self._link, self._name, self._timeout = link, environment, timeout_s
+    def __init__(self, link: EnvironmentWorker, environment: str) -> None:
+        self._link, self._name = link, environment
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
         async def scored(item: TrajectoryItem) -> TrajectoryItem:
             told = item.metadata
             if told.get("environment") != self._name or "index" not in told:
                 return item
-            outcome = await self._link.score("train", told["index"], text_of(item.action), timeout=self._timeout)
+            outcome = await self._link.score("train", told["index"], text_of(item.action), timeout=_CALL_S)
             kept = {key: value for key, value in told.items() if key != "unscored"}
             kept |= {"success": outcome.success, "parts": outcome.parts, "turns": outcome.turns}
             return TrajectoryItem(item.state, item.action, outcome.reward, kept)

@@ -128,7 +128,6 @@ class Interpreters:
             if target.requirements:
                 theirs = ecosystem_requirements(target, self._adapters())
                 target = replace(target, requirements=(*target.requirements, *self._more(target.path), *theirs))
-            given_up = given_up or threading.Event()
             outcome = self.place(order, target, progress, given_up)
             if outcome.made is not None and (more := self._more(outcome.added.site_packages)):
                 progress(f"its packages need {', '.join(more)}")
@@ -208,7 +207,11 @@ class Interpreters:
             )
 
     def place(
-        self, order: Order, target: Target, progress: Callable[[str], None], given_up: threading.Event
+        self,
+        order: Order,
+        target: Target,
+        progress: Callable[[str], None],
+        given_up: threading.Event | None = None,
     ) -> Outcome:
         """Choose the interpreter: the owner's, Toprope's own, an existing one, or a new one. Adds no entry.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,7 +54,6 @@ def add_engine(
     python: str | None = None,
     wanted: Wanted = Wanted(()),  # noqa: B008 - frozen
     progress: Callable[[str], None] = lambda text: None,
-    given_up: threading.Event | None = None,
 ) -> Outcome:
     """Install an engine; blocks until that has ended.
 
@@ -65,7 +63,6 @@ def add_engine(
         python: An interpreter of the owner that has it already, used as it is.
         wanted: Sources of packages; its requirements are ignored.
         progress: Called with short progress messages.
-        given_up: Set it to cancel.
 
     Raises:
         TopropeError: Nothing was added, and nothing is left of the attempt.
@@ -85,15 +82,14 @@ def add_engine(
         prepare=None if alias is None else lambda site: _also_named(site, *alias),
     )
     order = Order(name, python=python, isolated=True, wanted=wanted)
-    given_up = given_up or threading.Event()
     try:
-        outcome = interpreters.place(order, target, progress, given_up)
+        outcome = interpreters.place(order, target, progress)
     except EnvironmentFailed:
         if wanted.offline or build.torch == "any":
             raise
         progress("trying again with PyTorch's index of CPU builds")
         order = replace(order, wanted=replace(wanted, extra_indexes=(*wanted.extra_indexes, _CPU_INDEX)))
-        outcome = interpreters.place(order, target, progress, given_up)
+        outcome = interpreters.place(order, target, progress)
     lock = outcome.added.lock
     with interpreters.registry.changing(), engines_of(home).changing() as entries:
         if lock is not None and interpreters.store.made(lock) is None:

@@ -228,9 +228,7 @@ def _problems(draft: Draft) -> list[str]:
     return problems + [f"{KNOBS}.{knob} is not a setting of {draft.environment.name}." for knob in unknown]
 
 
-def freeze_question(
-    run: Specification, model: str, locks: Locks, plan: AskPlan, now: float | None = None
-) -> Specification:
+def freeze_question(run: Specification, model: str, locks: Locks, plan: AskPlan) -> Specification:
     """Freeze a run that puts questions to the policy that another run trained.
 
     Locks for new training do not apply to that policy. Fields that decide what asking costs (`launcher`, `rollout`)
@@ -241,12 +239,11 @@ def freeze_question(
         model: Folder of its weights.
         locks: The owner's present locks.
         plan: The questions.
-        now: Seconds since the epoch; the clock's if None.
 
     Raises:
         LockedField: The owner does not allow a value of the plan.
     """
-    now = time.time() if now is None else now
+    now = time.time()
     config = run.config.model_copy(deep=True)
     fields = {name: field for name, field in all_fields().items() if name.startswith(("launcher.", "rollout."))}
     allowed, _ = locks.adjust(config, fields)
@@ -272,14 +269,13 @@ def freeze_question(
     )
 
 
-def freeze_again(run: Specification, locks: Locks, runs: Path, now: float | None = None) -> Specification:
+def freeze_again(run: Specification, locks: Locks, runs: Path) -> Specification:
     """Freeze a run that repeats another: equal but for its id, its time and the version of Toprope.
 
     Args:
         run: The run to repeat.
         locks: The owner's present locks.
         runs: The folder of runs.
-        now: Seconds since the epoch; the clock's if None.
 
     Raises:
         LockedField: The owner does not allow that configuration any more.
@@ -289,7 +285,7 @@ def freeze_again(run: Specification, locks: Locks, runs: Path, now: float | None
         raise InvalidValue(
             f"{run.run_id} is a run of kind {run.kind}, which cannot be repeated.", hint=run.run_kind.repeat_hint
         )
-    now = time.time() if now is None else now
+    now = time.time()
     hold_run(run, locks, runs)
     return run.model_copy(
         update={

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from toprope.text_format import plural
 from toprope_server.cli.context import open_workshop
+from toprope_server.cli.env.manage import Base, ExtraIndexes, FindLinks, Offline, Progress, wanted_packages
 
 
 def add(
@@ -16,32 +16,18 @@ def add(
     python: Annotated[
         str | None, typer.Option(metavar="PATH", help="An interpreter that has it already; nothing is installed.")
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Make the virtual environment with this Python.")
-    ] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Use only --find-links and a cache.")] = False,
-    find_links: Annotated[
-        list[Path] | None, typer.Option("--find-links", metavar="FOLDER", help="A folder with wheels. Repeatable.")
-    ] = None,
-    extra_index_url: Annotated[
-        list[str] | None, typer.Option("--extra-index-url", metavar="URL", help="One more package index. Repeatable.")
-    ] = None,
+    base: Base = None,
+    offline: Offline = False,
+    find_links: FindLinks = None,
+    extra_index_url: ExtraIndexes = None,
 ) -> None:
     """Install an engine into an interpreter of its own: several gigabytes, for the GPU if there is one.
 
     A failed installation leaves nothing behind and names the requirement.
     """
     from toprope.workbench.interpreters.engines import add_engine
-    from toprope.workbench.interpreters.installing import Wanted
-    from toprope_server.cli.env.manage import Progress
 
-    wanted = Wanted(
-        (),
-        find_links=tuple(str(folder.expanduser().absolute()) for folder in find_links or []),
-        extra_indexes=tuple(extra_index_url or []),
-        offline=offline,
-        base=base,
-    )
+    wanted = wanted_packages(base, offline, find_links, extra_index_url)
     with open_workshop() as workshop:
         outcome = add_engine(workshop.home, name, python=python, wanted=wanted, progress=Progress().show)
     made = outcome.made

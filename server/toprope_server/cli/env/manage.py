@@ -5,16 +5,29 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toprope.text_format import clip, plural
 from toprope_server.cli.context import open_workshop
 
+if TYPE_CHECKING:
+    from toprope.workbench.interpreters.installing import Wanted
+
 _EVERY_S = 2.0
 """Between two lines of progress in a log."""
+
+Base = Annotated[str | None, typer.Option(metavar="PATH", help="Make the virtual environment with this Python.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Use what is installed, and --find-links.")]
+FindLinks = Annotated[
+    list[Path] | None, typer.Option("--find-links", metavar="FOLDER", help="A folder with wheels. Repeatable.")
+]
+ExtraIndexes = Annotated[
+    list[str] | None, typer.Option("--extra-index-url", metavar="URL", help="One more package index. Repeatable.")
+]
 
 
 def add(
@@ -33,17 +46,11 @@ def add(
     python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Run in this interpreter as it is; nothing is installed.")
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Make the virtual environment with this Python.")
-    ] = None,
+    base: Base = None,
     speaks: Annotated[str | None, typer.Option("--as", metavar="ECOSYSTEM", help="For a server: its protocol.")] = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Use what is installed, and --find-links.")] = False,
-    find_links: Annotated[
-        list[Path] | None, typer.Option("--find-links", metavar="FOLDER", help="A folder with wheels. Repeatable.")
-    ] = None,
-    extra_index_url: Annotated[
-        list[str] | None, typer.Option("--extra-index-url", metavar="URL", help="One more package index. Repeatable.")
-    ] = None,
+    offline: Offline = False,
+    find_links: FindLinks = None,
+    extra_index_url: ExtraIndexes = None,
     torch: Annotated[
         str,
         typer.Option(
@@ -61,16 +68,8 @@ def add(
     from toprope_tools.planning.installation import describe_outcome, environments_of
 
     from toprope.workbench.interpreters.adding import Interpreters, Order
-    from toprope.workbench.interpreters.installing import Wanted
 
-    wanted = Wanted(
-        (),
-        find_links=tuple(str(folder.expanduser().absolute()) for folder in find_links or []),
-        extra_indexes=tuple(extra_index_url or []),
-        offline=offline,
-        torch=torch,
-        base=base,
-    )
+    wanted = replace(wanted_packages(base, offline, find_links, extra_index_url), torch=torch)
     order = Order(
         what,
         name=name,
@@ -123,6 +122,21 @@ def remove(name: Annotated[str, typer.Argument(help="As 'toprope env list' shows
         gone = here.remove(name)
         kept = gone.lock is not None and here.store.made(gone.lock) is not None
         typer.echo(f"Removed {gone.name}.{' Its interpreter stays while it is in use.' if kept else ''}")
+
+
+def wanted_packages(
+    base: str | None, offline: bool, find_links: list[Path] | None, extra_indexes: list[str] | None
+) -> Wanted:
+    """Return the sources of packages that the options name."""
+    from toprope.workbench.interpreters.installing import Wanted
+
+    return Wanted(
+        (),
+        find_links=tuple(str(folder.expanduser().absolute()) for folder in find_links or []),
+        extra_indexes=tuple(extra_indexes or []),
+        offline=offline,
+        base=base,
+    )
 
 
 class Progress:
