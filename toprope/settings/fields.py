@@ -104,7 +104,7 @@ class Field:
                 raise InvalidValue(f"{self.name}: {said}.") from None
         except (RecursionError, OverflowError):
             pass
-        raise InvalidValue(f"{self.name}: {_short(value)} is not {self._accepted()}.")
+        raise InvalidValue(f"{self.name}: {short_json(value)} is not {self._accepted()}.")
 
     @functools.cached_property
     def _adapter(self) -> TypeAdapter[Any]:
@@ -224,10 +224,10 @@ def _say(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _short(value: Any, limit: int = 80) -> str:
-    """The value as JSON, cut."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def short_json(value: Any) -> str:
+    """The value as JSON of at most 80 characters."""
+    text = json.dumps(value[:80] if isinstance(value, str) else value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def find_field(name: str, fields: Mapping[str, Field]) -> Field:
@@ -251,7 +251,7 @@ def find_field(name: str, fields: Mapping[str, Field]) -> Field:
         ends = {known.rsplit(".", 1)[-1]: known for known in fields}
         near = [ends[end] for end in difflib.get_close_matches(last, ends, n=3, cutoff=0.6)]
     hint = f"Did you mean {' or '.join(near[:3])}?" if near else "get_config lists the fields there are."
-    raise NotFound(f"There is no field {_short(name)}.", hint=hint)
+    raise NotFound(f"There is no field {short_json(name)}.", hint=hint)
 
 
 def get_value(config: Config, field: Field) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toprope.errors import ComponentFailed
-from toprope.trackers.tracker import SteppedTracker, TrackedRun, Value
+from toprope.trackers.tracker import SteppedTracker, TrackedRun, Value, in_short
 
 
 class TrackioTracker(SteppedTracker):
@@ -39,7 +39,7 @@ class TrackioTracker(SteppedTracker):
                 auto_log_cpu=False,
             )
         except Exception as error:  # it has no common root of its errors
-            raise ComponentFailed(f"trackio did not start: {_short(error)}.") from None
+            raise ComponentFailed(f"trackio did not start: {in_short(error)}.") from None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -51,14 +51,10 @@ class TrackioTracker(SteppedTracker):
         try:
             self._run.finish()
         except Exception as error:
-            raise ComponentFailed(f"trackio did not finish: {_short(error)}.") from None
+            raise ComponentFailed(f"trackio did not finish: {in_short(error)}.") from None
 
     def _write(self, values: Mapping[str, Value]) -> None:
         try:
             self._run.log(dict(values), step=self._step)
         except Exception as error:
-            raise ComponentFailed(f"trackio did not take figures: {_short(error)}.") from None
-
-
-def _short(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ComponentFailed(f"trackio did not take figures: {in_short(error)}.") from None

@@ -80,6 +80,11 @@ class SteppedTracker(ABC):
         """Write figures at the newest step. Raises: ComponentFailed."""
 
 
+def in_short(error: Exception) -> str:
+    """An error on one line, for a message."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
 def tracked_run(spec: Specification, folder: Path, attempt: int) -> TrackedRun:
     """A run as trackers know it, from its specification."""
     return TrackedRun(

@@ -12,7 +12,7 @@ from typing import Any
 import wandb
 
 from toprope.errors import ComponentFailed
-from toprope.trackers.tracker import AXES, TrackedRun, Value
+from toprope.trackers.tracker import AXES, TrackedRun, Value, in_short
 
 _CONNECT_S = 30.0
 
@@ -38,14 +38,14 @@ class WandbTracker:
             self._run = _open(run, mode, connect_s)
         except Exception as error:  # wandb has no common root of its errors
             if mode != "online":
-                raise ComponentFailed(f"Weights & Biases did not start: {_short(error)}.") from None
+                raise ComponentFailed(f"Weights & Biases did not start: {in_short(error)}.") from None
             self._mode = "offline"
-            self.warning = f"Weights & Biases could not be reached, so its files are kept offline: {_short(error)}"
+            self.warning = f"Weights & Biases could not be reached, so its files are kept offline: {in_short(error)}"
             try:
                 wandb.teardown()  # its service still holds the run's id
                 self._run = _open(run, "offline", connect_s)
             except Exception as second:
-                raise ComponentFailed(f"Weights & Biases did not start: {_short(second)}.") from None
+                raise ComponentFailed(f"Weights & Biases did not start: {in_short(second)}.") from None
         for prefix, axis in AXES.items():
             self._run.define_metric(axis, hidden=True)
             self._run.define_metric(f"{prefix}/*", step_metric=axis)
@@ -91,7 +91,3 @@ def _open(run: TrackedRun, mode: str, connect_s: float) -> Any:
             init_timeout=connect_s,
         ),
     )
-
-
-def _short(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

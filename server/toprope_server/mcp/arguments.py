@@ -7,11 +7,12 @@ URLs and class names. Here one answer names every problem of a call in plain wor
 from __future__ import annotations
 
 import difflib
-import json
 from typing import Any
 
 from mcp.server.mcpserver.tools import Tool
 from pydantic import ValidationError
+
+from toprope.settings.fields import short_json
 
 _NOT_TEXT = "{} holds half a surrogate pair (\\ud800 to \\udfff), which is no character. Leave it out."
 _EXPECTED = {
@@ -68,7 +69,8 @@ def too_large(arguments: dict[str, Any]) -> list[str]:
             values += 1
             if isinstance(one, str):
                 if len(one) > MOST_TEXT:
-                    return [f"{_short(name)}: {_short(one)} has {len(one)} characters; a text has at most {MOST_TEXT}."]
+                    told = f"{short_json(name)}: {short_json(one)} has {len(one)} characters"
+                    return [f"{told}; a text has at most {MOST_TEXT}."]
                 texts += len(one)
             elif isinstance(one, dict):
                 left += [*one, *one.values()]
@@ -76,7 +78,7 @@ def too_large(arguments: dict[str, Any]) -> list[str]:
                 left += one
             if texts > _MOST_ALL or values > _MOST_VALUES:
                 return [
-                    f"{_short(name)}: the arguments have more than {_MOST_ALL} characters or {_MOST_VALUES} values."
+                    f"{short_json(name)}: the arguments have more than {_MOST_ALL} characters or {_MOST_VALUES} values."
                 ]
     return []
 
@@ -95,7 +97,7 @@ def check(tool: Tool, arguments: dict[str, Any]) -> list[str]:
             hint = f"Did you mean {near[0]!r}?" if near else f"Others: {', '.join(free)}." if free else ""
             if not properties:
                 hint = "The tool takes no arguments."
-            problems.append(f"there is no argument {_short(name)}. {hint}".strip())
+            problems.append(f"there is no argument {short_json(name)}. {hint}".strip())
     for name in tool.parameters.get("required", []):
         if name not in arguments:
             problems.append(f"{name} is missing: {properties[name].get('description', '')}".strip())
@@ -108,7 +110,7 @@ def check(tool: Tool, arguments: dict[str, Any]) -> list[str]:
             name = str(entry["loc"][0]) if entry["loc"] else ""
             if entry["type"] != "missing" and name in properties and name not in seen:
                 seen.add(name)
-                problems.append(f"{name}: {_short(arguments.get(name))} is not {expected(properties[name])}.")
+                problems.append(f"{name}: {short_json(arguments.get(name))} is not {expected(properties[name])}.")
     return problems
 
 
@@ -136,9 +138,3 @@ def expected(schema: dict[str, Any]) -> str:
     if "maxLength" in schema:
         text += f" of at most {schema['maxLength']} characters"
     return text
-
-
-def _short(value: Any, limit: int = 80) -> str:
-    value = value[:limit] if isinstance(value, str) else value
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= limit else text[: limit - 1] + "…"

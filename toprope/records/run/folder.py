@@ -165,6 +165,22 @@ def nearest_runs(runs: Path, run_id: str) -> list[str]:
     return begun[-3:][::-1] or difflib.get_close_matches(given, known, n=3, cutoff=0.75)
 
 
+def folder_bytes(path: Path) -> int:
+    """Return the bytes of all files below a folder, without files that vanish meanwhile."""
+    total, places = 0, [os.fspath(path)]
+    while places:
+        try:
+            with os.scandir(places.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        places.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_size
+        except OSError:
+            continue
+    return total
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """Complete checkpoints by step, the oldest first. Unfinished ones have other names."""
     found = [path for path in folder.iterdir() if _CHECKPOINT.match(path.name)] if folder.is_dir() else []

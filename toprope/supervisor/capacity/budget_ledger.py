@@ -20,7 +20,7 @@ from toprope.analysis.budget import Account
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
 from toprope.records.purse import read_spending
-from toprope.records.run.folder import RUN_ID, RunFolder, create_runs_folder, read_json
+from toprope.records.run.folder import RUN_ID, RunFolder, create_runs_folder, folder_bytes, read_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import SPENDING, Usage, day_of, spending_in
 from toprope.settings.limits import FrozenLimits
@@ -185,19 +185,3 @@ def _read_reserved(folder: RunFolder) -> dict[str, float]:
         return FrozenLimits.model_validate(read_json(folder.spec)["limits"]).reserved
     except (NotFound, Corrupt, KeyError, TypeError, ValidationError):
         return {}  # a run that an earlier version started
-
-
-def folder_bytes(path: Path) -> int:
-    """Return the bytes of all files below a folder, without files that vanish meanwhile."""
-    total, places = 0, [os.fspath(path)]
-    while places:
-        try:
-            with os.scandir(places.pop()) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        places.append(entry.path)
-                    else:
-                        total += entry.stat(follow_symlinks=False).st_size
-        except OSError:
-            continue
-    return total

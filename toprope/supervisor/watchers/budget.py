@@ -15,11 +15,10 @@ from toprope.analysis.budget import spent
 from toprope.errors import Corrupt, NotFound
 from toprope.machine import cpu_and_memory
 from toprope.records.messages import Report, Stepped, Used
-from toprope.records.run.folder import read_json
+from toprope.records.run.folder import folder_bytes, read_json
 from toprope.records.run.status import Finding
 from toprope.records.run.usage import Spent, Usage, day_of, spending_in
 from toprope.settings.limits import UNITS, Cap
-from toprope.supervisor.capacity.budget_ledger import folder_bytes
 from toprope.supervisor.runs.orders import StopOrder
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
 

@@ -7,12 +7,11 @@ well; after a while the run may try again. Warnings of members become events of 
 
 from __future__ import annotations
 
-import os
 import shutil
-from pathlib import Path
 from typing import Literal
 
 from toprope.records.messages import Checkpointed, NoRoom, Report, Warned
+from toprope.records.run.folder import folder_bytes
 from toprope.records.run.status import Finding
 from toprope.supervisor.capacity.reservations import Reservations
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
@@ -42,7 +41,7 @@ class DiskWatcher(Watcher):
         self._paused = self._seen_short = False
         newest = control.folder.newest_checkpoint()
         if newest is not None:
-            self._checkpoint_bytes = _size(newest)
+            self._checkpoint_bytes = folder_bytes(newest)
 
     def on_report(self, component: str, report: Report) -> None:
         match report:
@@ -51,7 +50,7 @@ class DiskWatcher(Watcher):
             case NoRoom():
                 self._complaint, self._complained = f"{component}: {report.what}", True
             case Checkpointed():
-                self._checkpoint_bytes = _size(self._control.folder.path / report.path)
+                self._checkpoint_bytes = folder_bytes(self._control.folder.path / report.path)
 
     def on_tick(self, now: float) -> None:
         try:
@@ -109,17 +108,6 @@ class DiskWatcher(Watcher):
             "room; stop_training ends it with the last checkpoint that was written.",
         )
         self._control.record_event("finding", **finding.model_dump(mode="json"))
-
-
-def _size(path: Path) -> int:
-    total = 0
-    for folder, _, files in os.walk(path):
-        for name in files:
-            try:
-                total += os.stat(os.path.join(folder, name)).st_size
-            except OSError:
-                continue
-    return total
 
 
 def _mb(count: int) -> str:

@@ -24,6 +24,7 @@ import toprope
 from toprope.analysis.reproduction import differing_inputs
 from toprope.machine import gpu_names, processor_name
 from toprope.records.messages import Checked, Ready, Report
+from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import (
     Code,
@@ -169,7 +170,7 @@ def hash_policy(model: str, folder: Path) -> Policy:
         whole.update(folder.name.encode())
     for path in files:
         name = path.relative_to(folder).as_posix()
-        own = _hash_of(path) if contents else str(path.stat().st_size)
+        own = sha256_of(path) if contents else str(path.stat().st_size)
         whole.update(f"{name}\0{own}\n".encode())
     hashed = "contents" if contents else "names and sizes"
     commit = folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
@@ -178,11 +179,6 @@ def hash_policy(model: str, folder: Path) -> Policy:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
-
-
-def _hash_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _version(name: str) -> str | None:
@@ -203,7 +199,7 @@ def _code(folder: RunFolder) -> Code:
     for name in (_git("ls-files", "--others", "--exclude-standard", "-z", "*.py", "*.yaml") or b"").split(b"\0"):
         path = _ROOT / os.fsdecode(name)
         if name and path.is_file():
-            changes += b"untracked " + name + b" sha256 " + _hash_of(path).encode() + b"\n"
+            changes += b"untracked " + name + b" sha256 " + sha256_of(path).encode() + b"\n"
     code.commit = commit.decode().strip()
     if changes:
         code.changes_sha256 = hashlib.sha256(changes).hexdigest()
@@ -246,11 +242,11 @@ def _environment(source: EnvironmentSource, knobs: Mapping[str, Any]) -> Environ
     there = path is not None and path.is_file()
     named = [value for value in knobs.values() if isinstance(value, str)]
     named += [one.file for one in source.rewards]
-    files = {name: _hash_of(Path(name)) for name in named if _is_small_file(name)}
+    files = {name: sha256_of(Path(name)) for name in named if _is_small_file(name)}
     return EnvironmentInputs(
         name=source.name,
         source=source.file or f"{source.adapter}: {source.target}",
-        sha256=_hash_of(path) if path is not None and there else None,
+        sha256=sha256_of(path) if path is not None and there else None,
         files=files,
         python=source.interpreter or "",
         packages=_installed_in(source.interpreter),

@@ -11,7 +11,6 @@ omitted or async, and `process` may return None to drop an item.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 
 from toprope.errors import EnvironmentFailed, InvalidValue
+from toprope.records.run.digests import sha256_of
 from toprope.sdk.authoring.definitions import CALL, definition_problem
 from toprope.sdk.errors import LoadError, WorkerFailure
 from toprope.sdk.worker.client import worker_environment
@@ -96,8 +96,7 @@ class OwnCode:
     @property
     def digest(self) -> str:
         """SHA-256 of the file in hexadecimal."""
-        with self.file.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(self.file)
 
 
 @asynccontextmanager

@@ -28,6 +28,7 @@ from pydantic import BaseModel
 import toprope
 from toprope.atomic import fsync, write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
+from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import REPAIR_HINT, read_record
 from toprope.settings.yamlfiles import nearest
 
@@ -101,7 +102,7 @@ class Version:
         for path in self.files:
             known = self.record.files[path.name]
             try:
-                found = digest_of(path)
+                found = sha256_of(path)
             except OSError as error:
                 raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
             if found != known.sha256:
@@ -109,12 +110,6 @@ class Version:
                     f"{path} was changed after it was written as {self.name}: its SHA-256 differs.",
                     hint="A version never changes. Build a new one.",
                 )
-
-
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class DatasetStore:
@@ -208,7 +203,7 @@ class DatasetStore:
             The version, and True if it is new; False if the newest version has the same items.
         """
         stored = {
-            one: Stored(items=items, bytes=(aside / one).stat().st_size, sha256=digest_of(aside / one))
+            one: Stored(items=items, bytes=(aside / one).stat().st_size, sha256=sha256_of(aside / one))
             for one, items in files.items()
         }
         whole = hashlib.sha256("".join(f"{one}\0{stored[one].sha256}\n" for one in sorted(stored)).encode()).hexdigest()

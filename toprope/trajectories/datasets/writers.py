@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 import msgspec
 
@@ -127,9 +127,7 @@ class _Csv(Writer):
             self._rows.writerow([row[name] for name in _COLUMNS])
 
     def _close(self) -> None:
-        self._text.flush()
-        sync(self._text.fileno())
-        self._text.close()
+        _sync(self._text)
 
 
 class _Parquet(Writer):
@@ -246,7 +244,7 @@ def _table(items: Sequence[TrajectoryItem], schema: Any, writer: Writer) -> Any:
     return pyarrow.Table.from_pylist([_row(item, writer) for item in items], schema=schema)
 
 
-def _sync(file: BinaryIO) -> None:
+def _sync(file: BinaryIO | TextIO) -> None:
     file.flush()
     sync(file.fileno())
     file.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
+import json
 import os
 import time
 from collections import Counter
@@ -14,7 +16,8 @@ from typing import Any
 
 from toprope.errors import EnvironmentFailed, InvalidValue
 from toprope.records.purse import Purse
-from toprope.records.run.folder import RunFolder
+from toprope.records.run.digests import sha256_of
+from toprope.records.run.folder import RunFolder, folder_bytes
 from toprope.records.run.manifest import Manifest
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.sdk.errors import WorkerFailure
@@ -28,8 +31,8 @@ from toprope.trajectories.capture.selection import Query, best_of_tasks, place_o
 from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, batched, worker
 from toprope.trajectories.datasets.dataset import read_items
 from toprope.trajectories.datasets.dataset_card import card_of
-from toprope.trajectories.datasets.store import DatasetStore, digest_of
-from toprope.trajectories.datasets.writers import ENDINGS, Writer, writing
+from toprope.trajectories.datasets.store import DatasetStore
+from toprope.trajectories.datasets.writers import ENDINGS, writing
 from toprope.trajectories.items import TrajectoryItem
 from toprope.trajectories.jobs.orders import Code, Order, Outcome
 from toprope.trajectories.synthesis.generators import Mutation, TemplateSynthesiser
@@ -126,7 +129,7 @@ class Work:
                 self._digests[found.name] = found.record.digest
             yield from found.files
         for file in self._order.files:
-            self._digests.setdefault(Path(file).name, digest_of(Path(file)))
+            self._digests.setdefault(Path(file).name, sha256_of(Path(file)))
             yield Path(file)
 
     def _selected(self) -> Iterator[TrajectoryItem]:
@@ -177,7 +180,7 @@ class Work:
                 writer.write(batch)
                 outcome.items = writer.count
         outcome.path, outcome.simplified = str(path), writer.simplified
-        outcome.bytes = _size(path)
+        outcome.bytes = folder_bytes(path) if path.is_dir() else path.stat().st_size
 
     def _require_room(self, items: int) -> None:
         if items > self._order.most_items:
@@ -253,7 +256,8 @@ class Work:
                 for item in held:
                     item.metadata = {**item.metadata, "split": split}
             with writing(aside / f"{split}.jsonl", "jsonl") as writer:
-                _in_parts(writer, held)
+                for batch in batched(held):
+                    writer.write(batch)
             files[f"{split}.jsonl"] = len(held)
         return files
 
@@ -403,17 +407,6 @@ class Work:
             self._tell(what, read, kept)
 
 
-def _in_parts(writer: Writer, items: Sequence[TrajectoryItem]) -> None:
-    for batch in batched(items):
-        writer.write(batch)
-
-
-def _size(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
-
-
 def _told(left_out: Counter[str]) -> str:
     return ", ".join(f"{count} left out by {why}" for why, count in left_out.most_common(4) if count)
 
@@ -426,7 +419,4 @@ def _texts(readers: Sequence[RunReader]) -> dict[str, int]:
 
 
 def _digest_of_inputs(manifest: Manifest) -> str:
-    import hashlib
-    import json
-
     return hashlib.sha256(json.dumps(manifest.inputs, sort_keys=True, default=str).encode()).hexdigest()

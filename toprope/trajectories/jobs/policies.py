@@ -13,9 +13,9 @@ from typing import Any
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, Corrupt, InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.checkpoints import problem_of
+from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import read_json
 from toprope.training.policy.export import export_policy
-from toprope.trajectories.datasets.store import digest_of
 from toprope.trajectories.jobs.orders import Outcome, PolicyExport
 
 RECORD = "toprope.json"
@@ -80,7 +80,7 @@ def _write(order: PolicyExport, checkpoint: Path, target: Path, tell: Callable[[
             converter=order.converter,
         )
         (aside / "README.md").write_text(order.card, encoding="utf-8")
-        files = {path.relative_to(aside).as_posix(): digest_of(path) for path in sorted(aside.rglob("*"))}
+        files = {path.relative_to(aside).as_posix(): sha256_of(path) for path in sorted(aside.rglob("*"))}
         write_json(aside / RECORD, {"version": _RECORD_VERSION, **order.origin, "files": files}, indent=1)
         if target.exists():
             target.rmdir()

@@ -19,12 +19,11 @@ from typing import Any
 
 from toprope.analysis.budget import GB, HOUR, Demand
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import RUN_ID, RunFolder, read_json
+from toprope.records.run.folder import RUN_ID, RunFolder, folder_bytes, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
 from toprope.settings.limits import FrozenLimits, Limits
 from toprope.settings.schema import Config
-from toprope.supervisor.capacity.budget_ledger import folder_bytes
 
 HASH_LENGTH = 24
 """Digits of a hash: two previews with the same hash cannot be found by trying."""

@@ -88,6 +88,7 @@ def packages(home: Home) -> Iterator[Finding]:
         yield Finding("packages", "broken", "toprope itself is not installed here.", _REINSTALL)
         return
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
     pins, wrong, other, count = _pins(), [], [], 0
     extra = "" if missing(["torch"]) else "train"
@@ -103,7 +104,7 @@ def packages(home: Home) -> Iterator[Finding]:
             continue
         if not requirement.specifier.contains(have, prereleases=True):
             wrong.append(f"{requirement.name} {have} is not {requirement.specifier}")
-        elif (pin := pins.get(_plain(requirement.name))) and have.partition("+")[0] != pin:
+        elif (pin := pins.get(canonicalize_name(requirement.name))) and have.partition("+")[0] != pin:
             other.append(f"{requirement.name} {have} (tested: {pin})")
     if wrong:
         yield Finding("packages", "broken", "; ".join(wrong), _REINSTALL)
@@ -312,11 +313,12 @@ def engines(home: Home) -> Iterator[Finding]:
 def keys(home: Home) -> Iterator[Finding]:
     """Keys by name only, and what needs them."""
     try:
-        kept = home.settings().variables
+        settings = home.settings()
     except TopropeError:
-        kept = {}
+        settings = None
+    kept = {} if settings is None else settings.variables
     needed = dict(_KEYS)
-    for model in _endpoints(home):
+    for model in [] if settings is None else settings.models.values():
         if model.key and model.key not in needed:
             needed[model.key] = ("models", f"test_inference with {model.model}")
     for name, (component, use) in needed.items():
@@ -339,13 +341,6 @@ def keys(home: Home) -> Iterator[Finding]:
             )
         else:
             yield Finding(name, "note", f"missing; needed for: {use}")
-
-
-def _endpoints(home: Home) -> list[Any]:
-    try:
-        return list(getattr(home.settings(), "models", {}).values())
-    except TopropeError:
-        return []
 
 
 def index(home: Home) -> Iterator[Finding]:
@@ -380,16 +375,14 @@ def index(home: Home) -> Iterator[Finding]:
 
 
 def _pins() -> dict[str, str]:
+    from packaging.utils import canonicalize_name
+
     try:
         lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     pairs = (line.split("==", 1) for line in lines if "==" in line and not line.startswith("#"))
-    return {_plain(name): version.strip() for name, version in pairs}
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower().strip()
+    return {canonicalize_name(name.strip()): version.strip() for name, version in pairs}
 
 
 def _within(version: str, wanted: str) -> bool:
