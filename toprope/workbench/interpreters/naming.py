@@ -16,7 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from toprope.errors import InvalidValue, NotFound, shown
-from toprope.sdk.discovery import NAME, discover_file, environment_files, parse, script_requirements
+from toprope.sdk.discovery import NAME, discover_file, environment_files, name_of, parse, script_requirements
 from toprope.sdk.worker.client import KEY_IN_URL
 from toprope.settings.yamlfiles import nearest
 from toprope.workbench.adapters import Adapter
@@ -74,7 +74,7 @@ def target_of(
         raise NotFound(
             f"{shown(given)} is not an ecosystem, requirement, path or URL.", hint=nearest(plain, _ecosystems(adapters))
         ) from None
-    return Target("packages", given, _name_from(requirement.name), _with_extras(requirement, plain, adapters))
+    return Target("packages", given, name_of(requirement.name), _with_extras(requirement, plain, adapters))
 
 
 def _with_extras(requirement: Requirement, plain: str, adapters: Sequence[Adapter]) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ def checked_name(name: str) -> str:
 def _place_of(given: str, plain: str, by_name: dict[str, Adapter], speaks: str | None) -> Target | None:
     """Parse a place: on the Hub, in a repository, at a URL, or on this machine; None if it is none of these."""
     if _HUB.fullmatch(plain):
-        return Target("dataset", plain, _name_from(plain.removeprefix("hf:").rpartition("/")[2]))
+        return Target("dataset", plain, name_of(plain.removeprefix("hf:").rpartition("/")[2]))
     if _GIT.search(plain):
         return _git(plain)
     if re.match(r"(https?|wss?)://", plain):
@@ -139,7 +139,7 @@ def _git(given: str) -> Target:
         url, ref = given.removeprefix("git+"), ""
     if ref.startswith("-") or url.startswith("-"):
         raise InvalidValue(f"{shown(given)} is not a repository URL.")
-    return Target("git", url, _name_from(url.rstrip("/").rpartition("/")[2].removesuffix(".git")), ref=ref)
+    return Target("git", url, name_of(url.rstrip("/").rpartition("/")[2].removesuffix(".git")), ref=ref)
 
 
 def _server(given: str, by_name: dict[str, Adapter], speaks: str | None) -> Target:
@@ -151,16 +151,16 @@ def _server(given: str, by_name: dict[str, Adapter], speaks: str | None) -> Targ
             f"Name the ecosystem of the server at {given}: --as ECOSYSTEM.",
             hint=f"{nearest(speaks, by_name)}" if speaks else f"There are {', '.join(by_name)}.",
         )
-    name = _name_from(f"{parts.hostname}-{parts.port}" if parts.port else parts.hostname)
+    name = name_of(f"{parts.hostname}-{parts.port}" if parts.port else parts.hostname)
     return Target("server", given.rstrip("/"), name, adapter=by_name[speaks])
 
 
 def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     if path.is_file() and path.suffix not in (".py", ".whl"):
         raise InvalidValue(f"{path} is neither a folder nor a Python file nor a wheel.")
-    name = _name_from(path.stem if path.is_file() else path.name)
+    name = name_of(path.stem if path.is_file() else path.name)
     if path.suffix == ".whl" or (path.is_dir() and is_project(path)):
-        return Target("packages", str(path), _name_from(name.split("-")[0]), (str(path),), path=path)
+        return Target("packages", str(path), name_of(name.split("-")[0]), (str(path),), path=path)
     own = tuple(script_requirements(path.read_text("utf-8", "replace"))) if path.is_file() else ()
     listed = (path.parent if path.is_file() else path) / "requirements.txt"
     if not own and listed.is_file():
@@ -244,10 +244,6 @@ def _project(place: Path, adapters: Sequence[Adapter]) -> tuple[str, ...]:
         ):
             return adapter.requirements
     return (str(place.resolve()),)
-
-
-def _name_from(text: str) -> str:
-    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_")[:64] or "environment"
 
 
 def _ecosystems(adapters: Sequence[Adapter]) -> list[str]:
