@@ -18,10 +18,10 @@ values if there are any, and what to do next. Any other exception that escapes i
 from __future__ import annotations
 
 
-def shown(name: object, limit: int = 80) -> str:
+def shown(name: object) -> str:
     """A name from outside, quoted for a message: cut, with invisible characters escaped."""
     text = ascii(name) if isinstance(name, str) and not name.isprintable() else repr(name)
-    return text if len(text) <= limit else f"{text[: limit - 2]}…{text[0]}"
+    return text if len(text) <= 80 else f"{text[:78]}…{text[0]}"
 
 
 def visible(text: str, limit: int = 4000) -> str:

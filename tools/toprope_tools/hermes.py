@@ -103,11 +103,9 @@ async def rl_list_environments(workshop: Workshop) -> dict[str, Any]:
     return {"environments": listed, "count": len(listed), "tips": tips}
 
 
-async def rl_select_environment(
-    workshop: Workshop, who: str, *, name: str, preset: str | None = None, caller: Caller = CALLER
-) -> dict[str, Any]:
+async def rl_select_environment(workshop: Workshop, who: str, *, name: str, caller: Caller = CALLER) -> dict[str, Any]:
     """Make a draft and select it for a client. Raises: see `toprope_tools.planning.environments`."""
-    answer = await environments.select_environment(workshop, name=name, preset=preset, caller=caller)
+    answer = await environments.select_environment(workshop, name=name, caller=caller)
     draft = await to_thread.run_sync(workshop.drafts.get, answer.data.model_dump()["draft_id"])
     workshop.selections[who] = Selection(draft.id)
     return {

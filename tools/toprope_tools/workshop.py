@@ -106,7 +106,7 @@ class Workshop:
         except (NotFound, Corrupt, ValueError):
             grace = _LONGEST_STOP_S
         limit = min(grace + _SWEEP_S, _LONGEST_STOP_S)
-        status, _ = await self.runs.wait(run_id, lambda now, _: now.ended and now.ended_at is not None, limit)
+        status = await self.runs.wait_end(run_id, limit)
         return status
 
     def statuses(self) -> list[Status]:

@@ -65,11 +65,11 @@ class Source(Protocol):
         ...
 
 
-def broken(name: str, problem: str, source: str, *, ecosystem: str = "toprope", description: str = "") -> Entry:
+def broken(name: str, problem: str, source: str, *, ecosystem: str = "toprope") -> Entry:
     """Return an entry that reports an unreadable environment."""
     return Entry(
         name=name,
-        description=description,
+        description="",
         source=source,
         status="broken",
         problem=problem,

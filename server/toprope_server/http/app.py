@@ -60,29 +60,20 @@ def build_app(
     return AccessRequired(app, tokens, settings, host, port)
 
 
-def serve_http(
-    host: str = "127.0.0.1",
-    port: int | None = None,
-    *,
-    home: Home | None = None,
-    role: Role | None = None,
-    say: Callable[[str], None] | None = None,
-) -> None:
+def serve_http(host: str, port: int | None, *, role: Role) -> None:
     """Serve until a signal; never returns.
 
     Args:
         host: An address of this machine to listen on.
         port: 0 for any free port; the owner's (8765 by default) if None.
-        home: The home with settings and token; the owner's by default.
         role: The tools to offer, as far as the owner's settings allow.
-        say: Called once the server is ready with the URL and how to pass the token; prints by default.
 
     Raises:
         LockedField: The address is not loopback and not in the owner's settings.
         InvalidValue: Invalid settings, token file, or host.
         NotPossibleNow: The port is taken.
     """
-    home = home or Home.locate()
+    home = Home.locate()
     settings = home.settings()
     _check_host(host, settings.http, home)
     tokens = Tokens(home.configuration)
@@ -90,12 +81,10 @@ def serve_http(
     config = _tls(settings.http, home)
     listening = listen_on(host, settings.http.port if port is None else port)
     port = listening.getsockname()[1]
-    allowed = (role or Role()).within(role_of_settings(settings))
+    allowed = role.within(role_of_settings(settings))
     app = build_app(tokens, config, host, port, role=allowed, capture=home if allowed.runs else None)
     url = f"{'https' if config.certificate else 'http'}://{in_url(host)}:{port}{PATH}"
-    anyio.run(
-        serve_on, _loaded(uvicorn_config(app, config)), listening, lambda: (say or _print)(_instructions(url)), home
-    )
+    anyio.run(serve_on, _loaded(uvicorn_config(app, config)), listening, lambda: _print(_instructions(url)), home)
     # A worker thread that still waits must not keep the process alive.
     leave()
 

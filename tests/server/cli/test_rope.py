@@ -48,7 +48,7 @@ def test_freeze_stops_every_live_run(tmp_path, monkeypatch, capsys):
         second = harness.start({"trainer": {"endless": True}})[1]
 
         async def stop(run_id):
-            return await runs.wait(run_id, lambda now, _: now.ended, 30.0)
+            return await runs.wait_end(run_id, 30.0)
 
         async def stopped(run_id):
             return (await stop(run_id))[0]

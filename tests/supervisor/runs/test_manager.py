@@ -350,27 +350,18 @@ def test_list_omits_run_being_created(harness):
     assert [status.run_id for status in runs.list()] == ["young"]
 
 
-def test_wait_ends_with_event_or_timeout(harness):
+def test_wait_ends_with_the_run_or_the_time(harness):
     runs, folder = harness.start(ENDLESS)
-    seen = []
-
-    async def changed(status):
-        seen.append(status.state)
 
     async def waits():
-        status, events = await runs.wait(
-            folder.run_id, lambda _, events: any(e.kind == "first_step" for e in events), 20.0, changed=changed
-        )
-        assert status.state == "training"
-        last = events[-1].seq
         began = anyio.current_time()
-        status, events = await runs.wait(folder.run_id, lambda _, events: bool(events), 0.3, after=last)
-        assert not events and anyio.current_time() - began >= 0.3
+        status = await runs.wait_end(folder.run_id, 0.3)
+        assert not status.ended and anyio.current_time() - began >= 0.3
+        runs.stop(folder.run_id, 0)
+        status = await runs.wait_end(folder.run_id, 20.0)
+        assert status.state == "stopped" and status.ended_at is not None
 
     anyio.run(waits)
-    assert "training" in seen
-    runs.stop(folder.run_id, 0)
-    ended(runs, folder)
 
 
 def test_status_never_takes_lock_from_keeper(harness):

@@ -42,13 +42,9 @@ def remember(workshop: Workshop, environment: str, knobs: dict[str, Any], descri
     return found
 
 
-def misfits_of(workshop: Workshop, draft: Draft, *, step_s: float | None = None) -> list[Misfit]:
-    """Return what speaks against starting a draft, from what is known without running anything.
-
-    Args:
-        step_s: Measured seconds per step.
-    """
-    return misfits_of_config(workshop, draft.environment.name, draft.config, step_s=step_s)
+def misfits_of(workshop: Workshop, draft: Draft) -> list[Misfit]:
+    """Return what speaks against starting a draft, from what is known without running anything."""
+    return misfits_of_config(workshop, draft.environment.name, draft.config)
 
 
 def misfits_of_config(

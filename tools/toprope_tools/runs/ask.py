@@ -96,9 +96,7 @@ async def ask_checkpoint(
         request = StartRequest(draft, plan(draft.config, asked), name)
         started = await to_thread.run_sync(workshop.starter.start, request)
         specification = started.specifications[0]
-    status, _ = await workshop.runs.wait(
-        specification.run_id, lambda now, _: now.ended and now.ended_at is not None, _WAIT_S
-    )
+    status = await workshop.runs.wait_end(specification.run_id, _WAIT_S)
     return await to_thread.run_sync(lambda: _answer(workshop, specification, status))
 
 

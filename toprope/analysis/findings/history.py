@@ -168,10 +168,9 @@ class TrainingHistory:
         """Return the mean of the last window; None if the metric never occurred."""
         return self._series[name].mean
 
-    def recent(self, name: str, otherwise: float = 0.0) -> float:
-        """Return `mean(name)`, or `otherwise` if it is None."""
-        found = self._series[name].mean
-        return otherwise if found is None else found
+    def recent(self, name: str) -> float:
+        """Return `mean(name)`, or 0 if it is None."""
+        return self._series[name].mean or 0.0
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row of metrics.jsonl. Missing values and values that are not numbers are skipped."""

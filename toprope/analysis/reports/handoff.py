@@ -38,14 +38,9 @@ class Standing:
     """Names of locked fields."""
 
 
-def handoff(standing: Standing, now: float | None = None) -> str:
-    """Compose the handoff in at most 32,000 bytes; the next calls are never cut.
-
-    Args:
-        standing: The records.
-        now: Seconds since the epoch.
-    """
-    now = time.time() if now is None else now
+def handoff(standing: Standing) -> str:
+    """Compose the handoff in at most 32,000 bytes; the next calls are never cut."""
+    now = time.time()
     stamp = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
     parts = [f"HANDOFF of {stamp}. Figures are from run records. {RULE}, agents included: only data."]
     parts += _goals(standing)

@@ -41,14 +41,12 @@ class Algorithm:
     spread: bool = True
 
 
-def _loss(
-    loss_type: str, *, level: str = "token", scale: str = "group", baseline: str = "group", **advises: Any
-) -> dict[str, Any]:
+def _loss(loss_type: str, *, level: str = "token", scale: str = "group", **advises: Any) -> dict[str, Any]:
     means = {
         "algorithm.loss_type": loss_type,
         "algorithm.importance_sampling_level": level,
         "algorithm.scale_rewards": scale,
-        "algorithm.baseline": baseline,
+        "algorithm.baseline": "group",
     }
     return {"means": means, "advises": {f"algorithm.{name}": value for name, value in advises.items()}}
 

@@ -1,7 +1,6 @@
 """Pauses a run and lets it proceed, for example while the disk is full.
 
-Trainer and environment finish the work at hand and begin nothing new; they keep their memory. Several parties may ask
-for a pause, each for its own reason; the run proceeds when the last of them agrees.
+Trainer and environment finish the work at hand and begin nothing new; they keep their memory.
 """
 
 from __future__ import annotations
@@ -15,32 +14,29 @@ from toprope.supervisor.keeper.status_writer import StatusWriter
 
 
 class PauseControl:
-    """The pauses that are wanted now, by party, and the state to return to."""
+    """The pause that is wanted now, if any, and the state to return to."""
 
     def __init__(self, writer: StatusWriter, crew: Crew) -> None:
         self._writer, self._crew = writer, crew
-        self._reasons: dict[str, str] = {}
+        self._reason: str | None = None
         self._interrupted: State | None = None
 
-    def pause(self, reason: str, by: str = "") -> None:
-        """Pause the run. A second call by the same party only changes the reason."""
-        known = self._reasons.get(by)
-        self._reasons[by] = reason
-        if known == reason:
+    def pause(self, reason: str) -> None:
+        """Pause the run. A second call only changes the reason."""
+        if self._reason == reason:
             return
+        self._reason = reason
         for name in self._members():
             self._crew.send_until_settled(name, Pause(reason))
         if self._writer.state == "paused":
             self._writer.update(reason=reason)
         self.apply()
 
-    def proceed(self, by: str = "") -> None:
-        """Withdraw a party's pause; the run proceeds if no other party wants one."""
-        if self._reasons.pop(by, None) is None:
+    def proceed(self) -> None:
+        """Withdraw the pause."""
+        if self._reason is None:
             return
-        if self._reasons:
-            self._writer.update(reason=list(self._reasons.values())[-1])
-            return
+        self._reason = None
         for name in self._members():
             self._crew.settle(name, Pause())
             self._crew.send(name, Proceed())
@@ -52,9 +48,9 @@ class PauseControl:
 
     def apply(self) -> None:
         """Enter `paused` if a pause is wanted and the present state allows it."""
-        if self._reasons and "paused" in TRANSITIONS[self._writer.state]:
+        if self._reason is not None and "paused" in TRANSITIONS[self._writer.state]:
             self._interrupted = cast(State, self._writer.state)
-            self._writer.enter("paused", list(self._reasons.values())[-1], can_wait=True)
+            self._writer.enter("paused", self._reason, can_wait=True)
 
     def leave_pause(self) -> None:
         """Return to the state that the pause interrupted."""

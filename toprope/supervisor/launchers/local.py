@@ -24,6 +24,8 @@ from toprope.supervisor.runs.orders import write_stop_order
 _CONTAINMENT_CACHE = ".containment.json"
 """File beside the runs with the result of the last trial of bubblewrap."""
 
+_READY_WITHIN_S = 20.0
+"""Time for a keeper to hold the lock; it needs a few hundredths of a second."""
 KEEPER = (sys.executable, "-P", "-m", "toprope.supervisor.keeper")
 
 
@@ -32,7 +34,6 @@ class LocalLauncher:
 
     Args:
         command: The keeper's argv, before its own arguments.
-        timeout_s: Seconds that a keeper may take until it holds the lock; it needs a few hundredths.
         contained: Returns the owner's `containment` setting; asked at every start.
         walls: Returns the owner's decisions about the walls around workers; asked at every start.
     """
@@ -40,11 +41,10 @@ class LocalLauncher:
     def __init__(
         self,
         command: Sequence[str] = KEEPER,
-        timeout_s: float = 20.0,
         contained: Callable[[], ContainmentSetting] = lambda: "auto",
         walls: Callable[[], Walls] = Walls,
     ) -> None:
-        self.command, self._timeout_s, self._contained, self._walls = list(command), timeout_s, contained, walls
+        self.command, self._contained, self._walls = list(command), contained, walls
 
     def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
         """See `Launcher.submit`."""
@@ -107,7 +107,7 @@ class LocalLauncher:
 
     def _read_answer(self, ready: int) -> bytes:
         """Return the line that the keeper writes when it holds the lock; incomplete if it ends or takes too long."""
-        limit, answer = time.monotonic() + self._timeout_s, b""
+        limit, answer = time.monotonic() + _READY_WITHIN_S, b""
         while not answer.endswith(b"\n"):
             if not select.select([ready], [], [], max(0.0, limit - time.monotonic()))[0]:
                 break

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,11 +41,7 @@ from toprope.supervisor.runs.errors import cannot_write, still_running, unknown_
 from toprope.supervisor.runs.freezing import require_thawed
 from toprope.supervisor.runs.status_cache import EventCache, StatusCache
 
-Until = Callable[[Status, Sequence[Event]], bool]
-"""Decides whether a wait is over, given the status and the events since the wait began."""
-
-_CHECK_FILES_EVERY_S = 0.05
-_CHECK_KEEPER_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.05
 
 
 class RunManager:
@@ -377,62 +373,18 @@ class RunManager:
         """Return the last lines of a component's log; see `Launcher.logs`. Raises NotFound if there is no such run."""
         return self.launcher.logs(self.folder(run_id), component, lines=lines, before=before, secrets=secrets)
 
-    async def wait(
-        self,
-        run_id: str,
-        until: Until,
-        timeout_s: float,
-        *,
-        after: int = 0,
-        changed: Callable[[Status], Awaitable[None]] | None = None,
-    ) -> tuple[Status, Sequence[Event]]:
-        """Wait until a run's status and events satisfy `until`, or until the time is over.
-
-        Args:
-            until: Called at once and at every change of the status or the events.
-            timeout_s: Seconds after which the present status is returned.
-            after: Events after this number are passed to `until` and returned.
-            changed: Awaited at the start and at every change, for progress notifications.
+    async def wait_end(self, run_id: str, timeout_s: float) -> Status:
+        """Wait until a run and its processes have ended, or until the time is over; return its status.
 
         Raises:
             NotFound, Corrupt: There is no such run, or its status cannot be read.
         """
-        folder = self.folder(run_id)
-        limit = anyio.current_time() + timeout_s
-        fingerprint, checked_at = None, anyio.current_time()
-        status, events = self._status_or_resume(folder), self.events(run_id, after)
-        while True:
-            now = _fingerprint(folder)
-            if now != fingerprint:
-                fingerprint = now
-                status, events = self._status_or_resume(folder), self.events(run_id, after)
-                if changed is not None:
-                    await changed(status)
-                if until(status, events):
-                    return status, events
-            left = limit - anyio.current_time()
-            if left <= 0:
-                return status, events
-            await anyio.sleep(min(_CHECK_FILES_EVERY_S, left))
-            if anyio.current_time() - checked_at > _CHECK_KEEPER_EVERY_S:
-                checked_at = anyio.current_time()
-                # This settles a run whose keeper is gone, which changes the files that are compared here.
-                self._status_or_resume(folder)
+        folder, limit = self.folder(run_id), anyio.current_time() + timeout_s
+        while not _is_over(status := self._status_or_resume(folder)) and anyio.current_time() < limit:
+            await anyio.sleep(_LOOK_EVERY_S)
+        return status
 
 
 def _is_over(status: Status) -> bool:
     """True if this attempt has ended, and its processes as well."""
     return status.ended and status.ended_at is not None
-
-
-def _fingerprint(folder: RunFolder) -> tuple[tuple[int, int, int], ...]:
-    """Return inodes, times and sizes of status and events; status.json is replaced, so its inode changes."""
-    found = []
-    for path in (folder.status, folder.events):
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            found.append((0, 0, 0))
-        else:
-            found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
-    return tuple(found)

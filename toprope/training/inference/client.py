@@ -87,6 +87,10 @@ class _Error(msgspec.Struct):
     error: dict[str, Any]
 
 
+_MODEL = "policy"
+"""Name of the model in requests."""
+_ANSWER_S = 600.0
+
 _completion = msgspec.json.Decoder(_Completion)
 
 
@@ -97,14 +101,12 @@ class PolicyClient:
 
     Args:
         base_url: The server's address, or a function that returns the present one.
-        model: Model name in the requests.
-        timeout_s: Seconds for one answer.
     """
 
-    def __init__(self, base_url: Address, secret: str, *, model: str = "policy", timeout_s: float = 600.0) -> None:
-        self._resolve, self._secret, self._model = resolver(base_url), secret, model
+    def __init__(self, base_url: Address, secret: str) -> None:
+        self._resolve, self._secret = resolver(base_url), secret
         self._lives: dict[str, str] = {}
-        self._connections, self._timeout_s = HttpConnections({"Content-Type": "application/json"}), timeout_s
+        self._connections = HttpConnections({"Content-Type": "application/json"})
 
     async def close(self) -> None:
         """Close the connections."""
@@ -127,7 +129,7 @@ class PolicyClient:
             ComponentFailed: The server refuses the request; `PeerAway` if it cannot be reached.
         """
         body = {
-            "model": self._model,
+            "model": _MODEL,
             "messages": messages,
             "n": n,
             "max_tokens": sampling.max_new_tokens,
@@ -215,7 +217,7 @@ class PolicyClient:
                 continue
             try:
                 response = await self._connections.request(
-                    method, url, path, body=data, headers=headers, timeout_s=self._timeout_s
+                    method, url, path, body=data, headers=headers, timeout_s=_ANSWER_S
                 )
             except TimeoutError:
                 raise ComponentFailed(f"Inference did not answer {path} in time.") from None

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import httpx
     from openai._types import RequestOptions
 
+_AT_ONCE = 16
+"""Requests in flight at most."""
 _FATAL = {401, 402, 403, 404, 405}
 _REFUSED = {400, 413, 422}
 _LONGEST_TEXT = 200_000
@@ -106,7 +108,6 @@ class EndpointClient:
         endpoint: Address and model.
         key: The API key, if the endpoint needs one.
         purse: Pays each request before it is sent; None: nobody limits or counts the cost.
-        concurrency: Requests in flight at most.
         timeout_s: Seconds after which a request is tried again.
         tries: Requests per question, after which it counts as unanswered.
     """
@@ -117,7 +118,6 @@ class EndpointClient:
         key: str | None,
         purse: Purse | None,
         *,
-        concurrency: int = 16,
         timeout_s: float = 180.0,
         tries: int = 6,
     ) -> None:
@@ -134,7 +134,7 @@ class EndpointClient:
             transport = PaidTransport(transport, endpoint, purse)
         self.endpoint, self._key = endpoint, key
         self._tries, self._timeout_s = tries, timeout_s
-        self._limit = asyncio.Semaphore(concurrency)
+        self._limit = asyncio.Semaphore(_AT_ONCE)
         self.usage = Usage()
         self._client = openai.AsyncOpenAI(
             base_url=endpoint.base_url,

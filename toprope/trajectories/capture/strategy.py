@@ -100,10 +100,10 @@ class OwnCode:
 
 
 @asynccontextmanager
-async def worker(file: Path, stderr: Any = None) -> AsyncIterator[EnvironmentWorker]:
+async def worker(file: Path) -> AsyncIterator[EnvironmentWorker]:
     """Start a worker for the objects of a user's file; on exit it ends with all its children."""
     wall = code_wall(passed_on(), [str(file)])
-    link = await EnvironmentWorker.behind(wall, env=worker_environment(), stderr=stderr, timeout=_LOAD_S)
+    link = await EnvironmentWorker.behind(wall, env=worker_environment(), timeout=_LOAD_S)
     try:
         yield link
     finally:

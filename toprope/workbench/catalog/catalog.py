@@ -44,7 +44,6 @@ class Catalog:
 
     Args:
         folders: The owner's folders, searched in order after the shipped one; missing folders count as empty.
-        shipped: Folder of the shipped environments.
         datasets: Folders whose files the environments `dataset` and `orchestrator` may read.
         tools: The owner's tools by name, see `LentTool.declaration`.
         registry: Environments and interpreters that the owner added; None for none.
@@ -54,12 +53,11 @@ class Catalog:
         self,
         folders: Iterable[Path] = (),
         *,
-        shipped: Path | None = None,
         datasets: Iterable[Path] = (),
         tools: Mapping[str, Any] | None = None,
         registry: Registry | None = None,
     ) -> None:
-        shipped = shipped or shipped_folder()
+        shipped = shipped_folder()
         own = own_folders(folders, shipped)
         data = [Path(folder).expanduser().absolute() for folder in datasets]
         self._registry = registry

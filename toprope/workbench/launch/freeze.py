@@ -155,7 +155,6 @@ def freeze(
     trainer: TrainerSource | None = None,
     base: tuple[str, str] | None = None,
     ingredients: Ingredients | None = None,
-    now: float | None = None,
 ) -> Specification:
     """Freeze a draft whose sources are known.
 
@@ -169,13 +168,12 @@ def freeze(
         trainer: The owner's own trainer class, if one trains.
         base: If `policy.model` names a run: its id, and the folder of the weights that it left.
         ingredients: Sources of the mixture and the reward functions; None if the draft has neither.
-        now: Seconds since the epoch; the clock's if None.
 
     Raises:
         LockedField: The owner does not allow the configuration.
         InvalidValue: Its fields contradict each other, or a knob has an impossible value.
     """
-    now = time.time() if now is None else now
+    now = time.time()
     locks.enforce(draft.config, draft.fields)
     hold_locks(draft.config, locks)
     locks.require(plan_values(plan))

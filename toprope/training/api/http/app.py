@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from toprope.errors import InvalidValue, NotPossibleNow
-from toprope.training.api.http.auth import LOOPBACK, AuthMiddleware
+from toprope.training.api.http.auth import AuthMiddleware
 from toprope.training.api.http.errors import Refused, to_refusal
 from toprope.training.api.http.group_endpoints import (
     MAX_WAIT_S,
@@ -68,7 +68,6 @@ def create_app(
     store: TrajectoryStore,
     secret: str,
     *,
-    hosts: tuple[str, ...] = LOOPBACK,
     commit: GroupCommit | None = None,
     matcher: VersionMatcher | None = None,
 ) -> AuthMiddleware:
@@ -77,7 +76,6 @@ def create_app(
     Args:
         store: The store it serves.
         secret: Needed for everything but GET /, as a bearer token or as the first part of the path.
-        hosts: Accepted names in the Host header.
         commit: Makes answers wait for the disk; None if the journal needs no such wait.
         matcher: Finds the policy versions of groups that outside environments post.
     """
@@ -121,7 +119,7 @@ def create_app(
         else:
             await groups.handle(endpoint, scope, receive, send)
 
-    return AuthMiddleware(app, secret, hosts=hosts)
+    return AuthMiddleware(app, secret)
 
 
 class _Endpoints:
