@@ -14,7 +14,6 @@ from toprope.records.messages import ENV_FOLDER
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.launch import Launch
 from toprope.records.run.specification import Specification
-from toprope.records.run.status import Status
 from toprope.settings.clusters import Clusters
 from toprope.supervisor.launchers.by_kind import LauncherByKind
 from toprope.supervisor.launchers.cluster import ClusterLauncher, request_for
@@ -106,7 +105,7 @@ def suffer(house: House, runs: RunManager, folder: RunFolder, fault: Fault, limi
     """Strike a run that trains, follow it as a front end does, and return its end."""
     begun = time.monotonic()
     fault.strike(house, runs, folder)
-    status, _ = anyio.run(runs.wait, folder.run_id, _is_over, limit_s)
+    status = anyio.run(runs.wait_end, folder.run_id, limit_s)
     seconds = time.monotonic() - begun
     limit = time.monotonic() + 10
     while (left := processes_of_run(folder)) and time.monotonic() < limit:
@@ -116,10 +115,6 @@ def suffer(house: House, runs: RunManager, folder: RunFolder, fault: Fault, limi
     if fault.mends:
         house.mend()
     return Outcome(status.state if status.ended_at is not None else f"{status.state}?", status.reason, seconds, words)
-
-
-def _is_over(status: Status, _: object) -> bool:
-    return status.ended_at is not None
 
 
 def keepers_of(folder: RunFolder) -> int:

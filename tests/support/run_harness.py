@@ -133,7 +133,9 @@ class RunHarness:
 
 def until(runs: RunManager, folder: RunFolder, *states: str, limit_s: float = LIMIT_S) -> Status:
     """Return the status as soon as the run is in one of `states`."""
-    status, _ = anyio.run(runs.wait, folder.run_id, lambda status, _: status.state in states, limit_s)
+    limit = time.monotonic() + limit_s
+    while (status := runs.status(folder.run_id)).state not in states and time.monotonic() < limit:
+        time.sleep(0.005)
     assert status.state in states, (status.state, status.reason, status.failure)
     if not status.ended and status.state != "queued":  # the keeper writes the status first, then its event
         eventually(lambda: any(event.data.get("to") == status.state for event in runs.events(folder.run_id)))
@@ -142,7 +144,7 @@ def until(runs: RunManager, folder: RunFolder, *states: str, limit_s: float = LI
 
 def ended(runs: RunManager, folder: RunFolder, limit_s: float = LIMIT_S) -> Status:
     """Return the final status, after the crew is gone."""
-    status, _ = anyio.run(runs.wait, folder.run_id, lambda status, _: status.ended_at is not None, limit_s)
+    status = anyio.run(runs.wait_end, folder.run_id, limit_s)
     assert status.ended_at is not None, (status.state, status.reason)
     eventually(lambda: not is_held(folder.lock))  # its last events are written by then
     return status

@@ -58,7 +58,7 @@ class SweepHarness:
         return self.runs.folder(specification.run_id)
 
     def ended(self, folder):
-        status, _ = anyio.run(self.runs.wait, folder.run_id, lambda now, _: now.ended_at is not None, LIMIT_S)
+        status = anyio.run(self.runs.wait_end, folder.run_id, LIMIT_S)
         assert status.ended_at is not None, (status.state, status.reason, status.progress)
         return status
 

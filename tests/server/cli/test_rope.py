@@ -50,11 +50,8 @@ def test_freeze_stops_every_live_run(tmp_path, monkeypatch, capsys):
         async def stop(run_id):
             return await runs.wait_end(run_id, 30.0)
 
-        async def stopped(run_id):
-            return (await stop(run_id))[0]
-
         home = SimpleNamespace(path=runs.path.parent, ensure=lambda: home)
-        shop = SimpleNamespace(home=home, runs=runs, statuses=runs.list, stop=stopped)
+        shop = SimpleNamespace(home=home, runs=runs, statuses=runs.list, stop=stop)
         monkeypatch.setattr(rope, "open_workshop", lambda: nullcontext(shop))
         rope.freeze("enough")
         assert {ended(runs, one).state for one in (first, second)} == {"stopped"}

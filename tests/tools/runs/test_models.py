@@ -343,7 +343,7 @@ def test_models_and_the_policy_are_tested_and_asked_in_real_runs(tmp_path, tiny_
         runs.append(do(start_test, shop, draft_id=draft_id, **named).data.run_id)
         found = []
         for run_id in runs:
-            status, _ = do(shop.runs.wait, run_id, lambda now, _: now.ended_at is not None, 90)
+            status = do(shop.runs.wait_end, run_id, 90)
             assert status.state == "completed", status.failure
             found.append(do(get_results, shop, run_id=run_id).data.results["tested"])
         for tested in found:
