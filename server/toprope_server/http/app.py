@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ipaddress
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
