@@ -76,9 +76,7 @@ class TrainingAgent:
         began = time.monotonic()
         run_id = await self.start(environment, preset, changes)
         looking = asyncio.ensure_future(observe(run_id)) if observe is not None else None
-        run: dict[str, Any] = {"state": ""}
-        while run["state"] not in _ENDED:
-            [run] = (await self.call("check_status", run_ids=[run_id], wait_s=_WAIT_S, until="end"))["runs"]
+        run = await self.ended(run_id)
         observed = await looking if looking is not None else None
         if run["state"] != "completed":
             raise SystemExit(f"{what}: {run_id} is {run['state']}: {json.dumps(run)[:1500]}")
@@ -87,6 +85,13 @@ class TrainingAgent:
         measured = " -> ".join(f"{done.accuracy(label):.3f}" for label in ("before", "after"))
         self._console.print(f"{what}: {results['steps']} steps, accuracy {measured}, {done.seconds:.0f} s", style="dim")
         return done
+
+    async def ended(self, run_id: str) -> dict[str, Any]:
+        """Wait for the end of a run; return its status."""
+        run: dict[str, Any] = {"state": ""}
+        while run["state"] not in _ENDED:
+            [run] = (await self.call("check_status", run_ids=[run_id], wait_s=_WAIT_S, until="end"))["runs"]
+        return run
 
     async def start(self, environment: str, preset: str, changes: dict[str, Any]) -> str:
         """Select, edit and start; return the run's id.
