@@ -27,8 +27,8 @@ from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
 __all__ = ["BEFORE", "RANGE", "LoadedEnvironment", "bounds", "loads_environment", "solved_from"]
 
-BEFORE = ("verifiers<0.2", "mcp<2")
-"""The requirements of such packages; they import the server of mcp before 2."""
+BEFORE = ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.3")
+"""The requirements of such packages: they import the server of mcp before 2, and start sandboxes by a text."""
 _METRIC_LIMIT = 1e6
 _UNDECLARED = 1000.0
 """Largest size of a reward whose bounds the owner does not set."""
