@@ -22,6 +22,7 @@ from toprope_tools.page import shapes
 from toprope_tools.page.items import Items, Remembered, stamp
 from toprope_tools.page.run import share_of
 from toprope_tools.page.shapes import foreign
+from toprope_tools.status.run_list import select_runs
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -87,13 +88,8 @@ def runs(
     """
     if state not in ("any", "live", "ended"):
         raise InvalidValue(f"state is any, live or ended, not {clip(state, 40)!r}.")
-    found = workshop.statuses()
-    if state != "any":
-        found = [one for one in found if one.ended == (state == "ended")]
-    if query:
-        words = query.lower().split()
-        found = [one for one in found if all(word in _searched(one) for word in words)]
-    else:
+    found = select_runs(workshop.statuses(), state, query)
+    if not query:
         found = [one for one in found if sweep_of(one.run_id) is None]
     start = 0
     if cursor is not None:
@@ -107,10 +103,6 @@ def runs(
     more = f"{page[-1].created_at!r}@{page[-1].run_id}" if page and start + len(page) < len(found) else None
     told = [items.item(one) for one in page]
     return shapes.Runs(what="runs", at=time.time(), runs=told, total=len(found), next_cursor=more)
-
-
-def _searched(status: Status) -> str:
-    return f"{status.run_id} {status.environment} {status.kind} {status.state}".lower()
 
 
 def _waiting(workshop: Workshop) -> list[shapes.Ask]:

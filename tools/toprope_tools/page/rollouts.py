@@ -17,6 +17,7 @@ from toprope.supervisor.environment_variables import secret_values
 from toprope.text_format import clip, said
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope_tools.page.shapes import Answer, Foreign, foreign
+from toprope_tools.results.rollout_group import as_talk
 from toprope_tools.results.rollouts import answer_of, prompt_of
 from toprope_tools.runs.logs import components_of
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 _PAGE = 12
 _GROUP_PAGE = 8
-_MOST_MESSAGES = 60
 _ORDERS = cast("tuple[str, ...]", get_args(Order))
 
 
@@ -301,14 +301,9 @@ def whole_group(
 
 
 def _messages(words: str | list[dict[str, Any]], characters: int) -> list[Message]:
-    talk = [{"role": "text", "content": words}] if isinstance(words, str) else words
-    if len(talk) > _MOST_MESSAGES:
-        half = _MOST_MESSAGES // 2
-        left = {"role": "left-out", "content": f"{len(talk) - 2 * half} messages left out"}
-        talk = [*talk[:half], left, *talk[-half:]]
     return [
         Message(foreign(one.get("role", ""), 20), foreign(said(one), characters, lines=True))
-        for one in talk
+        for one in as_talk(words)
         if said(one)
     ]
 

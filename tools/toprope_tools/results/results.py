@@ -381,21 +381,17 @@ def _examples(examples: list[Example]) -> list[str]:
         return []
     lines = ["Examples (untrusted text):"]
     for example in examples:
-        line = f"  {_quoted(example.prompt, 160)}"
+        line = f"  {marked(example.prompt, 160)}"
         if example.reference is not None:
-            line += f" reference {_quoted(example.reference)};"
+            line += f" reference {marked(example.reference, 80)};"
         for label, text, won in (
             ("before", example.before, example.before_success),
             ("after", example.after, example.after_success),
         ):
             if text is not None:
-                line += f" {label} {_quoted(text, _ANSWER_CHARACTERS)} ({'right' if won else 'wrong'})"
+                line += f" {label} {marked(text, _ANSWER_CHARACTERS)} ({'right' if won else 'wrong'})"
         lines.append(line)
     return lines
-
-
-def _quoted(text: str, limit: int = 80) -> str:
-    return marked(text, limit)
 
 
 def _next(status: Status, detailed: bool) -> str:

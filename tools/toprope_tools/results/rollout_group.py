@@ -105,12 +105,17 @@ def _title(place: int, outcomes: list[Outcome]) -> str:
 
 def _messages(words: str | list[dict[str, Any]], limit: int) -> list[str]:
     """Return a line for each message, with at most `limit` characters of it."""
+    return [f"  {named(one.get('role', ''), 20)} {marked(said(one), limit)}" for one in as_talk(words)]
+
+
+def as_talk(words: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages of a conversation; of a long one without the middle, and a text as one message."""
     talk = [{"role": "text", "content": words}] if isinstance(words, str) else words
-    if len(talk) > _MOST_MESSAGES:
-        half = _MOST_MESSAGES // 2
-        left = {"role": "left-out", "content": f"{len(talk) - 2 * half} messages left out"}
-        talk = [*talk[:half], left, *talk[-half:]]
-    return [f"  {named(one.get('role', ''), 20)} {marked(said(one), limit)}" for one in talk]
+    if len(talk) <= _MOST_MESSAGES:
+        return talk
+    half = _MOST_MESSAGES // 2
+    left = {"role": "left-out", "content": f"{len(talk) - 2 * half} messages left out"}
+    return [*talk[:half], left, *talk[-half:]]
 
 
 def _shown(outcome: Outcome) -> answers.ShownRollout:

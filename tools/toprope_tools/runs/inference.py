@@ -66,7 +66,8 @@ async def test_inference(
             f"tasks times group_size must give 1 to {_MOST_ROLLOUTS} rollouts, not {rollouts}.",
             hint="64 tasks with 8 answers each are enough.",
         )
-    if max_new_tokens is not None and not 1 <= max_new_tokens < config.policy.max_context and _has_base(plan):
+    tests_base = any(model.endpoint is None for model in plan.models)
+    if tests_base and max_new_tokens is not None and not 1 <= max_new_tokens < config.policy.max_context:
         raise InvalidValue(
             f"max_new_tokens {max_new_tokens} leaves no room for a prompt within policy.max_context "
             f"({config.policy.max_context}) of the draft's policy.",
@@ -105,10 +106,6 @@ def _models(workshop: Workshop, names: list[str]) -> list[ModelUnderTest]:
     models = resolve_models(names, settings, workshop.home.preset_folders)
     require_keys(models, settings, workshop.home.settings_file)
     return models
-
-
-def _has_base(plan: TestPlan) -> bool:
-    return any(model.endpoint is None for model in plan.models)
 
 
 test_inference.__test__ = False  # type: ignore[attr-defined]  # a tool, not a test

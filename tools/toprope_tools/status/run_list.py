@@ -6,6 +6,7 @@ A cursor names the last run of a page, not a count, so runs that end or disappea
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from anyio import to_thread
@@ -42,15 +43,7 @@ async def list_runs(
         InvalidValue: Not a cursor of this list.
     """
     runs = await to_thread.run_sync(workshop.statuses)
-    if state != "any":
-        runs = [run for run in runs if run.ended == (state == "ended")]
-    if query:
-        words = query.lower().split()
-        runs = [
-            run
-            for run in runs
-            if all(word in f"{run.run_id} {run.environment} {run.kind} {run.state}".lower() for word in words)
-        ]
+    runs = select_runs(runs, state, query)
     total, start = len(runs), 0
     if cursor is not None:
         place = _place(cursor)
@@ -68,6 +61,17 @@ async def list_runs(
             lines.append(f"More: {call('list_runs', **asked, cursor=more)}")
         text = "\n".join(lines)
     return Answer(text, answers.Runs(runs=[run_item(run) for run in page], total=total, next_cursor=more))
+
+
+def select_runs(runs: Sequence[Status], state: str, query: str | None) -> list[Status]:
+    """Return the runs in a state whose id, environment, kind or state contains each word of a query."""
+    words = (query or "").lower().split()
+    return [
+        run
+        for run in runs
+        if state in ("any", "ended" if run.ended else "live")
+        and all(word in f"{run.run_id} {run.environment} {run.kind} {run.state}".lower() for word in words)
+    ]
 
 
 async def open_runs(workshop: Workshop) -> str:

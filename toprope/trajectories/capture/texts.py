@@ -113,7 +113,7 @@ class Reader:
                     else:  # The template rewrote earlier messages: only the last part is new.
                         action += _newest(messages, text)
                         whole = whole and messages is not None
-                elif end < len(tokens) or _said_something(ids, self._special):
+                elif end < len(tokens) or any(one not in self._special for one in ids):
                     text = self._decode(ids)
                     between = None if self._template is None else self._template.between(text)
                     if between is None and end == len(tokens):
@@ -156,10 +156,6 @@ def _spans(mask: Sequence[int], masked: int) -> list[tuple[bool, int, int]]:
             start, sampled = place, not sampled
     spans.append((sampled, start, len(mask)))
     return spans
-
-
-def _said_something(ids: Sequence[int], special: set[int]) -> bool:
-    return any(one not in special for one in ids)
 
 
 def _newest(messages: list[Message] | None, text: str) -> list[Message]:
