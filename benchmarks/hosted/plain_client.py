@@ -5,8 +5,8 @@ number of steps, which it takes, or `controls`, which it measures; it answers wi
 within their group, so they carry no signal. Answers whose advantage is 0 are not sent.
 
 `gap` is the largest difference of a token's log-probability between sampler and trainer, `moved` that of a sampler
-which is one step behind. `resumed` and `without_optimizer` are the largest errors of the loss, as shares of the
-largest loss, over steps that are taken again from a saved state, with and without the optimizer's.
+which is one step behind. `resumed` and `behind` are the largest errors of the loss, as shares of the largest loss,
+over steps that are taken again from a saved state, compared with those steps and with the ones after them.
 """
 
 from __future__ import annotations
@@ -57,13 +57,10 @@ class _Loop:
         self._training.optim_step(self._adam).result()
         saved = self._training.save_state(f"{self._asked['name']}-saved").result().path
         straight = self._losses(self._training)
-        for name, begin in (
-            ("resumed", self._service.create_training_client_from_state_with_optimizer),
-            ("without_optimizer", self._service.create_training_client_from_state),
-        ):
-            again = self._losses(begin(saved))
-            most = max(abs(one - two) for one, two in zip(again, straight, strict=True))
-            found[name] = most / max(map(abs, straight))
+        again = self._losses(self._service.create_training_client_from_state_with_optimizer(saved))
+        most = max(map(abs, straight))
+        for name, others in (("resumed", straight), ("behind", straight[1:])):
+            found[name] = max(abs(one - two) for one, two in zip(again, others, strict=False)) / most
         return found
 
     def _losses(self, training: Any) -> list[float]:
