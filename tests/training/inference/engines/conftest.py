@@ -191,7 +191,8 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
             servers.append(Server(number, tmp_path, place, number in keeps_old))
             return servers[-1]
 
-        settings = VllmSettings("python", tmp_path, "float32", "cpu", 64, in_memory=in_memory, **options)
+        given: dict[str, Any] = {"device": "cpu", "in_memory": in_memory} | options
+        settings = VllmSettings("python", tmp_path, "float32", max_context=64, **given)
         engine = VllmEngine(
             settings, TOKENIZER, frozenset({1}), crew=tmp_path, gave_up=gave_up.append, start_process=start
         )

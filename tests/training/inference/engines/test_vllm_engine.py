@@ -179,7 +179,7 @@ def test_output_of_a_server_is_our_own_and_its_errors_are_known(
 
 
 def test_adapters_get_a_name_for_each_version_and_leave_after_their_last_request(make: Callable[..., Rig]) -> None:
-    rig = make(adapters=True)
+    rig = make(adapters=True, device="cuda")
     [server] = rig.servers
     rig.publish()
     until(lambda: rig.engine.version == 1)
@@ -198,6 +198,20 @@ def test_adapters_get_a_name_for_each_version_and_leave_after_their_last_request
     assert names[0].startswith("policy-v1-") and names[1].startswith("policy-v2-")
     rig.publish()
     until(lambda: names[0] not in server.weights and names[1] not in server.weights)
+
+
+def test_adapters_on_a_cpu_are_compared_when_nothing_else_is_asked(make: Callable[..., Rig]) -> None:
+    rig = make(adapters=True)
+    [server] = rig.servers
+    server.go_on.clear()
+    running = rig.ask()
+    until(lambda: server.asked)
+    rig.publish()
+    until(lambda: not rig.engine._open.is_set())
+    waiting = rig.ask()
+    assert "/v1/load_lora_adapter" not in server.paths() and rig.engine.version == 0
+    server.go_on.set()
+    assert running.get(timeout=10)[0].versions == [(0, 3)] and waiting.get(timeout=10)[0].versions == [(1, 3)]
 
 
 def test_weights_in_gpu_memory_arrive_as_handles(make: Callable[..., Rig]) -> None:

@@ -293,11 +293,18 @@ class VllmEngine:
         """
         if found.adapters:
             name = f"{MODEL}-{found.folder.name}"
+            alone = self._options.device == "cpu"
+            if alone:  # with adapters vLLM dies there of a prompt's log-probabilities beside other requests
+                self._open.clear()
+                while self._asking:
+                    await asyncio.sleep(_LOOK_S)
             await self._api.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(found.folder)})
             self._adapters[name] = 0
             await self._api.compare(found, self._allowed, name)
             self._adapter, self.version = name, found.policy
             self._sound.set()
+            if alone:
+                self._open.set()
             for old in [known for known, users in self._adapters.items() if not users and known != name]:
                 await self._unload(old)
             return
