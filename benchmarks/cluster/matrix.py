@@ -123,7 +123,7 @@ def keepers_of(folder: RunFolder) -> int:
     for process in processes_of_run(folder):
         try:
             below = process.children() if "--foreground" in process.cmdline() else []
-            # What an engine puts above a keeper has the same words, and the keeper below it.
+            # A process that an engine puts above a keeper has the same words, and the keeper below it.
             found += bool(below) and not any("--foreground" in one.cmdline() for one in below)
         except psutil.NoSuchProcess:
             continue

@@ -17,7 +17,7 @@ from toprope.atomic import append, write_text
 from toprope.errors import NotPossibleNow
 
 FILE = "spending.jsonl"
-"""Its name in the folder of a run or of a program that is none."""
+"""Its name in the folder of a run, or of a program that is not a run."""
 LIMITS = "limits.json"
 """In the folder of such a program: the limits that were frozen at its start."""
 _COMPACT_AFTER = 256

@@ -23,7 +23,7 @@ ENV_WEIGHTS = "TOPROPE_WEIGHTS"
 
 
 def newest_version(folder: Path) -> int | None:
-    """Return the newest published version; None if there is none."""
+    """Return the newest published version; None before the first."""
     try:
         with open(folder / "weights.bin", "rb", buffering=0) as file:
             began, newest = HEADER.unpack(file.read(HEADER.size))

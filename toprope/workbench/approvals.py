@@ -101,7 +101,7 @@ class Approvals:
         return known is not None and known.approved
 
     def use(self, hash: str) -> bool:
-        """Use up the approval with this hash; False if there is none."""
+        """Use up the approval with this hash; False without one."""
         if not self.has(hash):
             return False
         try:

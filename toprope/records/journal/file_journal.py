@@ -127,7 +127,7 @@ class FileJournal:
 
     @property
     def last(self) -> int:
-        """The number of the last group; 0 if there is none."""
+        """The number of the last group; 0 in an empty journal."""
         return self._base + len(self._offset)
 
     def append(self, body: bytes, note: GroupNote) -> int:

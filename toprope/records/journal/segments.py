@@ -55,7 +55,7 @@ def sample_path(folder: Path, ordinal: int) -> Path:
 
 
 def segment_path(folder: Path, ordinal: int) -> Path:
-    """The file that holds a segment now; the plain one if there is none."""
+    """The file that holds a segment now; the plain one without any."""
     plain = plain_path(folder, ordinal)
     if plain.exists():
         return plain

@@ -117,7 +117,7 @@ def problem_of(path: Path, *, hash_bytes: int | None = None) -> str | None:
 def newest_sound(
     folder: RunFolder, *, below: int | None = None, hash_bytes: int | None = None
 ) -> tuple[Checkpoint | None, list[Damage]]:
-    """The newest sound checkpoint (None if there is none), and the damaged ones after it, newest first.
+    """The newest sound checkpoint (or None), and the damaged ones after it, newest first.
 
     Args:
         below: Only consider checkpoints of steps up to this one.

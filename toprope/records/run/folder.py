@@ -279,7 +279,7 @@ class RunFolder:
         """The folder of an existing run.
 
         Raises:
-            NotFound: There is none, or it is not the id of a run (but a path, or the id of a seed group).
+            NotFound: No run has this id, or it is not the id of a run (but a path, or the id of a seed group).
         """
         folder = cls(runs / run_id)
         if not RUN_ID.fullmatch(run_id) or not folder.path.is_dir():

@@ -41,7 +41,7 @@ class History:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest row; empty if there is none."""
+        """The newest row; empty before the first."""
         return self.rows[-1] if self.rows else {}
 
 
@@ -91,7 +91,7 @@ def read_history(path: Path, rows: int = _ROWS, *, whole_bytes: int = _WHOLE_BYT
 
 
 def last_row(path: Path) -> dict[str, Any]:
-    """The newest row; empty if there is none. Reads only the end of the file.
+    """The newest row; empty before the first. Reads only the end of the file.
 
     Raises:
         TooNew: A newer version wrote it.

@@ -136,7 +136,7 @@ class Reservations:
                 lock.release()
 
     def machine(self) -> Machine | None:
-        """Return the capacity that was announced last; None if there is none that can be read."""
+        """Return the capacity that was announced last; None if it cannot be read."""
         try:
             return find_record(self._path / _MACHINE, RESERVATION_VERSION, Machine)
         except Corrupt:

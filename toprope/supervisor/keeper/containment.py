@@ -88,7 +88,7 @@ class WrappedCommand:
 
 
 def level_from(surroundings: Mapping[str, str]) -> Level:
-    """Return the level in a keeper's environment variables; `guard` if there is none."""
+    """Return the level in a keeper's environment variables; `guard` without one."""
     return BUBBLEWRAP if surroundings.get(ENV_CONTAINMENT) == BUBBLEWRAP else GUARD
 
 

@@ -137,7 +137,7 @@ class RestartPolicy:
         self._loop.call_later(limit_s, self._check_ready, self._crew[name], limit_s)
 
     async def _choose_checkpoint(self) -> None:
-        """Have the trainer resume from the newest sound checkpoint, or from the start if there is none.
+        """Have the trainer resume from the newest sound checkpoint, or else from the start.
 
         Raises:
             Corrupt: There are checkpoints, but none of them is sound.

@@ -379,7 +379,7 @@ class Driver:
             await api.close()
 
     def _read_evaluation(self, label: str) -> dict[str, Any] | None:
-        """Summary of an evaluation by an earlier attempt or life; None if there is none."""
+        """Summary of an evaluation by an earlier attempt or life; None without one."""
         try:
             return status_summary(read_json(self._member.folder.evaluation(label)))
         except (NotFound, Corrupt, KeyError, TypeError):

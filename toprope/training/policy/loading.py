@@ -262,7 +262,7 @@ def describe_device(config: Config) -> str:
     """The device of the run, `cuda` or `cpu`.
 
     Raises:
-        InvalidValue: The configuration asks for a GPU and there is none.
+        InvalidValue: The configuration asks for a GPU, which this machine lacks.
     """
     import torch
 

@@ -108,7 +108,7 @@ class WeightReader:
         return self.version
 
     def _open(self) -> bool:
-        """Map the trainer's file, again if a later trainer has replaced it; False if there is none."""
+        """Map the trainer's file, again if a later trainer has replaced it; False without one."""
         path = self._folder / "weights.bin"
         try:
             if os.stat(path).st_ino == self._file:

@@ -34,7 +34,7 @@ class Baseline:
 
 
 def baseline_of(environment: str, runs: Path) -> Baseline | None:
-    """Return the newest ended test of a draft's own policy in an environment; None if there is none.
+    """Return the newest ended test of a draft's own policy in an environment; None without one.
 
     Args:
         environment: Name of the environment.
