@@ -41,6 +41,9 @@ CONCURRENT = frozenset({"run"})
 """Operations that run concurrently with the others and are answered as they finish."""
 
 
+_OUTCOME = tuple(one.name for one in dataclasses.fields(Outcome))
+
+
 class UnknownOperation(InvalidRequest):
     """An operation of a newer caller, or a mistyped one."""
 
@@ -399,7 +402,8 @@ def _card(
 
 
 def _outcome(outcome: Outcome | None) -> dict[str, Any] | None:
-    return None if outcome is None else dataclasses.asdict(outcome)
+    # `asdict` copies all values, for each of a group's answers; these are written as JSON at once.
+    return None if outcome is None else {name: getattr(outcome, name) for name in _OUTCOME}
 
 
 def _plain(value: Any) -> Any:
