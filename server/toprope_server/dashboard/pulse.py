@@ -20,10 +20,14 @@ from toprope.errors import TopropeError
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
+    from toprope.records.run.status import Status
+
 logger = logging.getLogger("toprope.server")
 
 EVERY_S = 1.0
 _BEAT_S = 15.0
+_LIST_EVERY = 3
+"""Looks from one at all runs to the next; in between, ended runs are taken to stay as they are."""
 _KEPT = 256
 _FILES = {"status": "status.json", "events": "events.jsonl", "metrics": "metrics.jsonl"}
 
@@ -51,6 +55,9 @@ class Pulse:
     def __init__(self, workshop: Workshop, every_s: float = EVERY_S) -> None:
         self._workshop, self._every_s = workshop, every_s
         self._seen: _Seen | None = None
+        self._statuses: list[Status] = []
+        self._runs_stamp: _Stamp = None
+        self._looks = 0
         self._changes: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_KEPT)
         self._number, self._pages = 0, 0
         self._task: asyncio.Task[None] | None = None
@@ -120,7 +127,7 @@ class Pulse:
     def _look(self) -> dict[str, Any] | None:
         """Changes since the last look; None if nothing changed."""
         home, before = self._workshop.home, self._seen
-        statuses = self._workshop.statuses()
+        statuses = self._current()
         now = _Seen({one.run_id: one.state for one in statuses})
         live = [one.run_id for one in statuses if not one.ended]
         watched = dict.fromkeys([*live, *(before.files if before else ())])
@@ -150,6 +157,17 @@ class Pulse:
             told["list"] = True
         told |= {what: True for what, one in now.home.items() if one != before.home.get(what)}
         return told or None
+
+    def _current(self) -> list[Status]:
+        """The statuses of all runs. A file of each of a thousand runs would be most of what a look costs."""
+        workshop, stamp = self._workshop, _stamp(self._workshop.home.runs)
+        if self._looks % _LIST_EVERY and stamp == self._runs_stamp:
+            with suppress(TopropeError):  # a run was deleted meanwhile, or cannot be read
+                found = [one if one.ended else workshop.runs.status(one.run_id) for one in self._statuses]
+                self._looks, self._statuses = self._looks + 1, found
+                return found
+        self._looks, self._runs_stamp, self._statuses = 1, stamp, workshop.statuses()
+        return self._statuses
 
 
 def lines_of(number: int, change: dict[str, Any] | None, encode: Callable[[Any], bytes], first: bool) -> bytes:

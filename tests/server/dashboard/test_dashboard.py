@@ -20,6 +20,7 @@ from tests.support.dashboard_page import DashboardProcess, make_bundle, next_cha
 from tests.support.tools_house import become, make_workshop, start_run, step
 from toprope.errors import NotPossibleNow
 from toprope.records.audit import AuditTrail
+from toprope.records.run.status import Status
 from toprope.settings.owner import Home
 from toprope.workbench.approvals import Approvals
 
@@ -261,10 +262,38 @@ def test_command_prints_the_address_and_opens_it(
     assert "http://127.0.0.1:1/#key=k" in capsys.readouterr().out
 
 
+def test_looks_between_lists_read_live_runs_and_miss_nothing(house):
+    listed = 0
+
+    def count() -> list[Status]:
+        nonlocal listed
+        listed += 1
+        return house.shop.statuses()
+
+    pulse = Pulse(SimpleNamespace(home=house.shop.home, statuses=count, runs=house.shop.runs))
+    assert [pulse._look() for _ in range(6)] == [None] * 6 and listed == 2
+    assert house.live.run_id in {one.run_id for one in house.shop.statuses() if not one.ended}
+    pulse._look()
+    become(house.live, "evaluating")
+    change = pulse._look()
+    assert change is not None and list(change["runs"]) == [house.live.run_id] and listed == 3
+    new = start_run(house.shop)
+    change = pulse._look()  # a new folder is seen at once
+    assert change is not None and list(change["runs"]) == [new.run_id] and listed == 4
+    become(house.ended, "training", ended_at=None)  # it was resumed
+    changes = [change["runs"] for _ in range(3) if (change := pulse._look()) is not None]
+    assert [list(one) for one in changes] == [[house.ended.run_id]]
+    pulse._look()
+    shutil.rmtree(new.path)
+    change = pulse._look()
+    assert change is not None and change["runs"][new.run_id] == ["gone"]
+
+
 def test_page_that_comes_as_the_last_one_leaves_still_gets_changes(tmp_path):
     runs = [SimpleNamespace(run_id="a", state="training", ended=False)]
     home = Home(tmp_path / "home", tmp_path / "config")
-    pulse = Pulse(SimpleNamespace(home=home, statuses=lambda: list(runs)), every_s=0.01)
+    shop = SimpleNamespace(home=home, statuses=lambda: list(runs), runs=SimpleNamespace(status=lambda _: runs[0]))
+    pulse = Pulse(shop, every_s=0.01)
 
     async def visit() -> None:
         first = pulse.messages(None)
