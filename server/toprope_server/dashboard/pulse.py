@@ -160,13 +160,13 @@ class Pulse:
 
     def _current(self) -> list[Status]:
         """The statuses of all runs. A file of each of a thousand runs would be most of what a look costs."""
-        workshop, stamp = self._workshop, _stamp(self._workshop.home.runs)
-        if self._looks % _LIST_EVERY and stamp == self._runs_stamp:
+        workshop, folder = self._workshop, stamp(self._workshop.home.runs)
+        if self._looks % _LIST_EVERY and folder == self._runs_stamp:
             with suppress(TopropeError):  # a run was deleted meanwhile, or cannot be read
                 found = [one if one.ended else workshop.runs.status(one.run_id) for one in self._statuses]
                 self._looks, self._statuses = self._looks + 1, found
                 return found
-        self._looks, self._runs_stamp, self._statuses = 1, stamp, workshop.statuses()
+        self._looks, self._runs_stamp, self._statuses = 1, folder, workshop.statuses()
         return self._statuses
 
 
