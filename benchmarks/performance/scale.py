@@ -1,6 +1,6 @@
 """Measure how rollouts a second grow with environment workers: `make bench-scale`.
 
-    python -P -m benchmarks scale [--seconds N] [--picture FILE]
+    python -P -m benchmarks scale [--seconds N] [--kept FILE] [--picture FILE]
 
 Real runs with 1, 2, 4 and 8 environment workers, each below a driver of its own, whose environment waits 0.5 s a turn:
 `scaling_efficiency` is the rate with 8 over eight times the rate with one. A run without waiting then records what a
@@ -23,8 +23,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -33,6 +34,7 @@ from benchmarks.faults.lives import RealHarness
 from benchmarks.report import report
 from benchmarks.scratch import scratch
 from tests.support.run_harness import ended, eventually
+from toprope.machine import processor_count
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Status
@@ -194,6 +196,8 @@ def draw(measured: Mapping[int, float], costs: Costs, path: Path) -> None:
         limit = GROUP / cost
         place.axhline(limit, linewidth=0.6, color="gray")
         place.text(1, limit, "one driver" if name == "driver" else name, fontsize=7, va="bottom")
+    title = f"measured on {processor_count()} cores; simulated with a core for each of the run's processes"
+    place.set_title(title, fontsize=8)
     place.set_xlabel("environment workers, each waiting 0.5 s a turn")
     place.set_ylabel("rollouts a second")
     place.legend(fontsize=7)
@@ -205,21 +209,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of each measurement")
     parser.add_argument("--picture", type=Path, default=None, help="also draw the rates into this PNG")
+    parser.add_argument("--kept", type=Path, default=None, help="keeps measurements, which are not repeated, in a file")
     options = parser.parse_args()
-    console, measured = Console(stderr=True), dict[int, float]()
+    console, kept = Console(stderr=True), dict[str, dict[str, Any]]()
+    if options.kept is not None and options.kept.exists():
+        kept = json.loads(options.kept.read_text())
+
+    def measure(name: str, workers: int, **how: Any) -> dict[str, Any]:
+        if name not in kept:
+            rate, costs = harness.measure(workers, options.seconds, **how)
+            kept[name] = {"rate": rate, **asdict(costs)}
+            if options.kept is not None:
+                options.kept.write_text(json.dumps(kept))
+        console.print(f"{name}: {kept[name]['rate']:.2f} rollouts/s")
+        return kept[name]
+
     with scratch("scale") as root:
         harness = _Runs(root)
         try:
-            for workers in WORKERS:
-                measured[workers], _ = harness.measure(workers, options.seconds)
-                console.print(f"{workers} workers: {measured[workers]:.2f} rollouts/s")
-            locked, _ = harness.measure(WORKERS[-1], options.seconds, lock=str(root / "lock"))
-            console.print(f"control, {WORKERS[-1]} workers behind a lock: {locked:.2f} rollouts/s")
-            busy, costs = harness.measure(2, options.seconds, wait_s=0.0)
-            console.print(f"without waiting: {busy:.1f} rollouts/s; {json.dumps(costs.per_group)}")
+            measured = {workers: measure(f"{workers} workers", workers)["rate"] for workers in WORKERS}
+            lock = str(root / "lock")
+            locked = measure(f"control, {WORKERS[-1]} workers behind a lock", WORKERS[-1], lock=lock)["rate"]
+            busy = measure("2 workers that do not wait", 2, wait_s=0.0)
         finally:
             harness.close()
-    most = WORKERS[-1]
+    costs, most = Costs(busy["per_group"], busy["steps"]), WORKERS[-1]
     off = max(abs(simulate(workers, costs) / rate - 1) for workers, rate in measured.items())
     of_group = {**costs.per_group, "trainer": sum(costs.steps) / len(costs.steps) / STEP}
     figures: dict[str, float] = {f"rollouts_per_s_{workers}": rate for workers, rate in measured.items()}
