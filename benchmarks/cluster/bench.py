@@ -14,14 +14,24 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cluster.house import House, kill_all, wait_until
-from benchmarks.cluster.matrix import FAULTS, add_keeper, keepers_of, launcher_for, processes_of_run, suffer
+from benchmarks.cluster.house import House, keeper_of, kill_all, wait_until
+from benchmarks.cluster.matrix import (
+    FAULTS,
+    HEAD_KILLED,
+    Fault,
+    add_keeper,
+    keepers_of,
+    launcher_for,
+    left_of,
+    processes_of_run,
+    suffer,
+)
 from benchmarks.faults.lives import RealHarness
 from benchmarks.learning.demo import demo
 from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.errors import ComponentFailed
-from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_rows
 from toprope.records.run.specification import Specification
 from toprope.supervisor.runs.manager import RunManager
@@ -29,7 +39,7 @@ from toprope.supervisor.runs.manager import RunManager
 __all__ = ["measure"]
 
 _READY = frozenset({"ready", "finished"})
-_SOON_S = 90.0
+_SOON_S = 180.0
 _ANSWERS_S = 12.0
 
 
@@ -80,7 +90,8 @@ def measure(
             (path / "home").mkdir()
             harness = _ClusterHarness(path / "home", house)
             parts: dict[str, Callable[[_ClusterHarness], None]]
-            parts = {fault: partial(tally.strike, name=fault) for fault in FAULTS}
+            faults = {**FAULTS, **({"head killed": HEAD_KILLED} if house.cluster.kind == "ray" else {})}
+            parts = {called: partial(tally.strike, name=called, fault=fault) for called, fault in faults.items()}
             parts |= {
                 "other node killed": tally.other_node,
                 "unreachable": tally.silence,
@@ -162,13 +173,13 @@ class _Tally:
             self._console.print_exception()
             self._note(name, type(error).__name__, frozenset(), [], str(error), 0.0)
 
-    def strike(self, harness: _ClusterHarness, name: str) -> None:
+    def strike(self, harness: _ClusterHarness, name: str, fault: Fault) -> None:
         """One run, one fault."""
         runs, folder = self._start(harness)
-        outcome = suffer(harness.house, runs, folder, FAULTS[name])
+        outcome = suffer(harness.house, runs, folder, fault)
         if name == "stop order":
             self._stops.append(outcome.seconds)
-        self._note(name, outcome.state, FAULTS[name].ends, outcome.left, outcome.reason, outcome.seconds)
+        self._note(name, outcome.state, fault.ends, outcome.left, outcome.reason, outcome.seconds)
         if name == "daemon killed":  # the engine gave up a job whose keeper lived on
             self._resume(runs, folder)
 
@@ -181,7 +192,7 @@ class _Tally:
         seconds = time.monotonic() - begun
         runs.stop(folder.run_id)
         wait_until(lambda: runs.status(folder.run_id).ended_at is not None, "the end", _SOON_S)
-        self._note("resumed", runs.status(folder.run_id).state, frozenset({"stopped"}), _left(folder), "", seconds)
+        self._note("resumed", runs.status(folder.run_id).state, frozenset({"stopped"}), left_of(folder), "", seconds)
 
     def plant(self, harness: _ClusterHarness) -> None:
         """The control: a second keeper that looks for no other one is counted."""
@@ -196,7 +207,7 @@ class _Tally:
         """The node of the drivers is lost; they go on beside the keeper, and so does the run."""
         runs, folder = self._start(harness)
         net, begun = harness.house.net, time.monotonic()
-        near = net.node_of(read_json(folder.lock)["pid"])
+        near = net.node_of(keeper_of(folder).pid)
         kill_all(net.processes(next(name for name in harness.house.nodes if name != near)))
         try:
             wait_until(lambda: _drivers_moved(runs, folder), "drivers beside the keeper", _SOON_S)
@@ -206,7 +217,7 @@ class _Tally:
             runs.stop(folder.run_id)
             wait_until(lambda: runs.status(folder.run_id).ended_at is not None, "the end", _SOON_S)
             state = runs.status(folder.run_id).state
-            self._note("other node killed", state, frozenset({"stopped"}), _left(folder), "", seconds)
+            self._note("other node killed", state, frozenset({"stopped"}), left_of(folder), "", seconds)
         finally:
             kill_all(processes_of_run(folder))
             harness.house.mend()
@@ -223,7 +234,7 @@ class _Tally:
         runs.stop(folder.run_id)
         wait_until(lambda: runs.status(folder.run_id).ended_at is not None, "the end", _SOON_S)
         seen = "+".join(sorted(states))
-        self._note("unreachable", seen, frozenset({"training"}), _left(folder), "", 0.0)
+        self._note("unreachable", seen, frozenset({"training"}), left_of(folder), "", 0.0)
 
     def refusal(self, harness: _ClusterHarness) -> None:
         """The engine refuses the job."""
@@ -250,7 +261,7 @@ class _Tally:
             runs.stop(folder.run_id)
             wait_until(lambda: runs.status(folder.run_id).ended_at is not None, "the end", _SOON_S)
         state, seconds = runs.status(folder.run_id).state, time.monotonic() - begun
-        self._note("no room", state, frozenset({"stopped"}), _left(folder), told, seconds)
+        self._note("no room", state, frozenset({"stopped"}), left_of(folder), told, seconds)
 
     def _note(
         self, name: str, state: str, ends: frozenset[str], left: Sequence[str], reason: str, seconds: float
@@ -275,15 +286,6 @@ def _drivers_moved(runs: RunManager, folder: RunFolder) -> bool:
     crew = runs.status(folder.run_id).crew
     drivers = [member for name, member in crew.items() if name.startswith("environment")]
     return all(one.restarts and one.state == "ready" and one.node == crew["api"].node for one in drivers)
-
-
-def _left(folder: RunFolder) -> list[str]:
-    limit = time.monotonic() + 10
-    while (left := processes_of_run(folder)) and time.monotonic() < limit:
-        time.sleep(0.05)
-    words = [" ".join(process.cmdline())[:200] for process in left if process.is_running()]
-    kill_all(left)
-    return words
 
 
 def _demo(home: Path, house: House) -> float:

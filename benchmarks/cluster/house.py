@@ -18,11 +18,11 @@ from typing import Protocol
 
 import psutil
 
-from toprope.records.run.folder import RunFolder
+from toprope.records.run.folder import RunFolder, read_json
 from toprope.settings.clusters import Cluster
 from toprope.supervisor.launchers.engine import Engine
 
-START_S = 60.0
+START_S = 120.0
 _IP = "/usr/sbin/ip"
 
 
@@ -166,6 +166,11 @@ class Daemons:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def keeper_of(folder: RunFolder) -> psutil.Process:
+    """Return the keeper of a run that is kept."""
+    return psutil.Process(read_json(folder.lock)["pid"])
 
 
 def kill_all(processes: Sequence[psutil.Process]) -> None:

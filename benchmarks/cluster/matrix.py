@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import anyio
 import psutil
 
-from benchmarks.cluster.house import House, kill_all, wait_until
+from benchmarks.cluster.house import House, keeper_of, kill_all, wait_until
 from toprope.records.messages import ENV_FOLDER
-from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch
 from toprope.records.run.specification import Specification
 from toprope.settings.clusters import Clusters
@@ -20,7 +20,10 @@ from toprope.supervisor.launchers.cluster import ClusterLauncher, request_for
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
 
-__all__ = ["FAULTS", "Outcome", "add_keeper", "keepers_of", "launcher_for", "processes_of_run", "suffer"]
+__all__ = [
+    "FAULTS", "HEAD_KILLED", "Fault", "Outcome", "add_keeper", "keepers_of", "launcher_for", "left_of",
+    "processes_of_run", "suffer",
+]  # fmt: skip
 
 _ELSEWHERE = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount --bind "$0" keeper.lock && exec "$@"')
 """Before a keeper's command: it sees a lock of its own, as on a node to which flock is not carried."""
@@ -71,20 +74,20 @@ def launcher_for(house: House, command: tuple[str, ...] | None = None) -> Launch
     return LauncherByKind(LocalLauncher(), cluster)
 
 
-def _keeper(folder: RunFolder) -> psutil.Process:
-    return psutil.Process(read_json(folder.lock)["pid"])
-
-
 FAULTS: Mapping[str, Fault] = {
     "stop order": Fault(lambda house, runs, folder: runs.stop(folder.run_id), frozenset({"stopped"})),
     "engine's stop": Fault(lambda house, runs, folder: house.cancel(folder), frozenset({"stopped"})),
-    "keeper killed": Fault(lambda house, runs, folder: _keeper(folder).kill(), frozenset({"lost"})),
+    "keeper killed": Fault(lambda house, runs, folder: keeper_of(folder).kill(), frozenset({"lost"})),
     "engine's process killed": Fault(
         lambda house, runs, folder: house.kill_engine_process(folder), frozenset({"lost"})
     ),
     "daemon killed": Fault(lambda house, runs, folder: house.kill_daemon(folder), frozenset({"lost"}), mends=True),
     "node killed": Fault(lambda house, runs, folder: house.kill_node(folder), frozenset({"lost"}), mends=True),
 }
+
+
+HEAD_KILLED = Fault(lambda house, runs, folder: kill_all(house.net.processes("n1")), frozenset({"lost"}), mends=True)
+"""The node of Ray's head is lost, and Ray with it. Slurm's jobs go on without their controller."""
 
 
 def processes_of_run(folder: RunFolder) -> list[psutil.Process]:
@@ -107,14 +110,20 @@ def suffer(house: House, runs: RunManager, folder: RunFolder, fault: Fault, limi
     fault.strike(house, runs, folder)
     status = anyio.run(runs.wait_end, folder.run_id, limit_s)
     seconds = time.monotonic() - begun
+    left = left_of(folder)
+    if fault.mends:
+        house.mend()
+    return Outcome(status.state if status.ended_at is not None else f"{status.state}?", status.reason, seconds, left)
+
+
+def left_of(folder: RunFolder) -> list[str]:
+    """Return the command lines of processes of a run that are there after ten seconds, and kill them."""
     limit = time.monotonic() + 10
     while (left := processes_of_run(folder)) and time.monotonic() < limit:
         time.sleep(0.05)
     words = [" ".join(process.cmdline())[:200] for process in left if process.is_running()]
     kill_all(left)
-    if fault.mends:
-        house.mend()
-    return Outcome(status.state if status.ended_at is not None else f"{status.state}?", status.reason, seconds, words)
+    return words
 
 
 def keepers_of(folder: RunFolder) -> int:

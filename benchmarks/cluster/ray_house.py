@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
-from benchmarks.cluster.house import START_S, Daemons, Net, kill_all, missing, wait_until
+from benchmarks.cluster.house import START_S, Daemons, Net, keeper_of, kill_all, missing, wait_until
 from toprope.errors import TopropeError
-from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.folder import RunFolder
 from toprope.settings.clusters import Cluster
 from toprope.supervisor.launchers.ray import RayEngine
 
@@ -58,30 +56,33 @@ class RayHouse:
 
     def mend(self) -> None:
         """See `House.mend`."""
-        for name in self.nodes:
-            if not any(process.name() == "raylet" for process in self.net.processes(name)):
-                kill_all(self.net.processes(name))
-                if name in self._daemons.running:
-                    self._daemons.kill(name)
-                self._start(name)
-                if name == "n1":
-                    wait_until(self._answers, "Ray's dashboard", 2 * START_S)
+        lost = [name for name in self.nodes if "raylet" not in (one.name() for one in self.net.processes(name))]
+        for name in self.nodes if "n1" in lost else lost:  # nodes do not join another head
+            kill_all(self.net.processes(name))
+            if name in self._daemons.running:
+                self._daemons.kill(name)
+            self._start(name)
+            if name == "n1":
+                wait_until(self._answers, "Ray's dashboard", 2 * START_S)
 
     def _start(self, name: str) -> None:
         here = f"--node-ip-address={self.net.addresses[name]}"
-        room = [here, f"--num-cpus={_CPUS}", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+        room = [here, f"--num-cpus={_CPUS}"]
+        room += ["--object-store-memory=80000000", "--disable-usage-stats", "--block"]
         if name == "n1":
             # A short folder, because sockets lie in it.
             temporary = f"/tmp/{self.net.space('ray')}"
             room += ["--head", f"--dashboard-host={self.net.addresses['n1']}", f"--temp-dir={temporary}"]
         else:
             room += [f"--address={self.net.addresses['n1']}:6379", '--resources={"other": 10}']
-        variables = {
+        self._daemons.start(name, [*self.net.enter(name), str(RAY / "bin" / "ray"), "start", *room], self._variables())
+
+    def _variables(self) -> dict[str, str]:
+        return {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "PATH": f"{RAY / 'bin'}:{os.environ['PATH']}",
         }
-        self._daemons.start(name, [*self.net.enter(name), str(RAY / "bin" / "ray"), "start", *room], variables)
 
     def _answers(self) -> bool:
         try:
@@ -90,29 +91,25 @@ class RayHouse:
             return False
         return True
 
-    def _keeper(self, folder: RunFolder) -> psutil.Process:
-        return psutil.Process(read_json(folder.lock)["pid"])
-
     def cancel(self, folder: RunFolder) -> None:
         """See `House.cancel`."""
         self.engine._ask("POST", f"/api/jobs/{folder.run_id}.1/stop")
 
     def kill_engine_process(self, folder: RunFolder) -> None:
         """See `House.kill_engine_process`: the worker that supervises the job."""
-        parent = self._keeper(folder).parent()
+        parent = keeper_of(folder).parent()
         assert parent is not None
         parent.kill()
 
     def kill_daemon(self, folder: RunFolder) -> None:
         """See `House.kill_daemon`: the raylet."""
-        for process in self.net.processes(self.net.node_of(self._keeper(folder).pid)):
+        for process in self.net.processes(self.net.node_of(keeper_of(folder).pid)):
             if process.name() == "raylet":
                 process.kill()
 
     def kill_node(self, folder: RunFolder) -> None:
         """See `House.kill_node`."""
-        node = self.net.node_of(self._keeper(folder).pid)
-        kill_all(self.net.processes(node))
+        kill_all(self.net.processes(self.net.node_of(keeper_of(folder).pid)))
 
     @contextmanager
     def unreachable(self) -> Iterator[None]:

@@ -14,10 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
-
-from benchmarks.cluster.house import Daemons, Net, kill_all, missing, wait_until
-from toprope.records.run.folder import RunFolder, read_json
+from benchmarks.cluster.house import Daemons, Net, keeper_of, kill_all, missing, wait_until
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch
 from toprope.settings.clusters import Cluster
 from toprope.supervisor.launchers.slurm import SlurmEngine
@@ -133,24 +131,21 @@ class SlurmHouse:
         """See `House.cancel`."""
         launch = Launch.read(folder)
         assert launch is not None
-        subprocess.run(["scancel", launch.handle], check=True)
-
-    def _keeper(self, folder: RunFolder) -> psutil.Process:
-        return psutil.Process(read_json(folder.lock)["pid"])
+        subprocess.run(["scancel", f"--name={launch.name}"], check=True)
 
     def kill_engine_process(self, folder: RunFolder) -> None:
         """See `House.kill_engine_process`: slurmstepd."""
-        stepd = self._keeper(folder).parent()
+        stepd = keeper_of(folder).parent()
         assert stepd is not None and "slurmstepd" in stepd.name(), stepd
         stepd.kill()
 
     def kill_daemon(self, folder: RunFolder) -> None:
         """See `House.kill_daemon`: slurmd."""
-        self._daemons.kill(self.net.node_of(self._keeper(folder).pid))
+        self._daemons.kill(self.net.node_of(keeper_of(folder).pid))
 
     def kill_node(self, folder: RunFolder) -> None:
         """See `House.kill_node`."""
-        node = self.net.node_of(self._keeper(folder).pid)
+        node = self.net.node_of(keeper_of(folder).pid)
         kill_all(self.net.processes(node))
         self._daemons.kill(node)
 

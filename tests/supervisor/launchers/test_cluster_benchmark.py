@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.cluster import bench
 from benchmarks.cluster.house import kill_all
-from benchmarks.cluster.matrix import launcher_for, processes_of_run
+from benchmarks.cluster.matrix import FAULTS, launcher_for, processes_of_run
 from tests.support import supervisor_stand_ins
 from toprope.supervisor.runs.manager import RunManager
 
@@ -52,6 +52,6 @@ def test_second_keeper_leaves_and_a_planted_one_is_counted(start):
 def test_run_that_never_steps_is_doubted(start, monkeypatch):
     monkeypatch.setattr(bench, "_SOON_S", 1.5)
     tally, harness = start({"environment": {"at": "before", "do": "hang"}})
-    tally.play("stop order", lambda: tally.strike(harness, "stop order"))
+    tally.play("stop order", lambda: tally.strike(harness, "stop order", FAULTS["stop order"]))
     assert tally.figures()["wrong_endings"] == 1
     assert tally.doubts() == "1 of 1 runs took no step"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.cluster import ray_house, slurm_house
-from benchmarks.cluster.house import kill_all
+from benchmarks.cluster.house import keeper_of, kill_all
 from benchmarks.cluster.matrix import FAULTS, launcher_for, processes_of_run, suffer
 from tests.support import supervisor_stand_ins
 from tests.support.run_harness import RunHarness, ended, eventually
@@ -77,7 +76,7 @@ def test_crew_on_two_nodes_stops_in_order_and_leaves_nothing(house: Any, harness
 
 def test_run_goes_on_where_it_can_when_the_drivers_node_is_lost(house: Any, harness: RunHarness) -> None:
     runs, folder = start(house, harness, "tls", restarts=2)
-    far = next(name for name in house.nodes if name != house.net.node_of(keeper_of(folder)))
+    far = next(name for name in house.nodes if name != house.net.node_of(keeper_of(folder).pid))
     kill_all(house.net.processes(far))
     try:
 
@@ -109,7 +108,3 @@ def test_slurm_that_loses_the_keepers_node_loses_the_run_and_gets_the_other_node
     assert outcome.state == "lost" and not outcome.left, outcome
     eventually(lambda: not house.engine.jobs()[f"{folder.run_id}.1"].holds_nodes, 60.0)
     assert house.engine.jobs()[f"{folder.run_id}.1"].phase == "ended"
-
-
-def keeper_of(folder: RunFolder) -> int:
-    return int(json.loads(Path(folder.lock).read_text())["pid"])
