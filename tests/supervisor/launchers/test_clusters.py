@@ -83,6 +83,12 @@ def test_room_of_a_node_is_that_of_its_members():
     assert (room.cpus, room.gpus, room.memory_mb) == (1 + 4 + 4 + 12, 1, 8000)
     section.nodes = 2  # the environment moves to the other node
     assert (section.room().cpus, section.room().gpus) == (12, 1)
+    section.nodes, section.inference_gpus, section.num_processes = 1, 2, 3
+    assert section.room().gpus == 1 + 2  # what is said of the trainer counts
+    section.resources = {}
+    assert section.room().gpus == 3 + 2
+    section.device = "cpu"
+    assert section.room().gpus == 0
     for wrong in ({"trainr": {}}, {"trainer": {"gpu": 1}}, {"trainer": {"cpus": 0}}):
         with pytest.raises(ValueError, match="trainr|trainer.gpu|trainer.cpus"):
             section.resources = wrong

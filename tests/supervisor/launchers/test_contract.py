@@ -215,6 +215,18 @@ def test_job_that_starts_after_its_run_was_stopped_starts_nothing(local_house, h
     assert Status.read(folder).state == "stopped" and not processes_of_run(folder)
 
 
+def test_inference_gets_gpus_of_its_own_among_those_of_the_job(local_house, harness):
+    cluster = OnCluster(local_house, harness)
+    runs = cluster.runs()
+    folder = cluster.start(runs, cluster.specification(inference_gpus=1, num_processes=2))
+    until(runs, folder, "training")
+    crew = runs.status(folder.run_id).crew
+    seen = [psutil.Process(crew[name].pid).environ()["CUDA_VISIBLE_DEVICES"] for name in ("trainer", "inference")]
+    assert seen == ["4,5", "6"]
+    runs.stop(folder.run_id)
+    assert ended(runs, folder).state == "stopped"
+
+
 def test_launch_is_written_before_submission(local_house, harness):
     seen = []
     real = local_house.engine.submit

@@ -13,7 +13,7 @@ from tests.support.run_harness import describe_nodes
 from toprope.errors import ComponentFailed
 from toprope.records.run.launch import Launch
 from toprope.supervisor.spread import ray_step
-from toprope.supervisor.spread.nodes import ENV_NODES, Node, Spread, find_nodes
+from toprope.supervisor.spread.nodes import ENV_NODES, Node, Spread, find_nodes, share_of_gpus
 
 LAUNCH = Launch(
     kind="slurm", cluster="lab", network="trusted", nodes=2, attempt=1, name="run-1.1", submitted_at=0.0, deadline=0.0
@@ -37,6 +37,17 @@ def test_gpus_decide_about_trainer_and_inference_and_drivers_take_turns() -> Non
     assert (places(two)["trainer"], places(two)["inference"]) == ("a", "b")
 
 
+def test_inference_shares_the_gpus_of_a_node_only_with_the_trainer_there() -> None:
+    one = Spread([Node("a", "10.0.0.1"), Node("b", "10.0.0.2", gpus=3)], inference_gpus=1)
+    assert one.inference_gpus() == 1
+    two = Spread([Node("a", "10.0.0.1", gpus=2), Node("b", "10.0.0.2", gpus=2)], inference_gpus=1)
+    assert two.inference_gpus() is None
+    ids = ["4", "5", "6"]
+    assert [share_of_gpus(name, ids, 1) for name in ("trainer", "inference", "api")] == [["4", "5"], ["6"], ids]
+    assert [share_of_gpus(name, ids, 0) for name in ("trainer", "inference")] == [ids, ["4"]]
+    assert share_of_gpus("trainer", ["4"], 1) == ["4"]  # too few to share
+
+
 def test_lost_node_gets_no_member_but_the_keepers_own_stays() -> None:
     spread = Spread([Node("a", "10.0.0.1"), Node("b", "10.0.0.2", gpus=1)])
     spread.lose(spread.nodes[1])
@@ -46,7 +57,7 @@ def test_lost_node_gets_no_member_but_the_keepers_own_stays() -> None:
 
 
 def test_nodes_are_read_from_the_variable() -> None:
-    nodes = [Node("a", "10.0.0.1"), Node("b", "10.0.0.2", 2, ("ssh", "b"), True)]
+    nodes = [Node("a", "10.0.0.1"), Node("b", "10.0.0.2", 2, ("ssh", "b"))]
     found = find_nodes(None, {ENV_NODES: describe_nodes(nodes, "trusted")})
     assert found is not None
     assert (found.nodes, found.network) == (nodes, "trusted")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ while "deaf" in sys.argv or (line := sys.stdin.readline()):
 class Outpost:
     """An outpost that a test keeps; its member prints the orders that it gets and leaves a process behind."""
 
-    def __init__(self, folder: Path, *words: str, lease_s: float = 60.0) -> None:
+    def __init__(self, folder: Path, *words: str, lease_s: float = 60.0, inference_gpus: int | None = None) -> None:
+        member = "environment-2" if inference_gpus is None else "trainer"
         self.token, self.log = f"token-{uuid.uuid4().hex}", folder / "member.log"
         request = Request(
-            member="environment-2", argv=[sys.executable, "-c", MEMBER, self.token, *words],
+            member=member, argv=[sys.executable, "-c", MEMBER, self.token, *words],
             variables={"CUDA_VISIBLE_DEVICES": "7"}, keys={"SECRET": "hush"}, log=str(self.log), folder=str(folder),
             grace_s=0.2, lock=None, inherits=[], releases_detached=False, node="far", address="127.0.0.2", is_far=True,
-            is_contained=False, identity=make_identity(),
+            is_contained=False, identity=make_identity(), inference_gpus=inference_gpus,
         )  # fmt: skip
         self.path = folder / "request.json"
         self.path.write_bytes(msgspec.json.encode(request))
@@ -53,7 +55,7 @@ class Outpost:
             [sys.executable, "-P", "-c", f"{start}; raise SystemExit(outpost.main())", str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "3"},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "3" if inference_gpus is None else "3,4"},
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout
@@ -85,7 +87,8 @@ class Outpost:
         self.input.close()
         self.output.close()
         for process in self.processes():
-            process.kill()
+            with suppress(psutil.Error):
+                process.kill()
 
 
 @pytest.fixture
@@ -116,6 +119,11 @@ def test_far_member_gets_keys_and_orders_and_its_use_is_reported(start: Callable
     assert isinstance(used, Used) and used.cpu_s > 0 and used.memory_bytes > 1 << 20
     guard = psutil.Process(outpost.started["pid"]).parent()
     assert guard is not None and guard.ppid() != outpost.process.pid  # engines kill what is below the outpost
+
+
+def test_trainer_leaves_inference_its_own_gpus_of_a_node(start: Callable[..., Outpost]) -> None:
+    outpost = start(inference_gpus=1)
+    assert eventually(outpost.log.read_bytes).split()[0] == b"3"
 
 
 def test_stop_ends_a_far_member_within_its_grace(start: Callable[..., Outpost]) -> None:

@@ -55,7 +55,8 @@ class LauncherSection(Section):
     resources: Annotated[dict[str, Any], AfterValidator(_checked_resources)] = Field(
         default_factory=dict,
         description="On a cluster, the room of each component on its node: {trainer: {cpus, gpus, memory_mb}}; also "
-        "api, inference and environment. Without: one CPU each, launcher.threads for trainer and inference.",
+        "api, inference and environment. Without: one CPU each, launcher.threads for trainer and inference, and, with "
+        "launcher.inference_gpus, the GPUs of both.",
     )
     features: list[str] = Field(
         default_factory=list, description="Features that the nodes must have (Slurm's --constraint, Ray's resources)."
@@ -155,6 +156,8 @@ class LauncherSection(Section):
     def resources_of(self, component: str) -> Resources:
         """The room of a component on a cluster."""
         usual = {"cpus": self.threads} if component in ("trainer", "inference") else {}
+        if self.inference_gpus and usual and self.device != "cpu":
+            usual["gpus"] = self.inference_gpus if component == "inference" else self.num_processes
         return Resources.model_validate({**usual, **self.resources.get(component, {})})
 
     @property

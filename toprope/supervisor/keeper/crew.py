@@ -38,7 +38,7 @@ from toprope.supervisor.programs import (
     torch_members_of,
 )
 from toprope.supervisor.runs.orphan_reaper import reap_marked, run_marks
-from toprope.supervisor.spread.nodes import Spread
+from toprope.supervisor.spread.nodes import Spread, share_of_gpus
 from toprope.supervisor.spread.spawner import SpreadSpawner
 
 _SECOND_GRACE_S = 0.5
@@ -82,7 +82,8 @@ class Crew:
         self._spawner = spawner or self._make_spawner(spread)
         self.checkpoint = checkpoint
         """Checkpoint that members started from now on resume from."""
-        self.gpus: tuple[str, ...] | None = None
+        given = "" if spread is not None else surroundings.get("CUDA_VISIBLE_DEVICES", "")
+        self.gpus: tuple[str, ...] | None = tuple(given.split(",")) if given else None
         """Ids of the GPUs that members started from now on see; None: those that the keeper sees."""
         self._owner_variables = decode_owner_variables(surroundings)
         self._secret = secrets.token_urlsafe(32)
@@ -125,9 +126,9 @@ class Crew:
             secret=self._secret,
             owners=self._owner_variables,
             surroundings=self._surroundings,
-            gpus=None
-            if name in STARTS_RUNS
-            else self._gpus_of(name),  # the runs that it starts reserve GPUs themselves
+            gpus=None  # the runs that it starts reserve GPUs themselves
+            if name in STARTS_RUNS or self.gpus is None
+            else share_of_gpus(name, self.gpus, self._spec.config.launcher.inference_gpus),
             checkpoint=self.checkpoint,
         )
         variables[ENV_LIFE] = str(self._launches[name])
@@ -159,15 +160,6 @@ class Crew:
         for order in self._unsettled.get(name, {}).values():
             component.send(order)
         return component
-
-    def _gpus_of(self, name: str) -> tuple[str, ...] | None:
-        """Return the GPUs that a member sees: inference the trainer's first, or its own, which are the last."""
-        own = self._spec.config.launcher.inference_gpus
-        if not self.gpus or name not in ("trainer", "inference"):
-            return self.gpus
-        if name == "trainer":
-            return self.gpus[: len(self.gpus) - own]
-        return self.gpus[-own:] if own else self.gpus[:1]
 
     def _api_listener(self) -> socket.socket:
         """Return the socket on which the API listens, also after a restart: its address stays the same for outside

@@ -138,6 +138,7 @@ def _keep(
 
     from toprope.records.run.folder import RunFolder
     from toprope.records.run.launch import Launch
+    from toprope.records.run.specification import Specification
     from toprope.records.run.status import Status
     from toprope.sdk.wall.kernel import hide_memory
     from toprope.supervisor.keeper.containment import choose_on_node
@@ -161,7 +162,8 @@ def _keep(
     lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id(), attempt=status.attempt, beats=True)
 
     async def run() -> None:
-        spread = find_nodes(Launch.read(folder), os.environ)
+        own = Specification.read(folder).config.launcher.inference_gpus
+        spread = find_nodes(Launch.read(folder), os.environ, own)
         await RunLifecycle(folder, lock, programs=programs, parent=parent, spread=spread).run()
 
     try:

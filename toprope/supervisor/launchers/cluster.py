@@ -83,7 +83,8 @@ class ClusterLauncher:
             deadline=now + _SUBMITTED_WITHIN_S,
         )
         handed_over = folder.path / _variables_name(attempt)
-        write_json(handed_over, self._variables(variables))
+        tried = {ENV_CONTAINMENT: self._contained(), ENV_WALLS: self._walls().encode()}
+        write_json(handed_over, far_keeper_variables(variables) | tried)
         launch.write(folder)
         view = self._view(cluster)
         try:
@@ -95,9 +96,6 @@ class ClusterLauncher:
             return  # it may have the job; if not, the run is lost after the deadline
         finally:
             view.forget()
-
-    def _variables(self, owners: OwnerVariables) -> dict[str, str]:
-        return far_keeper_variables(owners) | {ENV_CONTAINMENT: self._contained(), ENV_WALLS: self._walls().encode()}
 
     def status(self, folder: RunFolder, *, locked: bool = False) -> KeeperState:
         """See `Launcher.status`."""

@@ -52,8 +52,11 @@ class Node:
     command: tuple[str, ...] = ()
     """Starts the program whose arguments follow on this node and carries its standard input and output; empty on the
     keeper's own node."""
-    is_far: bool = False
-    """Its processes are not descendants of the keeper."""
+
+    @property
+    def is_far(self) -> bool:
+        """Its processes are not descendants of the keeper."""
+        return bool(self.command)
 
 
 class Spread:
@@ -62,10 +65,11 @@ class Spread:
     Args:
         nodes: At least one node.
         network: See `Network`.
+        inference_gpus: GPUs of its own that inference gets on the trainer's node.
     """
 
-    def __init__(self, nodes: Sequence[Node], network: Network = "tls") -> None:
-        self.nodes, self.network = list(nodes), network
+    def __init__(self, nodes: Sequence[Node], network: Network = "tls", inference_gpus: int = 0) -> None:
+        self.nodes, self.network, self._inference_gpus = list(nodes), network, inference_gpus
         self._lost: dict[str, float] = {}
 
     def lose(self, node: Node) -> None:
@@ -91,13 +95,27 @@ class Spread:
             return alive[0]
         return with_gpus[0] if role == "trainer" else with_gpus[:2][-1]
 
+    def inference_gpus(self) -> int | None:
+        """Return the GPUs of its own that inference gets on the trainer's node; None if it has another node."""
+        return self._inference_gpus if self.place("trainer") is self.place("inference") else None
 
-def find_nodes(launch: Launch | None, surroundings: Mapping[str, str]) -> Spread | None:
+
+def share_of_gpus(member: str, gpus: Sequence[str], own: int) -> Sequence[str]:
+    """Return the GPUs of its node that a member sees: inference the trainer's first, or its own, which are the last."""
+    if member not in ("trainer", "inference") or own >= len(gpus):
+        return gpus
+    if member == "trainer":
+        return gpus[: len(gpus) - own]
+    return gpus[-own:] if own else gpus[:1]
+
+
+def find_nodes(launch: Launch | None, surroundings: Mapping[str, str], inference_gpus: int = 0) -> Spread | None:
     """Return the nodes of a run; None if all members run beside the keeper.
 
     Args:
         launch: The submission of the run's keeper to an engine, if there was one.
         surroundings: The keeper's variables, with those that the engine gave it.
+        inference_gpus: See `Spread`.
 
     Raises:
         ComponentFailed: The engine does not tell its nodes.
@@ -108,9 +126,8 @@ def find_nodes(launch: Launch | None, surroundings: Mapping[str, str]) -> Spread
         return Spread(nodes, told["network"])
     if launch is None or launch.nodes < 2:
         return None
-    return Spread(
-        _nodes_of_slurm(surroundings) if launch.kind == "slurm" else _nodes_of_ray(launch.nodes), launch.network
-    )
+    nodes = _nodes_of_slurm(surroundings) if launch.kind == "slurm" else _nodes_of_ray(launch.nodes)
+    return Spread(nodes, launch.network, inference_gpus)
 
 
 def _nodes_of_ray(count: int) -> list[Node]:
@@ -127,7 +144,6 @@ def _nodes_of_ray(count: int) -> list[Node]:
             address=one["address"],
             gpus=one["gpus"],
             command=(*command, one["id"]) if number else (),
-            is_far=number > 0,
         )
         for number, one in enumerate(json.loads(_ask([*command, "--nodes", str(count)])))
     ]
@@ -153,7 +169,6 @@ def _nodes_of_slurm(surroundings: Mapping[str, str]) -> list[Node]:
                 address=address[1] if address else name,
                 gpus=int(gpus) if gpus.isdecimal() else 0,
                 command=(*step, f"--nodelist={name}") if number else (),
-                is_far=number > 0,
             )
         )
     return found

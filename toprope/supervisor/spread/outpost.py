@@ -55,6 +55,7 @@ from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import role_of
 from toprope.supervisor.spread.credentials import contexts
 from toprope.supervisor.spread.gate import Gate
+from toprope.supervisor.spread.nodes import share_of_gpus
 
 if TYPE_CHECKING:
     from toprope.supervisor.spread.weights import WeightMirror, WeightSource
@@ -88,6 +89,8 @@ class Request(msgspec.Struct):
     """The member runs in a pid namespace, where that works."""
     identity: str
     """Certificate and key; empty on a trusted network."""
+    inference_gpus: int | None = None
+    """Of the GPUs that trainer and inference share; None: the member sees all of its node's."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     if request.is_far:  # the numbers of GPUs are those of a node
         request.variables.pop(_GPUS, None)
         request.variables |= {_GPUS: own} if (own := os.environ.get(_GPUS)) is not None else {}
+    if request.inference_gpus is not None and (seen := request.variables.get(_GPUS)):
+        request.variables[_GPUS] = ",".join(share_of_gpus(request.member, seen.split(","), request.inference_gpus))
     try:
         started = _start(request)
         return asyncio.run(_Outpost(request, started, Gate(request.node, request.address, tls), weights).run())

@@ -70,6 +70,7 @@ class SpreadSpawner:
             is_far=node.is_far,
             is_contained=level_from(os.environ) == BUBBLEWRAP,
             identity=self._identity,
+            inference_gpus=self._spread.inference_gpus(),
         )
         write_text(path, msgspec.json.encode(told).decode())
         with open(request.log, "ab", opener=_private) as log:
