@@ -5,7 +5,8 @@ a small GPU, `engines.continuous` batches continuously with transformers, `engin
 keep these promises, because training relies on them; `tests/training/inference/test_conformance.py` tests them:
 
 - Log-probabilities are those of the distribution that was sampled, with temperature applied, before nucleus sampling.
-- The policy version of every sampled token is known. New weights may be adopted between tokens, never within one.
+- The policy version of every sampled token is known. New weights may be adopted between tokens, never within one; keys
+  and values of earlier tokens stay those of the version that read them.
 - Requests with the same seed and prompt give the same answers whatever else is sampled, up to rounding.
 - `submit` may be called from any thread, and `done` is called exactly once per request, also after a failure, `cancel`
   or `stop`.
