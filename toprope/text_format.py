@@ -16,6 +16,12 @@ def cut(given: Any, limit: int) -> Any:
     return given if len(text) <= limit else f"{clip(text, limit)} [cut; {len(text)} characters]"
 
 
+def short_json(value: Any) -> str:
+    """The value as JSON of at most 80 characters."""
+    text = json.dumps(value[:80] if isinstance(value, str) else value, ensure_ascii=False, default=str)
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
 def clip(text: str, limit: int) -> str:
     """Return the text on one line of at most `limit` characters, without control and invisible characters.
 

@@ -21,6 +21,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from toprope.errors import InvalidValue, NotFound
 from toprope.settings.field_types import card_type, reader
 from toprope.settings.schema import Config
+from toprope.text_format import short_json
 
 KNOBS = "environment.knobs"
 """Prefix of an environment's own settings."""
@@ -222,12 +223,6 @@ def _say(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def short_json(value: Any) -> str:
-    """The value as JSON of at most 80 characters."""
-    text = json.dumps(value[:80] if isinstance(value, str) else value, ensure_ascii=False, default=str)
-    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def find_field(name: str, fields: Mapping[str, Field]) -> Field:

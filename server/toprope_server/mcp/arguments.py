@@ -12,7 +12,7 @@ from typing import Any
 from mcp.server.mcpserver.tools import Tool
 from pydantic import ValidationError
 
-from toprope.settings.fields import short_json
+from toprope.text_format import short_json
 
 _NOT_TEXT = "{} holds half a surrogate pair (\\ud800 to \\udfff), which is no character. Leave it out."
 _EXPECTED = {
