@@ -124,6 +124,14 @@ def test_file_requires_what_lies_beside_it_unless_it_names_its_own(tmp_path: Pat
     assert [target_of(str(one), []).requirements for one in (plain, own)] == [("tinyrules",), ("tinymore",)]
 
 
+def test_files_of_usual_names_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    for path in ("proxy/task.py", "skills/task.py", "skills/other.py"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("")
+    names = [target_of(str(file), ()).name for file in sorted(tmp_path.glob("*/*.py"))]
+    assert names == ["proxy-task", "other", "skills-task"]
+
+
 def test_folder_gets_the_ecosystem_of_its_files(home: Home, quick: None, tmp_path: Path) -> None:
     place = tmp_path / "games" / "counting"
     place.mkdir(parents=True)

@@ -23,6 +23,8 @@ from toprope.workbench.adapters import Adapter
 
 _GIT = re.compile(r"^(git\+|git@|ssh://|file://.*\.git)|\.git(@[^/@]+)?$")
 _EDITABLE = re.compile(r"(?:-e|--editable)[ =]+(?:[\w.-]+(?:\[[^\]]*\])? *@ *)?(?P<place>\.[^\s;]*)")
+_USUAL = ("app", "task")
+"""Names that the file of every environment of an ecosystem has: its folder's name tells them apart."""
 _HUB = re.compile(r"hf:[\w.-]+(/[\w.-]+)?")
 
 
@@ -158,7 +160,8 @@ def _server(given: str, by_name: dict[str, Adapter], speaks: str | None) -> Targ
 def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     if path.is_file() and path.suffix not in (".py", ".whl"):
         raise InvalidValue(f"{path} is neither a folder nor a Python file nor a wheel.")
-    name = name_of(path.stem if path.is_file() else path.name)
+    stem = f"{path.parent.name}-{path.stem}" if path.stem in _USUAL else path.stem
+    name = name_of(stem if path.is_file() else path.name)
     if path.suffix == ".whl" or (path.is_dir() and is_project(path)):
         return Target("packages", str(path), name_of(name.split("-")[0]), (str(path),), path=path)
     own = tuple(script_requirements(path.read_text("utf-8", "replace"))) if path.is_file() else ()
