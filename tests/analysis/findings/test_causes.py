@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.analysis.findings.test_findings import FLAT, NOTHING, config, healthy
+from tests.analysis.findings.test_findings import CASES, FLAT, NOTHING, config, healthy
 from toprope.analysis.findings import Diagnosis, diagnose
 from toprope.analysis.findings.causes import EXPLAINS, Explanation, merged
 from toprope.analysis.findings.configured import expected_signal
@@ -135,3 +135,36 @@ def test_standstill_of_small_groups_advises_larger_groups() -> None:
     assert found is not None and found.rule == "group_too_small" and found.changes == {"rollout.group_size": 8}
     usual = standstill({"zero_signal": 200}, config(), accuracy=0.0)
     assert usual is not None and usual.rule == "all_wrong"
+
+
+def test_old_groups_are_no_cause_while_few_tokens_are_clipped() -> None:
+    crowded = {"rollout.concurrency": [16, 64]}
+    assert not explained({"age": 9.0, "clip": 0.01}, crowded, rollout__concurrency=64).causes
+    [cause] = explained({"age": 9.0, "clip": 0.15}, crowded, rollout__concurrency=64).causes
+    assert cause.rule == "staleness"
+
+
+def test_shortened_run_lacks_steps_and_not_warmup() -> None:
+    short = {"budget.steps": [300, 20], "optimizer.warmup_steps": [5, 10]}
+    made = explained(FLAT, short, rows=20, steps=20, optimizer__warmup_steps=10)
+    assert [field for cause in made.causes for field in cause.changes] == ["budget.steps"]
+    long = {"optimizer.warmup_steps": [5, 10]}
+    made = explained(FLAT, long, rows=20, steps=20, optimizer__warmup_steps=10)
+    assert "optimizer.warmup_steps" in {field for cause in made.causes for field in cause.changes}
+
+
+def test_dropped_groups_follow_from_steps_of_one_group() -> None:
+    series = {**FLAT, "age": 6.0, "stale_each": 0.5, "groups/delivered": 1.0}
+    found = explained(series, {"rollout.groups_per_step": [8, 1]}, rollout__groups_per_step=1)
+    assert [cause.rule for cause in found.causes] == ["batch_too_small"]
+    assert "dropped_stale" in {one.rule for one in found.below["batch_too_small"]}
+
+
+def test_collapse_under_shuffled_rewards_does_not_accuse_the_learning_rate() -> None:
+    rates = {"optimizer.learning_rate": [1e-3, 1.2e-3]}
+    fallen = CASES["collapse"][0]
+    alone = explained(fallen, rates, optimizer__learning_rate=1.2e-3)
+    assert ["optimizer.learning_rate"] in [list(cause.changes) for cause in alone.causes]
+    both = rates | {"algorithm.shuffle_rewards": [False, True]}
+    found = explained(fallen, both, optimizer__learning_rate=1.2e-3, algorithm__shuffle_rewards=True)
+    assert [list(cause.changes) for cause in found.causes] == [["algorithm.shuffle_rewards"]]

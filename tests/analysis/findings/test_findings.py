@@ -169,7 +169,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"grad_norm": lambda row: 9.0 if row % 20 == 0 else 1.0, **FLAT},
     ),
     "truncated": ({"cut": 0.5}, "warning", {"cut": lambda row: max(0.9 - row / 40, 0.0)}),
-    "staleness": ({"age": 9.0}, "warning", {"age": 3.5}),
+    "staleness": ({"age": 9.0, "clip": 0.15}, "warning", {"age": 3.5}),
     "dropped_stale": ({"stale_each": 8.0}, "warning", {"stale_each": 0.5}),
     "logprob_gap": (
         {"gap": lambda row: 1e-6 if row < 30 else 0.2},
@@ -318,7 +318,7 @@ def test_recurring_symptom_is_reported_ever_more_rarely() -> None:
 
 def test_open_findings_are_ranked_and_notes_make_no_headline() -> None:
     diagnosis = Diagnosis(config())
-    for row in healthy(age=9.0, wait=0.04, errors=1.0):
+    for row in healthy(age=9.0, clip=0.15, wait=0.04, errors=1.0):
         diagnosis.see(row)
     assert [(one.rule, one.level) for one in diagnosis.open] == [
         ("scorer_errors", "critical"),

@@ -85,3 +85,18 @@ def test_run_without_findings_has_no_line_for_them(tmp_path: Path) -> None:
         assert "inding" not in answer.text and "findings" not in answer.data.model_dump()["results"]
     finally:
         launcher.close()
+
+
+def test_distance_from_the_start_is_no_trouble_if_heldout_accuracy_rose(tmp_path: Path) -> None:
+    shop, launcher = make_workshop(tmp_path)
+    try:
+        folder = start_run(shop)
+        folder.metrics.write_text('{"step": 1, "reward": 0.5}\n')
+        far = finding("kl", "warning", 24, changes={"algorithm.beta": 0.01})
+        for after, named in ((0.05, ["kl"]), (0.7, [])):
+            scores = {"before": {"accuracy": 0.04, "tasks": 300}, "after": {"accuracy": after, "tasks": 300}}
+            become(folder, "completed", findings=[far], evaluations=scores, ended_at=2.0)
+            causes = results(shop, folder.run_id).data.model_dump()["results"].get("causes") or {}
+            assert [one["rule"] for one in causes.get("ranked", [])] == named
+    finally:
+        launcher.close()

@@ -26,10 +26,13 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
         *("collapse", "clip_fraction", "kl", "truncated", "logprob_gap", "reward_without_success", "weight_decay"),
     ),
     "served_version": ("staleness", "dropped_stale", "clip_fraction", *_HELD),
+    "batch_too_small": (  # each group makes a version, so the groups that wait are soon too old
+        *(*_LEARNS_NOTHING, "learning_rate_low", "learning_rate_high", "budget_short", "collapse"),
+        *("staleness", "dropped_stale"),
+    ),
     "dropped_stale": ("no_signal", "trainer_waits", "budget_short"),
     "staleness": ("clip_fraction", "dropped_stale"),
     "group_too_small": (*_LEARNS_NOTHING, "learning_rate_low", "learning_rate_high", "budget_short", "collapse"),
-    "batch_too_small": (*_LEARNS_NOTHING, "learning_rate_low", "learning_rate_high", "budget_short", "collapse"),
     "kl_weight": (*_HELD, "kl", "clip_fraction"),
     "warmup_long": _HELD,
     "sampling_extreme": (*_HELD, "collapse", "learning_rate_high", "kl", "clip_fraction", "logprob_gap"),
@@ -84,8 +87,8 @@ def related(findings: Sequence[Finding], preset: Mapping[str, Any]) -> list[Find
     keys = list(EXPLAINS)
     for rule in sorted(order, key=lambda rule: keys.index(rule) if rule in EXPLAINS else len(keys)):
         finding = order[rule]
-        if _is_own_cause(finding, preset):
-            continue
+        if _is_own_cause(finding, preset) and not (rule == "collapse" and "rewards_shuffled" in order):
+            continue  # shuffled rewards drive a policy anywhere, so a collapse then says nothing of the learning rate
         if rule == "truncated" and finding.level == "critical":
             continue  # every answer is cut off and none is right: the limit is a cause whatever else is wrong
         cause = next(

@@ -130,7 +130,8 @@ def budget_short(history: TrainingHistory) -> Symptom | None:
 def warmup_long(history: TrainingHistory) -> Symptom | None:
     """The learning rate rises for more than half of the run, so that the run never trains at it."""
     optimizer, planned = history.config.optimizer, history.planned_steps
-    if optimizer.lr_scheduler_type == "constant" or optimizer.warmup_steps < max(planned / 2, 10):
+    usual = max(planned, int(history.preset.get("budget.steps", 0)))  # a shortened run lacks steps, not warmup
+    if optimizer.lr_scheduler_type == "constant" or optimizer.warmup_steps < max(usual / 2, 10):
         return None
     if not history.judged(history.window) or _fine(history):
         return None

@@ -9,6 +9,8 @@ from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, mend
 
 _LOGP = "sampling/sampling_logp_difference/mean"
 _SATURATED = 0.8
+_CLIPPED = 0.1
+"""Share of clipped tokens from which old groups are a cause of trouble: half of the limit of `clip_fraction`."""
 """Share of the time from which on a sampler has nothing left to give (chosen)."""
 
 
@@ -49,7 +51,11 @@ def staleness(history: TrainingHistory) -> Symptom | None:
         "concurrency": rollout.concurrency,
         "clip_fraction": history.recent("clip_ratio/region_mean"),
     }
-    level: Grade = "critical" if now > 16.0 and history.recent("clip_ratio/region_mean") > 0.2 else "warning"
+    clipped = history.mean("clip_ratio/region_mean")
+    # Old groups cost little while the ratio to the policy that sampled them stays within the clip range.
+    level: Grade = "warning" if clipped is None or clipped >= _CLIPPED else "note"
+    if now > 16.0 and (clipped or 0.0) > 0.2:
+        level = "critical"
     changes: dict[str, Any] = {}
     if fewer < rollout.queue_groups:
         changes["rollout.queue_groups"] = fewer

@@ -11,8 +11,9 @@ from toprope.records.run.metrics import read_history
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 
-_HARMLESS_AFTER_GAIN = frozenset({"far_from_preset", "learning_rate_low"})
-"""Rules about missing progress, which do not apply to a run whose held-out accuracy rose."""
+_HARMLESS_AFTER_GAIN = frozenset({"far_from_preset", "learning_rate_low", "kl"})
+"""Rules about missing progress, or about a change of the policy, which is what a run is for whose held-out accuracy
+rose."""
 
 
 def explain_run(folder: RunFolder, specification: Specification, status: Status) -> Explanation:
