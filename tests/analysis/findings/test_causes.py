@@ -140,8 +140,13 @@ def test_standstill_of_small_groups_advises_larger_groups() -> None:
 def test_old_groups_are_no_cause_while_few_tokens_are_clipped() -> None:
     crowded = {"rollout.concurrency": [16, 64]}
     assert not explained({"age": 9.0, "clip": 0.01}, crowded, rollout__concurrency=64).causes
-    [cause] = explained({"age": 9.0, "clip": 0.15}, crowded, rollout__concurrency=64).causes
-    assert cause.rule == "staleness"
+    for series, fields in (
+        ({"age": 9.0, "clip": 0.15}, {}),
+        ({"age": 20.0, "clip": 0.01}, {}),
+        ({"age": 9.0, "clip": 0.0}, {"algorithm__importance_sampling_mode": "token_truncate"}),
+    ):
+        [cause] = explained(series, crowded, rollout__concurrency=64, **fields).causes
+        assert cause.rule == "staleness"
 
 
 def test_shortened_run_lacks_steps_and_not_warmup() -> None:

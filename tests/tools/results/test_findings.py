@@ -93,10 +93,11 @@ def test_distance_from_the_start_is_no_trouble_if_heldout_accuracy_rose(tmp_path
         folder = start_run(shop)
         folder.metrics.write_text('{"step": 1, "reward": 0.5}\n')
         far = finding("kl", "warning", 24, changes={"algorithm.beta": 0.01})
-        for after, named in ((0.05, ["kl"]), (0.7, [])):
+        gone = far.model_copy(update={"level": "critical"})
+        for one, after, named in ((far, 0.05, ["kl"]), (far, 0.7, []), (gone, 0.7, ["kl"])):
             scores = {"before": {"accuracy": 0.04, "tasks": 300}, "after": {"accuracy": after, "tasks": 300}}
-            become(folder, "completed", findings=[far], evaluations=scores, ended_at=2.0)
+            become(folder, "completed", findings=[one], evaluations=scores, ended_at=2.0)
             causes = results(shop, folder.run_id).data.model_dump()["results"].get("causes") or {}
-            assert [one["rule"] for one in causes.get("ranked", [])] == named
+            assert [cause["rule"] for cause in causes.get("ranked", [])] == named
     finally:
         launcher.close()

@@ -130,15 +130,15 @@ def budget_short(history: TrainingHistory) -> Symptom | None:
 def warmup_long(history: TrainingHistory) -> Symptom | None:
     """The learning rate rises for more than half of the run, so that the run never trains at it."""
     optimizer, planned = history.config.optimizer, history.planned_steps
-    usual = max(planned, int(history.preset.get("budget.steps", 0)))  # a shortened run lacks steps, not warmup
-    if optimizer.lr_scheduler_type == "constant" or optimizer.warmup_steps < max(usual / 2, 10):
+    if optimizer.lr_scheduler_type == "constant" or optimizer.warmup_steps < max(planned / 2, 10):
         return None
     if not history.judged(history.window) or _fine(history):
         return None
     reached = min(planned / (optimizer.warmup_steps + 1), 1.0) * optimizer.learning_rate
     field = "optimizer.warmup_steps"
+    shortened = optimizer.warmup_steps < history.preset.get("budget.steps", 0) / 2
     return mended(
-        "warning",
+        "note" if shortened else "warning",  # a shortened run lacks steps, not warmup
         f"The learning rate rises over {optimizer.warmup_steps} steps, and the run makes {planned}: it ends at "
         f"{reached:.2g} instead of {optimizer.learning_rate:g}.",
         {"warmup_steps": optimizer.warmup_steps, "planned_steps": planned, "rate_at_the_end": reached},

@@ -9,9 +9,11 @@ from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, mend
 
 _LOGP = "sampling/sampling_logp_difference/mean"
 _SATURATED = 0.8
+"""Share of the time from which on a sampler has nothing left to give (chosen)."""
 _CLIPPED = 0.1
 """Share of clipped tokens from which old groups are a cause of trouble: half of the limit of `clip_fraction`."""
-"""Share of the time from which on a sampler has nothing left to give (chosen)."""
+_VERY_OLD = 16.0
+"""Mean age, in policy versions, that is a cause of trouble whatever is clipped (chosen)."""
 
 
 def truncated(history: TrainingHistory) -> Symptom | None:
@@ -51,11 +53,11 @@ def staleness(history: TrainingHistory) -> Symptom | None:
         "concurrency": rollout.concurrency,
         "clip_fraction": history.recent("clip_ratio/region_mean"),
     }
-    clipped = history.mean("clip_ratio/region_mean")
+    algorithm, clipped = history.config.algorithm, history.mean("clip_ratio/region_mean")
+    shows_age = algorithm.importance_sampling_mode == "none" and algorithm.loss_type not in ("cispo", "sapo", "vespo")
     # Old groups cost little while the ratio to the policy that sampled them stays within the clip range.
-    level: Grade = "warning" if clipped is None or clipped >= _CLIPPED else "note"
-    if now > 16.0 and (clipped or 0.0) > 0.2:
-        level = "critical"
+    calm = shows_age and now <= _VERY_OLD and clipped is not None and clipped < _CLIPPED
+    level: Grade = "note" if calm else "critical" if now > _VERY_OLD and (clipped or 0.0) > 0.2 else "warning"
     changes: dict[str, Any] = {}
     if fewer < rollout.queue_groups:
         changes["rollout.queue_groups"] = fewer

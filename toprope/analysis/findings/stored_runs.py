@@ -13,7 +13,7 @@ from toprope.records.run.status import Status
 
 _HARMLESS_AFTER_GAIN = frozenset({"far_from_preset", "learning_rate_low", "kl"})
 """Rules about missing progress, or about a change of the policy, which is what a run is for whose held-out accuracy
-rose."""
+rose. Critical findings stay."""
 
 
 def explain_run(folder: RunFolder, specification: Specification, status: Status) -> Explanation:
@@ -34,7 +34,7 @@ def explain_run(folder: RunFolder, specification: Specification, status: Status)
         diagnosis.see(row)
     found = diagnosis.explain(status.findings, ended=status.ended)
     if learned(status):
-        kept = [cause for cause in found.causes if cause.rule not in _HARMLESS_AFTER_GAIN]
+        kept = [cause for cause in found.causes if cause.rule not in _HARMLESS_AFTER_GAIN or cause.level == "critical"]
         found = Explanation(kept, found.below, found.differs)
     return found
 
