@@ -138,16 +138,16 @@ class Interpreters:
                 outcome = self.place(order, folder, progress, given_up)
             if checkout is not None:
                 outcome = replace(outcome, added=self._settle(outcome.added, checkout))
+            with self.registry.changing() as entries:
+                # The shared environment may have been deleted meanwhile.
+                lock = outcome.added.lock
+                if lock is not None and self.store.made(lock) is None:
+                    raise NotPossibleNow(f"The interpreter of {name} was removed meanwhile.", hint="Add it again.")
+                entries[name] = outcome.added
         finally:
             if checkout is not None:
                 shutil.rmtree(checkout.parent, ignore_errors=True)
-        with self.registry.changing() as entries:
-            # The shared environment may have been deleted meanwhile.
-            lock = outcome.added.lock
-            if lock is not None and self.store.made(lock) is None:
-                raise NotPossibleNow(f"The interpreter of {name} was removed meanwhile.", hint="Add it again.")
-            entries[name] = outcome.added
-        self.collect()
+            self.collect()  # After a failure, too: an earlier attempt may have placed an interpreter.
         return replace(outcome, seconds=time.monotonic() - began)
 
     def remove(self, name: str) -> Added:
@@ -180,6 +180,8 @@ class Interpreters:
 
     def collect(self) -> list[Path]:
         """Delete the result of `unused` and return it."""
+        if not self._home.path.is_dir():
+            return []
         with self.registry.changing():  # Nothing is added meanwhile.
             found = self.unused()
             for path in found:
