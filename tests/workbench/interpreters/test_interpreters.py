@@ -29,6 +29,7 @@ from toprope.settings.owner import Home
 from toprope.settings.schema import Config
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.interpreters import installing
 from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, digest_of, satisfied
 from toprope.workbench.interpreters.naming import run_from_folder, target_of
@@ -120,6 +121,55 @@ def test_project_has_the_files_that_its_wheel_leaves_out(home: Home, tmp_path: P
     assert run_from_folder(target, added.site_packages, []) is None
 
 
+@pytest.fixture
+def left_out(tmp_path: Path) -> tuple[Path, Path]:
+    """A project, and the packages of an interpreter in which its wheel installed `pkg/__init__.py` alone."""
+    project, site = tmp_path / "project", tmp_path / "site"
+    (tmp_path / "secret").write_text("secret")
+    for name in (
+        *("pkg/__init__.py", "pkg/data.json", "pkg/.env", "pkg/sitecustomize.py", "pkg/open.pth", "open.pth", "top.py"),
+        *("pkg/venv/pyvenv.cfg", "pkg/venv/big", "pkg/.hidden/a", "sitecustomize.py", "other/b", ".env"),
+    ):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("12345")
+    (project / "pkg" / "leak.txt").symlink_to("../../secret")
+    (project / "pkg" / "linked").symlink_to(tmp_path, target_is_directory=True)
+    info = site / "pkg-1.dist-info"
+    (site / "pkg").mkdir(parents=True)
+    info.mkdir()
+    (site / "pkg" / "__init__.py").touch()
+    (info / "METADATA").write_text("Name: pkg\nVersion: 1\n")
+    (info / "direct_url.json").write_text(json.dumps({"url": project.as_uri(), "dir_info": {}}))
+    (info / "RECORD").write_text("pkg/__init__.py,,\n../../bin/top.py,,\n")
+    return project, site
+
+
+def files_in(site: Path) -> list[str]:
+    return sorted(str(path.relative_to(site)) for path in site.rglob("*") if "dist-info" not in str(path))
+
+
+def test_only_a_project_s_own_files_reach_its_packages(left_out: tuple[Path, Path]) -> None:
+    project, site = left_out
+    installing._complete(project, site)
+    assert files_in(site) == ["pkg", "pkg/__init__.py", "pkg/data.json"]
+
+
+def test_source_folder_that_leads_out_of_a_project_is_not_copied(left_out: tuple[Path, Path]) -> None:
+    project, site = left_out
+    (project / "pkg").rename(project.parent / "pkg")
+    (project / "src").symlink_to(project.parent, target_is_directory=True)
+    installing._complete(project, site)
+    assert files_in(site) == ["pkg", "pkg/__init__.py"]
+
+
+def test_more_than_may_be_copied_is_refused(left_out: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    project, site = left_out
+    monkeypatch.setattr(installing, "_MOST_COPIED", 4)
+    with pytest.raises(EnvironmentFailed, match="leaves out .* Nothing was kept"):
+        installing._complete(project, site)
+    assert files_in(site) == ["pkg", "pkg/__init__.py"]
+
+
 def test_equal_locks_share_interpreter_until_last_is_removed(home: Home, quick: None) -> None:
     here = Interpreters(home, lambda: [])
     first = here.add(Order("tinyrules")).added
@@ -196,6 +246,25 @@ def test_package_that_does_not_import_is_not_kept(home: Home, quick: None) -> No
     with pytest.raises(EnvironmentFailed, match="no such library"):
         Interpreters(home, lambda: found).add(Order("torn"))
     assert left_in(home) == [] and not home.environments_file.exists()
+
+
+def test_failed_add_keeps_no_interpreter_of_its_earlier_attempts(
+    home: Home, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Interpreters(home, lambda: [])
+    monkeypatch.setattr(Interpreters, "_more", lambda self, place: ["tinymore"] if place else [])
+    install = Installer.install
+
+    def torn(self: Installer, what: str, pins: list[Pin], wanted: Wanted) -> None:
+        if len(pins) > 1:
+            assert len(left_in(home)) == 2, "the first attempt, and this one"
+            raise EnvironmentFailed("torn", hint="")
+        install(self, what, pins, wanted)
+
+    monkeypatch.setattr(Installer, "install", torn)
+    with pytest.raises(EnvironmentFailed, match="torn"):
+        here.add(Order("tinyrules"))
+    assert left_in(home) == []
 
 
 def test_import_check_does_not_see_index_keys(home: Home, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from importlib.metadata import PackagePath
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -31,6 +33,9 @@ from toprope.workbench.interpreters.words import excerpt, failure
 
 _TORCH_INDEX = "https://download.pytorch.org/whl/"
 _SKIPPED = {".git", "__pycache__", "build", "dist", ".venv", "node_modules"}
+_HOOKS = ("sitecustomize.py", "usercustomize.py")
+_MOST_COPIED = 200_000_000
+"""Bytes of a project that its wheel leaves out."""
 
 
 @dataclass(frozen=True)
@@ -307,11 +312,11 @@ def _complete(project: Path, site: Path | None) -> None:
 
     Authors often leave out data and helpers, because they run their own project from its folder.
     """
-    modules = []
+    modules: list[PackagePath] = []
     for one in metadata.distributions(path=[str(site)]):
         source = one.read_text("direct_url.json")
         if source and _local(json.loads(source)["url"]) == project:
-            modules = [file for file in one.files or () if file.suffix == ".py"]
+            modules = [file for file in one.files or () if file.suffix == ".py" and ".." not in file.parts]
     roots: Counter[tuple[Path, Path]] = Counter()
     for module in modules:
         for skipped in range(len(module.parts)):
@@ -323,11 +328,40 @@ def _complete(project: Path, site: Path | None) -> None:
     if site is None or not roots:
         return
     [((root, inside), _)] = roots.most_common(1)
-    for file in _files_of(root):
-        target = site / inside / file.relative_to(root)
-        if not target.exists() and not any(parent.is_file() for parent in target.parents):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(file, target)
+    packages = {Path(module.parent) for module in modules} - {Path()}
+    copies: dict[Path, Path] = {}
+    for file in _files_to_copy(root):
+        place = inside / file.relative_to(root)
+        target = site / place
+        taken = target.exists() or any(parent.is_file() for parent in target.parents)
+        if packages.intersection(place.parents) and not taken:
+            copies[target] = file
+    if (total := sum(file.stat().st_size for file in copies.values())) > _MOST_COPIED:
+        raise EnvironmentFailed(
+            f"The wheel of {project} leaves out {total / 1e6:.0f} MB of files in its packages; at most "
+            f"{_MOST_COPIED / 1e6:.0f} MB are copied. Nothing was kept.",
+            hint="Move large data out of the packages, or have the wheel include it.",
+        )
+    for target, file in copies.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, target, follow_symlinks=False)
+
+
+def _files_to_copy(root: Path) -> Iterator[Path]:
+    """Yield a project's own files: no links, hidden files, start hooks, .pth files or environments."""
+    if root.is_symlink():  # a project's `src`
+        return
+    for place, folders, names in os.walk(root):
+        if "pyvenv.cfg" in names:
+            folders.clear()
+            continue
+        folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in _SKIPPED)
+        folders[:] = [one for one in folders if not one.endswith(".egg-info")]
+        for name in sorted(names):
+            file = Path(place, name)
+            if not name.startswith(".") and name not in _HOOKS and file.suffix != ".pth":
+                if file.is_file() and not file.is_symlink():
+                    yield file
 
 
 def _files_of(project: Path) -> list[Path]:
