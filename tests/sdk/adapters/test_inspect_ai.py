@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Thing
@@ -197,16 +199,31 @@ def test_roles_are_the_policy_or_models_of_the_owner(inspect: Callable[..., OwnL
 def test_docker_of_a_task_becomes_processes_behind_the_wall_on_request(
     inspect: Callable[..., OwnLoop], stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in("inspect_ai.util", SandboxEnvironmentSpec=lambda kind: Thing(type=kind))
+    started: list[tuple[list[str], dict[str, Any]]] = []
+
+    async def open_process(command: list[str], **given: Any) -> None:
+        started.append((command, given))
+
+    stand_in("inspect_ai.util._subprocess", open_process=open_process)
+    _subprocess = sys.modules["inspect_ai.util._subprocess"]
+    stand_in("inspect_ai.util", SandboxEnvironmentSpec=lambda kind: Thing(type=kind), _subprocess=_subprocess)
     walls: list[bool] = []
     monkeypatch.setattr(inspect_ai, "require_wall", lambda: walls.append(True))
     environment = inspect([sample("plain"), sample("local", sandbox=Thing(type="local"))])
-    assert not walls and environment._task.sandbox is None  # type: ignore[attr-defined]
+    assert walls == [True], "a task's own local sandbox runs the policy's commands too"
+    assert environment._task.sandbox is None  # type: ignore[attr-defined]
     with pytest.raises(InvalidRequest, match="sandbox of type docker.*Set the knob sandbox to local"):
         inspect([sample("boxed", sandbox=Thing(type="docker"))])
     environment._task.dataset.append(sample("boxed", sandbox=Thing(type="docker")))  # type: ignore[attr-defined]
     configure(environment, knobs={"sandbox": "local"})
-    assert walls == [True] and environment._task.sandbox.type == "local"  # type: ignore[attr-defined]
+    assert len(walls) == 3 and environment._task.sandbox.type == "local"  # type: ignore[attr-defined]
+    monkeypatch.setenv("OWNERS_KEY", "secret")
+    monkeypatch.setenv("TZ", "UTC")
+    asyncio.run(_subprocess.open_process(["tool"], env={**os.environ, "OF_THE_TOOL": "1"}, cwd="/"))
+    [(command, given)] = started
+    own = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "TZ": "UTC", "OF_THE_TOOL": "1"}
+    assert command == ["tool"] and given["cwd"] == "/" and own.items() <= given["env"].items()
+    assert given["env"].keys() <= {*own, "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR"}, "stripped once, and of keys"
 
 
 def test_sample_that_is_left_out_fails_alone(inspect: Callable[..., OwnLoop]) -> None:

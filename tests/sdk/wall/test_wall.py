@@ -342,6 +342,18 @@ def test_git_works_behind_the_wall_beside_a_closed_configuration(tmp_path: Path)
     assert asked(Wall(reads=(str(tmp_path),)), file)[0] == ["1", ""]
 
 
+@landlock
+def test_commands_of_a_policy_do_not_read_the_variables_of_their_worker(tmp_path: Path) -> None:
+    file = tmp_path / "runs.py"
+    file.write_text(
+        "import subprocess\nfrom toprope.sdk.adapters._harbor.sandbox import require_wall\n"
+        "def look():\n"
+        "    return subprocess.run(['sh', '-c', 'cat /proc/$PPID/environ'], capture_output=True).returncode\n"
+        "def work():\n    before = look()\n    require_wall()\n    return before, look()\n"
+    )
+    assert asked(Wall(reads=(str(tmp_path),)), file)[0] == [0, 1]
+
+
 def test_programs_that_the_wall_does_not_start_are_not_found(tmp_path: Path) -> None:
     for folder in ("own", "tools"):
         (tmp_path / folder).mkdir()

@@ -21,14 +21,16 @@ from pathlib import Path
 
 from toprope.sdk.adapters._harbor.folders import Image, TaskFolder, told
 from toprope.sdk.errors import EnvironmentMistake, LoadError
+from toprope.sdk.wall.kernel import hide_memory
 
-__all__ = ["Sandbox", "require_wall"]
+__all__ = ["KEPT_VARIABLES", "Sandbox", "require_wall"]
 
 _MOVED = (
     *("/app", "/workspace", "/workdir", "/tests", "/logs", "/solution", "/oracle", "/tmp", "/root", "/home", "/data"),
 )
 """Folders that every task has to itself."""
-_KEPT = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
+KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
+"""Variables of the worker that the policy's commands get; the rest may be keys of the owner."""
 _SYSTEM = ("/etc", "/opt", "/srv", "/var", "/mnt", "/usr", "/bin", "/")
 _DEEPER = re.compile(r"(?<![\w./-])/((?:etc|opt|srv|var|mnt|usr/local)/[\w.-]+)")
 """Folders within those of the system, which a task may have to itself."""
@@ -46,7 +48,7 @@ exec "{python}" -m pytest "$@"
 
 
 def require_wall() -> None:
-    """Check that this process is confined.
+    """Check that this process is confined, and hide its own variables and memory from the commands that it starts.
 
     Raises:
         LoadError: It is not, so the policy's commands could change whatever its user can.
@@ -60,6 +62,7 @@ def require_wall() -> None:
             "This machine has no wall around the worker (Landlock and seccomp of Linux), and the policy's commands are "
             "not run without one. Use a kernel with Landlock, or install bubblewrap: `toprope doctor` tells."
         )
+    hide_memory()  # /proc has them otherwise
 
 
 class Sandbox:
@@ -87,7 +90,7 @@ class Sandbox:
         self._bin = self._root / ".bin"
         self._bin.mkdir()
         self._variables = {
-            **{name: value for name, value in os.environ.items() if name in _KEPT},
+            **{name: value for name, value in os.environ.items() if name in KEPT_VARIABLES},
             **{name: self._moved(value) for name, value in image.variables.items()},
             "PATH": f"{self._bin}:{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}",
             "HOME": str(self._inside("/root")), "TMPDIR": str(self._inside("/tmp")), _MARK: str(self._root),
