@@ -365,6 +365,8 @@ def test_programs_that_the_wall_does_not_start_are_not_found(tmp_path: Path) -> 
     assert shutil.which("program", path=given["PATH"]) == f"{tmp_path}/tools/program"
     assert shutil.which("program", path=found["PATH"]) == f"{tmp_path}/own/program"
     assert plan.variables_behind(given, plan.Plan(), "/scratch", "/home/x")["PATH"] == given["PATH"]
+    opened = plan.Plan(reads=[str(tmp_path / "tools/program")], landlock=6)
+    assert plan.variables_behind(given, opened, "/scratch", "/home/x")["PATH"] == f"{tmp_path}/tools"
 
 
 def test_endless_answer_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,10 +240,12 @@ def variables_behind(variables: Mapping[str, str], plan: Plan, scratch: str, hom
         kept.setdefault("PYTHONUSERBASE", users)
     if plan.landlock:  # Searches for a program ask access(2), which names some that the wall then refuses to start.
         folders = [os.path.realpath(place) for place in (*plan.reads, *plan.writes)]
+        named = {os.path.realpath(os.path.dirname(place)) for place in plan.reads if os.path.isfile(place)}
         kept["PATH"] = os.pathsep.join(
             place
             for place in kept.get("PATH", os.defpath).split(os.pathsep)
-            if any(paths.is_within(os.path.realpath(place), folder) for folder in folders)
+            if os.path.realpath(place) in named
+            or any(paths.is_within(os.path.realpath(place), folder) for folder in folders)
         )
     kept |= {"TOPROPE_WALLED": "1", "GIT_CONFIG_NOSYSTEM": "1"}  # git gives up if it cannot read /etc/gitconfig
     own = {"HOME": home, "TMPDIR": scratch, "TEMP": scratch, "TMP": scratch}
