@@ -303,11 +303,13 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
                 hint="It needs data from there. Load it once where that host can be reached, with HF_HOME or a folder "
                 "that this machine reads, name data of your own by its knobs, or choose another environment.",
             )
-        if (lacks := _LACKS.search(failure.message)) and entry.ecosystem != "toprope":
-            what = named(lacks["package"]) if lacks["package"] else f"and the package of {named(lacks['module'])}"
+        imports = failure.type.rpartition(".")[2] in ("ImportError", "ModuleNotFoundError")
+        if imports and (lacks := _LACKS.search(failure.message)) and entry.ecosystem != "toprope":
+            what = named(lacks["package"]) if lacks["package"] else f"the package of {named(lacks['module'])}"
             return EnvironmentFailed(
                 f"{entry.name} raised {named(failure.type)}: {marked(failure.message, _LONGEST)}{place}.",
-                hint=f"Its interpreter lacks it: the owner repeats its toprope env add with --requirement {what}.",
+                hint=f"Its text asks for {what}. If the owner agrees, they repeat its toprope env add with "
+                "--requirement and that package.",
             )
         if failure.kind == "load":
             return EnvironmentFailed(
