@@ -52,13 +52,18 @@ def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch
     assert Failure.of(ValueError("3 is not a colour")).message == "3 is not a colour"
 
 
-def test_host_of_a_command_that_cannot_reach_it_is_named() -> None:
-    def told(url: str) -> str:
-        failed = subprocess.CalledProcessError(128, ["git", "clone", url, "/tmp/x"])
+def test_host_of_a_command_that_cannot_reach_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(said: str | bytes) -> str:
+        failed = subprocess.CalledProcessError(128, ["git", "clone", "https://a.invalid/x"], stderr=said)
         try:
             raise LookupError("no tasks") from failed
         except LookupError as error:
             return Failure.of(error).message
 
-    assert told("https://data.nowhere.invalid/tasks.git") == "no tasks; data.nowhere.invalid could not be reached"
-    assert told("http://127.0.0.1/tasks.git") == "no tasks"
+    def looked_up(*given: object) -> None:
+        pytest.fail("a host of an untrusted text was looked up")
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    far = "fatal: unable to access 'https://a.invalid/x/': Could not resolve host: a.invalid\n"
+    assert told(far) == told(far.encode()) == "no tasks; a.invalid could not be reached"
+    assert told("fatal: repository 'https://a.invalid/x/' not found") == told("") == "no tasks"

@@ -36,7 +36,8 @@ __all__ = [
 _SDK = os.path.dirname(os.path.abspath(__file__))
 _LONGEST_MESSAGE = 1000
 _LONGEST_TRACEBACK = 8000
-_ADDRESS = re.compile(r"https?://([\w.-]+)")
+_UNRESOLVED = re.compile(r"(?i)could not resolve host(?:name)?:? ['\"]?([\w.-]*\w)")
+"""The words of git, curl and ssh."""
 _LONGEST_CHAIN = 30
 _REFUSED = re.compile(
     r"(?i)ConnectionError|ConnectError|ConnectTimeout|MaxRetryError|name resolution|name or service|"
@@ -208,8 +209,10 @@ def _with_host(message: str, error: BaseException) -> str:
         refused = refused or bool(_REFUSED.search(f"{type(seen).__name__}: {text}"))
         if found := _HOST.search(text):
             host = found.group(1)
-        if type(seen).__name__ == "CalledProcessError" and (asked := _ADDRESS.search(text)) and _is_far(asked[1]):
-            refused, host = True, asked[1]  # such as a clone by git, which tells the rest on standard error
+        said = getattr(seen, "stderr", None) or ""  # CalledProcessError keeps there what the program said
+        said = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+        if found := _UNRESOLVED.search(said):
+            refused, host = True, found[1]
         request = getattr(seen, "_request", None)  # httpx keeps the host beside its text
         host = host or str(getattr(getattr(request, "url", None), "host", "") or "")
         seen = seen.__cause__ or seen.__context__
@@ -220,17 +223,6 @@ def _with_host(message: str, error: BaseException) -> str:
     if not refused or not host or "could not be reached" in message:
         return message
     return f"{message[: _LONGEST_MESSAGE - 200].rstrip('.')}; {host} could not be reached"
-
-
-def _is_far(host: str) -> bool:
-    """Return True if the name of a host cannot be resolved here."""
-    import socket
-
-    try:
-        socket.getaddrinfo(host, 443)
-    except OSError:
-        return True
-    return False
 
 
 def _where(error: BaseException, near: str) -> str:
