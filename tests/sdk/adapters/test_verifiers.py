@@ -167,8 +167,14 @@ def test_verifiers_declares_parts_and_reads_episodes(open_taskset: Callable[...,
     assert isinstance(found, Played)
     assert found.parts == {"exact": 1.0, "several": 0.0, "other": 1.0, "length": 3.0} and found.turns == 1
     assert environment.success(found.parts, 1.75) and not environment.success(found.parts, 1.5)
-    assert isinstance(wide, Played) and wide.parts["exact"] == 7.0, "the owner has set no bounds"
+    assert isinstance(wide, EnvironmentMistake), "on another scale, any answer could count as solved"
     assert isinstance(failed, Played) and failed.error == "TaskError: no file"
+
+
+def test_penalties_are_solved_without_one(open_taskset: Callable[..., OwnLoop]) -> None:
+    environment = open_taskset(rewards=[reward("exact", 0.5, float)], metrics=[reward("length", 1, int)])
+    configure(environment, knobs={"reward_low": -1.0, "reward_high": 0.0})
+    assert environment.success({"exact": 0.0}, 0.0) and not environment.success({"exact": -0.5}, -0.25)
 
 
 def test_rewards_beyond_the_owner_s_bounds_are_refused(open_taskset: Callable[..., OwnLoop]) -> None:
@@ -177,7 +183,7 @@ def test_rewards_beyond_the_owner_s_bounds_are_refused(open_taskset: Callable[..
     assert environment.success({"exact": 1.0}, 0.5) and not environment.success({"exact": 0.9}, 0.45)
     configure(environment, knobs={"reward_high": 4.0})
     beyond = sample(environment)
-    assert isinstance(beyond, EnvironmentMistake) and "reward_low and reward_high" in str(beyond)
+    assert isinstance(beyond, EnvironmentMistake) and "reward_low and reward_high, and success_reward" in str(beyond)
     assert environment.success({"exact": 4.0}, 2.0) and not environment.success({"exact": 1.0}, 0.5)
     with pytest.raises(InvalidRequest, match=r"reward_low 4 must be below reward_high 4"):
         configure(environment, knobs={"reward_low": 4.0, "reward_high": 4.0})

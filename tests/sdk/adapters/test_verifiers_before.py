@@ -19,8 +19,9 @@ from openai import AsyncOpenAI, OpenAI
 
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.environment import Scoring
 from toprope.sdk.authoring.knobs import describe_knobs
-from toprope.sdk.errors import InvalidRequest, MissingKnobs
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, MissingKnobs
 from toprope.sdk.rollouts import configure
 
 MODULE = '''"""Copies of words."""
@@ -150,7 +151,7 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
     environment = configure(copying, knobs={"words": ["ab", "cd"]})
     assert environment.max_turns == 1
     assert {name: (part.weight, part.high) for name, part in environment.parts.items()} == {
-        "exact": (2.0, 1000.0),
+        "exact": (2.0, 1.0),
         "size": (0.0, 1e6),
     }
     task, _ = environment.tasks()
@@ -162,6 +163,10 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
     assert isinstance(wrong, Played) and wrong.parts["exact"] == 0.0 and environment.success(right.parts, 2.0)
     assert right.messages[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
     assert isinstance(broken, Played) and broken.error == "ValueError: no room"
+    assert Scoring.of(environment).max_reward == 2.0, "checks take rewards as shares of it"
+    scaled = {"metrics": {"exact": 60.0}, "error": None}
+    with pytest.raises(EnvironmentMistake, match="reward_low and reward_high, and success_reward"):
+        environment._played(scaled)  # type: ignore[attr-defined]
 
 
 def test_the_grader_of_the_owner_answers_for_the_policy(copying: OwnLoop) -> None:

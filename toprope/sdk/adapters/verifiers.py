@@ -30,6 +30,7 @@ from toprope.sdk.adapters._verifiers.load_environment import (
     LoadedEnvironment,
     bounds,
     loads_environment,
+    outside,
     solved_from,
 )
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
@@ -257,10 +258,7 @@ class Verifiers(OwnLoop):
     def _within(self, name: str, value: float) -> float:
         part = self.parts[name]
         if not part.low <= value <= part.high:
-            raise EnvironmentMistake(
-                f"Reward {name!r} is {value:g}, outside {part.low:g} to {part.high:g}: "
-                "set the knobs reward_low and reward_high."
-            )
+            raise outside(name, value, part)
         return value
 
 

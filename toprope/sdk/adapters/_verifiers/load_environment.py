@@ -25,16 +25,14 @@ from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
-__all__ = ["BEFORE", "RANGE", "LoadedEnvironment", "bounds", "loads_environment", "solved_from"]
+__all__ = ["BEFORE", "RANGE", "LoadedEnvironment", "bounds", "loads_environment", "outside", "solved_from"]
 
 BEFORE = ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.3")
 """The requirements of such packages: they import the server of mcp before 2, and start sandboxes by a text."""
 _METRIC_LIMIT = 1e6
-_UNDECLARED = 1000.0
-"""Largest size of a reward whose bounds the owner does not set."""
 RANGE: tuple[tuple[str, Any, Any], ...] = (
-    ("reward_low", float | None, knob(None, help="smallest value of a reward; null: not known")),
-    ("reward_high", float | None, knob(None, help="largest value of a reward; null: not known")),
+    ("reward_low", float, knob(0.0, help="smallest value of a reward")),
+    ("reward_high", float, knob(1.0, help="largest value of a reward")),
 )
 _JUDGE_VARIABLE = "OPENAI_API_KEY"
 _OURS = ("turns", "reward_low", "reward_high", "success_reward", "arguments")
@@ -186,34 +184,38 @@ class LoadedEnvironment(OwnLoop):
             if part is None or value is None:
                 continue
             if not part.low <= float(value) <= part.high:
-                raise EnvironmentMistake(
-                    f"Reward {name!r} is {float(value):g}, outside {part.low:g} to {part.high:g}: "
-                    "set the knobs reward_low and reward_high."
-                )
+                raise outside(name, float(value), part)
             parts[name] = float(value)
         said = [*_listed(state.get("prompt")), *_listed(state.get("completion"))]
         return Played(parts, messages=[_wire(one) for one in said], turns=turns, truncated=truncated)
 
 
 def bounds(knobs: Any) -> tuple[float, float]:
-    """Return the smallest and the largest value of a reward, which are wide where the owner does not set them.
+    """Return the smallest and the largest value of a reward.
 
     Raises:
         InvalidRequest: The smallest is not below the largest.
     """
-    low = -_UNDECLARED if knobs.reward_low is None else knobs.reward_low
-    high = _UNDECLARED if knobs.reward_high is None else knobs.reward_high
+    low, high = knobs.reward_low, knobs.reward_high
     if low >= high:
         raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
     return low, high
 
 
+def outside(name: str, value: float, part: Part) -> EnvironmentMistake:
+    """Return the error of a reward beyond its bounds: on another scale, any answer could count as solved."""
+    return EnvironmentMistake(
+        f"Reward {name!r} is {value:g}, outside {part.low:g} to {part.high:g}: set the knobs reward_low and "
+        "reward_high, and success_reward unless only the largest reward counts as solved."
+    )
+
+
 def solved_from(knobs: Any, parts: Iterable[Part]) -> float:
-    """Return the reward that counts as solved: by default the largest, with rewards of 0 to 1 unless they are set."""
+    """Return the reward that counts as solved: by default the largest, or 1 if none has a name."""
     if knobs.success_reward is not None:
         return float(knobs.success_reward)
-    low, high = knobs.reward_low or 0.0, 1.0 if knobs.reward_high is None else knobs.reward_high
-    return sum(max(one.weight * low, one.weight * high) for one in parts) or 1.0
+    weighted = [one for one in parts if one.weight]
+    return sum(max(one.weight * one.low, one.weight * one.high) for one in weighted) if weighted else 1.0
 
 
 async def _accept(response: Any) -> None:
