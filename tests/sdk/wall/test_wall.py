@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,51 @@ def test_file_of_a_repository_imports_by_the_names_of_folders_above_it(tmp_path:
     assert paths.folders_above(str(file)) == [str(root / "games")]
     file.write_text(file.read_text().replace("import home, games", "pass"))
     assert asked(Wall(reads=tuple(paths.source_paths(str(file)))), file)[0] == "shared"
+
+
+def test_only_imported_packages_above_a_file_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "services" / "billing" / "env.py"
+    file.parent.mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    services = str(tmp_path / "services")
+    for text, found in [
+        ("import services", []),  # no package, and no module of it is imported
+        ("import services.billing.no_module", []),
+        ("'''\nimport services.billing.env\n'''", []),
+        ("from .services.billing import env", []),
+        ("import services.billing.env", [services]),
+        ("def later():\n    from services.billing import env", [services]),
+    ]:
+        file.write_text(text)
+        assert paths.folders_above(str(file)) == found, text
+        assert (services in paths.source_paths(str(file))) == bool(found)
+    (tmp_path / "services" / "__init__.py").touch()
+    file.write_text("import services")
+    assert paths.folders_above(str(file)) == [services]
+    file.write_text("import services\n" + "#" * (4 << 20))
+    assert paths.folders_above(str(file)) == [], "too large to be read"
+    file.write_text("\n" * 80_000 + "import services")
+    began = time.process_time()
+    assert paths.folders_above(str(file)) == [services] and time.process_time() - began < 2
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert paths.folders_above(str(file)) == [], "a repository of the whole HOME"
+
+
+def test_files_saved_in_toprope_s_home_open_nothing_above_them(tmp_path: Path) -> None:
+    (tmp_path / "company" / ".git").mkdir(parents=True)
+    package = tmp_path / "company" / "work"
+    home = package / ".toprope"
+    (home / "environments").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    file = home / "environments" / "saved.py"
+    file.write_text("import work")
+    walls = Walls(closed=(str(home),))
+    for source in (
+        EnvironmentSource(name="saved", file=str(file), attribute="Saved"),
+        EnvironmentSource(name="saved", adapter="trl", target=json.dumps({"file": str(file)})),
+    ):
+        assert str(package) not in environment_wall(walls, source).reads
+        assert str(package) in environment_wall(Walls(), source).reads
 
 
 def test_missing_wall_is_marked_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,16 @@ because it runs the user's code.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
 import platform
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -101,17 +104,39 @@ def module_of(file: Path) -> ModuleType:
         raise LoadError(f"The file {file} does not exist.")
     folder = str(file.parent)
     if folder not in sys.path[:1]:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)
         sys.path.insert(0, folder)
     root = file.parent
     while (root / "__init__.py").is_file():  # Files of a package import its other modules by their full names.
         root = root.parent
     if str(root) not in sys.path:
         sys.path.append(str(root))
-    for above in folders_above(str(file)):  # Behind a wall, what is beside these folders cannot be listed.
-        place = tempfile.mkdtemp(prefix="above-")
-        os.symlink(above, os.path.join(place, os.path.basename(above)))
-        sys.path.append(place)
+    for above in folders_above(str(file)):
+        place = _place_with(above)
+        if place not in sys.path:
+            sys.path.append(place)
     return _import(file, folder)
+
+
+@functools.cache
+def _place_with(folder: str) -> str:
+    """A folder with a link to another alone. Behind a wall, what is beside that one cannot be listed."""
+    place = tempfile.mkdtemp(dir=_places())
+    os.symlink(folder, os.path.join(place, os.path.basename(folder)))
+    return place
+
+
+@functools.cache
+def _places() -> str:
+    place, process = tempfile.mkdtemp(prefix="above-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == process:  # not at the end of a fork
+            shutil.rmtree(place, ignore_errors=True)
+
+    atexit.register(remove)
+    return place
 
 
 def _from_file(file: Path, attribute: str | None) -> Loaded:

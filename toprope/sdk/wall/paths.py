@@ -5,19 +5,17 @@ Everything is computed from names and metadata; no user code runs.
 
 from __future__ import annotations
 
+import ast
 import functools
 import glob
 import json
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 __all__ = ["DEVICES", "SYSTEM", "data_paths", "folders_above", "interpreter_paths", "source_paths", "without"]
-
-_IMPORTED = re.compile(r"^\s*(?:from|import) +(\w+)", re.MULTILINE)
 
 _ETC = (
     *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld.so.preload", "alternatives", "os-release", "debian_version"),
@@ -111,42 +109,82 @@ def _elsewhere(prefix: str) -> Iterator[str]:
                 yield unquote(url.removeprefix("file://"))
 
 
-def source_paths(file: str) -> list[str]:
-    """A file with the folder that it imports from; of a folder as broad as a HOME only its Python files."""
+def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
+    """A file with the folder that it imports from; of a folder as broad as a HOME only its Python files.
+
+    Args:
+        file: Its path.
+        closed: See `folders_above`.
+    """
     folder = os.path.dirname(os.path.abspath(file))
     if _is_broad(folder):
         return [file, *glob.glob(os.path.join(glob.escape(folder), "*.py"))]
     while os.path.isfile(os.path.join(folder, "__init__.py")) and not _is_broad(os.path.dirname(folder)):
         folder = os.path.dirname(folder)
-    return [file, folder, *folders_above(file)]
+    return [file, folder, *folders_above(file, closed)]
 
 
-def folders_above(file: str) -> list[str]:
-    """The folders of its repository above a file by whose names it imports, as if run from the repository's root.
+def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
+    """The packages of its repository above a file that it imports, as if run from the repository's root.
 
-    None outside a repository: names in a file must not open folders that have nothing to do with it.
+    None outside a repository: names in a file must not open folders that have nothing to do with it. A folder is a
+    package if it has an `__init__.py` or the imported module.
+
+    Args:
+        file: Its path.
+        closed: Folders that are no part of a file's repository, though one may lie within it: files that agents saved
+            there open nothing.
     """
-    try:
-        with open(file, encoding="utf-8", errors="replace") as text:
-            named = set(_IMPORTED.findall(text.read()))
-    except OSError:
-        return []
-    found: list[str] = []
+    shut = [os.path.realpath(place) for place in closed]
+    above: list[str] = []
     folder = os.path.dirname(os.path.abspath(file))
-    while not _is_broad(folder):
-        if os.path.exists(os.path.join(folder, ".git")):
-            return found
-        if os.path.basename(folder) in named:
-            found.append(folder)
+    while not os.path.exists(os.path.join(folder, ".git")):
+        above.append(folder)
         folder = os.path.dirname(folder)
-    return []
+        if folder == above[-1]:
+            return []
+    if not above or any(_is_broad(one) or os.path.realpath(one) in shut for one in (*above, folder)):
+        return []
+    imported = _imported(file)
+    return [
+        one for one in above if any(_is_package(one, rest) for name, rest in imported if name == os.path.basename(one))
+    ]
 
 
-def data_paths(target: str | None) -> list[str]:
+def _imported(file: str) -> set[tuple[str, str]]:
+    """The absolute imports of a file: the top package, and the path of the rest, as in `("games", "chess/rules")`."""
+    from pathlib import Path
+
+    from toprope.sdk.discovery import parse
+
+    try:
+        tree = parse(Path(file))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    found: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    parts = (name.partition(".") for name in found)
+    return {(top, rest.replace(".", "/")) for top, _, rest in parts}
+
+
+def _is_package(folder: str, rest: str) -> bool:
+    places = ["__init__.py", *((f"{rest}.py", f"{rest}/__init__.py") if rest else ())]
+    return any(os.path.isfile(os.path.join(folder, place)) for place in places)
+
+
+def data_paths(target: str | None, closed: Iterable[str] = ()) -> list[str]:
     """The files that an adapter's target names: absolute paths, alone, with `:attribute` or `@name`, behind a server's
     address and `#`, or in JSON.
 
     Commands in it are found like a shell finds them.
+
+    Args:
+        target: The adapter's target.
+        closed: See `folders_above`.
     """
     if not target:
         return []
@@ -154,7 +192,7 @@ def data_paths(target: str | None) -> list[str]:
         said = json.loads(target) if target.lstrip().startswith("{") else target
     except ValueError:
         said = target
-    return list(dict.fromkeys(path for text in _texts(said) for path in _named(text)))
+    return list(dict.fromkeys(path for text in _texts(said) for path in _named(text, closed)))
 
 
 def _texts(said: Any) -> Iterator[str]:
@@ -171,7 +209,7 @@ def _texts(said: Any) -> Iterator[str]:
             yield from _texts(one)
 
 
-def _named(text: str) -> list[str]:
+def _named(text: str, closed: Iterable[str]) -> list[str]:
     if text.startswith(("http://", "https://")):
         text = text.partition("#")[2]
     if not text.startswith("/"):
@@ -180,7 +218,7 @@ def _named(text: str) -> list[str]:
         path = text.rpartition(mark)[0] if mark else text
         if path and os.path.exists(path):
             if os.path.isfile(path) and path.endswith(".py"):
-                return source_paths(path)
+                return source_paths(path, closed)
             if os.path.isfile(path) and os.access(path, os.X_OK):
                 return [path, *_prefix(os.path.realpath(path))]
             return [path]

@@ -29,9 +29,9 @@ def environment_wall(
     """
     rights = walls.rights.get(source.name, {})
     code = [*([source.file] if source.file else []), *(reward.file for reward in source.rewards)]
-    reads = [path for file in code for path in source_paths(file)]
+    reads = [path for file in code for path in source_paths(file, walls.closed)]
     return Wall(
-        reads=(*reads, *data_paths(source.target), *rights.get("reads", ())),
+        reads=(*reads, *data_paths(source.target, walls.closed), *rights.get("reads", ())),
         writes=tuple(rights.get("writes", ())),
         closed=walls.closed,
         home=walls.home_of(source.name),
@@ -44,7 +44,7 @@ def environment_wall(
 
 def code_wall(walls: Walls, files: Sequence[str]) -> Wall:
     """The wall around strategies, scorers and generators, which belong to no environment."""
-    reads = tuple(path for file in files for path in source_paths(file))
+    reads = tuple(path for file in files for path in source_paths(file, walls.closed))
     return Wall(reads=reads, closed=walls.closed, required=walls.required)
 
 

@@ -1,0 +1,44 @@
+"""Loading users' files leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import os, sys, tempfile
+from pathlib import Path
+from toprope.sdk.authoring.loading import module_of
+files = [Path(name) for name in sys.argv[1:]]
+sizes = []
+for _ in range(3):
+    words = [module_of(file).WORD for file in files]
+    sizes.append(len(sys.path))
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(words, len(set(sizes)), os.listdir(tempfile.gettempdir()), all(os.path.isdir(place) for place in sys.path[-2:]))
+"""
+
+
+def test_files_loaded_again_leave_no_folder_and_no_longer_path(tmp_path: Path) -> None:
+    files = []
+    for name in ("one", "other"):
+        folder = tmp_path / name / "games" / name
+        folder.mkdir(parents=True)
+        (tmp_path / name / ".git").mkdir()
+        (tmp_path / name / "games" / f"shared_{name}.py").write_text(f"WORD = {name!r}\n")
+        files.append(folder / "env.py")
+        files[-1].write_text(f"def later():\n    from games.shared_{name} import WORD\nWORD = {name!r}\n")
+    files[0].write_text("from games.shared_one import WORD\n")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-P", "-c", PROGRAM, *map(str, files)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, "TMPDIR": str(scratch)}
+    )
+    words, rest = done.stdout.strip().split("] ", 1) if done.returncode == 0 else ("", done.stderr)
+    assert words == "['one', 'other'" and rest.startswith("1 ['above-") and rest.endswith("'] True"), rest
+    assert list(scratch.iterdir()) == []
