@@ -156,6 +156,15 @@ def test_describe_deletes_files_of_environment(folder: Path, monkeypatch: pytest
     assert place != str(folder) and not Path(place).exists() and not (folder / "left.csv").exists()
 
 
+def test_describe_names_the_folders_that_imports_open(tmp_path: Path) -> None:
+    folder = tmp_path / "games" / "mine"
+    folder.mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "games" / "__init__.py").touch()
+    remarks = described(folder, "    import games\n    def tasks(self): return []\n", examples=0).remarks
+    assert f"can read all of {tmp_path / 'games'}," in remarks[-1]
+
+
 def test_describe_without_examples_survives_failing_tasks(folder: Path) -> None:
     alone = described(folder, '    """Mine."""\n    def tasks(self): raise OSError\n', examples=0)
     assert alone.card.description == "Mine." and (alone.examples, alone.splits, alone.remarks) == ((), {}, ())

@@ -21,6 +21,7 @@ from toprope.records.walls import Walls
 from toprope.records.worker_messages import Card, SplitSize, TaskView
 from toprope.sdk.checks.answers import JUNK, near_miss
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
+from toprope.sdk.wall.paths import folders_above
 from toprope.sdk.wall.plan import Network
 from toprope.sdk.worker.client import worker_environment
 from toprope.text_format import call
@@ -165,7 +166,9 @@ class Describer:
         grace = 0.0  # Only a worker that answered everything gets time to end by itself.
         try:
             link = await options.start(entry, {MARK: mark}, folder)
-            unwalled = [said] if (said := missing_wall(link)) else []
+            rights = [said] if (said := missing_wall(link)) else []
+            if entry.environment.file and (above := folders_above(entry.environment.file, options.walls.closed)):
+                rights.append(f"Its code can read all of {', '.join(above)}, because its file imports from there.")
             started = time.monotonic()
             card = await options.open(link, entry)
             loaded = time.monotonic()
@@ -200,7 +203,7 @@ class Describer:
             card=card,
             examples=shown,
             splits=sizes,
-            remarks=(*unwalled, *((refused,) if refused else _remarks(card, shown) if examples else ())),
+            remarks=(*rights, *((refused,) if refused else _remarks(card, shown) if examples else ())),
             start_seconds=started - began,
             load_seconds=loaded - started,
             score_seconds=score_s,
