@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 import os
 import sys
@@ -15,9 +16,10 @@ from types import SimpleNamespace as Thing
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI
 
 from toprope.sdk.adapters import verifiers
+from toprope.sdk.adapters._verifiers.judges import rollout_of
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Scoring
 from toprope.sdk.authoring.knobs import describe_knobs
@@ -132,7 +134,7 @@ def copying(stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.setenv("JUDGE_TEST_KEY", "left")
     monkeypatch.delenv("JUDGE_TEST_KEY")
-    for kind in (OpenAI, AsyncOpenAI):
+    for kind in (OpenAI, AsyncOpenAI, AzureOpenAI, AsyncAzureOpenAI):
         monkeypatch.setattr(kind, "_prepare_options", kind._prepare_options)
     monkeypatch.setattr(OpenAI, "_toprope_led", True, raising=False)
     monkeypatch.delattr(OpenAI, "_toprope_led")
@@ -177,6 +179,31 @@ def test_the_grader_of_the_owner_answers_for_the_policy(copying: OwnLoop) -> Non
         session = Session("http://127.0.0.1:9/v1", "ab", "m", roles=roles)
         [played] = asyncio.run(environment.group(next(iter(environment.tasks())), [session]))
     assert isinstance(played, Played) and asked == [("Bearer owner", "large")] * 2
+
+
+def test_models_with_a_key_of_the_owner_are_led_to_a_grader_alone(copying: OwnLoop) -> None:
+    asked: Any = {"model": "large", "messages": [{"role": "user", "content": "Is it right?"}]}
+
+    def ask(session: Session | None, client: OpenAI) -> None:
+        rollout_of.set(session)
+        client.chat.completions.create(**asked)
+
+    def asked_in_a_rollout(session: Session | None, client: OpenAI) -> None:
+        contextvars.copy_context().run(ask, session, client)
+
+    with asked_of("yes") as (policy, of_policy), asked_of("yes") as (service, of_service):
+        keyed = OpenAI(base_url=service, api_key="owner's", max_retries=0)
+        azure = AzureOpenAI(azure_endpoint=service, api_version="1", api_key="none", max_retries=0)
+        session = Session(policy, "k", "m")
+        asked_in_a_rollout(session, keyed)
+        asked_in_a_rollout(session, azure)
+        assert of_service == [("Bearer owner's", "large")] and of_policy == [("Bearer k", "m")]
+        grader = {"grader": {"base_url": policy, "api_key": "graders", "model": "g"}}
+        asked_in_a_rollout(Session("http://127.0.0.1:9/v1", "k", "m", roles=grader), keyed)
+        assert of_policy[1:] == [("Bearer graders", "g")]
+        with pytest.raises(RuntimeError, match="outside any rollout"):
+            asked_in_a_rollout(None, azure)
+        assert len(of_service) == 1
 
 
 def test_images_are_named_as_unsupported(copying: OwnLoop) -> None:

@@ -194,6 +194,9 @@ def test_cancelled_description_leaves_no_process(folder: Path, children: Childre
 def test_describe_remarks_on_scorer_that_rewards_junk_or_raises(folder: Path) -> None:
     fooled = described(folder, TASKS + "    def score(self): return 1.0 if self.answer else 0.5\n")
     assert any("junk succeeds" in remark for remark in fooled.remarks)
+    assert not any("judges itself" in remark for remark in fooled.remarks)
+    asking = described(folder, TASKS + '    tags = ("model-roles",)\n    def score(self): return 1.0\n')
+    assert any("the policy in training judges itself unless" in remark for remark in asking.remarks)
     assert any("empty is rewarded with up to 0.5" in remark for remark in fooled.remarks)
     raising = described(folder, TASKS + "    def score(self): return float(int(self.answer) < 0)\n")
     assert any("junk answer raises: ValueError" in remark for remark in raising.remarks)

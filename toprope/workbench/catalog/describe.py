@@ -45,6 +45,9 @@ _FOREIGN = (
     "This is code of other authors: try other knobs (describe_environment with knobs), add what its package says it "
     "needs (the same toprope env add, with --requirement PACKAGE), or choose another environment."
 )
+_JUDGES_ITSELF = (
+    "If its scorer asks a model, the policy in training judges itself unless environment.model_roles names a grader."
+)
 _LACKS = re.compile(
     r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
 )
@@ -266,9 +269,9 @@ def _memory_mb(pid: int) -> float | None:
 
 def _remarks(card: Card, examples: Sequence[Example]) -> list[str]:
     """Return problems of the scorer that the example scores show."""
-    remarks = []
+    remarks = [_JUDGES_ITSELF] if "model-roles" in card.tags else []
     if not examples:
-        return ["The train split has no tasks."]
+        return [*remarks, "The train split has no tasks."]
     for label in ("reference", "empty", "junk"):
         outcomes = [example.scores[label] for example in examples if label in example.scores]
         errors = [outcome.error for outcome in outcomes if outcome.error]

@@ -1,7 +1,8 @@
 """Models that a package with `load_environment` asks besides the policy: judges, simulated users.
 
 Authors make clients of OpenAI as they like, in rubrics, closures or reward functions, for services whose keys others
-do not have. All of them are led to the rollout's judge: the owner's model with the role `grader`, or the policy.
+do not have. With the role `grader`, all of them are led to the owner's model; without, those that have no key are led
+to the policy, and those with a key of the owner's are left to their service.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ __all__ = ["lead_to_judge", "rollout_of"]
 
 _GRADER = "grader"
 _LED = "_toprope_led"
+_STAND_INS = ("", "none", "empty", "dummy", "<missing api key>")
+"""Keys that authors or adapters set in place of a key, in small letters; the last is that of the client for Azure."""
 
 rollout_of: ContextVar[Session | None] = ContextVar("rollout_of", default=None)
 """The rollout in whose name the current task asks a model."""
@@ -27,29 +30,31 @@ def lead_to_judge() -> None:
 
     if hasattr(openai.OpenAI, _LED):
         return
-    asked_at_once, asked_later = openai.OpenAI._prepare_options, openai.AsyncOpenAI._prepare_options
-
-    def prepare(self: Any, options: Any) -> Any:
-        return asked_at_once(self, _led(self, options))
-
-    async def prepare_later(self: Any, options: Any) -> Any:
-        return await asked_later(self, _led(self, options))
-
-    openai.OpenAI._prepare_options = prepare  # type: ignore[method-assign]
-    openai.AsyncOpenAI._prepare_options = prepare_later  # type: ignore[method-assign]
+    for kind in (openai.OpenAI, openai.AzureOpenAI, openai.AsyncOpenAI, openai.AsyncAzureOpenAI):
+        kind._prepare_options = _leading(kind._prepare_options)  # type: ignore[method-assign]
     setattr(openai.OpenAI, _LED, True)
+
+
+def _leading(prepare: Any) -> Any:
+    """A client's method that leads a request before it is prepared; a coroutine function if `prepare` is one."""
+    return lambda self, options: prepare(self, _led(self, options))
 
 
 def _led(client: Any, options: Any) -> Any:
     """Return a request's options with address, key and model of the judge."""
     session = rollout_of.get()
+    keyless = str(client.api_key or "").lower() in _STAND_INS
+    if session is None and keyless:
+        raise RuntimeError("a model was asked outside any rollout, as in a thread of its own: no judge is known there")
     if session is None or str(client.base_url).startswith(session.base_url):
+        return options
+    if not keyless and _GRADER not in session.roles:
         return options
     own = {"base_url": session.base_url, "api_key": session.judge_key or session.api_key, "model": session.model}
     judge = session.roles.get(_GRADER) or own
     options.url = f"{judge['base_url'].rstrip('/')}/{options.url.lstrip('/')}"
     given = options.headers if isinstance(options.headers, Mapping) else {}
-    options.headers = {**given, "Authorization": f"Bearer {judge['api_key']}"}
+    options.headers = {**given, "Authorization": f"Bearer {judge['api_key']}", "api-key": judge["api_key"]}
     if isinstance(options.json_data, dict):
         options.json_data = {**options.json_data, "model": judge["model"]}
     return options
