@@ -106,6 +106,9 @@ def test_status_of_wrong_types_is_described(tmp_path):
     with pytest.raises(Corrupt, match="attempt") as raised:
         Status.read(folder)
     assert "pydantic" not in str(raised.value) and "list_runs" in raised.value.hint
+    folder.status.write_text("[" * 200_000)
+    with pytest.raises(Corrupt, match="not valid JSON"):
+        Status.read(folder)
     folder.results.mkdir()
     with pytest.raises(Corrupt, match="cannot be read"):
         read_json(folder.results)

@@ -136,3 +136,20 @@ def test_no_server_is_an_error_that_may_be_repeated() -> None:
             await HttpConnections().request("GET", url, "/", timeout_s=5)
 
     asyncio.run(run())
+
+
+def test_interim_answers_are_passed_over_and_another_protocol_is_refused() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read(reader)
+        writer.write(b"HTTP/1.1 103 Early Hints\r\nX-Life: none\r\n\r\n" + OK)
+        await read(reader)
+        writer.write(b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n")
+        await reader.read()
+
+    async def use(url: str, client: HttpConnections) -> None:
+        answer = await client.request("GET", url, "/a", timeout_s=5)
+        assert (answer.status, answer.body, answer.headers["x-life"]) == (200, b"ok", "one")
+        with pytest.raises(ConnectionError, match="does not speak HTTP"):
+            await client.request("GET", url, "/b", timeout_s=5)
+
+    assert against(talk, use) == 1

@@ -18,7 +18,7 @@ from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.errors import WorkerError
 from toprope.settings.schema import Config
 from toprope.settings.sections.environment import members_of
-from toprope.training.driver.producer import GroupProducer
+from toprope.training.driver.producer import GroupProducer, resumed_version
 from toprope.training.driver.program import Driver
 from toprope.training.inference.client import PromptTooLong, SessionLost
 from toprope.training.inference.sessions import Turn
@@ -253,3 +253,12 @@ def test_every_group_is_posted_or_given_up_with_reason(member: Member) -> None:
     )
     assert [group.group_id.rpartition("-")[0] for group in Api.posted] == ["run-1.2"] * 2
     assert all(int(group.group_id.rpartition("-")[2]) >= 40 for group in Api.posted)
+
+
+def test_resumed_driver_knows_the_version_of_a_trainer_that_publishes_at_will(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert resumed_version(folder) == 0
+    for step, content in ((35, '{"step": 35, "cursor": 9, "policy_version": 7, "train_seconds": 1.0}'), (40, "{")):
+        (folder.checkpoints / f"step-{step:06}").mkdir(parents=True)
+        (folder.checkpoints / f"step-{step:06}" / "state.json").write_text(content)
+    assert resumed_version(folder) == 7

@@ -97,7 +97,7 @@ def read_json(path: Path, newest: int | None = None) -> Any:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise NotFound(f"{path} does not exist.") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise Corrupt(f"{path} is not valid JSON: {error}.", hint=REPAIR_HINT) from None
     except OSError as error:
         raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None

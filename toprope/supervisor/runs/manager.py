@@ -41,7 +41,7 @@ from toprope.supervisor.runs.errors import cannot_write, still_running, unknown_
 from toprope.supervisor.runs.freezing import require_thawed
 from toprope.supervisor.runs.status_cache import EventCache, StatusCache
 
-_LOOK_EVERY_S = 0.05
+_LOOK_EVERY_S, _ASK_EVERY_S = 0.05, 1.0
 
 
 class RunManager:
@@ -380,8 +380,12 @@ class RunManager:
             NotFound, Corrupt: There is no such run, or its status cannot be read.
         """
         folder, limit = self.folder(run_id), anyio.current_time() + timeout_s
-        while not _is_over(status := self._status_or_resume(folder)) and anyio.current_time() < limit:
+        status, asked_at = self._status_or_resume(folder), anyio.current_time()
+        while not _is_over(status) and anyio.current_time() < limit:
             await anyio.sleep(_LOOK_EVERY_S)
+            # The file tells of an end at once; the launcher is asked about those that could not write it.
+            if anyio.current_time() - asked_at >= _ASK_EVERY_S or _is_over(self._statuses.read(folder)):
+                status, asked_at = self._status_or_resume(folder), anyio.current_time()
         return status
 
 

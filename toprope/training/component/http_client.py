@@ -160,7 +160,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(ConnectionError(f"the server does not speak HTTP: {error}"))
             self.abort()
 
@@ -180,6 +180,9 @@ class _Connection(asyncio.Protocol):
             self._parts.append(body)
 
     def on_message_complete(self) -> None:
+        if 100 <= self._parser.get_status_code() < 200:  # the answer itself is still to come
+            self._headers, self._parts = {}, []
+            return
         if self._answer is None or self._answer.done():
             self.abort()  # nobody asked for it
             return

@@ -14,10 +14,12 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
-from toprope.errors import ComponentFailed
+from toprope.errors import ComponentFailed, Corrupt
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Evaluated, Making
+from toprope.records.run.folder import RunFolder, checkpoints_in
 from toprope.sdk.errors import WorkerError
 from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.component.member import CrewMember
@@ -29,6 +31,7 @@ from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import TaskRef
 from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.task_sampler import TaskChoice, TaskSampler
+from toprope.training.trainer.checkpoints.checkpoint_folder import read_state
 
 _MAX_FAILURES = 32
 """Groups in a row that may fail before the environment is given up."""
@@ -157,8 +160,8 @@ class GroupProducer:
         accepted = (await self._api.counts()).accepted if is_resumed else 0
         self._numbers = itertools.count(first + accepted)
         self._tasks.restore(first, accepted)
-        if is_resumed and (checkpoint := self._member.folder.newest_checkpoint()) is not None:
-            self._version = int(checkpoint.name.rpartition("-")[2])  # every step makes one
+        if is_resumed:
+            self._version = resumed_version(self._member.folder)
         if self._config.samples_in_step:
             await self._sample_in_step()
         else:
@@ -342,3 +345,14 @@ class GroupProducer:
             result = await self._evaluator.evaluate_validation(label, self._validation_tasks)
             self._member.report(Evaluated(label, result))
             self._evaluation_due = (version // every + 1) * every
+
+
+def resumed_version(folder: RunFolder) -> int:
+    """Return the policy version of the newest checkpoint that can be read; 0 without one.
+
+    A trainer of one's own publishes at will, so the version need not be the step.
+    """
+    for checkpoint in reversed(checkpoints_in(folder.checkpoints)):
+        with suppress(Corrupt):  # the trainer sets it aside
+            return read_state(checkpoint).policy_version
+    return 0

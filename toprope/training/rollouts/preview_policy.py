@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, TopropeError
 from toprope.settings.schema import Config, InferenceSection
 from toprope.training.inference.client import PolicyClient
 
@@ -65,7 +65,7 @@ async def serving(
 
     Raises:
         InvalidValue: The port is taken, or the engine cannot serve this policy.
-        TopropeError: The policy cannot be fetched or loaded, or the engine cannot be started.
+        TopropeError: The policy cannot be fetched or loaded, or the engine cannot be started or kept alive.
     """
     listener = _listen(port)
     import transformers
@@ -76,6 +76,12 @@ async def serving(
     from toprope.training.policy.loading import load_tokenizer, place
 
     ending, loop = ending or asyncio.Event(), asyncio.get_running_loop()
+    problems: list[TopropeError] = []
+
+    def give_up(error: TopropeError) -> None:
+        problems.append(error)
+        loop.call_soon_threadsafe(ending.set)
+
     chosen = InferenceSection.model_validate({"engine": engine, "memory_share": config.inference.memory_share})
     config = config.model_copy(update={"inference": chosen})
     try:
@@ -84,9 +90,7 @@ async def serving(
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = await asyncio.to_thread(place, config.policy, cache, lambda progress: report(progress.what))
         tokenizer = load_tokenizer(folder)
-        sampler = make_engine(
-            config, folder, tokenizer, python=python, gave_up=lambda error: loop.call_soon_threadsafe(ending.set)
-        )
+        sampler = make_engine(config, folder, tokenizer, python=python, gave_up=give_up)
     except BaseException:
         listener.close()
         raise
@@ -99,7 +103,10 @@ async def serving(
         while not (ending.is_set() or await asyncio.to_thread(sampler.wait_ready, _LOOK_S)):
             pass
         await asyncio.wait({task, address}, return_when=asyncio.FIRST_COMPLETED)
-        yield ServedPolicy(await address, secret)
+        if not problems:
+            yield ServedPolicy(await address, secret)
+        if problems:
+            raise problems[0]
     finally:
         ending.set()
         await task

@@ -52,6 +52,8 @@ async def _serve(
         config, cache, lambda text: None,
         port=port, secret=key.read(), name=named, ending=ending, engine=engine, python=python,
     ) as served:  # fmt: skip
+        if ending.is_set():
+            return  # ended while it loaded
         print(f"{named} answers at {served.url}/v1 (OpenAI's dialect, model {named}). Ctrl-C ends.")
         print(f'OPENAI_BASE_URL={served.url}/v1 OPENAI_API_KEY="$(cat {key.path})"', flush=True)
         await ending.wait()

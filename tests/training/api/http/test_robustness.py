@@ -156,7 +156,11 @@ def test_invalid_group_is_refused_and_harms_no_other(tmp_path: Path) -> None:
         ]
         for body in broken:
             status, kind, _ = api.refusal("POST", "/scored_data", body)
-            assert (status, kind) in {(400, "malformed_json"), (400, "too_deep")}
+            assert (status, kind) in {
+                (400, "malformed_json"),
+                (400, "too_deep"),
+                (422, "too_deep"),
+            }  # from Python 3.12 on json reads it
         huge = b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"inference_logprobs":[[1e999]]}'
         assert api.refusal("POST", "/scored_data", huge) == (422, "out_of_range", "inference_logprobs[0][0]")
         for mark in (1, 2):

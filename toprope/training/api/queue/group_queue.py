@@ -359,6 +359,7 @@ class GroupQueue:
         self._waits.clear()
         self._returned.clear()
         self._keys.clear()
+        self.stale_at.clear()
         self.scheduler.clear()
         self.waiting = self.waiting_rows = self.waiting_bytes = 0
 

@@ -180,7 +180,8 @@ class VllmProcess:
         output: Any = self.process.stdout
         while part := output.read1(_CHUNK):
             self._said = (self._said + part)[-_CHUNK:]
-            print(part.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):  # nobody reads on; an unread pipe would stop vLLM
+                print(part.decode(errors="replace"), end="", file=sys.stderr, flush=True)
         output.close()
 
     def connect(self) -> aiohttp.ClientSession:
