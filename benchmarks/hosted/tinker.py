@@ -363,7 +363,7 @@ async def _others(home: Path, url: str, model: Path, steps: int, console: Consol
             costs.append(abs(rows[-1]["cost_usd"] / trained - 1))
             downloaded += _has_adapters(done.folder / "weights" / "adapter.tar.gz")
             asked += await _letters_answered(agent, home, done.run_id) >= 0.5
-        (home / "config" / "limits.yaml").write_text(f"per_run: {{cost_usd: {CAP_USD}}}\n")
+        (home / "config" / "limits.yaml").write_text(f"per_run: {{cost_usd: {CAP_USD}}}\nprices: {{cpu_hour_usd: 0}}\n")
         run_id = await agent.start("letters", "cpu-embedded", _changes(model, steps))
         run = await agent.ended(run_id)
     console.print(json.dumps(run)[:1500], style="dim")
