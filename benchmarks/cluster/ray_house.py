@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class RayHouse:
         self._token.write_text(secrets.token_hex(24))
         self._token.chmod(0o600)
         self.net = Net(self.nodes)
+        self._temporary = f"/tmp/{self.net.space('ray')}"  # short, because sockets lie in it
         self._daemons = Daemons(folder / "logs")
         address = f"http://{self.net.addresses['n1']}:8265"
         self.cluster = Cluster(
@@ -70,9 +72,7 @@ class RayHouse:
         room = [here, f"--num-cpus={_CPUS}"]
         room += ["--object-store-memory=80000000", "--disable-usage-stats", "--block"]
         if name == "n1":
-            # A short folder, because sockets lie in it.
-            temporary = f"/tmp/{self.net.space('ray')}"
-            room += ["--head", f"--dashboard-host={self.net.addresses['n1']}", f"--temp-dir={temporary}"]
+            room += ["--head", f"--dashboard-host={self.net.addresses['n1']}", f"--temp-dir={self._temporary}"]
         else:
             room += [f"--address={self.net.addresses['n1']}:6379", '--resources={"other": 10}']
         self._daemons.start(name, [*self.net.enter(name), str(RAY / "bin" / "ray"), "start", *room], self._variables())
@@ -134,6 +134,7 @@ class RayHouse:
             kill_all([one for one in self.net.processes(name) if one.pid != os.getpid()])
         self._daemons.close()
         self.net.close()
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 if __name__ == "__main__":
