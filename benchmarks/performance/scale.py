@@ -228,8 +228,9 @@ def main() -> int:
         harness = _Runs(root)
         try:
             measured = {workers: measure(f"{workers} workers", workers)["rate"] for workers in WORKERS}
-            lock = str(root / "lock")
-            locked = measure(f"control, {WORKERS[-1]} workers behind a lock", WORKERS[-1], lock=lock)["rate"]
+            lock = root / "lock"
+            lock.touch()
+            locked = measure(f"control, {WORKERS[-1]} workers behind a lock", WORKERS[-1], lock=str(lock))["rate"]
             busy = measure("2 workers that do not wait", 2, wait_s=0.0)
         finally:
             harness.close()

@@ -26,7 +26,7 @@ class Waiting(Environment):
 
     def score(self) -> dict[str, float]:
         if self.knobs.lock:
-            with Path(self.knobs.lock).open("w") as file:
+            with Path(self.knobs.lock).open("rb") as file:  # workers may not write there
                 fcntl.flock(file, fcntl.LOCK_EX)
                 time.sleep(self.knobs.wait_s)
         else:
