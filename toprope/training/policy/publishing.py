@@ -92,7 +92,14 @@ class Published:
         return msgspec.json.decode(path.read_bytes()) if path.is_file() else None
 
 
-def open_publisher(config: Config, folder: Path, model: Any, weights: dict[str, Any], version: int) -> Publisher:
+def open_publisher(
+    config: Config,
+    folder: Path,
+    model: Any,
+    weights: dict[str, Any],
+    version: int,
+    check: Callable[[], WeightCheck] | None = None,
+) -> Publisher:
     """The publisher for the configured engine.
 
     Args:
@@ -100,8 +107,11 @@ def open_publisher(config: Config, folder: Path, model: Any, weights: dict[str, 
         model: The trained model.
         weights: Its trained parameters, or whole mirrors of them; published as they are at each publication.
         version: Policy version that inference has already; see `WeightFile`.
+        check: For a model that is split between processes: the check of the weights, which all of them computed.
     """
     if config.inference.engine == "vllm":
+        if check is not None:
+            return WeightFolder(folder, model, version, weights=weights, check=check)
         in_memory = config.inference.transfer == "gpu" and not config.policy.lora
         return WeightHandles(folder, model, version) if in_memory else WeightFolder(folder, model, version)
     return WeightFile(folder, weights, version)
@@ -114,11 +124,23 @@ class WeightFolder:
         folder: Folder of the crew.
         model: A model of transformers, or one with peft's adapters.
         version: Policy version that inference has already.
+        weights: The whole trained parameters, if the model has parts of them only.
+        check: Returns the check of these.
     """
 
-    def __init__(self, folder: Path, model: Any, version: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Any,
+        version: int = 0,
+        *,
+        weights: dict[str, Any] | None = None,
+        check: Callable[[], WeightCheck] | None = None,
+    ) -> None:
         self.version = version
         self._folder, self._model = folder / _FOLDER, model
+        self._options = {} if weights is None else {"state_dict": weights}
+        self._check = check or (lambda: check_weights(model))
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._adapters = hasattr(model, "peft_config")
 
@@ -128,7 +150,7 @@ class WeightFolder:
         name = f"v{version}-{secrets.token_hex(3)}"  # a restarted trainer may publish a version again
         aside = self._folder / f".{name}"
         self._write(aside)
-        write_json(aside / _CHECK, msgspec.to_builtins(check_weights(self._model)))
+        write_json(aside / _CHECK, msgspec.to_builtins(self._check()))
         os.replace(aside, self._folder / name)
         write_json(self._folder / _NEWEST, msgspec.to_builtins(_Newest(1, name, version, self._adapters)))
         self.version = version
@@ -136,7 +158,7 @@ class WeightFolder:
         return version
 
     def _write(self, folder: Path) -> None:
-        self._model.save_pretrained(folder, safe_serialization=True)
+        self._model.save_pretrained(folder, safe_serialization=True, **self._options)
 
     def _drop_old(self) -> None:
         """Delete all folders but the newest and the one that inference has named."""

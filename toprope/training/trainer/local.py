@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import transformers
 
 from toprope.training.component.member import CrewMember
 from toprope.training.policy.loading import fix_kernels, load_model, load_tokenizer
-from toprope.training.policy.publishing import open_publisher
+from toprope.training.policy.publishing import WeightCheck, open_publisher
 from toprope.training.trainer.base import TrainingRun
 from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
 from toprope.training.trainer.checkpoints.checkpoint_io import (
@@ -41,6 +41,8 @@ class LocalRun(TrainingRun):
         self._trained: dict[str, torch.nn.Parameter] = {}
         self._published: dict[str, torch.Tensor] = {}
         """Published weights: the trained parameters, or whole copies of those that are split between ranks."""
+        self._check: Callable[[], WeightCheck] | None = None
+        """For a split model: the check of the weights, which all ranks computed."""
         torch.set_num_threads(self._config.launcher.threads)
         transformers.logging.set_verbosity(logging.ERROR)
 
@@ -71,7 +73,7 @@ class LocalRun(TrainingRun):
             # Inference may hold weights from an earlier life of this trainer; from -1 on it accepts even version 0.
             version = -1 if self._member.life else 0
             place, weights = self._member.weights, self._published
-            self._publisher = open_publisher(self._config, place, self._model, weights, version)
+            self._publisher = open_publisher(self._config, place, self._model, weights, version, self._check)
         return {"parameters": sum(value.numel() for value in self._trained.values())}
 
     def _start_optimizer(self) -> None:
