@@ -7,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +18,8 @@ from tests.support.run_harness import ended, eventually, until, wait_for_heartbe
 from toprope.records.messages import ENV_COMPONENT, ENV_FOLDER
 from toprope.records.run.specification import ModelUnderTest
 from toprope.settings.endpoints import Endpoint
+from toprope.supervisor.capacity import budget_ledger
+from toprope.supervisor.capacity.budget_ledger import read_accounts, reserved
 from toprope.supervisor.capacity.reservations import Granted, Machine, Reservations, Waiting
 from toprope.supervisor.lock import RunLock
 
@@ -354,3 +359,19 @@ def test_reservation_entry_is_readable(claims):
         "gpus": [],
         "granted": True,
     }
+
+
+def test_run_that_appears_while_runs_are_listed_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".budget").mkdir()
+    begun: Any = SimpleNamespace(run_id="letters-261123-0500-ab12", limits=None)
+    reservation, listed = reserved(tmp_path, [begun]), budget_ledger.os.scandir
+
+    def scandir(path: Any) -> Any:
+        found = listed(path)
+        if path == tmp_path:
+            reservation.__exit__(None, None, None)  # its folder came just after the listing
+        return found
+
+    reservation.__enter__()
+    monkeypatch.setattr(budget_ledger.os, "scandir", scandir)
+    assert [account.run_id for account in read_accounts(tmp_path)] == [begun.run_id]

@@ -86,6 +86,8 @@ def read_accounts(runs: Path, now: float | None = None, *, leave_out: Collection
     """
     today = day_of(time.time() if now is None else now)
     found = []
+    # First, because a run's reservation goes when the run is there: the other way round, both could be missed.
+    begun = [account for account in _reserved_accounts(runs) if account.run_id not in leave_out]
     try:
         entries = [entry for entry in os.scandir(runs) if RUN_ID.fullmatch(entry.name) and entry.is_dir()]
     except FileNotFoundError:
@@ -98,8 +100,8 @@ def read_accounts(runs: Path, now: float | None = None, *, leave_out: Collection
         except FileNotFoundError:
             continue  # it is being removed
     found += [account for account in _program_accounts(runs, today) if account.run_id not in leave_out]
-    known = {account.run_id for account in found if account.live} | set(leave_out)
-    return found + [account for account in _reserved_accounts(runs) if account.run_id not in known]
+    known = {account.run_id for account in found if account.live}
+    return found + [account for account in begun if account.run_id not in known]
 
 
 def _reserved_accounts(runs: Path) -> list[Account]:
