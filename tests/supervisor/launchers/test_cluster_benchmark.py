@@ -51,7 +51,7 @@ def test_second_keeper_leaves_and_a_planted_one_is_counted(start):
 
 def test_run_that_never_steps_is_doubted(start, monkeypatch):
     monkeypatch.setattr(bench, "_SOON_S", 1.5)
-    tally, harness = start({"environment": {"at": "before", "do": "hang"}})
+    tally, harness = start({"trainer": {"at": "ready", "do": "hang"}})
     tally.play("stop order", lambda: tally.strike(harness, "stop order", FAULTS["stop order"]))
     assert tally.figures()["wrong_endings"] == 1
     assert tally.doubts() == "1 of 1 runs took no step"

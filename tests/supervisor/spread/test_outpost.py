@@ -159,4 +159,11 @@ def test_outpost_survives_signals_to_its_job_and_reports_a_killed_guard(start: C
     guard.kill()
     assert outpost.process.wait(20) == 0  # without a report of the member's end: nobody saw it
     assert b"guard_exited" not in outpost.output.read()
-    eventually(lambda: not psutil.pid_exists(outpost.started["pid"]))
+    eventually(lambda: not _runs(outpost.started["pid"]))
+
+
+def _runs(pid: int) -> bool:
+    """False also for a process that ended and that its new parent has not collected yet."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
