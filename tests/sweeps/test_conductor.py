@@ -32,8 +32,10 @@ from toprope.records.sweep_journal import (
     read_standing,
 )
 from toprope.settings.owner import Home
+from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.lock import is_held
 from toprope.sweeps.conductor import Conductor
+from toprope.sweeps.members import SweepMembers
 from toprope.sweeps.planning import create_strategy
 from toprope.workbench.launch import open_runs
 from toprope.workbench.launch.start import RunStarter
@@ -170,12 +172,30 @@ def test_sweep_killed_three_times_has_same_result(harness):
     assert status.state == "completed", (status.reason, status.failure)
     assert decided(folder) == undisturbed(Specification.read(folder).sweep)
     standing = read_standing(folder)
+    assert standing.final.measured is not None, standing.final.why
     assert standing.final.candidate == standing.best.candidate and standing.final.measured.accuracy > 0
     assert len(lines_of(folder, "final")) == 2  # the decision to measure, and the result
     members = members_in(harness.home.runs, folder.run_id)
     assert len(members) == 2 + 1 + 1 and len(lines_of(folder, "started")) == 3
     assert all(harness.runs.status(run_id).state == "completed" for run_id in members)
     eventually(lambda: not harness.processes(), 20.0)
+
+
+def test_run_without_keeper_is_resumed(harness, monkeypatch):
+    """A conductor that is killed while it starts a run leaves a folder without a keeper."""
+    folder = harness.start({"environment": {"slow": 1.0}}, population=2, epochs=1, evaluate="test")
+    eventually(lambda: lines_of(folder, "started"), LIMIT_S)
+    monkeypatch.setattr(LocalLauncher, "submit", lambda *_: None)
+    monkeypatch.setattr(open_runs, "open_runs", lambda home: harness.runs)
+    standing = read_standing(folder)
+    SweepMembers(harness.home, Specification.read(folder)).start_final(standing.candidates["c001"], standing)
+    monkeypatch.undo()
+    assert harness.runs.status(final_id(folder.run_id)).state == "lost"
+    status = harness.ended(folder)
+    assert status.state == "completed", (status.reason, status.failure)
+    final = read_standing(folder).final
+    assert final.measured is not None, final.why
+    assert harness.runs.status(final_id(folder.run_id)).attempt == 2
 
 
 def test_stopped_sweep_resumes_its_members(harness):

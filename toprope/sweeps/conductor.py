@@ -191,12 +191,12 @@ class Conductor:
         if candidate.id not in standing.runs:
             self._log.append(Started(candidate=candidate.id, epoch=epoch, run_id=run_id))
         try:
-            if not await self._resume_stopped(run_id):
+            if not await self._resume_interrupted(run_id):
                 await self._start(run_id, lambda: members.start(candidate, epoch, standing))
         except NoRoomWithin:
             raise
         except TopropeError as error:
-            if not members.exists(run_id) or members.was_stopped(run_id):
+            if not members.exists(run_id) or members.was_interrupted(run_id):
                 self._score(Scored(candidate=candidate.id, score=None, why=f"it did not start: {error.message}"))
                 return
         status, why = await self._wait_for_end(candidate.id, run_id)
@@ -238,14 +238,14 @@ class Conductor:
                     self._warn(f"{run_id} waits: {error.message}")
                 await asyncio.sleep(_RETRY_START_EVERY_S)
 
-    async def _resume_stopped(self, run_id: str) -> bool:
-        """Resume a run that was stopped with the sweep before this conductor began; False if it was not stopped.
+    async def _resume_interrupted(self, run_id: str) -> bool:
+        """Resume a run that was interrupted before this conductor began; False if it was not.
 
         Raises:
             NoRoomWithin, TopropeError: See `_start`.
         """
         members = self._members
-        if not await asyncio.to_thread(members.was_stopped, run_id):
+        if not await asyncio.to_thread(members.was_interrupted, run_id):
             return False
         while not members.is_over(await asyncio.to_thread(members.status, run_id)):
             self._check_stop()
@@ -294,12 +294,12 @@ class Conductor:
         self._enter("evaluating")
         run_id = final_id(self._member.spec.run_id)
         try:
-            if not await self._resume_stopped(run_id):
+            if not await self._resume_interrupted(run_id):
                 await self._start("the winner's run", lambda: self._members.start_final(winner, standing))
         except NoRoomWithin:
             raise
         except TopropeError as error:
-            if not self._members.exists(run_id) or self._members.was_stopped(run_id):
+            if not self._members.exists(run_id) or self._members.was_interrupted(run_id):
                 self._log.append(Finalist(candidate=winner.id, why=f"it could not be measured: {error.message}"))
                 self._warn(f"the winner was not measured on held-out tasks: {error.message}")
                 return

@@ -141,12 +141,18 @@ class SweepMembers:
         test = TestPlan(tasks=self._sweep.config.evaluation.heldout_tasks, group_size=1, heldout=True)
         self._launch(run_id, candidate.values, member, test, base)
 
-    def was_stopped(self, run_id: str) -> bool:
-        """True if a run exists and was told to stop."""
-        return self.exists(run_id) and self.status(run_id).state in ("stopping", "stopped")
+    def was_interrupted(self, run_id: str) -> bool:
+        """True if a run exists that was told to stop, or that lost its keeper and will not resume by itself.
+
+        A conductor that is killed while it starts a run leaves one without a keeper.
+        """
+        if not self.exists(run_id):
+            return False
+        status = self.status(run_id)
+        return status.state in ("stopping", "stopped") or (status.state == "lost" and self.is_over(status))
 
     def resume(self, run_id: str) -> None:
-        """Resume a run that was stopped, from its last checkpoint.
+        """Resume a run that was interrupted, from its last checkpoint.
 
         Raises:
             NoRoomWithin: The owner's limits leave no room.
