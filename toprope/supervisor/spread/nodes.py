@@ -123,7 +123,7 @@ def find_nodes(launch: Launch | None, surroundings: Mapping[str, str], inference
     if text := surroundings.get(ENV_NODES):
         told = json.loads(text)
         nodes = [Node(**{**node, "command": tuple(node["command"])}) for node in told["nodes"]]
-        return Spread(nodes, told["network"])
+        return Spread(nodes, told["network"], inference_gpus)
     if launch is None or launch.nodes < 2:
         return None
     nodes = _nodes_of_slurm(surroundings) if launch.kind == "slurm" else _nodes_of_ray(launch.nodes)

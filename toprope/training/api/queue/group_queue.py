@@ -380,7 +380,7 @@ class GroupQueue:
             log=[(group.seq, group.rows) for group in self._log],
             gone=[group.seq for group in self._log if group.seq not in self._waits],
             ends=list(self._ends),
-            stale_at=self.stale_at,
+            stale_at=list(self.stale_at),
             returned=[(group.seq, closed) for group, closed in self._returned],
             waiting=[seq for seq, waits in self._waits.items() if waits and seq not in back],
             keys=dict(self._keys),
