@@ -40,7 +40,7 @@ from benchmarks.report import report, wait_until_quiet
 from benchmarks.scratch import scratch
 from benchmarks.training_agent import training_agent
 from tests.support.training_api_server import until
-from tests.training.inference.requests import reference_logprobs, sample
+from tests.training.inference.conftest import reference_logprobs, sample
 from tests.training.inference.test_conformance import HOME, Rig, _interpreter, load_copy, start_rig
 from toprope.errors import InvalidValue
 from toprope.training.inference.engine import SamplingRequest

@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,8 @@ from toprope.records.journal.demonstrations import Trace, append_traces
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import MASKED, Outcome
 from toprope.records.journal.marks import GroupNote, Snapshot
+from toprope.training.component.time_limit import TemplateTooSlow, render_limit
+from toprope.trajectories.capture import templates
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import TrajectoryStrategy
@@ -311,3 +314,24 @@ def test_reader_reads_compressed_segments_and_what_was_kept(home: Path, tmp_path
     else:
         assert 0 < len(read) < 40 and 40 in read
         assert ({1, 17} <= read.keys()) == (keep == "sample")
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages[0].content }}"
+
+
+def test_loops_within_loops_are_interrupted(monkeypatch):
+    monkeypatch.setattr(templates, "_RENDER_S", 0.1)
+    monkeypatch.setattr(templates, "_FIRST", (("user",),))
+    monkeypatch.setattr(templates, "_BETWEEN", ())
+    began = time.monotonic()
+    assert ChatTemplate(ENDLESS, [], {}).before("question") is None
+    assert time.monotonic() - began < 5
+
+
+def test_a_limit_ends_with_its_block():
+    with pytest.raises(TemplateTooSlow, match="did not end within"), render_limit(0.05):
+        while True:
+            pass
+    with render_limit(0.05):
+        pass
+    time.sleep(0.1)

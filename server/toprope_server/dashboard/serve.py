@@ -12,10 +12,10 @@ import anyio
 import typer
 
 from toprope.errors import NotPossibleNow
-from toprope_server import BUNDLE
+from toprope_server import BUNDLE, leave
 from toprope_server.dashboard.app import build_dashboard
 from toprope_server.dashboard.door import Keys
-from toprope_server.http.serving import leave, listen_on, serve_on, uvicorn_config
+from toprope_server.http.serving import listen_on, serve_on, uvicorn_config
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop

@@ -16,9 +16,10 @@ from mcp.server.transport_security import TransportSecuritySettings
 
 from toprope.errors import InvalidValue, LockedField
 from toprope.settings.owner import Home, HttpSettings
+from toprope_server import leave
 from toprope_server.http.access import AccessRequired, in_url
 from toprope_server.http.principals import Tokens
-from toprope_server.http.serving import leave, listen_on, serve_on, uvicorn_config
+from toprope_server.http.serving import listen_on, serve_on, uvicorn_config
 from toprope_server.http.trace_intake import capture_route
 from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role, role_of_settings

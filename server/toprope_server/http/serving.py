@@ -6,10 +6,8 @@ This module does without the SDK of MCP, which takes longer to import than all o
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -20,6 +18,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from toprope.bounded_http import ACCEPTED_AT_ONCE, bounded, listen_long, most_connections
 from toprope.errors import InvalidValue, NotPossibleNow
+from toprope_server import leave
 from toprope_server.mcp.auto_resume import resume_lost_runs
 
 if TYPE_CHECKING:
@@ -92,13 +91,6 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         listen_long(sockets or ())
         self._ready()
-
-
-def leave() -> None:
-    """End the process at once, even if its threads still wait."""
-    logging.shutdown()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def listen_on(host: str, port: int) -> socket.socket:

@@ -29,8 +29,7 @@ from mcp.types import CallToolResult, InputRequiredResult, TextContent
 import toprope
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.run.full_disk import NO_ROOM
-from toprope_server import BUNDLE
-from toprope_server.http.serving import leave
+from toprope_server import BUNDLE, leave
 from toprope_server.mcp.arguments import check
 from toprope_server.mcp.auto_resume import resume_lost_runs
 from toprope_server.mcp.gate import Gate

@@ -208,22 +208,16 @@ _SOURCES: dict[str, Callable[[Workshop, Mapping[str, str]], list[str]]] = {
 
 SKILL = "toprope"
 """Name of the skill with all prompts."""
-
-
 _DESCRIPTION = (
     "Trains language models by reinforcement learning with the tools of the MCP server toprope: experiments, fair "
     "comparisons, series of runs, diagnosis, environments. Use it if the user wants to train, test, compare or "
     "diagnose a policy, or to write an environment."
 )
-
-
 _BEFORE = (
     "The tools belong to the MCP server toprope; if they are missing, `toprope install CLIENT` adds it. Words in "
     "UPPER CASE stand for what the user names. The owner's locks and limits hold: if a tool refuses, say so and do not "
     "look for a way around it."
 )
-
-
 _CODE = "```"
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.analysis.evaluations import evaluation, rows
+from tests.analysis.conftest import evaluation, rows
 from tests.support.run_harness import RunHarness
 from toprope.analysis.plots.style import REWARD, SUCCESS, colour_of, smoothed
 from toprope.analysis.reports.charts import Line, lines

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.analysis.evaluations import evaluation, rows, sampled
+from tests.analysis.conftest import evaluation, rows, sampled
 from tests.support.run_harness import RunHarness
 from toprope.analysis.reports.narrative import RunRecords, compose_run_report
 from toprope.analysis.reports.page import Table

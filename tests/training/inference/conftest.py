@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from toprope.training.inference.embedded_engine import EmbeddedEngine
+from toprope.training.inference.engine import Engine, Sample, SamplingRequest
 from toprope.training.policy.loading import load_tokenizer
 
 
@@ -31,3 +33,26 @@ def engine(model: Any, tokenizer: Any) -> Iterator[EmbeddedEngine]:
     engine.start()
     yield engine
     engine.stop()
+
+
+SECRET = "s3cret"
+
+
+def sample(engine: Engine, *requests: SamplingRequest) -> list[list[Sample]]:
+    """Submit requests at once; return their samples in order, or raise the first error."""
+    answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+    for index, request in enumerate(requests):
+        engine.submit(request, lambda result, index=index: answers.put((index, result)))
+    by_index = dict(answers.get(timeout=300) for _ in requests)
+    for result in by_index.values():
+        if isinstance(result, Exception):
+            raise result
+    return [by_index[index] for index in range(len(requests))]
+
+
+def reference_logprobs(model: Any, prompt: list[int], answer: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of an answer's ids from one forward pass, shape (len(answer),)."""
+    with torch.no_grad():
+        ids = torch.tensor([prompt + answer], device=model.device)
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).cpu().gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)

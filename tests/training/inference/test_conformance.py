@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.training_api_server import until
-from tests.training.inference.requests import SECRET, reference_logprobs, sample
+from tests.training.inference.conftest import SECRET, reference_logprobs, sample
 from toprope.settings.schema import Config
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.engine import Cancelled, Engine, Sample, SamplingRequest

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.trainer_stand_ins import small_config
 from tests.support.training_api_server import until
-from tests.training.inference.requests import reference_logprobs, sample
+from tests.training.inference.conftest import reference_logprobs, sample
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.policy.loading import load_model, load_tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.training.inference.requests import SECRET
+from tests.training.inference.conftest import SECRET
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.dialect import BadRequest
 from toprope.training.inference.embedded_engine import EmbeddedEngine

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests.training.inference.requests import reference_logprobs, sample
+from tests.training.inference.conftest import reference_logprobs, sample
 from toprope.training.inference import growing_cache
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest

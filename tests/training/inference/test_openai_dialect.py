@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.training.inference.requests import SECRET
+from tests.training.inference.conftest import SECRET
+from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.engine import Done, Sample, SamplingRequest
-from toprope.training.inference.sessions import OPPONENT, UNRECORDED, Turn, session_key
+from toprope.training.inference.sessions import OPPONENT, UNRECORDED, SessionStore, Turn, join_turns, session_key
 from toprope.training.inference.tool_calls import MessageRenderer, answer_id, parse_tool_calls
 from toprope.training.policy.loading import load_tokenizer
 from toprope.training.rollouts.env_managed_sampler import outcome_turns
@@ -185,3 +186,31 @@ def test_opponent_answers_unrecorded_requests_for_it_only(engine: ScriptedEngine
         assert "own move" in said(UNRECORDED, message | {"model": "policy"})
         assert "own words" in said("g0/0", message)  # a rollout's own key is always the policy's
         assert len(server.sessions) == 1 and not len(server.opponent.sessions)
+
+
+def turn(prompt: list[int], completion: list[int], version: int = 0) -> Turn:
+    return Turn(prompt, completion, [-0.5] * len(completion), [(version, len(completion))], "stop")
+
+
+def test_join_turns_extends_or_starts_segments() -> None:
+    first, second = turn([1, 2], [3, 4], 1), turn([1, 2, 3, 4, 9], [5], 2)
+    other = turn([1, 2, 8], [6], 3)
+    joined, alone = join_turns([first, second, other])
+    assert joined.tokens == [1, 2, 3, 4, 9, 5]
+    assert joined.masks == [MASKED, MASKED, 3, 4, MASKED, 5]
+    assert joined.logprobs == [PROMPT_LOGPROB, PROMPT_LOGPROB, -0.5, -0.5, PROMPT_LOGPROB, -0.5]
+    assert joined.versions == [(1, 2), (2, 1)]
+    assert alone.tokens == [1, 2, 8, 6]
+
+
+def test_session_store_is_bounded_and_closes_sub_sessions() -> None:
+    store = SessionStore(limit=3)
+    for index in range(3):
+        store.record(f"g/{index}", turn([1], [2]))
+    assert sorted(store.matching("g")) == ["g/0", "g/1", "g/2"]
+    store.record("h", turn([1], [2]))
+    assert sorted(store.matching("g")) == ["g/1", "g/2"]
+    assert store.close("h") == 1
+    assert store.get("h") is None
+    assert store.close("g") == 2  # g/0 was forgotten already
+    assert len(store) == 0

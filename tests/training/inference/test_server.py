@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.support.training_api_server import until
-from tests.training.inference.requests import SECRET
+from tests.training.inference.conftest import SECRET
 from toprope.records.journal.groups import MASKED
 from toprope.training.component.http_server import serve
 from toprope.training.inference.app import InferenceServer

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.training_api_server import group, served
-from tests.training.inference.requests import sample
+from tests.training.inference.conftest import sample
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import Evaluated
 from toprope.records.run.folder import RunFolder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,26 +153,27 @@ def test_folder_gets_the_ecosystem_of_its_files(home: Home, quick: None, tmp_pat
 def test_packages_get_the_newer_python_that_they_require(
     home: Home, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for version in ("3.11.9", "3.13.5", "3.14.2"):
+    own = sys.version_info.minor
+    for version in (f"3.{own}.9", f"3.{own + 2}.5", f"3.{own + 3}.2"):
         python = tmp_path / "versions" / version / "bin" / "python3"
         python.parent.mkdir(parents=True)
         python.write_text(f"#!/bin/sh\necho {version.replace('.', ' ')}\n")
         python.chmod(0o700)
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     monkeypatch.setenv("PATH", "/nowhere")
-    newer = str(tmp_path / "versions" / "3.13.5" / "bin" / "python3")
-    assert newer_python("Because Python (3.11.7) does not satisfy Python>=3.12 and x depends on it") == newer
-    assert newer_python("Package 'x' requires a different Python: 3.11.7 not in '>=3.15'") is None
+    newer = str(tmp_path / "versions" / f"3.{own + 2}.5" / "bin" / "python3")
+    assert newer_python(f"Because Python (3.{own}.7) does not satisfy Python>=3.{own + 1} and x depends on it") == newer
+    assert newer_python(f"Package 'x' requires a different Python: 3.{own}.7 not in '>=3.{own + 4}'") is None
     assert newer_python("No matching distribution found for x") is None
-    games = Adapter("games", "", "tinyrules", ("tinyrules",), python=">=3.12")
+    games = Adapter("games", "", "tinyrules", ("tinyrules",), python=f">=3.{own + 1}")
     assert (better_python(games), better_python(adapter("any", "x"))) == (newer, None)
-    assert better_python(Adapter("games", "", python=">=3.11")) is None
+    assert better_python(Adapter("games", "", python=f">=3.{own}")) is None
     made: list[str | None] = []
     resolved, making = Installer.resolve, Installer.make
 
     def resolve(self: Installer, what: str, wanted: Wanted) -> list[Pin]:
         if made[-1] is None:
-            raise failure(what, ["error: 3.11.7 does not satisfy Python>=3.12"], offline=False)
+            raise failure(what, [f"error: 3.{own}.7 does not satisfy Python>=3.{own + 1}"], offline=False)
         return resolved(self, what, wanted)
 
     def make(self: Installer, base: str | None) -> None:

@@ -85,7 +85,7 @@ def causes_structure(causes: Explanation) -> dict[str, Any] | None:
 
 
 def short_causes(causes: Explanation) -> str:
-    """Return the first three causes in one sentence; empty if there are none."""
+    """Return the first three causes in one sentence; empty without causes."""
     listed = [f"{one.rule} ({said(one.changes)})" if one.changes else one.rule for one in causes.causes[:3]]
     return f"Likely causes, in order: {', '.join(listed)}." if listed else ""
 

@@ -12,9 +12,8 @@ from toprope.records.messages import Failed
 from toprope.settings.endpoints import BASE
 from toprope.settings.schema import InferenceSection
 from toprope.training.component.member import CrewMember
-from toprope.training.inference.app import InferenceServer
+from toprope.training.inference.app import BEAT_S, InferenceServer, serve_engine
 from toprope.training.inference.engine import Engine
-from toprope.training.inference.serving import BEAT_S, serve_engine
 
 
 def main() -> int:

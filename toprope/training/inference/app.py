@@ -32,6 +32,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from toprope.bounded_http import admit
+from toprope.records.messages import Ready
+from toprope.training.component.http_server import serve
+from toprope.training.component.member import CrewMember, send_heartbeats
 from toprope.training.component.time_limit import render_limit
 from toprope.training.inference.dialect import (
     BadRequest,
@@ -64,6 +67,9 @@ _LOOK_S = 0.5
 _CACHED_SIZE = 2**21
 """Characters and tokens of cached prompts: some tens of megabytes."""
 _encode = msgspec.json.Encoder().encode
+
+BEAT_S = 1.0
+"""Seconds between two signs of life."""
 
 
 class InferenceServer:
@@ -361,6 +367,31 @@ class InferenceServer:
         if asked.stream:
             return Response(format_events(body, asked.stream_options), media_type="text/event-stream")
         return _json(body)
+
+
+async def serve_engine(member: CrewMember, server: InferenceServer, engine: Engine, vocabulary: int) -> None:
+    """Serve until the run ends, reporting the address and signs of life."""
+    ending = asyncio.Event()
+
+    async def watch() -> None:
+        while not member.ending.is_set():
+            await asyncio.sleep(BEAT_S)
+        ending.set()
+
+    async def follow_orders() -> None:
+        async for _ in member.orders():
+            if member.ending.is_set():
+                break
+        ending.set()
+
+    tasks = [
+        asyncio.create_task(follow_orders()),
+        asyncio.create_task(watch()),
+        asyncio.create_task(send_heartbeats(member.report, engine.is_progressing)),
+    ]
+    await serve(server.app, lambda url: member.report(Ready(url, {"vocabulary": vocabulary})), ending)
+    for task in tasks:
+        task.cancel()
 
 
 async def _body(request: HttpRequest) -> bytes:

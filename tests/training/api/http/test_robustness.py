@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,11 +157,10 @@ def test_invalid_group_is_refused_and_harms_no_other(tmp_path: Path) -> None:
         ]
         for body in broken:
             status, kind, _ = api.refusal("POST", "/scored_data", body)
-            assert (status, kind) in {
-                (400, "malformed_json"),
-                (400, "too_deep"),
-                (422, "too_deep"),
-            }  # from Python 3.12 on json reads it
+            refused = {(400, "malformed_json"), (400, "too_deep")}
+            if sys.version_info >= (3, 12):  # its json reads deep lists
+                refused.add((422, "too_deep"))
+            assert (status, kind) in refused
         huge = b'{"tokens":[[1]],"masks":[[1]],"scores":[1],"inference_logprobs":[[1e999]]}'
         assert api.refusal("POST", "/scored_data", huge) == (422, "out_of_range", "inference_logprobs[0][0]")
         for mark in (1, 2):

@@ -19,8 +19,8 @@ import pytest
 from aiohttp import web
 
 from tests.support.training_api_server import until
+from tests.training.inference.conftest import sample
 from tests.training.inference.engines.conftest import TOKENIZER, Rig, Server, check
-from tests.training.inference.requests import sample
 from toprope.errors import ComponentFailed, InvalidValue
 from toprope.settings.schema import Config
 from toprope.training.inference.engine import Cancelled, SamplingRequest

@@ -1,4 +1,4 @@
-"""What only a real vLLM server shows: its adapters, and that it cannot sleep on a CPU."""
+"""A real vLLM server: its adapters, and that it cannot sleep on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.training_api_server import until
-from tests.training.inference.requests import sample
+from tests.training.inference.conftest import sample
 from tests.training.inference.test_conformance import LARGEST_ERROR, Rig, _interpreter, start_rig
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.inference.engines.vllm_process import VllmProcess, VllmSettings
