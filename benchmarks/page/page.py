@@ -1,11 +1,12 @@
 """Measure the page in Chromium: `make bench-page`.
 
 A home has 1,000 runs; one of them is live, has 1,000,000 rows and gets four more a second. Chromium opens it first with
-a dashboard that has not read it (cold), then five times in fresh profiles while it is followed. Processor time of an
-update counts all processes of Chromium, less their time while nothing changes; with one chart in the window, and with
-the whole Run screen. Then every screen is visited, light and dark. Ten more pages then watch the run, and the server's
-processor time counts. control: a console error, a request elsewhere, a held-out text and an image without a text are
-planted, and each must be counted. Estimated time: five minutes; needs `make tools-page` and Chromium.
+a dashboard that has not read it (cold: the chart first spans the run by a sample of its rows, `exact` when all rows are
+in it), then five times in fresh profiles while it is followed. Processor time of an update counts all processes of
+Chromium, less their time while nothing changes; with one chart in the window, and with the whole Run screen. Then every
+screen is visited, light and dark. Ten more pages then watch the run, and the server's processor time counts. control: a
+console error, a request elsewhere, a held-out text and an image without a text are planted, and each must be
+counted. Estimated time: five minutes; needs `make tools-page` and Chromium.
 """
 
 from __future__ import annotations

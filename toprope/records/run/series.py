@@ -5,6 +5,7 @@ from its last offset, and only the columns that a page draws. What `records.run.
 counts unless a later line has the same or a lower step, and a torn last line counts when it is whole.
 
 A million rows take about three seconds the first time, so `read` can stop after a while and continue at the next call.
+Until all is read, a piece shows a sample of the whole run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import msgspec
 
 from toprope.errors import Corrupt
 from toprope.records.run.folder import REPAIR_HINT, check_version
-from toprope.records.run.metrics import METRICS_VERSION
+from toprope.records.run.metrics import METRICS_VERSION, read_history
 
 MOST_BUCKETS = 400
 COLUMNS: Mapping[str, str] = {
@@ -82,7 +83,7 @@ class Piece:
         start: A reader keeps its buckets before this index and replaces the rest.
         width: Steps that a bucket covers.
         rows: Rows that count so far.
-        complete: The file was read to its end.
+        complete: The file was read to its end. Otherwise the buckets hold a sample of the rows of the whole run.
         x: The last step in each bucket that has a row.
         columns: By our name, without columns that have no value; parts of the reward as `part:0`, `part:1`, ...
         parts: Names of these parts, as the environment chose them.
@@ -168,7 +169,9 @@ class SeriesFollower:
         self._width, self._buckets = 1, list[_Bucket]()
         self._names: list[str] = []
         self._parts: tuple[str, ...] = ()
+        self._kind: Any = None
         self._decoder: Any = None
+        self._sketch: SeriesFollower | None = None
 
     def read(self, seconds: float | None = None) -> bool:
         """Read what was appended, for about so many seconds at most; return whether anything changed.
@@ -201,7 +204,8 @@ class SeriesFollower:
             until: Only buckets of rows up to this step; None: all.
         """
         with self._lock:
-            buckets, width = self._buckets, self._width
+            of = self._sketch or self
+            buckets, width = of._buckets, of._width
             if until is not None:
                 buckets = [one for one in buckets if one.last <= until]
             while len(buckets) > most:
@@ -249,8 +253,22 @@ class SeriesFollower:
             elif len(data) == _PIECE:  # no row is as long; look for the next line
                 self._offset += _PIECE
             self._complete = len(data) < _PIECE
-            if self._complete or (deadline is not None and time.monotonic() > deadline):
+            if self._complete:
+                if self._sketch is not None:
+                    self._sketch, self._generation = None, self._generation + 1
                 return changed
+            if deadline is not None and time.monotonic() > deadline:
+                if self._sketch is None and self._kind is not None:
+                    self._sketch = self._sample()
+                return changed
+
+    def _sample(self) -> SeriesFollower:
+        """Return a follower that knows some rows of the whole run."""
+        found = SeriesFollower(self._path)
+        rows = [msgspec.convert(row, self._kind) for row in read_history(self._path).rows]
+        found._add(rows, [row.step for row in rows], 0)
+        self._generation += 1
+        return found
 
     def _take(self, file: Any, data: bytes, at: int) -> None:
         """Take in whole lines that begin at the offset `at`."""
@@ -309,13 +327,13 @@ class SeriesFollower:
                 sources = [*COLUMNS.values(), *(found[0] for found in named)]
                 self._names = [*COLUMNS, *(f"part:{number}" for number in range(len(named)))]
                 fields = [(f"c{number}", float | None, None) for number in range(len(sources))]
-                kind = msgspec.defstruct(
+                self._kind = msgspec.defstruct(
                     "Row",
                     [("step", int | None, None), ("version", int | None, None), *fields],
                     rename={f"c{number}": source for number, source in enumerate(sources)},
                     gc=False,
                 )
-                self._decoder = msgspec.json.Decoder(kind)
+                self._decoder = msgspec.json.Decoder(self._kind)
                 return True
         return False
 

@@ -81,7 +81,7 @@ export function MainCurve({ of }: { of: Followed }) {
   const steps = series.width * (zoom ? 1 : Math.ceil(series.x.length / LARGE));
   const each = steps > 1 ? `each point the mean of ${count(steps)} steps, the band their range` : "each point one step";
   return (
-    <Card title={`${chosen[1]} over steps`} note={`${plural(series.rows, "step")}, ${each}`} class="maincurve">
+    <Card title={`${chosen[1]} over steps`} note={series.complete ? `${plural(series.rows, "step")}, ${each}` : "a sample, while all steps are read"} class="maincurve">
       <div class="row">
         <ul class="keys">
           <li>
