@@ -173,3 +173,12 @@ def test_collapse_under_shuffled_rewards_does_not_accuse_the_learning_rate() -> 
     both = rates | {"algorithm.shuffle_rewards": [False, True]}
     found = explained(fallen, both, optimizer__learning_rate=1.2e-3, algorithm__shuffle_rewards=True)
     assert [list(cause.changes) for cause in found.causes] == [["algorithm.shuffle_rewards"]]
+
+
+def test_collapse_by_a_high_learning_rate_is_told_below_it() -> None:
+    """The field is named once, so that other causes stay among the first three."""
+    fallen = CASES["collapse"][0] | {"moved": 3.0}
+    found = explained(fallen, {"optimizer.learning_rate": [1e-3, 1e-2]}, optimizer__learning_rate=1e-2)
+    named = [name for cause in found.causes for name in cause.changes]
+    assert named.count("optimizer.learning_rate") == 1
+    assert "collapse" in {one.rule for one in found.below["learning_rate_high"]}

@@ -1,7 +1,7 @@
 """Causes of a run's trouble: one ranked list, each with what follows from it, and one edit that mends them.
 
 A finding follows from another if that one explains it, unless the run differs from its preset in exactly the fields
-that the finding would change: then it is a cause of its own.
+that the finding would change: then it is a cause of its own, if the other would not change the same.
 """
 
 from __future__ import annotations
@@ -87,8 +87,12 @@ def related(findings: Sequence[Finding], preset: Mapping[str, Any]) -> list[Find
     keys = list(EXPLAINS)
     for rule in sorted(order, key=lambda rule: keys.index(rule) if rule in EXPLAINS else len(keys)):
         finding = order[rule]
-        if _is_own_cause(finding, preset) and not (rule == "collapse" and "rewards_shuffled" in order):
-            continue  # shuffled rewards drive a policy anywhere, so a collapse then says nothing of the learning rate
+        if _is_own_cause(finding, preset) and not (
+            # Shuffled rewards drive a policy anywhere, so a collapse then says nothing of the learning rate.
+            (rule == "collapse" and "rewards_shuffled" in order)
+            or any(rule in EXPLAINS.get(name, ()) and finding.changes == one.changes for name, one in order.items())
+        ):
+            continue
         if rule == "truncated" and finding.level == "critical":
             continue  # every answer is cut off and none is right: the limit is a cause whatever else is wrong
         cause = next(
