@@ -95,7 +95,8 @@ def measure(
             parts |= {
                 "other node killed": tally.other_node,
                 "unreachable": tally.silence,
-                "refused": tally.refusal,
+                "refused": partial(tally.refusal, name="refused"),
+                "quota": partial(tally.refusal, name="quota"),
                 "no room": tally.wait_for_ever,
                 "planted keeper": tally.plant,
             }
@@ -236,18 +237,25 @@ class _Tally:
         seen = "+".join(sorted(states))
         self._note("unreachable", seen, frozenset({"training"}), left_of(folder), "", 0.0)
 
-    def refusal(self, harness: _ClusterHarness) -> None:
-        """The engine refuses the job."""
-        specification = harness.specification()
-        specification.config.launcher.partition = "nowhere"
-        if harness.house.cluster.kind != "slurm":
+    def refusal(self, harness: _ClusterHarness, name: str) -> None:
+        """The engine refuses the job, and the run fails with its words."""
+        house, specification = harness.house, harness.specification()
+        if not house.spent:
             return  # Ray accepts everything and lets it wait
-        runs, state = harness.runs(), "started"
+        launcher = specification.config.launcher
+        launcher.partition, launcher.account = ("", house.spent) if name == "quota" else ("nowhere", "")
+        runs, state, told = harness.runs(), "started", ""
         try:
             runs.start(specification)
         except ComponentFailed:
-            state = runs.status(specification.run_id).state
-        self._note("refused", state, frozenset({"failed"}), [], "", 0.0)
+            status = runs.status(specification.run_id)
+            state, told = status.state, status.failure.reason if status.failure else ""
+        if (house.quota if name == "quota" else "invalid partition") not in told:
+            state += ", not in the engine's words"
+        folder = runs.folder(specification.run_id)
+        left = [*left_of(folder), *(str(path) for path in folder.path.glob(".variables-*"))]
+        left += [job for job in house.engine.jobs() if job.startswith(folder.run_id)]
+        self._note(name, state, frozenset({"failed"}), left, told, 0.0)
 
     def wait_for_ever(self, harness: _ClusterHarness) -> None:
         """The engine has no room; the run says why, and a stop ends it."""

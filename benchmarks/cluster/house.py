@@ -35,6 +35,9 @@ class House(Protocol):
     nodes: tuple[str, str]
     features: tuple[str, ...]
     """Those of launcher.features that keep a run's keeper away from the node without which the engine ends."""
+    spent: str
+    """An account that the engine refuses with the words `quota`; empty where engines refuse no job."""
+    quota: str
 
     def cancel(self, folder: RunFolder) -> None:
         """End the run's job by the engine's own means."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ __all__ = ["RAY", "RayHouse", "why_not"]
 
 RAY = Path(os.environ.get("TOPROPE_RAY") or Path.home() / ".cache" / "toprope" / "ray")
 """Virtual environment with Ray. `make test-engines` installs it."""
-_CPUS = 8
+_CPUS, _GPUS = 8, 2
+"""Of each node, whatever the machine has."""
 
 
 def why_not() -> str:
@@ -34,7 +36,7 @@ def why_not() -> str:
 class RayHouse:
     """See `House`. `ray stop` is never used: it would end every Ray of the machine."""
 
-    nodes, features = ("n1", "n2"), ("other",)
+    nodes, features, spent, quota = ("n1", "n2"), ("other",), "", ""
 
     def __init__(self, folder: Path, python: str) -> None:
         self._folder = folder
@@ -69,7 +71,7 @@ class RayHouse:
 
     def _start(self, name: str) -> None:
         here = f"--node-ip-address={self.net.addresses[name]}"
-        room = [here, f"--num-cpus={_CPUS}"]
+        room = [here, f"--num-cpus={_CPUS}", f"--num-gpus={_GPUS}"]
         room += ["--object-store-memory=80000000", "--disable-usage-stats", "--block"]
         if name == "n1":
             room += ["--head", f"--dashboard-host={self.net.addresses['n1']}", f"--temp-dir={self._temporary}"]
@@ -83,6 +85,18 @@ class RayHouse:
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "PATH": f"{RAY / 'bin'}:{os.environ['PATH']}",
         }
+
+    def free_gpus(self) -> float:
+        """Return how many GPUs of both nodes nobody has reserved."""
+        address = self.net.addresses["n1"]
+        code = (
+            f"import ray; ray.init('{address}:6379', _node_ip_address='{address}', log_to_driver=False); "
+            "print(ray.available_resources().get('GPU', 0))"
+        )
+        command = [*self.net.enter("n1"), str(RAY / "bin" / "python"), "-c", code]
+        variables = os.environ | self._variables()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+        return float(done.stdout.split()[-1])
 
     def _answers(self) -> bool:
         try:

@@ -22,7 +22,7 @@ from toprope.supervisor.launchers.slurm import SlurmEngine
 
 __all__ = ["SlurmHouse", "why_not"]
 
-_CPUS, _MEMORY_MB = 8, 16_000
+_CPUS, _MEMORY_MB, _GPUS = 8, 16_000, 2
 """Of each node, whatever the machine has."""
 _LOST_AFTER_S = 10
 _CONF = """
@@ -37,6 +37,8 @@ SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmdParameters=config_overrides
+GresTypes=gpu
+JobSubmitPlugins=lua
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -55,6 +57,17 @@ MailProg=/bin/true
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
+_SUBMIT = """
+function slurm_job_submit(job, partitions, user)
+    if job.account == "{spent}" then
+        slurm.log_user("{quota}")
+        return 2050  -- ESLURM_ACCOUNTING_POLICY
+    end
+    return slurm.SUCCESS
+end
+function slurm_job_modify(job, record, partitions, user) return slurm.SUCCESS end
+"""
+
 
 def why_not() -> str:
     """Say what is missing for a Slurm here; empty if nothing is."""
@@ -64,7 +77,7 @@ def why_not() -> str:
 class SlurmHouse:
     """See `House`. Sets SLURM_CONF in this process's environment, for daemons and commands."""
 
-    nodes, features = ("n1", "n2"), ()
+    nodes, features, spent, quota = ("n1", "n2"), (), "spent", "its quota is used up; try again next month"
 
     def __init__(self, folder: Path, python: str) -> None:
         self._folder = folder
@@ -89,9 +102,13 @@ class SlurmHouse:
         key.chmod(0o400)
         nodes = "\n".join(
             f"NodeName={name} NodeHostname={name} NodeAddr={self.net.addresses[name]} CPUs={_CPUS} "
-            f"RealMemory={_MEMORY_MB} State=UNKNOWN"
+            f"RealMemory={_MEMORY_MB} Gres=gpu:{_GPUS} State=UNKNOWN"
             for name in self.nodes
         )
+        for number in range(_GPUS):
+            (folder / f"gpu{number}").touch()
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{_GPUS - 1}]\n")
+        (folder / "job_submit.lua").write_text(_SUBMIT.format(spent=self.spent, quota=self.quota))
         (folder / "slurm.conf").write_text(
             _CONF.format(head=self.net.addresses["head"], folder=folder, nodes=nodes, lost_after=_LOST_AFTER_S)
         )

@@ -66,17 +66,10 @@ class RunHarness:
 
     def specification(self, kind: str = "train", **launcher: Any) -> Specification:
         config = Config()
-        config.launcher.threads = launcher.pop("threads", 1)
-        config.launcher.device = launcher.pop("device", "auto")
-        config.launcher.stop_grace_s = launcher.pop("stop_grace_s", 1.0)
-        config.launcher.start_timeout_s = launcher.pop("start_timeout_s", 60.0)
-        config.launcher.num_processes = launcher.pop("num_processes", 1)
-        config.launcher.inference_gpus = launcher.pop("inference_gpus", 0)
-        config.launcher.restarts = launcher.pop("restarts", 0)
-        config.launcher.restart_backoff_s = launcher.pop("restart_backoff_s", 0.05)
-        config.launcher.restart_window_s = launcher.pop("restart_window_s", 600.0)
-        config.launcher.hang_timeout_s = launcher.pop("hang_timeout_s", 120.0)
-        config.launcher.trainer_hang_timeout_s = launcher.pop("trainer_hang_timeout_s", 120.0)
+        usual = {"stop_grace_s": 1.0, "start_timeout_s": 60.0, "restarts": 0, "restart_backoff_s": 0.05}
+        usual |= {"restart_window_s": 600.0, "hang_timeout_s": 120.0, "trainer_hang_timeout_s": 120.0}
+        for name, value in (usual | launcher).items():
+            setattr(config.launcher, name, value)
         return Specification(
             run_id=f"run-{uuid.uuid4().hex[:8]}",
             kind=kind,

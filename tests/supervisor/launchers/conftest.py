@@ -28,20 +28,20 @@ sys.exit(child.wait() and 1)
 
 
 class LocalEngine:
-    """See `Engine`. `waits`: jobs never start; `refuses`: no job is accepted; `silent`: nobody answers."""
+    """See `Engine`. `waits`: jobs never start; `silent`: nobody answers."""
 
     title = "Engine"
 
     def __init__(self):
         self.steps, self.requests, self.cancelled = {}, {}, set()
-        self.waits = self.refuses = self.silent = self.loses_answer = False
+        self.waits = self.silent = self.loses_answer = False
         self.gave_up, self.beheaded = set(), set()
 
     def submit(self, request):
         if self.silent:
             raise Unreachable("nobody answers.")
-        if self.refuses:
-            raise Refused("Engine refused the job: no such partition.")
+        if request.launcher.account == LocalHouse.spent:
+            raise Refused(f"Engine refused the job: {LocalHouse.quota}.")
         if request.name not in self.requests:
             self.requests[request.name] = request
             if not self.waits:
@@ -90,7 +90,7 @@ class LocalEngine:
 class LocalHouse:
     """See `benchmarks.cluster.house.House`: `LocalEngine` as a cluster of one node."""
 
-    features = ()
+    features, spent, quota = (), "spent", "its quota is used up"
 
     def __init__(self):
         self.cluster = Cluster(kind="slurm", python=sys.executable)

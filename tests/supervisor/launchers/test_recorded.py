@@ -26,6 +26,11 @@ NO_PARTITION = (
     "sbatch: error: invalid partition specified: nowhere\n"
     "sbatch: error: Batch job submission failed: Invalid partition name specified\n"
 )
+OVER_QUOTA = (
+    "sbatch: error: rl has used up its quota of sockets; try again next month\n"
+    "sbatch: error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size "
+    "and/or time limits)\n"
+)
 NO_CONTROLLER = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n"
 WAITS = "Job has not started yet. It may be waiting for resources (CPUs, GPUs, memory, custom resources)."
 LISTED = [
@@ -109,9 +114,16 @@ def test_slurm_gets_no_second_job_of_a_name(request_):
     assert [command[0] for command, _, _ in commands.asked] == ["squeue"]
 
 
-def test_slurm_refusal_is_told_in_its_words(request_):
-    engine, _ = slurm(sbatch=(1, "", NO_PARTITION))
-    with pytest.raises(Refused, match="nowhere sbatch: error: Batch job submission failed: Invalid partition name"):
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (NO_PARTITION, "nowhere sbatch: error: Batch job submission failed: Invalid partition name"),
+        (OVER_QUOTA, "rl has used up its quota of sockets; try again next month .* Job violates accounting/QOS policy"),
+    ],
+)
+def test_slurm_refusal_is_told_in_its_words(request_, said, told):
+    engine, _ = slurm(sbatch=(1, "", said))
+    with pytest.raises(Refused, match=told):
         engine.submit(request_)
 
 
@@ -196,10 +208,16 @@ def test_ray_gets_no_second_job_of_an_id(tmp_path, request_):
     assert [one.method for one in asked] == ["GET"]
 
 
-def test_ray_refusal_is_told_in_its_words(tmp_path, request_):
-    wrong = "Traceback (most recent call last):\nTypeError: missing 1 required argument: 'entrypoint'\n"
-    with pytest.raises(Refused, match="400, TypeError: missing 1 required"):
-        ray(tmp_path, **{"POST /api/jobs/": (400, wrong)})[0].submit(request_)
+@pytest.mark.parametrize(
+    ("status", "said", "told"),
+    [
+        (400, "Traceback (most recent call last):\nTypeError: missing 1 argument\n", "400, TypeError: missing 1 arg"),
+        (403, "rl exceeded its quota: requests.nvidia.com/gpu=4, used 8 of 8", "403, rl exceeded its quota: .* 8 of 8"),
+    ],
+)
+def test_ray_refusal_is_told_in_its_words(tmp_path, request_, status, said, told):
+    with pytest.raises(Refused, match=told):
+        ray(tmp_path, **{"POST /api/jobs/": (status, said)})[0].submit(request_)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ class RayEngine:
                 answer = client.request(method, self._cluster.address + path, headers=headers, **named)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise Unreachable(f"{self._cluster.address} gave no answer ({type(error).__name__}).") from None
-        if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        # A gateway that refuses a job, for a quota, has accepted the token: the id was looked up with it.
+        if method == "GET" and answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             raise Unreachable(f"{self._cluster.address} does not accept the token in {self._cluster.token_file!r}.")
         if answer.status_code >= httpx.codes.BAD_GATEWAY or answer.is_redirect:
             raise Unreachable(f"{self._cluster.address} answered {answer.status_code}.")

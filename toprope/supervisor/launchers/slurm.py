@@ -25,7 +25,11 @@ _FIELDS = "%i|%T|%S|%N|%B|%r|%j"
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"})
 _PASSED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "KRB5CCNAME", "LD_LIBRARY_PATH")
-_UNREACHABLE = ("unable to contact", "connection refused", "timed out", "socket", "communication", "try again")
+_UNREACHABLE = (
+    "unable to contact slurm", "connection refused", "timed out", "connection failure", "send failure",
+    "receive failure", "zero bytes were",
+)  # fmt: skip
+"""In a command's last line. Those before it may be a site's own words about a quota."""
 
 Run = Callable[[Sequence[str], str, Mapping[str, str]], subprocess.CompletedProcess[str]]
 """Runs a command with a text as its input and a whole environment. Raises OSError, or TimeoutExpired in the end."""
@@ -135,7 +139,8 @@ class SlurmEngine:
             raise Unreachable(f"{program} gave no answer within {_ANSWER_S:g} s.") from None
         except (OSError, ValueError) as error:  # ValueError: a NUL in an option
             raise Unreachable(f"{program} cannot be run: {getattr(error, 'strerror', None) or error}.") from None
-        if done.returncode and any(part in done.stderr.casefold() for part in _UNREACHABLE):
+        last = done.stderr.strip().casefold().rpartition("\n")[2]
+        if done.returncode and any(part in last for part in _UNREACHABLE):
             raise Unreachable(f"{program} answered: {_said(done)}.")
         return done
 
