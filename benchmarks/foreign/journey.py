@@ -45,10 +45,8 @@ _REFUSED = re.compile(
     r"could not be reached|name resolution|name or service not known|max retries|not resolve|"
     r"no address|network is unreachable"
 )
-_HOST = re.compile(
-    r"(?i)(?:https?://|host='|host |to )((?:[a-z0-9-]+\.)+[a-z]{2,})\b|"
-    r"((?:[a-z0-9-]+\.)+[a-z]{2,}) could not be reached"
-)
+_UNREACHED = re.compile(r"(?i)((?:[a-z0-9-]+\.)+[a-z]{2,}) could not be reached")
+_HOST = re.compile(r"(?i)(?:https?://|host='|host |to )((?:[a-z0-9-]+\.)+[a-z]{2,})\b")
 _AUTHORS = re.compile(r"(?i)write solve\(\)|fix the environment's code|in a reset\(")
 _TRAINING = {
     "policy.max_context": CONTEXT,
@@ -78,8 +76,8 @@ class Result:
     @property
     def refused_host(self) -> str:
         """The host whose refused connection the recorded error names; empty if it names none."""
-        host = _HOST.search(self.error)
-        return host.group(1) or host.group(2) if host is not None and _REFUSED.search(self.error) else ""
+        host = _UNREACHED.search(self.error) or _HOST.search(self.error)
+        return host.group(1) if host is not None and _REFUSED.search(self.error) else ""
 
     @property
     def unhelpful(self) -> bool:

@@ -44,8 +44,8 @@ def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch
     monkeypatch.setattr(socket, "getaddrinfo", unresolved)
     monkeypatch.setattr(errors, "_unreached", [])
     note_unreachable_hosts()
-    missing = LookupError("Resource words not found.")
-    assert Failure.of(missing).message == "Resource words not found."
+    missing = LookupError("Resource words not found. See https://help.example.org.")
+    assert Failure.of(missing).message == str(missing)
     with pytest.raises(OSError):
         socket.create_connection(("data.example.org", 443))
     assert Failure.of(missing).message.endswith("; data.example.org could not be reached")

@@ -218,7 +218,7 @@ def _with_host(message: str, error: BaseException) -> str:
         seen = seen.__cause__ or seen.__context__
     if not host and _HUB.search(message):  # its library drops the cause that has the host
         host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rpartition("/")[2]
-    if not host and _unreached and (refused or _MISSING.search(message)):
+    if _unreached and (not host if refused else _MISSING.search(message)):
         refused, host = True, _unreached[-1]
     if not refused or not host or "could not be reached" in message:
         return message

@@ -174,22 +174,26 @@ def test_atropos_configuration_fields_are_knobs(collects: Callable[..., OwnLoop]
         configure(atropos.Atropos(Copies, "copies.py"), knobs={"style": "quiet"})
 
 
-def test_atropos_file_in_a_package_imports_its_neighbours(
+def test_atropos_file_imports_its_neighbours_by_package_and_from_its_repositorys_root(
     collects: Callable[..., OwnLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collects()
-    package = tmp_path / "poker_of_this_test"
-    package.mkdir()
+    (tmp_path / ".git").mkdir()
+    games = tmp_path / "games_of_this_test"
+    package = games / "poker_of_this_test"
+    package.mkdir(parents=True)
+    (games / "chips_of_this_test.py").write_text("CHIPS = 1000\n")
     (package / "__init__.py").write_text("")
     (package / "cards_of_this_test.py").write_text("DECK = 52\n")
     (package / "server.py").write_text(
         "from atroposlib.envs.base import BaseEnv\nfrom .cards_of_this_test import DECK\n"
         "from cards_of_this_test import DECK as SAME\n"
-        "class Poker(BaseEnv):\n    name = f'poker-{DECK + SAME}'\n"
+        "from games_of_this_test.chips_of_this_test import CHIPS\n"
+        "class Poker(BaseEnv):\n    name = f'poker-{DECK + SAME + CHIPS}'\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys.modules["atroposlib.envs.base"], "BaseEnv", Collects, raising=False)
-    assert atropos.make(f"{package / 'server.py'}:Poker").name == "atropos/poker-104"
+    assert atropos.make(f"{package / 'server.py'}:Poker").name == "atropos/poker-1104"
 
 
 @pytest.mark.parametrize(

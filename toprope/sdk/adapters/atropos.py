@@ -28,6 +28,7 @@ from toprope.sdk.adapters._servers.atropos_tokenizer import BYTES_PER_TOKEN, tok
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
+from toprope.sdk.authoring.loading import find_above
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import InvalidRequest, LoadError, MissingKnobs
 
@@ -243,6 +244,7 @@ def make(target: str) -> Atropos:
         module_name, root = f"{root.name}.{module_name}", root.parent
     folder = str(path.parent.absolute())
     sys.path[:] = [str(root), *(one for one in sys.path if one not in (str(root), folder)), folder]
+    find_above(path)
     module = importlib.import_module(module_name)
     if Path(getattr(module, "__file__", "") or "").resolve() != path.resolve():
         raise LoadError(f"The name {path.stem!r} is taken by {module.__file__}: rename {path.name}.")

@@ -19,8 +19,9 @@ A short form is an address with the rows: `http://127.0.0.1:8000#/path/train.jso
 The adapter acts as NeMo Gym's simple agent: `/seed_session` with the row, the row's messages and tools to the policy,
 each tool call as `POST /<tool>`, and at the end `/verify` with the row and the whole response in OpenAI's Responses
 form. If `/seed_session` gives access to tools over MCP, these are offered too. A server with `/reset` and `/step` is
-played as by NeMo Gym's gymnasium agent: each answer is a step, and the reward is their sum. Cookies hold a rollout's
-session. The verifications of a group run concurrently.
+played as by NeMo Gym's gymnasium agent: each answer is a step, and the reward is their sum. A step that the server
+refuses is told to the policy; three in a row end the episode. Cookies hold a rollout's session. The verifications of a
+group run concurrently.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ _REFERENCES = ("expected_answer", "answer", "reference", "ground_truth")
 _BESIDE = 16
 _WITHOUT_INPUT = "Begin."
 """Shown for a row without input if the server gives no observation either."""
+_REFUSED = (400, 422)
+"""Answers of `/step` to an action that is not valid."""
+_REFUSALS_IN_A_ROW, _LONGEST_REFUSAL = 3, 500
 _MANY = 1e9
 _UNDECLARED = (-1000.0, 1000.0)
 """Bounds of the sum of steps if the owner gives none."""
@@ -158,6 +162,7 @@ class NemoGym(ToolEnvironment):
         self._cookies: dict[str, str] = {}
         self._mcp: McpSession | None = None
         self._server, self._total, self._over = self._servers[task.data["server"]], 0.0, False
+        self._refusals = 0
         told: Messages = []
         if self._stepped[task.data["server"]]:
             found = self._post("reset", task.data["row"]).value("/reset")
@@ -184,7 +189,11 @@ class NemoGym(ToolEnvironment):
         asked = {**row, "response": response_of(newest, row[_PARAMETERS], self.task.id, self.truncated)}
         if self._info.get("supports_step_idempotency") is True:
             asked["_ng_step_request_id"] = uuid.uuid4().hex
-        found = self._post("step", asked).value("/step")
+        answer = self._post("step", asked)
+        if answer.status in _REFUSED:
+            return self._refused(answer)
+        self._refusals = 0
+        found = answer.value("/step")
         if not isinstance(found, Mapping):
             raise EnvironmentMistake(f"/step returned {str(found)[:200]}")
         self._total += float(found.get("reward") or 0.0)
@@ -199,6 +208,19 @@ class NemoGym(ToolEnvironment):
         if found.get("observation") or not said:
             said.append({"role": "user", "content": str(found.get("observation") or "Go on.")})
         return said, False
+
+    def _refused(self, answer: Answer) -> tuple[Messages | None, bool]:
+        """Tell the policy that its answer was no valid step; several in a row end the episode."""
+        try:
+            why = json.loads(answer.text)["detail"]
+        except (ValueError, KeyError, TypeError):
+            why = answer.text
+        self._refusals += 1
+        self.calls.append(Called("step", {}, str(why), 0.0, 0.0, True))
+        if self._refusals == _REFUSALS_IN_A_ROW:
+            self._close()
+            return None, True
+        return [{"role": "user", "content": f"That was not a valid action: {str(why)[:_LONGEST_REFUSAL]}"}], False
 
     def own_tools(self) -> list[Tool]:
         row = self.task.data["row"]

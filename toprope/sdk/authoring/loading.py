@@ -29,7 +29,7 @@ from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import Failure, LoadError
 from toprope.sdk.wall.paths import folders_above
 
-__all__ = ["Loaded", "attribute_of", "load", "module_of"]
+__all__ = ["Loaded", "attribute_of", "find_above", "load", "module_of"]
 
 _ADAPTERS = Path(__file__).parent.parent / "adapters"
 
@@ -112,11 +112,16 @@ def module_of(file: Path) -> ModuleType:
         root = root.parent
     if str(root) not in sys.path:
         sys.path.append(str(root))
+    find_above(file)
+    return _import(file, folder)
+
+
+def find_above(file: Path) -> None:
+    """Have a file's imports from the root of its repository found."""
     for above in folders_above(str(file)):
         place = _place_with(above)
         if place not in sys.path:
             sys.path.append(place)
-    return _import(file, folder)
 
 
 @functools.cache

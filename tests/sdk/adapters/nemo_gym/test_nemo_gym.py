@@ -146,6 +146,27 @@ def test_server_with_steps_is_played_by_steps(gym: Gym, tmp_path: Path) -> None:
     assert last["outcome"]["parts"]["tool_calls"] == 1 and not last["outcome"]["success"]
 
 
+def test_refused_step_is_told_and_three_in_a_row_end_the_episode(gym: Gym, tmp_path: Path) -> None:
+    gym.steps = True
+    service = opened(gym, tmp_path)
+    (a,), _ = begun(service, 1)
+    for _ in range(2):
+        gym.answers["/step"] = 400, {"detail": "No <action> found."}
+        for _ in range(2):
+            [told] = say(service, [a, "hm"])
+            said = "That was not a valid action: No <action> found."
+            assert told["messages"] == [{"role": "user", "content": said}]
+        del gym.answers["/step"]
+        assert say(service, [a, "hm"])[0]["messages"] == [{"role": "user", "content": "Said hm"}], "it counts anew"
+    gym.answers["/step"] = 422, "no"
+    [last] = [say(service, [a, "hm"])[0] for _ in range(3)][2:]
+    assert gym.closed == ["s0"] and last["outcome"]["error"] is None and last["outcome"]["reward"] == -1.0
+    assert last["outcome"]["parts"]["tool_errors"] == 7
+    (b,), _ = begun(service, 1)
+    gym.answers["/step"] = 500, "broken"
+    assert "/step answered 500" in say(service, [b, "hm"])[0]["outcome"]["error"]
+
+
 def test_equal_rows_of_a_server_with_steps_are_tasks_of_their_own(gym: Gym, tmp_path: Path) -> None:
     gym.steps = True
     service = opened(gym, tmp_path, [row(1)] * 5)
