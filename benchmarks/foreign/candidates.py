@@ -15,6 +15,9 @@ from pathlib import Path
 __all__ = ["COLLECTORS", "GRADER", "Candidate"]
 
 GRADER = "{grader}"
+_MORE = {"langdetect": "langdetect", "textworld": "textworld", "xmltodict": "xmltodict", "toml": "toml",
+         "smolagents": "smolagents", "verifiers": "verifiers==0.1.9.post2"}  # fmt: skip
+"""Imported module -> package that an owner names, because Atropos' project does not require it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,11 @@ def _verifiers(root: Path) -> Iterator[Candidate]:
 def _atropos(root: Path) -> Iterator[Candidate]:
     for file in _with(root / "NousResearch+atropos/environments", r"^class \w+\((\w+\.)?BaseEnv\)"):
         if not {"community", "eval_environments"} & set(file.parts):
-            yield Candidate("atropos", f"NousResearch+atropos/{file.name}", (str(file), "-r", "atropos"))
+            own = file.parent.glob("*.py") if file.parent.name != "environments" else [file]
+            text = "".join(one.read_text(errors="replace") for one in own)
+            used = [package for name, package in _MORE.items() if re.search(rf"(from|import) {name}\b", text)]
+            more = [word for package in used for word in ("-r", package)]
+            yield Candidate("atropos", f"NousResearch+atropos/{file.name}", (str(file), "-r", "atropos", *more))
 
 
 def _openenv(root: Path) -> Iterator[Candidate]:

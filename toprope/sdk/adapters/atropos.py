@@ -34,7 +34,8 @@ from toprope.sdk.errors import InvalidRequest, LoadError, MissingKnobs
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "Atropos", "declared", "make"]
 
-REQUIREMENTS = ("torch==2.13.0", "atroposlib==0.4.*")
+REQUIREMENTS = ("torch==2.13.0", "atroposlib==0.4.*", "gymnasium<1.3")
+"""Atropos is archived: its environments name games of Gymnasium that later versions refuse."""
 PACKAGE = "atroposlib"
 _LONGEST_ITEM = 4000
 

@@ -38,7 +38,7 @@ from urllib.parse import quote
 
 from toprope.sdk.adapters._servers.nemo_gym import messages_of, response_of
 from toprope.sdk.adapters._servers.nemo_gym_files import command, declared, installed
-from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, JUDGE_MODEL
+from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, JUDGE_MODEL, SETTINGS
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.adapters._shared import rows as _rows
 from toprope.sdk.adapters._shared.json_http import Answer, JsonServer, Unreachable
@@ -77,6 +77,7 @@ class NemoGymKnobs:
 
     judge_url: str = knob("", help="endpoint with OpenAI's chat completions for the models that the server asks")
     judge_model: str = knob("", help="name of the model there")
+    settings: dict[str, Any] = knob({}, help="settings in place of those of the server's configuration; no secrets")
 
 
 class NemoGym(ToolEnvironment):
@@ -242,7 +243,8 @@ class NemoGym(ToolEnvironment):
 
     def _served(self) -> str:
         """Return the address of the server of the folder, started with the knobs in force."""
-        variables = {JUDGE: self.knobs.judge_url, JUDGE_MODEL: self.knobs.judge_model}
+        settings = json.dumps(self.knobs.settings)
+        variables = {JUDGE: self.knobs.judge_url, JUDGE_MODEL: self.knobs.judge_model, SETTINGS: settings}
         known = tuple(variables.values())
         if known not in self._started:
             words = command(self._folder, list(map(str, self._given.get("packages") or ())))

@@ -7,10 +7,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.sdk.adapters.nemo_gym.conftest import begun, say
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.sdk.adapters import nemo_gym
 from toprope.sdk.discovery import parse
+from toprope.sdk.errors import LoadError
 from toprope.sdk.worker.service import Service
 
 APP = """
@@ -92,7 +95,10 @@ def test_server_of_a_folder_is_listed_started_and_judged_by_a_named_endpoint(tmp
     with closing(OpenAiStandIn(lambda asked: "yes")) as judge:
         assert played(judge_url=judge.url, judge_model="j")["reward"] == 0.5
         assert [one["content"] for one in judge.seen[-1][2]["messages"]] == ["Is fine right?"]
+        assert played(judge_url=judge.url, settings={"points": 0.25})["reward"] == 0.25
     assert "'grader': name an endpoint by the knob judge_url" in played()["error"]
+    with pytest.raises(LoadError, match=r"knob `settings` must set what its configuration lacks \(points: .* number"):
+        played(settings={"points": "many"})
 
 
 def test_server_whose_rows_have_images_is_listed_with_the_reason(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 JUDGE, JUDGE_MODEL, KEY = "TOPROPE_JUDGE_URL", "TOPROPE_JUDGE_MODEL", "OPENAI_API_KEY"
+SETTINGS = "TOPROPE_SERVER_SETTINGS"
+"""JSON of settings in place of those of the configuration."""
 _OWNERS_ENDPOINT = "OPENAI_BASE_URL"
 _WAIT_S = 300.0
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
@@ -53,9 +55,9 @@ def _serve(errors: Any) -> None:
     os.chdir(own)
     module = importlib.import_module(f"resources_servers.{name}.app" if folder.parent in packages else "app")
     kind = _server_of(module)
-    settings = {**_settings(folder), "host": "127.0.0.1", "port": port, "name": name}
-    client = _client()
-    server = kind(config=kind.model_fields["config"].annotation.model_validate(settings), server_client=client)
+    own_settings = {**_settings(folder), **json.loads(os.environ.get(SETTINGS) or "{}")}
+    settings = {**own_settings, "host": "127.0.0.1", "port": port, "name": name}
+    server = kind(config=_checked(kind.model_fields["config"].annotation, settings), server_client=_client())
     app = server.setup_webserver()
     if getattr(server.config, "expose_tools_over_mcp", False):
         from nemo_gym.mcp_auto_exposure import maybe_auto_expose  # type: ignore[import-not-found,unused-ignore]
@@ -103,6 +105,16 @@ def _settings(folder: Path) -> dict[str, Any]:
                 given = own.get(folder.name) or next(iter(own.values()))
                 return {key: value for key, value in given.items() if value != "???" and "${" not in str(value)}
     return {"entrypoint": "app.py", "domain": "other"}
+
+
+def _checked(kind: Any, settings: dict[str, Any]) -> Any:
+    from pydantic import ValidationError
+
+    try:
+        return kind.model_validate(settings)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"the knob `settings` must set what its configuration lacks ({wrong})") from None
 
 
 def _client() -> Any:
