@@ -12,7 +12,7 @@ applies the answer's first advice and starts it again, at most twice, reaches th
 
 control: naming the first three fields that differ from the preset; it must stay below 0.3.
 
-Estimated time: 60 minutes on two quiet cores; `--drafts 6` takes a fifth. Needs nothing else.
+Takes 15 minutes on two cores; `--drafts 6` takes a fifth. Needs nothing else.
 """
 
 from __future__ import annotations
