@@ -7,7 +7,6 @@ makes the same waits on the same runs, each cut to that client's limit.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from mcp.types import Implementation
 
 from benchmarks.agent.counts import Exchange, compact
 from benchmarks.agent.polls import Poller
+from toprope.records.run.status import ENDED
 
 __all__ = ["RATE", "Agent", "Failed", "client", "research"]
 
@@ -24,7 +24,6 @@ ENVIRONMENT, PRESET = "reasoning_gym/spell_backward", "cpu-embedded"
 RATE = 0.01
 """The most that the locks allow, ten times the preset's."""
 _NAMES = frozenset({"learning_rate_high", "collapse"})
-_NEXT_RATE = re.compile(r"optimizer\.learning_rate to ([0-9.e-]+[0-9])")
 _LONG_S = 900
 _PATIENCE_S = 1000.0
 
@@ -69,13 +68,15 @@ class Agent:
             Failed: Everything has ended and nothing was met.
         """
         asked: dict[str, Any] = {"run_ids": list(run_ids), "wait_s": _LONG_S, "until": list(until)}
+        asked |= {"cursor": cursor} if cursor else {}
         while True:
-            _, found = await self.call("check_status", wait=True, **asked, **({"cursor": cursor} if cursor else {}))
+            _, found = await self.call("check_status", wait=True, **asked)
             if found.get("met"):
                 return found
-            if all(run["state"] in ("completed", "stopped", "failed", "lost") for run in found["runs"]):
+            if _states(found) <= ENDED:
                 raise Failed(f"nothing of {until} was met")
-            cursor = found["cursor"]
+            # As the answer's last line says: the cursor names the runs.
+            asked = {"wait_s": _LONG_S, "until": list(until), "cursor": found["cursor"]}
 
 
 async def research(agent: Agent, patient: Agent, poller: Poller, changes: dict[str, Any]) -> dict[str, Any]:
@@ -99,19 +100,19 @@ async def research(agent: Agent, patient: Agent, poller: Poller, changes: dict[s
     finding = _finding(seen)
     await poller.last()  # another agent would stop it at its next poll
     await agent.call("stop_training", run_id=sick["run_id"])
-    rate = _NEXT_RATE.search(finding["next"])
+    rate = finding.get("changes", {}).get("optimizer.learning_rate")
     if rate is None:
-        raise Failed(f"the finding does not name a rate: {finding['next']}")
+        raise Failed(f"the finding does not name a rate: {finding}")
 
     # Only the rate differs: the comparison shows that it made the difference.
     _, before = await agent.call("start_training", draft_id=draft_id, seeds=3, name="fast")
-    await agent.call("edit_config", draft_id=draft_id, changes={"optimizer.learning_rate": float(rate[1])})
+    await agent.call("edit_config", draft_id=draft_id, changes={"optimizer.learning_rate": rate})
     _, after = await agent.call("start_training", draft_id=draft_id, seeds=3, name="mended")
     poller.follow(*before["run_ids"], *after["run_ids"])
     groups = [before["group_id"], after["group_id"]]
     beginning = ",".join(f"{run_id}:0" for run_id in [*before["run_ids"], *after["run_ids"]])
     ended = await _together(agent, patient, groups, ["all ended", "failed"], beginning)
-    if any(run["state"] != "completed" for run in ended["runs"]):
+    if _states(ended) != {"completed"}:
         raise Failed("a run did not complete")
     await poller.last()
 
@@ -121,7 +122,7 @@ async def research(agent: Agent, patient: Agent, poller: Poller, changes: dict[s
     gained, floor = 100 * sampled["difference"]["value"], 100 * sampled["noise_floor"]
     _, noted = await agent.call(
         "note_experiment",
-        hypothesis=f"A learning rate of {rate[1]} instead of {RATE} learns, as the finding {finding['rule']} says.",
+        hypothesis=f"A learning rate of {rate} instead of {RATE} learns, as the finding {finding['rule']} says.",
         run_ids=groups[1:],
         draft_id=draft_id,
         outcome=f"{gained:+.1f} points on held-out tasks over 3 seeds against {groups[0]}; noise floor {floor:.1f}.",
@@ -134,7 +135,7 @@ async def research(agent: Agent, patient: Agent, poller: Poller, changes: dict[s
         "proved": proved,
         "finding": finding["rule"],
         "finding_step": finding["step"],
-        "rate_after": float(rate[1]),
+        "rate_after": rate,
         "gain_points": round(gained, 1),
         "noise_floor_points": round(floor, 1),
         "p_tasks": sampled["p_tasks"],
@@ -154,6 +155,11 @@ async def _together(
         tasks.start_soon(own)
         tasks.start_soon(patient.wait, run_ids, until, cursor)
     return found
+
+
+def _states(found: dict[str, Any]) -> set[str]:
+    """Return the states of all runs in an answer."""
+    return {run["state"] for run in found["runs"]} | set(found.get("unchanged", ()))
 
 
 def _finding(seen: dict[str, Any]) -> dict[str, Any]:

@@ -198,7 +198,8 @@ async def rl_check_status(workshop: Workshop, *, run_id: str, client: Client = U
     """
     answer = await states.check_status(workshop, run_ids=[run_id], client=client)
     seen = answer.data.model_dump()["runs"][0]
-    if seen["state"] in LIVE and not seen["fresh"] and not seen["events"] and seen["next_numbers_in_s"]:
+    news = seen["states"] or seen["events"]
+    if seen["state"] in LIVE and not seen["fresh"] and not news and seen["next_numbers_in_s"]:
         left = seen["next_numbers_in_s"]
         return {
             "rate_limited": True,

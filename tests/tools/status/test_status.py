@@ -107,7 +107,7 @@ def test_events_always_pass_and_only_once(run):
     become(folder, "evaluating")
     EventLog(folder).append("evaluation", label="after", accuracy=0.5, tasks=200, split="heldout")
     text, status = check(shop, folder)
-    assert [event["kind"] for event in status.events] == ["state", "evaluation"]
+    assert status.states == ["evaluating"] and [event["kind"] for event in status.events] == ["evaluation"]
     assert status.fresh is False
     assert status.state == "evaluating"
     assert "evaluation after: held-out accuracy (sampled) 50.0% on 200 tasks" in text

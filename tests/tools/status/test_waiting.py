@@ -58,7 +58,8 @@ def event(folder, kind, **data):
 
 
 def kinds(answer, number=0):
-    return [one["kind"] for one in answer.data.runs[number].events]
+    run = answer.data.runs[number]
+    return ["state" for _ in run.states] + [one["kind"] for one in run.events]
 
 
 def met(answer):
@@ -139,7 +140,7 @@ def test_each_condition_is_met_by_its_own_event_only(house, word):
     assert f"Met: {word} by" in answer.text
     if word == "finding":
         assert "new: finding collapse (critical): The reward fell. Next: Lower the learning rate." in answer.text
-        assert "new: finding collapse is over" in answer.text
+        assert "collapse is over" not in answer.text  # replaced by the newer event
 
 
 def test_any_of_several_runs_ends_the_wait(house):
@@ -312,6 +313,33 @@ def test_invalid_cursor_is_refused(cursor):
         places.parse(cursor)
 
 
+def test_cursor_writes_runs_of_a_group_together():
+    sums, alone = "sums-261123-0636-wwvv", "alone-261123-0637-48r2"
+    at = {"sort-7f3k": 12, f"{sums}-s0": 4, f"{sums}-s2": 7, f"{alone}-s1": 3}
+    cursor = places.format_cursor(at)
+    assert cursor == f"sort-7f3k:12,{sums}:4..7,{alone}-s1:3" and places.parse(cursor) == at
+
+
+def test_findings_that_follow_from_another_are_one_line(house):
+    shop, start = house
+    folder = start()
+    step(folder, 1)
+    cursor = check(shop, folder).data.cursor
+    cause = {"rule": "learning_rate_high", "what": "Too high.", "next": "lower it", "changes": {"optimizer.lr": 1}}
+    event(folder, "finding", **cause, level="warning", step=4)()
+    event(folder, "finding", **cause, level="critical", step=5)()
+    for rule in ("collapse", "all_wrong"):
+        event(folder, "finding", rule=rule, level="critical", what="Long.", follows="learning_rate_high", step=6)()
+    answer = check(shop, cursor=cursor, wait_s=5)
+    assert "from learning_rate_high follow collapse (critical), all_wrong (critical)" in answer.text
+    assert "Long." not in answer.text and answer.text.count("Too high.") == 1
+    events = sent(answer.data)["runs"][0]["events"]
+    assert [one["data"]["rule"] for one in events] == ["learning_rate_high", "collapse", "all_wrong"]
+    assert events[0]["data"] == {
+        "rule": "learning_rate_high", "level": "critical", "step": 5, "changes": {"optimizer.lr": 1}
+    }  # fmt: skip
+
+
 def test_cursor_ahead_of_run_is_refused(house):
     shop, start = house
     folder = start()
@@ -434,7 +462,7 @@ def test_runs_without_news_are_named_in_one_line(house):
     step(folders[0], 3)
     answer = do(check_status, shop, run_ids=ids, cursor=first.data.cursor)
     assert f"{ids[0]}: training" in answer.text
-    assert f"Unchanged: {', '.join(f'{run_id} queued' for run_id in ids[1:])}." in answer.text
-    runs = sent(answer.data)["runs"]
-    assert runs[0]["numbers"]["step"] == 3
-    assert runs[1:] == [{"run_id": run_id, "state": "queued"} for run_id in ids[1:]]
+    assert "Unchanged: 4 queued." in answer.text
+    told = sent(answer.data)
+    assert [run["numbers"]["step"] for run in told["runs"]] == [3] and told["unchanged"] == {"queued": 4}
+    assert "environment" not in told["runs"][0] and "kind" not in told["runs"][0]  # told before

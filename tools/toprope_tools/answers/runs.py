@@ -51,17 +51,19 @@ class Reproducing(Structure):
 
 
 class RunStatus(Structure):
-    """A run without news has `run_id` and `state` alone if there are many."""
-
     run_id: str
     kind: str = ""
+    """As `environment` only in the first answer about a run."""
     environment: str = ""
     state: str
-    fresh: bool = False
+    fresh: Annotated[bool, IN_TEXT] = False
     numbers: dict[str, Any] = {}
-    numbers_age_s: float = 0.0
-    next_numbers_in_s: float | None = None
+    numbers_age_s: Annotated[float, IN_TEXT] = 0.0
+    next_numbers_in_s: Annotated[float | None, IN_TEXT] = None
+    states: Annotated[list[str], IN_TEXT] = []
+    """Changes of state since the last answer."""
     events: list[dict[str, Any]] = []
+    """Other events; of findings without the sentences, which the text has."""
     events_left: int = 0
     failure: dict[str, Any] | None = None
     lifecycle: Annotated[str, IN_TEXT] = ""
@@ -92,6 +94,8 @@ class MetCondition(Structure):
 
 class StatusAnswer(Structure):
     runs: list[RunStatus]
+    unchanged: dict[str, int] = {}
+    """Of many runs, those without news: their number by state; they are not in `runs`."""
     open_runs: list[RunItem] = []
     met: list[MetCondition] = []
     cursor: str = ""

@@ -1,20 +1,24 @@
 """The cursor of check_status: a caller's place in the events of its runs.
 
-Every run numbers its events, and a resumed run continues the numbers. A cursor holds the last number told for each run:
-`sort-7f3k:12,sums-9d2c:4`. The server stores no place, so any server can answer the next call, and callers cannot take
+Every run numbers its events, and a resumed run continues the numbers. A cursor holds the last number told for each run,
+and the runs of a seed group in a row, from the first seed: `sort-7f3k:12,sums-9d2c:4.0.7`; `:4..7` leaves the second
+out. The server stores no place, so any server can answer the next call, and callers cannot take
 news away from each other.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from toprope.errors import InvalidValue
 from toprope.records.run.folder import RUN_ID
 from toprope.text_format import clip
+from toprope.workbench.launch.seeds import group_of
 
 _MOST = 64
 """Most runs of one cursor."""
+_NUMBERS = re.compile(r"\d{1,12}|(?:\d{0,12}\.)+\d{1,12}")
 _HINT = (
     "Pass the cursor of your last answer unchanged (run-id:number, separated by commas), or omit it for events that "
     "nobody has seen; run-id:0 starts at a run's first event. Nothing was changed."
@@ -29,10 +33,13 @@ def parse(cursor: str) -> dict[str, int]:
     """
     places: dict[str, int] = {}
     for part in cursor.replace(" ", "").split(","):
-        run_id, colon, number = part.rpartition(":")
-        if not colon or not RUN_ID.fullmatch(run_id) or not number.isdecimal() or len(number) > 12:
+        run_id, colon, told = part.rpartition(":")
+        numbers = told.split(".")
+        if not colon or not RUN_ID.fullmatch(run_id) or not _NUMBERS.fullmatch(told) or len(numbers) > _MOST:
             raise InvalidValue(f"cursor: {clip(part, 80)!r} is not a place in a run's events.", hint=_HINT)
-        places[run_id] = int(number)
+        for place, number in enumerate(numbers):
+            if number:
+                places[run_id if len(numbers) == 1 else f"{run_id}-s{place}"] = int(number)
     if len(places) > _MOST:
         raise InvalidValue(f"cursor: {len(places)} runs are too many for one cursor.", hint=_HINT)
     return places
@@ -40,7 +47,20 @@ def parse(cursor: str) -> dict[str, int]:
 
 def format_cursor(places: Mapping[str, int]) -> str:
     """Format places as a cursor."""
-    return ",".join(f"{run_id}:{number}" for run_id, number in list(places.items())[-_MOST:])
+    kept = dict(list(places.items())[-_MOST:])
+    groups: dict[str, dict[int, int]] = {}
+    for run_id, number in kept.items():
+        if (found := group_of(run_id)) and found[1] < _MOST:
+            groups.setdefault(found[0], {})[found[1]] = number
+    parts: dict[str, str] = {}
+    for run_id, number in kept.items():
+        group = (group_of(run_id) or ("",))[0]
+        own = groups.get(group, {})
+        if len(own) > 1:  # a single number would read as the place of a run called like the group
+            parts[group] = ".".join(str(own.get(place, "")) for place in range(max(own) + 1))
+        else:
+            parts[run_id] = str(number)
+    return ",".join(f"{run_id}:{told}" for run_id, told in parts.items())
 
 
 def unknown_place(run_id: str, place: int, last: int) -> InvalidValue:

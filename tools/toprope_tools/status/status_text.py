@@ -6,6 +6,7 @@ the numbers told, with their time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ _ALONG = frozenset({"reward", "success", "rollouts_per_second", "environments"})
 """Numbers of the last batch."""
 _CHECKS = {"agent": "policy", "open": "pending"}
 """Words for readers, to whom an agent is the one who reads."""
+_OF_FINDING = ("rule", "level", "step", "changes", "follows")
 _SHORT = 3
 """Most runs whose last numbers are repeated in an answer without news."""
 
@@ -107,8 +109,10 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     goes_on = {"until": until} if until else {}
     following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
     many = len(told) > _SHORT
+    same = Counter(one.item.state for one in told if many and not one.new)
     data = answers.StatusAnswer(
-        runs=[one.item if one.new or not many else _unchanged(one.item) for one in told],
+        runs=[one.item for one in told if one.new or not many],
+        unchanged=dict(same),
         met=[answers.MetCondition(run_id=one.run_id, condition=one.condition) for one in met],
         cursor=places.format_cursor(at),
         longest_wait_s=patience.longest_s if patience.cut else None,
@@ -123,19 +127,14 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     elif patience.cut:
         lines.append(f"This wait was limited to {duration(patience.longest_s)}: the client drops longer calls.")
     lines += [one.text for one in told if one.new or not many]
-    if many and (same := [f"{one.item.run_id} {one.item.state}" for one in told if not one.new]):
-        lines.append(f"Unchanged: {', '.join(same)}.")
+    if same:
+        lines.append(f"Unchanged: {', '.join(f'{many} {state}' for state, many in same.items())}.")
     if live:
         lines.append(following)
     ended = [one.item.run_id for one in told if one.item.state not in LIVE and (one.new or not live)]
     if ended:
         lines.append(f"Ended: {', '.join(call('get_results', run_id=run_id) for run_id in ended[:3])}")
     return Answer("\n".join(lines), data)
-
-
-def _unchanged(item: answers.RunStatus) -> answers.RunStatus:
-    """Return the structure of a run whose caller knows everything but that it still is so."""
-    return answers.RunStatus(run_id=item.run_id, state=item.state)
 
 
 def _after(patience: Patience, waited: Waited) -> str:
@@ -248,14 +247,15 @@ def _told(look: Look, most: int, causes: str = "", logs: str = "", trackers: Map
     line += f"\n  {causes}" if causes else ""
     item = answers.RunStatus(
         run_id=status.run_id,
-        kind=status.kind,
-        environment=status.environment,
+        kind="" if known_already else status.kind,
+        environment="" if known_already else status.environment,
         state=status.state,
         fresh=fresh,
         numbers=numbers,
         numbers_age_s=round(look.now - at, 1),
         next_numbers_in_s=next_in,
-        events=[_structured(event) for event in told],
+        states=[str(event.data.get("to")) for event in told if event.kind == "state"],
+        events=[_structured(event) for event in _newest(told) if event.kind not in ("state", "end")],
         events_left=left,
         failure=None if failure is None else _failure(failure.model_dump(mode="json"), most),
         lifecycle=state_of(status),
@@ -286,10 +286,12 @@ def _open_checks(status: Status) -> dict[str, str]:
 
 
 def _structured(event: Event) -> dict[str, Any]:
-    """Return an event without empty fields and microseconds; get_results has the thresholds of findings."""
-    left_out = ("threshold", "source") if event.kind == "finding" else ()
-    data = {key: one for key, one in event.data.items() if key not in left_out and one not in ("", {})}
-    return {"seq": event.seq, "at": round(event.at, 1), "kind": event.kind, "data": data}
+    """Return what programs need of an event; the text has the sentences, and get_results the rest of a finding."""
+    kept = _OF_FINDING if event.kind == "finding" else event.data
+    return {
+        "kind": event.kind,
+        "data": {key: event.data[key] for key in kept if event.data.get(key) not in (None, "", {})},
+    }
 
 
 def _failure(failure: dict[str, Any], most: int) -> dict[str, Any]:
@@ -297,10 +299,25 @@ def _failure(failure: dict[str, Any], most: int) -> dict[str, Any]:
 
 
 def _news(events: Sequence[Event]) -> list[str]:
-    """Format events as short lines; consecutive states are one line."""
+    """Format events as short lines; consecutive states are one line, and so is what follows from a finding."""
     states = [str(event.data.get("to")) for event in events if event.kind == "state"]
     lines = [f"new: {' -> '.join(states[-6:])}"] if states else []
-    return lines + [f"new: {_event(event)}" for event in events if event.kind not in ("state", "end")]
+    below: dict[str, list[str]] = {}
+    for event in _newest(events):
+        if event.kind in ("state", "end"):
+            continue
+        cause, level = clip(event.data.get("follows", ""), 60), event.data.get("level")
+        if event.kind == "finding" and cause and level != "over":
+            below.setdefault(cause, []).append(f"{clip(event.data.get('rule', ''), 60)} ({level})")
+        else:
+            lines.append(f"new: {_event(event)}")
+    return lines + [f"new: from {cause} follow {', '.join(rules)}: mend it first" for cause, rules in below.items()]
+
+
+def _newest(events: Sequence[Event]) -> list[Event]:
+    """Leave out findings that a later event of the same rule replaces."""
+    last = {event.data.get("rule"): event for event in events if event.kind == "finding"}
+    return [event for event in events if event.kind != "finding" or last[event.data.get("rule")] is event]
 
 
 def _event(event: Event) -> str:
