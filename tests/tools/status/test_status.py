@@ -6,7 +6,9 @@ import anyio
 import pytest
 from toprope_tools.results.results import get_results
 from toprope_tools.runs.logs import read_logs
+from toprope_tools.status import cursor as places
 from toprope_tools.status.status import check_status, list_runs, numbers_line
+from toprope_tools.status.wait_conditions import parse
 
 from tests.support.tools_house import age_stamp, become, do, make_workshop, start_run, step
 from toprope.atomic import write_json
@@ -403,3 +405,31 @@ def test_long_lines_stay_within_the_budget_and_nothing_is_skipped(run):
         if before is None:
             break
     assert seen == list(range(200))
+
+
+@pytest.mark.parametrize("cursor", ["nonsense", "a:b", "../x:1", "RUN:1", "a:-1", ",", "a:1,,b:2", "a:1" + "0" * 20])
+def test_invalid_cursor_is_refused(cursor):
+    with pytest.raises(InvalidValue, match="cursor"):
+        places.parse(cursor)
+
+
+def test_cursor_writes_runs_of_a_group_together():
+    sums, alone = "sums-261123-0636-wwvv", "alone-261123-0637-48r2"
+    at = {"sort-7f3k": 12, f"{sums}-s0": 4, f"{sums}-s2": 7, f"{alone}-s1": 3}
+    cursor = places.format_cursor(at)
+    assert cursor == f"sort-7f3k:12,{sums}:4..7,{alone}-s1:3" and places.parse(cursor) == at
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["end"], ["end"]),
+        (["Evaluation", "findings", "stalls"], ["evaluation", "finding", "stall"]),
+        (["step 200", "step=200", "steps >= 200", "step:200", "Step200"], ["step 200"]),
+        (["state=training", "training", "state: failed"], ["training", "failed"]),
+        (["done"], ["end"]),
+        (["all ended", "All done", "all_ended", "all runs have ended"], ["all ended"]),
+    ],
+)
+def test_until_accepts_variants_of_words(words, names):
+    assert [one.name for one in parse(words)] == names

@@ -10,9 +10,7 @@ from toprope_server.cli.runs.prune import main as prune
 from toprope_server.mcp.app import TopropeServer
 from toprope_tools.answers.answer import TOKEN_BUDGET, sent, tokens
 from toprope_tools.clients import Client, longest_wait_s
-from toprope_tools.status import cursor as places
 from toprope_tools.status.status import check_status, list_runs
-from toprope_tools.status.wait_conditions import parse
 
 from tests.support.tools_house import age_stamp, become, do, make_workshop, start_run, step
 from toprope.errors import InvalidValue
@@ -64,21 +62,6 @@ def kinds(answer, number=0):
 
 def met(answer):
     return [(one.run_id, one.condition) for one in answer.data.met]
-
-
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        (["end"], ["end"]),
-        (["Evaluation", "findings", "stalls"], ["evaluation", "finding", "stall"]),
-        (["step 200", "step=200", "steps >= 200", "step:200", "Step200"], ["step 200"]),
-        (["state=training", "training", "state: failed"], ["training", "failed"]),
-        (["done"], ["end"]),
-        (["all ended", "All done", "all_ended", "all runs have ended"], ["all ended"]),
-    ],
-)
-def test_until_accepts_variants_of_words(words, names):
-    assert [one.name for one in parse(words)] == names
 
 
 @pytest.mark.parametrize(
@@ -305,19 +288,6 @@ def test_reported_end_does_not_end_next_wait(house):
     assert second.data.runs[0].state == "failed"
     only = check(shop, ended, wait_s=20, cursor=first.data.cursor)
     assert only.data.runs[0].state == "failed"
-
-
-@pytest.mark.parametrize("cursor", ["nonsense", "a:b", "../x:1", "RUN:1", "a:-1", ",", "a:1,,b:2", "a:1" + "0" * 20])
-def test_invalid_cursor_is_refused(cursor):
-    with pytest.raises(InvalidValue, match="cursor"):
-        places.parse(cursor)
-
-
-def test_cursor_writes_runs_of_a_group_together():
-    sums, alone = "sums-261123-0636-wwvv", "alone-261123-0637-48r2"
-    at = {"sort-7f3k": 12, f"{sums}-s0": 4, f"{sums}-s2": 7, f"{alone}-s1": 3}
-    cursor = places.format_cursor(at)
-    assert cursor == f"sort-7f3k:12,{sums}:4..7,{alone}-s1:3" and places.parse(cursor) == at
 
 
 def test_findings_that_follow_from_another_are_one_line(house):
