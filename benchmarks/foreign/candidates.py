@@ -16,7 +16,8 @@ __all__ = ["COLLECTORS", "GRADER", "Candidate"]
 
 GRADER = "{grader}"
 _MORE = {"langdetect": "langdetect", "textworld": "textworld", "xmltodict": "xmltodict", "toml": "toml",
-         "smolagents": "smolagents", "verifiers": "verifiers==0.1.9.post2"}  # fmt: skip
+         "smolagents": "smolagents", "verifiers": "verifiers==0.1.9.post2",
+         "internbootcamp": "internbootcamp @ git+https://github.com/InternLM/InternBootcamp.git"}  # fmt: skip
 """Imported module -> package that an owner names, because Atropos' project does not require it."""
 
 
@@ -56,7 +57,11 @@ def _atropos(root: Path) -> Iterator[Candidate]:
         if not {"community", "eval_environments"} & set(file.parts):
             own = file.parent.glob("*.py") if file.parent.name != "environments" else [file]
             text = "".join(one.read_text(errors="replace") for one in own)
-            used = [package for name, package in _MORE.items() if re.search(rf"(from|import) {name}\b", text)]
+            used = [
+                package
+                for name, package in _MORE.items()
+                if re.search(rf"(from |import |import_module\(\"){name}\b", text)
+            ]
             more = [word for package in used for word in ("-r", package)]
             yield Candidate("atropos", f"NousResearch+atropos/{file.name}", (str(file), "-r", "atropos", *more))
 

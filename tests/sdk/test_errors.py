@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from toprope.sdk import errors
-from toprope.sdk.errors import Failure, note_unreachable_hosts
+from toprope.sdk.errors import Failure, LoadError, note_unreachable_hosts
 
 
 def chain(*errors: Exception) -> Exception:
@@ -35,6 +35,21 @@ def test_a_host_that_could_not_be_reached_is_named(error: Exception, host: str, 
 @pytest.mark.parametrize("error", [ValueError("see https://docs.example.org/x"), ConnectionError("refused")])
 def test_no_host_is_made_up(error: Exception) -> None:
     assert Failure.of(error).message == str(error)
+
+
+def test_replaced_exception_is_named_unless_its_text_is_repeated() -> None:
+    def told(error: Exception, cause: Exception) -> str:
+        try:
+            raise error from cause
+        except Exception as raised:
+            return Failure.of(raised).message
+
+    reason = OSError("read-only: /data")
+    assert (
+        told(RuntimeError("It needs the toolkit."), reason) == "It needs the toolkit (from OSError: read-only: /data)"
+    )
+    assert told(RuntimeError(f"It failed: {reason}"), reason) == f"It failed: {reason}"
+    assert told(LoadError("It does not load. Install it."), reason) == "It does not load. Install it."
 
 
 def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,4 +81,5 @@ def test_host_of_a_command_that_cannot_reach_it_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", looked_up)
     far = "fatal: unable to access 'https://a.invalid/x/': Could not resolve host: a.invalid\n"
     assert told(far) == told(far.encode()) == "no tasks; a.invalid could not be reached"
-    assert told("fatal: repository 'https://a.invalid/x/' not found") == told("") == "no tasks"
+    for said in ("fatal: repository 'https://a.invalid/x/' not found", ""):
+        assert "could not be reached" not in told(said)

@@ -156,7 +156,7 @@ class Failure:
         where = getattr(error, "where", "") if isinstance(error, LoadError) else _where(error, near)
         return cls(
             type=type(error).__name__,
-            message=_with_host(_message(error), error)[:_LONGEST_MESSAGE],
+            message=_with_reason(error)[:_LONGEST_MESSAGE],
             where=where,
             traceback="".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
         )
@@ -196,6 +196,15 @@ def _message(error: BaseException) -> str:
         return sayable(str(error))
     except Exception:  # an author's __str__ may raise as well
         return "(its message cannot be shown)"
+
+
+def _with_reason(error: BaseException) -> str:
+    """Add the host that was not reached, or the exception that the code replaced without repeating its text."""
+    message, cause = _message(error), error.__cause__
+    told = _with_host(message, error)
+    if told != message or cause is None or isinstance(error, SdkError) or _message(cause) in message:
+        return told
+    return f"{message.rstrip('.')} (from {type(cause).__name__}: {_message(cause)})"
 
 
 def _with_host(message: str, error: BaseException) -> str:
