@@ -26,7 +26,7 @@ from toprope.supervisor.lock import is_held
 from toprope.supervisor.runs.manager import RunManager
 from toprope.supervisor.spread.nodes import Node
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def eventually(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -15,7 +12,6 @@ import pytest
 
 from tests.support.run_harness import ended, eventually, until
 from toprope.records.messages import ENV_FOLDER
-from toprope.records.run.status import Status
 from toprope.supervisor.keeper.spawner import LOG_BYTES, LOG_KEEP
 from toprope.supervisor.lock import is_held
 from toprope.supervisor.runs.cleanup import reap_crew
@@ -61,7 +57,7 @@ def test_trainer_failure_after_finish_fails_run(harness):
 def test_finished_trainer_that_stays_is_ended(harness):
     """The driver may exit meanwhile, because it has done its evaluation."""
     behaviours = {"trainer": {"at": "finished", "do": "hang"}, "environment": {"at": "evaluated", "do": "exit:0"}}
-    runs, folder = harness.start(behaviours, stop_grace_s=0.3)
+    runs, folder = harness.start(behaviours, stop_grace_s=2.0)
     status = ended(runs, folder)
     assert status.state == "completed", status.failure
     assert status.crew["environment"].state == "finished"
@@ -243,18 +239,3 @@ def test_secrets_are_in_no_file(harness):
         # Its own log is the component's own affair: what is shown of it is masked.
         if path.is_file() and path != folder.log("policy"):
             assert b"canary" not in path.read_bytes()
-
-
-def test_member_death_is_written_at_once(harness):
-    """From SIGKILL of a component to `failed` in status.json; the bound is generous because CI is busy."""
-    took = []
-    for _ in range(3):
-        runs, folder = harness.start(ENDLESS)
-        status = until(runs, folder, "training")
-        began = time.monotonic()
-        os.kill(status.crew["api"].pid, signal.SIGKILL)
-        while Status.read(folder).state != "failed":
-            assert time.monotonic() - began < 5
-        took.append(time.monotonic() - began)
-        assert ended(runs, folder).failure.component == "api"
-    assert statistics.median(took) < 0.1
