@@ -45,7 +45,9 @@ from toprope.records.run.usage import spending_in
 
 KEY = "tml-benchmark-key-7c1f52"
 ENVIRONMENT = Path(__file__).resolve().parents[2] / "tests/training/hosted/letters.py"
-RANK, RATE, GROUPS, GROUP_SIZE, TOKENS = 32, 0.005, 4, 8, 4
+RANK, GROUPS, GROUP_SIZE, TOKENS = 32, 4, 8, 4
+RATE, SLOW_RATE = 0.002, 0.0001
+"""Learning rates. At the slow one both sides of `overhead` have signal in all groups to the end, and so equal work."""
 EDGE = 10
 """Steps at the start and at the end whose rewards are compared; also the steps that warm the server up."""
 SEGMENT = 6
@@ -95,6 +97,9 @@ def main(arguments: list[str] | None = None) -> int:
             if given.only in (None, "overhead"):
                 figures |= _compare(path / "turns", server.url, model, given.steps * 2 // 3, console)
                 goals |= OVERHEAD_GOALS
+                more = figures["tokens_per_step"] / figures["plain_tokens_per_step"]
+                if not 0.8 < more < 1.25:
+                    failed.append(f"a step of the run has {more:.2f} times the tokens of a step of the plain loop")
             if given.only in (None, "others"):
                 figures |= asyncio.run(_others(path / "others", server.url, model, given.steps * 2 // 3, console))
                 goals |= OTHER_GOALS
@@ -105,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
         figures,
         goals=goals,
         control="shuffled rewards must not rise, a sampler and a resumed state that are one step behind must differ, "
-        "and the search must find the key in the owner's settings",
+        "the search must find the key in the owner's settings, and steps by turns must have equally many tokens",
         control_failed="; ".join(failed),
     )
 
@@ -143,7 +148,7 @@ def _survive(home: Path, url: str, model: Path, steps: int, console: Console) ->
 
 def _compare(home: Path, url: str, model: Path, steps: int, console: Console) -> dict[str, Any]:
     """The figures of the part `overhead`."""
-    with _PlainLoop(url, model, "plain") as plain:
+    with _PlainLoop(url, model, "plain", SLOW_RATE) as plain:
         rows, held = asyncio.run(_run_by_turns(home, url, model, steps, plain, console))
     mine = [
         (later["time"] - row["time"], later["tokens/trained"] - row["tokens/trained"])
@@ -187,10 +192,10 @@ class _PlainLoop:
         name: For what it saves there; `shuffled` has it shuffle its rewards.
     """
 
-    def __init__(self, url: str, model: Path, name: str) -> None:
+    def __init__(self, url: str, model: Path, name: str, rate: float = RATE) -> None:
         vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
         asked = {
-            "url": url, "key": KEY, "model": str(model), "rank": RANK, "learning_rate": RATE, "name": name,
+            "url": url, "key": KEY, "model": str(model), "rank": RANK, "learning_rate": rate, "name": name,
             "groups": GROUPS, "group_size": GROUP_SIZE, "tokens": TOKENS, "stop": [vocabulary["<eos>"]],
             "good": [vocabulary[one] for one in "abcdefghijklmnopqrstuvwxyz"], "shuffled": name == "shuffled",
             "prompts": [
@@ -251,12 +256,12 @@ def _owner(home: Path, url: str, model: Path) -> Path:
     return settings
 
 
-def _changes(model: Path, steps: int) -> dict[str, Any]:
+def _changes(model: Path, steps: int, rate: float = RATE) -> dict[str, Any]:
     return {
         "policy.model": str(model), "policy.lora": True, "policy.lora_rank": RANK, "policy.max_context": 64,
         "trainer.backend": "tinker", "rollout.max_new_tokens": TOKENS, "rollout.group_size": GROUP_SIZE,
         "rollout.groups_per_step": GROUPS, "rollout.max_staleness": 0, "algorithm.drop_zero_signal": False,
-        "budget.steps": steps, "budget.max_train_seconds": 1800, "optimizer.learning_rate": RATE,
+        "budget.steps": steps, "budget.max_train_seconds": 1800, "optimizer.learning_rate": rate,
         "optimizer.lr_scheduler_type": "constant", "optimizer.warmup_steps": 0,
         "evaluation.heldout_tasks": 20, "logging.save_steps": 10, "launcher.restart_backoff_s": 0,
     }  # fmt: skip
@@ -324,7 +329,7 @@ async def _run_by_turns(
             following = max(held) + SEGMENT
 
     async with training_agent(home, console, PYTHONPATH=str(TINKER_BEFORE)) as agent:
-        done = await agent.train("the run by turns", "letters", "cpu-embedded", _changes(model, steps), hold)
+        done = await agent.train("the run by turns", "letters", "cpu-embedded", _changes(model, steps, SLOW_RATE), hold)
     return done.rows, held
 
 
