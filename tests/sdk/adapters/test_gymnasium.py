@@ -16,6 +16,7 @@ from toprope.sdk.adapters.gymnasium import declared, make
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.rollouts import Rollout, configure
 from toprope.sdk.worker.client import WorkerClient
+from toprope.sdk.worker.splits import SPLITS, TaskSplits
 
 GUESS = '''
 """Number games."""
@@ -108,6 +109,14 @@ def test_first_observation_carries_prefix_and_suffix(tmp_path: Path) -> None:
     task = next(iter(opened(tmp_path / "guess.py", GUESS).tasks()))
     assert task.messages == [{"role": "user", "content": "Guess a number from 1 to 9.\nYour guess?"}]
     assert len({task.id for task in itertools.islice(opened(tmp_path / "guess.py", GUESS).tasks(), 20)}) == 20
+
+
+def test_few_distinct_beginnings_fill_every_split(tmp_path: Path) -> None:
+    boards = GUESS.replace('return f"Guess a number', 'return f"{self.number}? Guess a number')
+    splits = TaskSplits(opened(tmp_path / "boards.py", boards, high=6))
+    for split in SPLITS:
+        splits.get(split, 0)
+    assert sum(splits.known(split) for split in SPLITS) == 6
 
 
 def test_numbered_actions_are_read_and_success_is_told(tmp_path: Path) -> None:

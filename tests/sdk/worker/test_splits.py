@@ -222,6 +222,24 @@ def test_few_listed_tasks_fill_every_split(rows: int, monkeypatch: pytest.Monkey
         assert all(split_of(content) == split for split, of in found.items() for content in of)
 
 
+class FewBoards(Environment):
+    """An endless stream with twelve different tasks."""
+
+    listed = True
+    salt = 0
+
+    def tasks(self):
+        for number in count():
+            yield Task(f"Board {self.salt * 100 + number * 7 % 12}")
+
+
+def test_few_tasks_of_an_endless_stream_fill_every_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    for salt in range(12):
+        monkeypatch.setattr(FewBoards, "salt", salt)
+        found = contents(splits_of(FewBoards), 500)
+        assert all(found.values()) and sum(map(len, found.values())) == 12
+
+
 def test_two_listed_tasks_are_too_few_and_a_failure_keeps_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ListedRows, "rows", 2)
     with pytest.raises(InvalidRequest, match="split has no tasks"):

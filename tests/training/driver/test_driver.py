@@ -106,6 +106,27 @@ def test_worker_gets_named_keys_and_scores_first_task(member: Member, monkeypatc
     assert checked.detail["reference_outcome"]["success"] is True
 
 
+def test_a_lone_task_is_trained_on_if_nothing_is_evaluated(member: Member) -> None:
+    file = Path(str(member.spec.environment.file))
+    file.write_text(ECHO.replace("range(300)", "range(1)").replace('assert "JUDGE_KEY"', 'assert "PATH"'))
+
+    async def run() -> None:
+        driver = Driver(member)  # type: ignore[arg-type]
+        await driver.start_environments()
+        try:
+            await driver.check_environments()
+        finally:
+            await driver.close()
+
+    member.spec.config.evaluation.heldout_tasks = 0
+    asyncio.run(run())
+    assert member.reports[-1].detail["tasks"] == {"train": 1}
+    member.spec.config.evaluation.every_steps = 5
+    with pytest.raises(ComponentFailed, match="no tasks in its validation split") as failed:
+        asyncio.run(run())
+    assert "evaluation.every_steps 0" in failed.value.hint
+
+
 class FullApi:
     """An API whose queue is full, or that raises `error` when asked for room."""
 

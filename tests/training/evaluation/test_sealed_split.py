@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy, only_environment
 from toprope.errors import ComponentFailed
+from toprope.records.journal.groups import Outcome
 from toprope.records.run.digests import environment_digest, measurement_digests
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource
@@ -21,6 +22,7 @@ from toprope.training.driver.contamination import ContaminationTracker, normaliz
 from toprope.training.evaluation.evaluator import Evaluator
 from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import GroupSampler
+from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
 
@@ -185,6 +187,27 @@ def test_only_sealed_evaluations_sample_heldout_tasks(tmp_path):
 
     play(tmp_path, "1", work)
     assert played.count("heldout") == 6
+
+
+def test_games_that_ask_for_no_answer_are_measured(tmp_path):
+    """In a game for several players, another seat may lose before the policy's turn."""
+
+    async def work(
+        evaluator: Evaluator, link: EnvironmentWorker, contents: ContaminationTracker, environments: EnvironmentSet
+    ) -> None:
+        outcome = Outcome(1.0, success=True)
+
+        async def sample(split: str, index: int, size: int, sampling: Any) -> SampledGroup:
+            return SampledGroup(f"t{index}", ask("Your seat: 1"), [""], [outcome], [[]], 0.1)
+
+        environments.sample = sample  # type: ignore[method-assign]
+        summary = await evaluator.evaluate_validation("step-5", 2)
+        assert summary["accuracy"] == 1.0 and summary["policy_version"] is None
+        outcome = Outcome(0.0, error="boom")
+        with pytest.raises(ComponentFailed, match="the first: boom"):
+            await evaluator.evaluate_validation("step-6", 2)
+
+    play(tmp_path, "1", work)
 
 
 def ask(text: str) -> list[dict[str, Any]]:

@@ -63,6 +63,7 @@ _MOST = 1e9
 class Gymnasium(Environment):
     """An environment with `reset` and `step`."""
 
+    listed = True
     tags = ("gymnasium", "multi-turn")
 
     def __init__(self, target: Mapping[str, Any]) -> None:

@@ -51,6 +51,7 @@ _WORDS, _TAGGER = "corpora/words", "taggers/averaged_perceptron_tagger_eng"
 class TextArena(Environment):
     """A game of TextArena."""
 
+    listed = True
     tags = ("textarena", "game", "multi-turn")
     packages = ("textarena",)
     parts = {  # noqa: RUF012 - environments declare their parts so

@@ -169,7 +169,7 @@ class Environment:
     files: tuple[str, ...] = ()
     """Paths of further files that the environment depends on; every run records their hashes."""
     listed: bool = False
-    """True if `tasks` is quick to read to its end, like the rows of a file. Few tasks then fill all splits."""
+    """True if 30 `tasks`, or all of fewer, are quick to read, like rows of a file. Few tasks then fill all splits."""
     wants_tokens: bool = False
     """True to fill in `tokens`, at a small cost per answer."""
 

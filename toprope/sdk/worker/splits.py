@@ -220,12 +220,13 @@ class TaskSplits:
                     first.append(task)
         finally:  # Tasks from before a failure stay available.
             chosen = [self._split_by_hash(task) for task in first]
-            if stream.ended and len(SPLITS) <= len(first) < FEW and len(set(chosen)) < len(SPLITS):
+            over = stream.ended or self._repeats >= PATIENCE
+            if over and len(SPLITS) <= len(first) < FEW and len(set(chosen)) < len(SPLITS):
                 ids = sorted(map(self.id_of, first))
                 held = max(1, len(first) // 10)
                 stricter = dict.fromkeys(ids[:held], "heldout") | dict.fromkeys(ids[held : 2 * held], "validation")
                 chosen = [stricter.get(self.id_of(task), "train") for task in first]
-            elif stream.ended and len(first) < len(SPLITS):
+            elif over and len(first) < len(SPLITS):
                 chosen = ["train"] * len(first)  # nothing can be held out
             for task, split in zip(first, chosen, strict=True):
                 self._found[split].append(task)

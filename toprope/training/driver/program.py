@@ -150,16 +150,17 @@ class Driver:
         """
         evaluation, test = self._config.evaluation, self._spec.test
         if not self._is_first:
-            needed = {"train": 1, "validation": 1, "heldout": 0}
+            needed = {"train": 1}
         elif test is not None and test.heldout:
             needed = {"train": 0, "validation": max(evaluation.examples, 1), "heldout": test.tasks}
         elif test is not None:
             needed = {"train": 0, "validation": test.tasks, "heldout": 0}
         else:
             is_sweep_member = self._spec.member is not None
-            validation = evaluation.validation_tasks if evaluation.every_steps or is_sweep_member else 1
+            validation = evaluation.validation_tasks if evaluation.every_steps or is_sweep_member else 0
             heldout = 0 if is_sweep_member else evaluation.heldout_tasks
-            needed = {"train": 1, "validation": max(evaluation.examples, validation), "heldout": heldout}
+            shown = evaluation.examples if heldout else 0
+            needed = {"train": 1, "validation": max(shown, validation), "heldout": heldout}
 
         async def check(host: EnvironmentHost) -> None:
             await host.check(needed)

@@ -304,19 +304,20 @@ def _versions(groups: list[SampledGroup]) -> list[int]:
     return [version for group in groups for turns in group.turns for turn in turns for version, _ in turn.versions]
 
 
-def _oldest_version(groups: list[SampledGroup]) -> int:
-    """The oldest policy version that sampled a token.
+def _oldest_version(groups: list[SampledGroup]) -> int | None:
+    """The oldest policy version that sampled a token; None if no answer was asked for, as in games won by forfeit.
 
     Raises:
         ComponentFailed: No task could be sampled.
     """
     versions = _versions(groups)
-    if not versions:
+    errors = [outcome.error for group in groups for outcome in group.outcomes]
+    if not versions and all(errors):
         raise ComponentFailed(
-            f"None of the {len(groups)} tasks could be sampled; the first: {groups[0].outcomes[0].error}",
+            f"None of the {len(groups)} tasks could be sampled; the first: {errors[0] if errors else None}",
             hint="describe_environment shows what the environment asks; policy.max_context is the room there is.",
         )
-    return min(versions)
+    return min(versions, default=None)
 
 
 def newest_version(group: SampledGroup) -> int:

@@ -307,7 +307,7 @@ class EnvironmentHost:
                     raise ComponentFailed(
                         f"{self.subject} has no tasks in its {split} split{trained}.",
                         hint="Splits are made by content: an environment needs a few dozen distinct tasks at least. "
-                        "With evaluation.heldout_tasks 0 it trains without a held-out evaluation.",
+                        "With evaluation.heldout_tasks 0 and evaluation.every_steps 0 it trains without evaluations.",
                     )
                 example = example or (split, found[0])
             # Any answer shows whether the environment scores; the reference answer also shows how high.

@@ -52,6 +52,7 @@ class _Seat:
 class Match(OwnLoop):
     """A game of TextArena for several players."""
 
+    listed = True
     tags = ("textarena", "game", "multi-turn", "self-play")
     packages = ("textarena",)
     parts = {  # noqa: RUF012 - environments declare their parts so
