@@ -98,14 +98,14 @@ def _textarena(root: Path) -> Iterator[Candidate]:
     if not file.is_file() or not registry.is_file():
         return
     for game in sorted(set(re.findall(r"id=\"([A-Za-z0-9]+-v0)\"", registry.read_text()))):
-        yield Candidate("textarena", f"TextArena/{game}", ("textarena",), f"textarena/{game}")
+        yield Candidate("textarena", f"TextArena/{game}", (str(root / "LeonGuertler+TextArena"),), f"textarena/{game}")
 
 
 def _gem(root: Path) -> Iterator[Candidate]:
     registry = root / "axon-rl+gem/gem/envs/__init__.py"
     if registry.is_file():
         for name in sorted(set(re.findall(r"register\(\s*\"([\w:-]+)\"", registry.read_text()))):
-            yield Candidate("gem", f"gem/{name}", ("gem",), f"gem/{re.escape(name)}")
+            yield Candidate("gem", f"gem/{name}", (str(root / "axon-rl+gem"),), f"gem/{re.escape(name)}")
 
 
 def _gymnasium(root: Path) -> Iterator[Candidate]:

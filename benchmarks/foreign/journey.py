@@ -187,9 +187,10 @@ class Traveller:
 
     async def _why_not(self, candidate: Candidate, told: str) -> str:
         entries = await asyncio.to_thread(self._workshop.catalog.entries)
-        word = Path(candidate.add[0]).stem if candidate.add else candidate.entry
+        pattern = candidate.entry or f"(?i).*{re.escape(Path(candidate.add[0]).stem)}.*"
         for one in entries:
-            if not one.usable and one.problem and word.casefold() in f"{one.name} {one.environment.target}".casefold():
+            text = one.name if candidate.entry else f"{one.name} {one.environment.target}"
+            if not one.usable and one.problem and re.fullmatch(pattern, text):
                 return one.problem.replace(". ", ".\n")
         return told.replace(". ", ".\n") or "It is not listed."
 

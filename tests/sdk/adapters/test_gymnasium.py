@@ -6,7 +6,9 @@ import ast
 import asyncio
 import itertools
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +119,25 @@ def test_few_distinct_beginnings_fill_every_split(tmp_path: Path) -> None:
     for split in SPLITS:
         splits.get(split, 0)
     assert sum(splits.known(split) for split in SPLITS) == 6
+
+
+def test_data_of_nltk_is_fetched_for_a_game_that_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = GUESS.replace("self.high = high", "from nltk_stand_in import word; self.high = len(word())")
+    there: set[str] = set()
+
+    def word() -> str:
+        for name in ("words", "tagger"):
+            if name not in there:
+                raise LookupError(f"Resource {name} not found:\n  >>> nltk.download('{name}')")
+        return "seven"
+
+    monkeypatch.setitem(sys.modules, "nltk_stand_in", SimpleNamespace(word=word))
+    monkeypatch.setitem(sys.modules, "nltk", SimpleNamespace(download=lambda name: there.add(name) is None))
+    assert "1 to 5" in next(opened(tmp_path / "words.py", words).tasks()).messages[0]["content"]
+    there.clear()
+    monkeypatch.setitem(sys.modules, "nltk", SimpleNamespace(download=lambda name: False))
+    with pytest.raises(LoadError, match="nltk.downloader words, once"):
+        opened(tmp_path / "words.py", words)
 
 
 def test_numbered_actions_are_read_and_success_is_told(tmp_path: Path) -> None:

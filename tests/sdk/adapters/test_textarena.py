@@ -227,7 +227,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(textwrap.dedent(text))
     (folder / "nltk/corpus").mkdir(parents=True)
-    (folder / "nltk/__init__.py").write_text("")
+    (folder / "nltk/__init__.py").write_text("def download(name): return False\n")
     (folder / "nltk/corpus/__init__.py").write_text("words = None\n")
     return folder
 

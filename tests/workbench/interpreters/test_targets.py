@@ -115,6 +115,10 @@ def test_project_of_an_ecosystem_is_required_as_its_adapter_says(tmp_path: Path)
     known = adapter("gym", "gymlike", "gymlike==0.4.*")
     assert target_of(str(server), [known]).requirements == ("gymlike==0.4.*", "tinyrules", str(tmp_path / "other"))
     assert target_of(str(server), []).requirements[0] == str(tmp_path / "gymlike")
+    project = str(tmp_path / "gymlike")
+    known = adapter("gym", "gymlike", "Gymlike==0.4.*", "tinyrules")
+    assert target_of(project, [known]).requirements == (project, "tinyrules")
+    assert target_of(project, [known]).adapter is known and target_of(str(tmp_path / "other"), [known]).adapter is None
 
 
 def test_file_requires_what_lies_beside_it_unless_it_names_its_own(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._gymnasium import verifiable
-from toprope.sdk.adapters._shared.listing import Listed, why_not
+from toprope.sdk.adapters._shared.listing import Listed, why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import rows_of
 from toprope.sdk.adapters._shared.user_files import ROWS, Bounds, UserFile, data_beside, parsed
@@ -169,7 +169,7 @@ class Gymnasium(Environment):
     def _made(self, **more: Any) -> Any:
         given = {**self._arguments, **more}
         try:
-            return self._maker(**given)
+            return with_nltk_data(lambda: self._maker(**given))
         except (TypeError, ValueError, LookupError, ImportError) as error:
             with_these = f" with {', '.join(sorted(given))}" if given else ""
             raise LoadError(f"{self.name} is not made{with_these}: {why_not(error)}") from error

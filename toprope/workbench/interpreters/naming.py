@@ -163,7 +163,8 @@ def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     stem = f"{path.parent.name}-{path.stem}" if path.stem in _USUAL else path.stem
     name = name_of(stem if path.is_file() else path.name)
     if path.suffix == ".whl" or (path.is_dir() and is_project(path)):
-        return Target("packages", str(path), name_of(name.split("-")[0]), (str(path),), path=path)
+        adapter, others = _ecosystem_of(path, adapters)
+        return Target("packages", str(path), name_of(name.split("-")[0]), (str(path), *others), adapter, path)
     own = tuple(script_requirements(path.read_text("utf-8", "replace"))) if path.is_file() else ()
     listed = (path.parent if path.is_file() else path) / "requirements.txt"
     if not own and listed.is_file():
@@ -224,7 +225,9 @@ def _lines(file: Path, adapters: Sequence[Adapter]) -> list[str]:
     wanted: list[str] = []
     for line in lines:
         if editable := _EDITABLE.match(line):
-            wanted += _project(file.parent / editable["place"], adapters)
+            place = file.parent / editable["place"]
+            adapter, _ = _ecosystem_of(place, adapters)
+            wanted += adapter.requirements if adapter is not None else [str(place.resolve())]
         elif line.startswith("-"):
             raise InvalidValue(
                 f"{file} has the line {shown(line)}, which is a pip option, not a requirement.",
@@ -235,18 +238,17 @@ def _lines(file: Path, adapters: Sequence[Adapter]) -> list[str]:
     return wanted
 
 
-def _project(place: Path, adapters: Sequence[Adapter]) -> tuple[str, ...]:
-    """Return the requirement of a project in a folder."""
+def _ecosystem_of(place: Path, adapters: Sequence[Adapter]) -> tuple[Adapter | None, tuple[str, ...]]:
+    """Return the adapter of the ecosystem whose own project a folder is, and its further requirements."""
     try:
-        named = tomllib.loads((place / "pyproject.toml").read_text("utf-8"))["project"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        named = ""
+        named = canonicalize_name(tomllib.loads((place / "pyproject.toml").read_text("utf-8"))["project"]["name"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None, ()
     for adapter in adapters:
-        if any(
-            canonicalize_name(Requirement(one).name) == canonicalize_name(str(named)) for one in adapter.requirements
-        ):
-            return adapter.requirements
-    return (str(place.resolve()),)
+        others = tuple(one for one in adapter.requirements if canonicalize_name(Requirement(one).name) != named)
+        if others != adapter.requirements:
+            return adapter, others
+    return None, ()
 
 
 def _ecosystems(adapters: Sequence[Adapter]) -> list[str]:

@@ -17,11 +17,18 @@ All functions are optional. They run in the server, read files only, and import 
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
-__all__ = ["Listed", "why_not"]
+__all__ = ["Listed", "why_not", "with_nltk_data"]
+
+_Made = TypeVar("_Made")
+_NLTK_DATA = re.compile(r"nltk\.download\('(\w+)'\)")
+_NLTK_PIECES = 3
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,22 @@ class Listed:
     """`install`, `network` or `key` if the problem is one of these."""
 
 
+def with_nltk_data(make: Callable[[], _Made]) -> _Made:
+    """Return what `make` makes, after fetching the data of NLTK that it lacks, if that is allowed."""
+    for _ in range(_NLTK_PIECES):
+        try:
+            return make()
+        except LookupError as error:
+            names = _NLTK_DATA.findall(str(error))
+            if not names or not all(importlib.import_module("nltk").download(name) for name in names):
+                raise
+    return make()
+
+
 def why_not(error: BaseException) -> str:
     """Say in one line why a game does not start; for missing data of NLTK, with the command that fetches it."""
     text = str(error)
     if "nltk.download" in text or "NLTK" in text:
-        found = re.findall(r"nltk\.download\('([\w]+)'\)", text)
-        names = " ".join(dict.fromkeys(found)) or "words averaged_perceptron_tagger_eng"
+        names = " ".join(dict.fromkeys(_NLTK_DATA.findall(text))) or "words averaged_perceptron_tagger_eng"
         return f"it needs data of NLTK: {sys.executable} -m nltk.downloader {names}, once, with a network"
     return " ".join(text.split())[:300] or type(error).__name__

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from toprope.sdk.adapters._shared.listing import why_not
+from toprope.sdk.adapters._shared.listing import why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.errors import InvalidRequest, LoadError
@@ -43,7 +43,7 @@ class Games:
         self._begun: dict[int, tuple[Any, OwnRandom]] = {}
         with OwnRandom(0):
             try:
-                self._made = kind(**arguments)
+                self._made = with_nltk_data(lambda: kind(**arguments))
                 self.state = getattr(self.begin(0)[0], "state", None)
             except (AssertionError, ValueError, TypeError) as error:
                 if plain:
