@@ -36,8 +36,8 @@ class Sample(Thing):
 
 def sample(text: str, **fields: Any) -> Sample:
     answer = Thing(role="assistant", text="", tool_calls=None)
-    rest = {"choices": None, "target": "x", "limit": None, "error": None, "output": Thing(stop_reason="stop")}
-    rest["sandbox"] = None
+    rest = {"choices": None, "target": "x", "limit": None, "error": None, "sandbox": None}
+    rest["output"] = Thing(choices=[Thing(stop_reason="stop")])
     log = {"messages": [answer], "scores": {"exact": Thing(value="C")}}
     return Sample(input=text, **rest | log | fields)
 
@@ -55,6 +55,7 @@ def inspect(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
         evaluate: Any = None,
         scorers: tuple[str, ...] = ("exact",),
         failure: BaseException | None = None,
+        target: str = "package/sums",
     ) -> OwnLoop:
         task = Thing(dataset=samples, sandbox=None, scorer=list(scorers), model_roles={"critic": "other/model"})
         task.early_stopping = "some"
@@ -94,7 +95,7 @@ def inspect(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
             "inspect_ai.util._display": {"init_display_type": lambda kind: None},
         }.items():  # fmt: skip
             stand_in(name, **members)
-        environment = configure(inspect_ai.make("package/sums"))
+        environment = configure(inspect_ai.make(target))
         assert isinstance(environment, OwnLoop)
         return environment
 
@@ -167,6 +168,16 @@ def test_inspect_converts_scores_to_parts(inspect: Callable[..., OwnLoop]) -> No
     assert unread.error.startswith("the scorer exact gave no score: Grade not found in: hm (environment.model_roles")
 
 
+def test_task_without_scorer_plays_and_scores_the_lowest(inspect: Callable[..., OwnLoop]) -> None:
+    failed = sample("b", error=Thing(message="ValueError: no", traceback=""), output=Thing(choices=[]))
+    environment = inspect([sample("a", scores=None), failed], scorers=())
+    assert "environment.rewards adds judges" in environment.parts["unscored"].description
+    found = [asyncio.run(environment.group(task, [session()]))[0] for task in environment.tasks()]
+    played, error = found
+    assert isinstance(played, Played) and played.parts == {"unscored": 0.0} and played.turns == 1
+    assert isinstance(error, Played) and error.error == "ValueError: no", "a sample that ended before any answer"
+
+
 def test_inspect_names_what_a_task_needs(
     inspect: Callable[..., OwnLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +190,8 @@ def test_inspect_names_what_a_task_needs(
         inspect([], failure=ModuleNotFoundError("no", name="rouge_score"))
     with pytest.raises(LoadError, match="toprope env add package -r gensim"):
         inspect([], failure=ModuleNotFoundError("no", name="gensim.models"))
+    with pytest.raises(LoadError, match="env add /a/task.py -r inspect_ai -r PACKAGE, with .* that has agents"):
+        inspect([], failure=ModuleNotFoundError("no", name="agents"), target="/a/task.py@sums")
     with pytest.raises(InvalidRequest, match="these parameters: Set a KEY first"):
         inspect([], failure=PrerequisiteError("Set a [bold blue]KEY[/bold blue] first"))
 

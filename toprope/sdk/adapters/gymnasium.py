@@ -171,7 +171,7 @@ class Gymnasium(Environment):
         try:
             return with_nltk_data(lambda: self._maker(**given))
         except (TypeError, ValueError, LookupError, ImportError) as error:
-            with_these = f" with {', '.join(sorted(given))}" if given else ""
+            with_these = f" with {', '.join(f'{key}={given[key]!r:.40}' for key in sorted(given))}" if given else ""
             raise LoadError(f"{self.name} is not made{with_these}: {why_not(error)}") from error
 
     def _begin(self, seed: int, keep: bool = False) -> tuple[Messages, Any, OwnRandom]:
@@ -301,8 +301,9 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any]) -> type:
         if one.default is not one.empty:
             defaults.setdefault(one.name, one.default)
     for name, value in defaults.items():
-        if type(value) in (bool, int, float, str) and name.isidentifier() and name != "turns":
-            fields.append((name, type(value), knob(value, help="the environment's own setting")))
+        unset = value is None and name in given
+        if (unset or type(value) in (bool, int, float, str)) and name.isidentifier() and name != "turns":
+            fields.append((name, Any if unset else type(value), knob(value, help="the environment's own setting")))
     return dataclasses.make_dataclass("Knobs", fields)
 
 

@@ -46,6 +46,7 @@ _CURE = "environment.model_roles names a stronger grader"
 _VERDICT_TOKENS = 1024
 _GRADER = "grader"
 """The role of inspect's model-graded scorers."""
+_UNSCORED = "unscored"
 _LONGEST_REASON = 500
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b")
 _PASSED = (*KEPT_VARIABLES, "PATH", "HOME", "TMPDIR")
@@ -121,13 +122,14 @@ class Inspect(OwnLoop):
 
             self._task.sandbox = SandboxEnvironmentSpec("local")
         scorers = self._task.scorer or []
-        if not scorers:
-            raise EnvironmentMistake(f"{self._target} has no scorer, so answers cannot be judged.")
         low, high = self.knobs.reward_low, self.knobs.reward_high
         if low >= high:
             raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
         scorer_names = _distinct([registry_info(scorer).name.rpartition("/")[2] for scorer in scorers])
         self.parts = {name: Part(1.0 / len(scorer_names), low, high, "a scorer") for name in scorer_names}
+        if not scorers:
+            why = "always the lowest: the task has no scorer, and environment.rewards adds judges"
+            self.parts = {_UNSCORED: Part(1.0, low, high, why)}
         self.max_turns = self.knobs.turns
         self._desk = _Desk()
 
@@ -147,10 +149,12 @@ class Inspect(OwnLoop):
 
         messages = [_message(message) for message in sample.messages]
         turns = sum(message["role"] == "assistant" for message in messages)
-        truncated = sample.limit is not None or sample.output.stop_reason == "max_tokens"
+        truncated = sample.limit is not None or "max_tokens" in [one.stop_reason for one in sample.output.choices]
         said: dict[str, Any] = {"messages": messages, "turns": turns, "truncated": truncated}
         if sample.error is not None:
             return Played({}, error=_reason(sample.error), **said)
+        if _UNSCORED in self.parts:
+            return Played({_UNSCORED: self.knobs.reward_low}, **said)
         to_float, parts = value_to_float(), {}
         scores = list((sample.scores or {}).values())
         for place, name in enumerate(self.parts):
@@ -164,7 +168,7 @@ class Inspect(OwnLoop):
                 raise EnvironmentMistake(
                     f"Score {name!r} is {parts[name]:g}: set the knobs reward_low and reward_high to hold it."
                 )
-        return Played(parts, messages=messages, turns=turns, truncated=truncated)
+        return Played(parts, **said)
 
 
 class _Desk:
@@ -401,6 +405,8 @@ def _needed(target: str, module: str) -> str:
 
     package = target.partition("/")[0].replace("_", "-")
     word = module.partition(".")[0].replace("_", "-").lower()
+    if not package:
+        return f"{target.partition('@')[0]} -r inspect_ai -r PACKAGE, with the package that has {module}."
     try:
         required = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
