@@ -178,6 +178,20 @@ def test_task_without_scorer_plays_and_scores_the_lowest(inspect: Callable[..., 
     assert isinstance(error, Played) and error.error == "ValueError: no", "a sample that ended before any answer"
 
 
+def test_bridged_agents_need_no_key_and_tokens_are_counted_without_a_file(
+    inspect: Callable[..., OwnLoop], stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    inspect([])
+    assert os.environ["OPENAI_API_KEY"] == "none"
+    kinds: list[Callable[[], Any]] = []
+    stand_in("inspect_ai._util.registry", registry_lookup=lambda kind, name: None)
+    stand_in("inspect_ai.model", modelapi=lambda name: kinds.append)
+    inspect_ai._register()
+    api = kinds[0]()
+    assert asyncio.run(api.count_text_tokens(api.__new__(api), "three words here")) == 6
+
+
 def test_inspect_names_what_a_task_needs(
     inspect: Callable[..., OwnLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,8 +159,7 @@ class Driver:
             is_sweep_member = self._spec.member is not None
             validation = evaluation.validation_tasks if evaluation.every_steps or is_sweep_member else 0
             heldout = 0 if is_sweep_member else evaluation.heldout_tasks
-            shown = evaluation.examples if heldout else 0
-            needed = {"train": 1, "validation": max(shown, validation), "heldout": heldout}
+            needed = {"train": 1, "validation": max(validation, heldout and evaluation.examples), "heldout": heldout}
 
         async def check(host: EnvironmentHost) -> None:
             await host.check(needed)
