@@ -19,7 +19,7 @@ from toprope_tools.workshop import Workshop
 
 from benchmarks.foreign.candidates import GRADER, Candidate
 from toprope.errors import TopropeError
-from toprope.sdk.errors import WorkerFailure
+from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.sections.environment import EnvironmentSection
 from toprope.settings.sections.launcher import LauncherSection
@@ -246,7 +246,8 @@ class Traveller:
                 for index in range(_TASKS):
                     made = await maker.sample(TaskRef("train", index), _GROUP, Sampling(1.0, 1.0, _TOKENS))
                     if error := next((one.error for one in made.outcomes if one.error), ""):
-                        raise Refused(f"A rollout ended with an error: {error}")
+                        raised, _, text = error.partition(": ")
+                        raise WorkerError("raised", raised, f"a rollout ended with an error: {text}")
             return MODEL_ROLES in card.tags
         except WorkerFailure as failure:
             told = failed(entry, failure)
