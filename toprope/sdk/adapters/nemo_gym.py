@@ -148,7 +148,9 @@ class NemoGym(ToolEnvironment):
                 name = self._server_of(row, f"Row {number} of {file.name}")
                 if not isinstance(parameters, Mapping) or not parameters.get("input") and not self._stepped[name]:
                     raise EnvironmentMistake(
-                        f"Row {number} of {file.name} has no {_PARAMETERS} with an input; it has {', '.join(row)}."
+                        f"Row {number} of {file.name} has no {_PARAMETERS} with an input; it has {', '.join(row)}. An "
+                        "agent of its own writes the prompt, and only NeMo Gym's simple and gymnasium agents are "
+                        "played here: give rows with an input by a target's `rows`, or choose another environment."
                     )
                 right = column or next((one for one in _REFERENCES if one in row), "")
                 prompt = messages_of(parameters, number) or [{"role": "user", "content": _WITHOUT_INPUT}]
