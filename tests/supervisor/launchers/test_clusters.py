@@ -102,6 +102,9 @@ def test_preview_says_what_the_engine_would_be_asked_for(tmp_path, harness):
     said = describe_job(specification, home)
     for part in ("the cluster lab", "--nodes=1", "--cpus-per-task=8", "--partition=gpu", "--time=90"):
         assert part in said
+    specification.config.launcher.kind, specification.config.launcher.nodes = "ray", 3
+    assert "Ray: 7 CPUs, on each of 3 nodes, at " in describe_job(specification, owners(tmp_path / "other", farm=FARM))
+    specification.config.launcher.kind = "slurm"
     (home.configuration / "clusters.yaml").unlink()
     with pytest.raises(InvalidValue, match="has no slurm cluster"):
         describe_job(specification, home)

@@ -22,6 +22,7 @@ from toprope.errors import ComponentFailed, NotPossibleNow
 from toprope.records.run.folder import read_json
 from toprope.records.run.launch import Launch
 from toprope.records.run.status import Status
+from toprope.settings.clusters import Cluster
 from toprope.settings.owner import Home
 from toprope.supervisor.keeper.program import ALREADY_KEPT
 from toprope.supervisor.lock import is_held
@@ -223,6 +224,18 @@ def test_inference_gets_gpus_of_its_own_among_those_of_the_job(local_house, harn
     crew = runs.status(folder.run_id).crew
     seen = [psutil.Process(crew[name].pid).environ()["CUDA_VISIBLE_DEVICES"] for name in ("trainer", "inference")]
     assert seen == ["4,5", "6"]
+    runs.stop(folder.run_id)
+    assert ended(runs, folder).state == "stopped"
+
+
+def test_job_of_ray_that_asks_for_no_gpus_sees_none_of_its_nodes(local_house, harness):
+    """The variable is that of the node's daemon."""
+    local_house.cluster = Cluster(kind="ray", python=sys.executable, address="http://127.0.0.1:1")
+    cluster = OnCluster(local_house, harness)
+    runs = cluster.runs()
+    folder = cluster.start(runs)
+    until(runs, folder, "training")
+    assert psutil.Process(runs.status(folder.run_id).crew["trainer"].pid).environ()["CUDA_VISIBLE_DEVICES"] == ""
     runs.stop(folder.run_id)
     assert ended(runs, folder).state == "stopped"
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks.cluster import ray_house, slurm_house
@@ -23,6 +24,7 @@ HOUSES: dict[str, tuple[Any, Any]] = {
     "slurm": (slurm_house.why_not, slurm_house.SlurmHouse),
     "ray": (ray_house.why_not, ray_house.RayHouse),
 }
+GPUS = {"trainer": {"gpus": 1}, "inference": {"gpus": 1}}
 FIRST_S = 120.0
 """Seconds of a first start on cold nodes."""
 
@@ -54,6 +56,13 @@ def start(house: Any, harness: RunHarness, network: str, **launcher: Any) -> tup
     return runs, folder
 
 
+def gpu_of(runs: RunManager, folder: RunFolder, member: str) -> str:
+    """Return the one GPU that a member sees."""
+    [gpu] = psutil.Process(runs.status(folder.run_id).crew[member].pid).environ()["CUDA_VISIBLE_DEVICES"].split(",")
+    assert gpu
+    return gpu
+
+
 def check_nothing_left(folder: RunFolder) -> None:
     eventually(lambda: not processes_of_run(folder), 40.0)
     assert not folder.crew.exists()
@@ -72,6 +81,40 @@ def test_crew_on_two_nodes_stops_in_order_and_leaves_nothing(house: Any, harness
     status = ended(runs, folder, 30.0)
     assert status.state == "stopped" and status.checkpoint is not None
     check_nothing_left(folder)
+
+
+def test_gpus_are_those_of_the_run_on_each_node_and_free_ones_after_a_loss(house: Any, harness: RunHarness) -> None:
+    runs, folder = start(house, harness, "tls", restarts=2, resources=GPUS)
+    crew = runs.status(folder.run_id).crew
+    near, far = crew["trainer"].node, crew["inference"].node
+    assert near != far and crew["api"].node == near
+    assert gpu_of(runs, folder, "trainer") and gpu_of(runs, folder, "inference")
+    space = next(name for name in house.nodes if name != house.net.node_of(keeper_of(folder).pid))
+    kill_all(house.net.processes(space))
+    try:
+
+        def moved() -> bool:
+            inference = runs.status(folder.run_id).crew["inference"]
+            return bool(inference.restarts and inference.state == "ready" and inference.node == near)
+
+        eventually(moved, 60.0)
+        assert gpu_of(runs, folder, "inference") != gpu_of(runs, folder, "trainer")
+        runs.stop(folder.run_id)
+        assert ended(runs, folder, 60.0).state == "stopped"
+        check_nothing_left(folder)
+    finally:
+        house.mend()
+
+
+@pytest.mark.parametrize("house", ["ray"], indirect=True)
+def test_ray_reserves_the_gpus_of_all_nodes_until_the_keeper_is_gone(house: Any, harness: RunHarness) -> None:
+    eventually(lambda: house.free_gpus() == 4, 60.0)
+    runs, folder = start(house, harness, "tls", resources={"trainer": {"gpus": 1}})
+    assert house.free_gpus() == 2
+    keeper_of(folder).kill()
+    assert ended(runs, folder, 60.0).state == "lost"
+    check_nothing_left(folder)
+    eventually(lambda: house.free_gpus() == 4, 60.0)
 
 
 def test_run_goes_on_where_it_can_when_the_drivers_node_is_lost(house: Any, harness: RunHarness) -> None:

@@ -19,7 +19,7 @@ import pytest
 from tests.support.run_harness import eventually
 from toprope.records.messages import Keys, Peers, Used, decode_order, decode_report, encode_line
 from toprope.supervisor.spread.credentials import make_identity
-from toprope.supervisor.spread.outpost import Request
+from toprope.supervisor.spread.outpost import GPUS, Request
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="outposts need Linux")
 
@@ -37,14 +37,15 @@ while "deaf" in sys.argv or (line := sys.stdin.readline()):
 class Outpost:
     """An outpost that a test keeps; its member prints the orders that it gets and leaves a process behind."""
 
-    def __init__(self, folder: Path, *words: str, lease_s: float = 60.0, inference_gpus: int | None = None) -> None:
-        member = "environment-2" if inference_gpus is None else "trainer"
+    def __init__(
+        self, folder: Path, *words: str, lease_s: float = 60.0, gpus: list[int] | None = None, seen: str | None = "3"
+    ) -> None:
         self.token, self.log = f"token-{uuid.uuid4().hex}", folder / "member.log"
         request = Request(
-            member=member, argv=[sys.executable, "-c", MEMBER, self.token, *words],
+            member="environment-2", argv=[sys.executable, "-c", MEMBER, self.token, *words],
             variables={"CUDA_VISIBLE_DEVICES": "7"}, keys={"SECRET": "hush"}, log=str(self.log), folder=str(folder),
             grace_s=0.2, lock=None, inherits=[], releases_detached=False, node="far", address="127.0.0.2", is_far=True,
-            is_contained=False, identity=make_identity(), inference_gpus=inference_gpus,
+            is_contained=False, identity=make_identity(), gpus=gpus,
         )  # fmt: skip
         self.path = folder / "request.json"
         self.path.write_bytes(msgspec.json.encode(request))
@@ -55,7 +56,7 @@ class Outpost:
             [sys.executable, "-P", "-c", f"{start}; raise SystemExit(outpost.main())", str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "3" if inference_gpus is None else "3,4"},
+            env={name: value for name, value in os.environ.items() if name != GPUS} | ({GPUS: seen} if seen else {}),
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.input, self.output = self.process.stdin, self.process.stdout
@@ -121,9 +122,15 @@ def test_far_member_gets_keys_and_orders_and_its_use_is_reported(start: Callable
     assert guard is not None and guard.ppid() != outpost.process.pid  # engines kill what is below the outpost
 
 
-def test_trainer_leaves_inference_its_own_gpus_of_a_node(start: Callable[..., Outpost]) -> None:
-    outpost = start(inference_gpus=1)
-    assert eventually(outpost.log.read_bytes).split()[0] == b"3"
+@pytest.mark.parametrize(
+    ("gpus", "seen", "named"),
+    [([1, 2], "3,4,5", "4,5"), ([], "3,4", ""), ([1], None, "1"), ([0, 1], "3", "3"), (None, None, "None")],
+)
+def test_member_sees_its_share_of_the_gpus_that_the_engine_names(
+    start: Callable[..., Outpost], gpus: list[int] | None, seen: str | None, named: str
+) -> None:
+    outpost = start(gpus=gpus, seen=seen)
+    assert eventually(outpost.log.read_bytes).split(b"\n")[0].decode() == named
 
 
 def test_stop_ends_a_far_member_within_its_grace(start: Callable[..., Outpost]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
@@ -17,14 +18,19 @@ from toprope.supervisor.spread.nodes import ENV_NODES, Node
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="crews spread over nodes need Linux")
 
 NODES = [Node("first", "127.0.0.1"), Node("second", "127.0.0.2")]
+GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def start(
-    harness: RunHarness, behaviours: dict[str, dict[str, Any]] | None = None, **launcher: Any
+    harness: RunHarness,
+    behaviours: dict[str, dict[str, Any]] | None = None,
+    nodes: Sequence[Node] = NODES,
+    **launcher: Any,
 ) -> tuple[RunManager, RunFolder]:
-    """Start a run of stand-ins with two drivers, whose keeper is told of two nodes."""
+    """Start a run of stand-ins with two drivers, whose keeper is told of nodes."""
     runs = harness.runs(behaviours)
-    runs.launcher.command = ["env", f"{ENV_NODES}={describe_nodes(NODES, 'tls')}", *runs.launcher.command]
+    variables = (f"{ENV_NODES}={describe_nodes(nodes, 'tls')}", f"{GPUS}=4,5,6")
+    runs.launcher.command = ["env", *variables, *runs.launcher.command]
     specification = harness.specification(**launcher)
     specification.config.launcher.drivers = 2
     folder = runs.start(specification)
@@ -39,13 +45,17 @@ def outpost_of(harness: RunHarness, folder: RunFolder, member: str) -> psutil.Pr
 
 
 def test_members_on_two_nodes_reach_each_other(harness: RunHarness) -> None:
-    runs, folder = start(harness, {"trainer": {"endless": True}})
+    far = Node("second", "127.0.0.2", None, ("env",))
+    runs, folder = start(harness, {"trainer": {"endless": True}}, nodes=[NODES[0], far])
     status = eventually(lambda: (found := runs.status(folder.run_id)).making.get("posted", 0) >= 3 and found)
     nodes = {name: member.node for name, member in status.crew.items()}
     assert nodes == {
         "policy": None, "api": "first", "inference": "first", "trainer": "first",
         "environment": "second", "environment-2": "second",
     }  # fmt: skip
+    # The GPUs of the first node are hidden, and its variable does not reach the second, whose engine says nothing.
+    assert psutil.Process(status.crew["trainer"].pid).environ()[GPUS] == ""
+    assert GPUS not in psutil.Process(status.crew["environment-2"].pid).environ()
     for process in harness.processes(folder):
         shown = " ".join(process.cmdline()) + " ".join(process.environ().values())
         assert "PRIVATE KEY" not in shown
@@ -79,16 +89,17 @@ def test_loss_of_a_drivers_node_is_counted_and_training_goes_on(harness: RunHarn
 
 
 def test_trainer_restarts_on_another_node_when_its_own_is_lost(harness: RunHarness) -> None:
-    gpus = [Node("first", "127.0.0.1"), Node("second", "127.0.0.2", gpus=1), Node("third", "127.0.0.3", gpus=1)]
-    runs = harness.runs({"trainer": {"endless": True, "patient": True}})
-    runs.launcher.command = ["env", f"{ENV_NODES}={describe_nodes(gpus, 'tls')}", *runs.launcher.command]
-    folder = runs.start(harness.specification(restarts=1))
-    harness.started.append(folder)
+    gpus = [Node("first", "127.0.0.1"), Node("second", "127.0.0.2", gpus=1), Node("third", "127.0.0.3", gpus=3)]
+    behaviours = {"trainer": {"endless": True, "patient": True}}
+    runs, folder = start(harness, behaviours, nodes=gpus, restarts=1, inference_gpus=2)
     status = until(runs, folder, "training")
     assert (status.crew["trainer"].node, status.crew["inference"].node) == ("second", "third")
     outpost_of(harness, folder, "trainer").kill()
     eventually(lambda: (now := runs.status(folder.run_id).crew["trainer"]).restarts == 1 and now.state == "ready")
-    assert runs.status(folder.run_id).crew["trainer"].node == "third"
+    crew = runs.status(folder.run_id).crew
+    assert crew["trainer"].node == "third"
+    seen = [psutil.Process(crew[name].pid).environ()[GPUS] for name in ("trainer", "inference")]
+    assert seen == ["4", "5,6"]
     runs.stop(folder.run_id)
     status = ended(runs, folder)
     assert status.state == "stopped"

@@ -38,7 +38,7 @@ from toprope.supervisor.programs import (
     torch_members_of,
 )
 from toprope.supervisor.runs.orphan_reaper import reap_marked, run_marks
-from toprope.supervisor.spread.nodes import Spread, share_of_gpus
+from toprope.supervisor.spread.nodes import Spread
 from toprope.supervisor.spread.spawner import SpreadSpawner
 
 _SECOND_GRACE_S = 0.5
@@ -128,7 +128,7 @@ class Crew:
             surroundings=self._surroundings,
             gpus=None  # the runs that it starts reserve GPUs themselves
             if name in STARTS_RUNS or self.gpus is None
-            else share_of_gpus(name, self.gpus, self._spec.config.launcher.inference_gpus),
+            else _share_of_gpus(name, self.gpus, self._spec.config.launcher.inference_gpus),
             checkpoint=self.checkpoint,
         )
         variables[ENV_LIFE] = str(self._launches[name])
@@ -328,3 +328,12 @@ def _subject(order: Order) -> str:
     """Key of an order: a later order with the same key replaces it."""
     about = order.label if isinstance(order, Evaluate) else order.component if isinstance(order, Without) else ""
     return f"{type(order).__name__} {about}"
+
+
+def _share_of_gpus(member: str, gpus: Sequence[str], own: int) -> Sequence[str]:
+    """Return the run's GPUs that a member sees: inference the trainer's first, or its own, which are the last."""
+    if member not in ("trainer", "inference") or own >= len(gpus):
+        return gpus
+    if member == "trainer":
+        return gpus[: len(gpus) - own]
+    return gpus[-own:] if own else gpus[:1]

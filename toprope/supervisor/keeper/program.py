@@ -162,8 +162,10 @@ def _keep(
     lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id(), attempt=status.attempt, beats=True)
 
     async def run() -> None:
-        own = Specification.read(folder).config.launcher.inference_gpus
-        spread = find_nodes(Launch.read(folder), os.environ, own)
+        launch, section = Launch.read(folder), Specification.read(folder).config.launcher
+        if launch is not None and launch.kind == "ray" and not section.room().gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves a job without GPUs all that its node has
+        spread = find_nodes(launch, os.environ, section)
         await RunLifecycle(folder, lock, programs=programs, parent=parent, spread=spread).run()
 
     try:

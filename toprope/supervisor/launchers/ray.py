@@ -87,6 +87,7 @@ class RayEngine:
         room = request.launcher.room()
         parts = [f"{room.cpus} CPUs", f"{room.gpus} GPUs" if room.gpus else ""]
         parts += [f"{room.memory_mb} MB" if room.memory_mb else "", " ".join(request.launcher.features)]
+        parts += [f"on each of {request.launcher.nodes} nodes" if request.launcher.nodes > 1 else ""]
         return f"Ray: {', '.join(part for part in parts if part)}, at {self._cluster.address}"
 
     def _ask(self, method: str, path: str, **named: Any) -> httpx.Response:

@@ -11,18 +11,22 @@ import importlib.util
 import json
 import os
 import re
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import IO, Literal
 
 from toprope.errors import ComponentFailed
 from toprope.records.run.launch import Launch
+from toprope.settings.sections.launcher import LauncherSection
 from toprope.supervisor.environment_variables import engine_variables
 from toprope.supervisor.programs import role_of
 
@@ -48,7 +52,8 @@ class Node:
     name: str
     address: str
     """An IP address or host name at which the other nodes reach it."""
-    gpus: int = 0
+    gpus: int | None = 0
+    """GPUs that the engine gave to the run; None: it counts none there, so members see those that the node has."""
     command: tuple[str, ...] = ()
     """Starts the program whose arguments follow on this node and carries its standard input and output; empty on the
     keeper's own node."""
@@ -59,94 +64,155 @@ class Node:
         return bool(self.command)
 
 
+@dataclass(frozen=True)
+class Share:
+    """A member's part of a node."""
+
+    node: Node
+    gpus: Sequence[int] | None
+    """Its GPUs by their places among those of the run on this node; None: the engine does not count them."""
+
+
 class Spread:
     """The nodes of one run. The keeper's is the first.
 
     Args:
         nodes: At least one node.
         network: See `Network`.
-        inference_gpus: GPUs of its own that inference gets on the trainer's node.
+        section: The GPUs that trainer and inference need.
+        held: Reserves the nodes until it is closed.
     """
 
-    def __init__(self, nodes: Sequence[Node], network: Network = "tls", inference_gpus: int = 0) -> None:
-        self.nodes, self.network, self._inference_gpus = list(nodes), network, inference_gpus
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        network: Network = "tls",
+        section: LauncherSection | None = None,
+        held: IO[str] | None = None,
+    ) -> None:
+        section = section or LauncherSection()
+        self.nodes, self.network, self._held = list(nodes), network, held
+        trainer = max(section.num_processes, section.resources_of("trainer").gpus)
+        own = max(section.inference_gpus, section.resources_of("inference").gpus)
+        self._needs = {"trainer": trainer, "inference": own}
+        self._shares: dict[str, Share] = {}
         self._lost: dict[str, float] = {}
+
+    def close(self) -> None:
+        """Give the nodes back, as the end of this process does."""
+        if self._held is not None:
+            self._held.close()
 
     def lose(self, node: Node) -> None:
         """Give a node no more members for a while, because the connection to it broke."""
         if node is not self.nodes[0]:
             self._lost[node.name] = time.monotonic()
 
-    def place(self, member: str) -> Node | None:
-        """Return the node for a member that starts now; None for members that stay with the keeper.
+    def place(self, member: str) -> Share | None:
+        """Return the part of a node for a member that starts now; None for members that stay with the keeper.
 
-        Trainer and inference go to nodes with GPUs, two different ones if there are two, else to the first node.
-        Drivers take turns on the other nodes. A lost node's members go to the next one.
+        Trainer and inference go to nodes with GPUs, two different ones if there are two, else to the first node, and
+        stay where they are until their node is lost. Drivers take turns on the other nodes. A lost node's members go
+        to the next one.
         """
         role, number = role_of(member), int(member.partition("-")[2] or 1)
         if role not in _SPREAD:
             return None
         alive = [node for node in self.nodes if time.monotonic() - self._lost.get(node.name, -_AVOID_S) >= _AVOID_S]
-        if role == "environment":
-            others = alive[1:] or alive
-            return others[(number - 1) % len(others)]
-        with_gpus = [node for node in alive if node.gpus] or alive[:1]
-        if role == "api":
-            return alive[0]
-        return with_gpus[0] if role == "trainer" else with_gpus[:2][-1]
+        if role in ("api", "environment"):
+            others = (alive[1:] or alive) if role == "environment" else alive[:1]
+            node = others[(number - 1) % len(others)]
+            return Share(node, None if node.gpus is None else range(node.gpus))
+        if role == "inference" and "trainer" not in self._shares:
+            self.place("trainer")
+        if role not in self._shares or self._shares[role].node not in alive:
+            self._shares[role] = self._share(role, [node for node in alive if node.gpus] or alive[:1])
+        return self._shares[role]
 
-    def inference_gpus(self) -> int | None:
-        """Return the GPUs of its own that inference gets on the trainer's node; None if it has another node."""
-        return self._inference_gpus if self.place("trainer") is self.place("inference") else None
+    def _share(self, role: str, nodes: Sequence[Node]) -> Share:
+        """Return the node on which most of the GPUs that trainer or inference needs are free, and as many of these;
+        GPUs of the other one only if none is free, or if inference needs none of its own."""
+        other = self._shares.get("inference" if role == "trainer" else "trainer")
+        needed = max(1, self._needs[role])
+
+        def beside(node: Node) -> Sequence[int]:
+            return (other.gpus or ()) if other is not None and other.node is node else ()
+
+        def free(node: Node) -> Sequence[int]:
+            return [place for place in range(node.gpus or 0) if place not in beside(node)]
+
+        node = max(nodes, key=lambda node: (min(needed, len(free(node))), not beside(node)))
+        if node.gpus is None:
+            return Share(node, None)
+        if not self._needs["inference"] and beside(node):
+            return Share(node, range(node.gpus)[:needed] if role == "trainer" else beside(node)[:1])
+        found = free(node) or range(node.gpus)
+        return Share(node, found[:needed] if role == "trainer" else found[-needed:])
 
 
-def share_of_gpus(member: str, gpus: Sequence[str], own: int) -> Sequence[str]:
-    """Return the GPUs of its node that a member sees: inference the trainer's first, or its own, which are the last."""
-    if member not in ("trainer", "inference") or own >= len(gpus):
-        return gpus
-    if member == "trainer":
-        return gpus[: len(gpus) - own]
-    return gpus[-own:] if own else gpus[:1]
-
-
-def find_nodes(launch: Launch | None, surroundings: Mapping[str, str], inference_gpus: int = 0) -> Spread | None:
+def find_nodes(
+    launch: Launch | None, surroundings: Mapping[str, str], section: LauncherSection | None = None
+) -> Spread | None:
     """Return the nodes of a run; None if all members run beside the keeper.
 
     Args:
         launch: The submission of the run's keeper to an engine, if there was one.
         surroundings: The keeper's variables, with those that the engine gave it.
-        inference_gpus: See `Spread`.
+        section: The room that the run needs on each node.
 
     Raises:
-        ComponentFailed: The engine does not tell its nodes.
+        ComponentFailed: The engine does not tell its nodes, or has no room on them.
     """
     if text := surroundings.get(ENV_NODES):
         told = json.loads(text)
         nodes = [Node(**{**node, "command": tuple(node["command"])}) for node in told["nodes"]]
-        return Spread(nodes, told["network"], inference_gpus)
+        return Spread(nodes, told["network"], section)
     if launch is None or launch.nodes < 2:
         return None
-    nodes = _nodes_of_slurm(surroundings) if launch.kind == "slurm" else _nodes_of_ray(launch.nodes)
-    return Spread(nodes, launch.network, inference_gpus)
+    if launch.kind == "slurm":
+        return Spread(_nodes_of_slurm(surroundings), launch.network, section)
+    nodes, held = _nodes_of_ray(launch.nodes, section or LauncherSection())
+    return Spread(nodes, launch.network, section, held)
 
 
-def _nodes_of_ray(count: int) -> list[Node]:
-    """Return so many nodes of the Ray cluster that has the keeper as a job, the keeper's first."""
+def _nodes_of_ray(count: int, section: LauncherSection) -> tuple[list[Node], IO[str]]:
+    """Return so many nodes of the Ray cluster that has the keeper as a job, the keeper's first, and the input of
+    the process that reserves room on the others until it is closed."""
     python, ray = sys.executable, shutil.which("ray")
     if importlib.util.find_spec("ray") is None:
         if ray is None:
             raise ComponentFailed("The nodes of the run cannot be listed: neither this interpreter nor PATH has Ray.")
         python = str(Path(ray).parent / "python")
     command = (python, "-P", str(Path(__file__).with_name("ray_step.py")))
-    return [
-        Node(
-            name=one["address"],
-            address=one["address"],
-            gpus=one["gpus"],
-            command=(*command, one["id"]) if number else (),
+    room = section.room()
+    bundle = {"CPU": room.cpus, "GPU": room.gpus, "memory": room.memory_mb * 1_000_000}
+    holder = subprocess.Popen(
+        [*command, "--nodes", str(count), json.dumps({name: much for name, much in bundle.items() if much})],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=engine_variables(os.environ),
+        start_new_session=True,
+    )
+    holder.wait()
+    assert holder.stdin is not None and holder.stdout is not None
+    with holder.stdout as answer:
+        told = answer.readline() if select.select([answer], [], [], _ASK_S)[0] else ""
+    if not told:
+        holder.stdin.close()
+        with suppress(ProcessLookupError):
+            os.killpg(holder.pid, signal.SIGKILL)
+        raise ComponentFailed(
+            f"Ray gave no room on {count - 1} further nodes for {room.cpus} CPUs, {room.gpus} GPUs and "
+            f"{room.memory_mb} MB on each.",
+            hint="Start it again once Ray has room, or lower launcher.nodes or launcher.resources (see keeper.log).",
         )
-        for number, one in enumerate(json.loads(_ask([*command, "--nodes", str(count)])))
-    ]
+    first, *others = json.loads(told)
+    nodes = [Node(name=first["address"], address=first["address"], gpus=room.gpus)]
+    for one in others:
+        started = (*command, one["id"], ",".join(one["gpus"]))
+        nodes.append(Node(name=one["address"], address=one["address"], gpus=len(one["gpus"]), command=started))
+    return nodes, holder.stdin
 
 
 def _nodes_of_slurm(surroundings: Mapping[str, str]) -> list[Node]:
@@ -157,17 +223,17 @@ def _nodes_of_slurm(surroundings: Mapping[str, str]) -> list[Node]:
     names = _ask(["scontrol", "show", "hostnames", surroundings.get("SLURM_JOB_NODELIST", "")]).split()
     here = surroundings.get("SLURMD_NODENAME", socket.gethostname())
     names.sort(key=lambda name: name != here)
-    gpus = surroundings.get("SLURM_GPUS_ON_NODE", "0")
+    given = surroundings.get("SLURM_GPUS_ON_NODE", "")
     found = []
     for number, name in enumerate(names):
         shown = _ask(["scontrol", "-o", "show", "node", name])
-        address = re.search(r"NodeAddr=(\S+)", shown)
+        address, counted = re.search(r"NodeAddr=(\S+)", shown), re.search(r"Gres=\S*\bgpu\b", shown)
         step = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--mem=0", "--export=ALL", "--unbuffered")
         found.append(
             Node(
                 name=name,
                 address=address[1] if address else name,
-                gpus=int(gpus) if gpus.isdecimal() else 0,
+                gpus=int(given) if given.isdecimal() else 0 if counted else None,
                 command=(*step, f"--nodelist={name}") if number else (),
             )
         )

@@ -55,16 +55,15 @@ from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import role_of
 from toprope.supervisor.spread.credentials import contexts
 from toprope.supervisor.spread.gate import Gate
-from toprope.supervisor.spread.nodes import share_of_gpus
 
 if TYPE_CHECKING:
     from toprope.supervisor.spread.weights import WeightMirror, WeightSource
 
 LEASE_S = 15.0
 """An outpost on another node ends its member if it hears nothing of the keeper for so long."""
+GPUS = "CUDA_VISIBLE_DEVICES"
 _MEASURE_EVERY_S = 4.0
 _DRAIN_S = 0.5
-_GPUS = "CUDA_VISIBLE_DEVICES"
 _WEIGHTS = "weights"
 """The name under which the trainer's node offers weights."""
 
@@ -89,8 +88,8 @@ class Request(msgspec.Struct):
     """The member runs in a pid namespace, where that works."""
     identity: str
     """Certificate and key; empty on a trusted network."""
-    inference_gpus: int | None = None
-    """Of the GPUs that trainer and inference share; None: the member sees all of its node's."""
+    gpus: list[int] | None = None
+    """See `Share.gpus`."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,13 @@ def main(arguments: list[str] | None = None) -> int:
     if role_of(request.member) in ("trainer", "inference"):
         weights = Path(tempfile.mkdtemp(prefix="toprope-weights-"))
         request.variables[ENV_WEIGHTS] = str(weights)
-    if request.is_far:  # the numbers of GPUs are those of a node
-        request.variables.pop(_GPUS, None)
-        request.variables |= {_GPUS: own} if (own := os.environ.get(_GPUS)) is not None else {}
-    if request.inference_gpus is not None and (seen := request.variables.get(_GPUS)):
-        request.variables[_GPUS] = ",".join(share_of_gpus(request.member, seen.split(","), request.inference_gpus))
+    if request.is_far:  # the ids of GPUs are those of a node
+        request.variables.pop(GPUS, None)
+        request.variables |= {GPUS: own} if (own := os.environ.get(GPUS)) is not None else {}
+    if request.gpus is not None:
+        ids = [one for one in request.variables.get(GPUS, "").split(",") if one]
+        named = [ids[place] for place in request.gpus if place < len(ids)] if ids else map(str, request.gpus)
+        request.variables[GPUS] = ",".join(named)
     try:
         started = _start(request)
         return asyncio.run(_Outpost(request, started, Gate(request.node, request.address, tls), weights).run())

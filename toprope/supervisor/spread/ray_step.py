@@ -1,7 +1,11 @@
 """Runs a program on another node of a Ray cluster and carries its standard input and output.
 
-    python ray_step.py NODE_ID PROGRAM ARGUMENT...    below a keeper that is a job of the cluster
-    python ray_step.py --nodes COUNT                  so many nodes as JSON, that of this process first
+    python ray_step.py NODE_ID GPUS PROGRAM ARGUMENT...    below a keeper that is a job of the cluster
+    python ray_step.py --nodes COUNT ROOM                  so many nodes as JSON, that of this process first
+
+The second form reserves the room, given as JSON, on each of the other nodes until its input ends. It leaves its parent
+at once, because a keeper kills children that it does not know. The program sees the GPUs with these ids and no others;
+Ray leaves an actor without GPUs all that its node has.
 
 It needs nothing but Ray, whose interpreter may be another than the keeper's. The program runs below an actor, and Ray
 kills it with the actor: when this process, or its node, goes. What must outlive that for a moment, the guard of a
@@ -16,7 +20,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 _CHUNK = 1 << 16
@@ -39,30 +42,54 @@ def _connect() -> Any:
     return ray
 
 
-def list_nodes(count: int) -> list[dict[str, Any]]:
-    """Return so many live nodes, that of this process first, or fewer if no more appear within a minute; `gpus` counts
-    those that Ray manages."""
+class _Holder:
+    """The actor that holds the GPUs of one node."""
+
+    def gpus(self) -> list[str]:
+        """Return their ids on the node."""
+        import ray
+
+        return [str(number) for number in ray.get_gpu_ids()]
+
+
+def reserve_nodes(count: int, room: dict[str, float]) -> int:
+    """Print so many nodes as JSON, that of this process first, and hold room on each of the others until this process's
+    input ends; return 1 if Ray does not give it within a minute."""
     ray = _connect()
-    here, limit = ray.get_runtime_context().get_node_id(), time.monotonic() + _APPEAR_S
-    while sum(node["Alive"] for node in ray.nodes()) < count and time.monotonic() < limit:
-        time.sleep(0.5)
-    found = [
-        {
-            "id": node["NodeID"],
-            "address": node["NodeManagerAddress"],
-            "gpus": int(node["Resources"].get("GPU", 0)),
-        }
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    return sorted(found, key=lambda node: (node["id"] != here, -node["gpus"], node["address"]))[:count]
+    from ray.util import placement_group, placement_group_table
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    # The first bundle keeps the others off this node, whose room belongs to the job.
+    group = placement_group([{f"node:{addresses[here]}": 0.001}, *[room] * (count - 1)], strategy="STRICT_SPREAD")
+    if not group.wait(_APPEAR_S):
+        has = [{name: node["Resources"].get(name, 0) for name in room} for node in ray.nodes() if node["Alive"]]
+        print(f"no {count - 1} further nodes have room for {room} now; the nodes have {has}", file=sys.stderr)
+        return _LOST
+    addresses |= {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    found, holders = [{"address": addresses[here]}], []
+    for index, node in sorted(placement_group_table(group)["bundles_to_node_id"].items()):
+        if not index:
+            continue
+        gpus: list[str] = []
+        if "GPU" in room:
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            options = {"num_cpus": 0, "num_gpus": room["GPU"], "scheduling_strategy": strategy}
+            holders.append(ray.remote(**options)(_Holder).remote())
+            gpus = ray.get(holders[-1].gpus.remote(), timeout=_APPEAR_S)
+        found.append({"address": addresses[node], "id": node, "gpus": gpus})
+    print(json.dumps(found), flush=True)
+    sys.stdin.read()
+    return 0
 
 
 class _Remote:
     """The actor: one program with pipes."""
 
-    def __init__(self, command: list[str]) -> None:
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, command: list[str], gpus: str) -> None:
+        variables = os.environ | {"CUDA_VISIBLE_DEVICES": gpus}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables)
 
     def write(self, data: bytes) -> None:
         """Write to the program; no data: end its input."""
@@ -86,15 +113,16 @@ class _Remote:
         return self._process.wait()
 
 
-def run_on(node: str, command: list[str]) -> int:
+def run_on(node: str, gpus: str, command: list[str]) -> int:
     """Run a program on a node; return its exit code, or 1 if it was lost with its node."""
     ray = _connect()
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     where = NodeAffinitySchedulingStrategy(node, soft=False)
-    # The job's place has the room; the actor itself reserves nothing. Writes keep their order beside a waiting read.
+    # The room is reserved by `reserve_nodes`, not by the actor. Writes keep their order beside a waiting read.
     groups = {"input": 1, "output": 1}
-    remote = ray.remote(num_cpus=0, concurrency_groups=groups, scheduling_strategy=where)(_Remote).remote(command)
+    made = ray.remote(num_cpus=0, concurrency_groups=groups, scheduling_strategy=where)(_Remote)
+    remote = made.remote(command, gpus)
     write, read = (
         call.options(concurrency_group=group) for call, group in ((remote.write, "input"), (remote.read, "output"))
     )
@@ -117,11 +145,10 @@ def run_on(node: str, command: list[str]) -> int:
 
 def main() -> int:
     """Run the program; return its exit code."""
-    first, *command = sys.argv[1:]
+    first, second, *command = sys.argv[1:]
     if first == "--nodes":
-        print(json.dumps(list_nodes(int(command[0]))))
-        return 0
-    return run_on(first, command)
+        return 0 if os.fork() else reserve_nodes(int(second), json.loads(command[0]))
+    return run_on(first, second, command)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from toprope.supervisor.keeper.spawner import SpawnedGuard, Spawner, SpawnReques
 from toprope.supervisor.programs import role_of
 from toprope.supervisor.spread.credentials import make_identity
 from toprope.supervisor.spread.nodes import Node, Spread
-from toprope.supervisor.spread.outpost import LEASE_S, Request
+from toprope.supervisor.spread.outpost import GPUS, LEASE_S, Request
 
 _PING_EVERY_S = 3.0
 _MOST_UNSENT = 1 << 20
@@ -48,9 +48,10 @@ class SpreadSpawner:
 
     def spawn(self, member: str, request: SpawnRequest) -> SpawnedGuard:
         """See `Spawner.spawn`."""
-        node = self._spread.place(member)
-        if node is None:
+        share = self._spread.place(member)
+        if share is None:
             return self._local.spawn(member, request)
+        node = share.node
         lock = None if request.lock is None or node.is_far else request.lock.fileno()
         inherits = [] if node.is_far else list(request.inherits)
         path = self._scratch / f"request-{member}.json"
@@ -70,16 +71,19 @@ class SpreadSpawner:
             is_far=node.is_far,
             is_contained=level_from(os.environ) == BUBBLEWRAP,
             identity=self._identity,
-            inference_gpus=self._spread.inference_gpus(),
+            gpus=None if share.gpus is None else list(share.gpus),
         )
         write_text(path, msgspec.json.encode(told).decode())
+        surroundings = engine_variables(os.environ)
+        if node.is_far:  # Slurm's steps would inherit those of the keeper's node
+            surroundings.pop(GPUS, None)
         with open(request.log, "ab", opener=_private) as log:
             process = subprocess.Popen(
                 [*node.command, sys.executable, "-P", "-m", "toprope.supervisor.spread.outpost", str(path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=engine_variables(os.environ),
+                env=surroundings,
                 cwd=request.folder,
                 pass_fds=[*inherits, *([] if lock is None else [lock])],
                 start_new_session=True,
@@ -95,6 +99,7 @@ class SpreadSpawner:
         """See `Spawner.close`."""
         self._local.close()
         self._closed.set()
+        self._spread.close()
 
     def _ping(self) -> None:
         """Tell all outposts that the keeper lives; in a thread, because slow storage may hold up the event loop."""
