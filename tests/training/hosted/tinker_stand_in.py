@@ -109,7 +109,7 @@ class TinkerStandIn:
         self.deleted: list[str] = []
         self.refusal: tuple[str, int, str] | None = None
         """A part of a path, a status and a text: what requests with that path get."""
-        self._lock = threading.Lock()
+        self._lock, self._open = threading.Lock(), False
         routes = [
             Route("/api/v1/{name:path}", self._answer, methods=["GET", "POST", "DELETE"]),
             Route("/files/{name}", lambda request: Response(b"adapters")),
@@ -137,6 +137,7 @@ class TinkerStandIn:
         with self._lock:
             self.seen.append(name)
             self.keys.add(request.headers.get("x-api-key", ""))
+            self._open = request.headers.get("x-stainless-package-version", "").startswith("0.24.")
             if self.refusal is not None and self.refusal[0] in name:
                 return JSONResponse({"detail": self.refusal[2]}, self.refusal[1])
             if request.headers.get("x-api-key") != KEY:
@@ -192,7 +193,7 @@ class TinkerStandIn:
     def _save(self, given: Any, kind: str) -> Response:
         if not re.fullmatch("[a-zA-Z0-9_-]+", given["path"]):  # as SkyRL's server does
             return JSONResponse({"detail": f"{given['path']} is no name"}, 422)
-        path = f"tinker://{given['model_id']}/{kind}/{given['path']}"
+        path = "/".join(filter(None, ("tinker:/", given["model_id"], kind, given["path"])))
         if given["model_id"] not in self.models:
             return JSONResponse({"detail": "model not loaded"}, 404)
         self.saved[path] = self.models[given["model_id"]].copy()
@@ -202,7 +203,8 @@ class TinkerStandIn:
         return self._save(given, "weights")
 
     def _save_weights_for_sampler(self, given: Any) -> Response:
-        return self._save(given, "sampler_weights")
+        # Open servers, which speak to that client alone, do not name the kind in a path.
+        return self._save(given, "" if self._open else "sampler_weights")
 
     def _save_weights_external(self, given: Any) -> Response:
         return self._save(given, "external_weights")

@@ -174,8 +174,10 @@ class Service:
             saved = self.wait("export adapters", lambda: training.save_weights_external(name, KEPT_S).result())
             urls = self.wait("name the files", lambda: rest.get_external_weights_urls(saved.path).result()).urls
         else:
-            archive = rest.get_checkpoint_archive_url_from_tinker_path
-            urls = {"adapter.tar.gz": self.wait("name the archive", lambda: archive(sampler).result()).url}
+            # The client's own parser refuses the paths of open servers, which do not name the kind of weights.
+            run, _, saved = sampler.removeprefix("tinker://").partition("/")
+            archive = rest.get_checkpoint_archive_url
+            urls = {"adapter.tar.gz": self.wait("name the archive", lambda: archive(run, saved).result()).url}
         return [self.wait(f"send {one}", lambda one=one: _fetched(urls[one], folder, one)) for one in urls]  # type: ignore[misc]
 
     def _made(self, doing: str, make: Callable[[], Any]) -> Any:
