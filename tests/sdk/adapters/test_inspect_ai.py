@@ -47,8 +47,9 @@ places: list[dict[str, str]] = []
 
 
 @pytest.fixture
-def inspect(stand_in: Callable[..., None]) -> Callable[..., OwnLoop]:
+def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., OwnLoop]:
     """A function that makes the environment of a task; its evaluations call `evaluate(samples, sessions)`."""
+    monkeypatch.setenv("OPENAI_API_KEY", "of the owner")
 
     def make(
         samples: list[Sample],
@@ -181,7 +182,7 @@ def test_task_without_scorer_plays_and_scores_the_lowest(inspect: Callable[..., 
 def test_bridged_agents_need_no_key_and_tokens_are_counted_without_a_file(
     inspect: Callable[..., OwnLoop], stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY")
     inspect([])
     assert os.environ["OPENAI_API_KEY"] == "none"
     kinds: list[Callable[[], Any]] = []
