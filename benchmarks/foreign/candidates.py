@@ -97,7 +97,7 @@ def _textarena(root: Path) -> Iterator[Candidate]:
     registry = root / "LeonGuertler+TextArena/textarena/envs/__init__.py"
     if not file.is_file() or not registry.is_file():
         return
-    for game in sorted(set(re.findall(r"id=\"([A-Za-z0-9]+-v0)\"", registry.read_text()))):
+    for game in sorted(set(re.findall(r"(?m)^register\w*\(\s*id=\"(\w+-v0)\"", registry.read_text()))):
         yield Candidate("textarena", f"TextArena/{game}", (str(root / "LeonGuertler+TextArena"),), f"textarena/{game}")
 
 

@@ -29,6 +29,15 @@ def test_a_seed_decides_the_draw(tmp_path):
     assert all(list(collect(tmp_path / "nothing")) == [] for name, collect in COLLECTORS.items() if name[0] not in "rv")
 
 
+def test_games_that_their_author_took_out_are_not_drawn(tmp_path):
+    envs = tmp_path / "LeonGuertler+TextArena/textarena/envs"
+    envs.mkdir(parents=True)
+    (envs / "registration.py").write_text("")
+    (envs / "__init__.py").write_text('register(id="Hex-v0")\n# register(id="Old-v0")\nregister(id="Hex-v0-raw")\n')
+    [game] = COLLECTORS["textarena"](tmp_path)
+    assert game.entry == "textarena/Hex-v0" and game.add == (str(tmp_path / "LeonGuertler+TextArena"),)
+
+
 def test_only_a_refused_connection_to_a_host_is_left_out():
     def result(**fields):
         return Result(Candidate("verifiers", "x"), **fields)
