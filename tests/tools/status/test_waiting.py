@@ -429,10 +429,11 @@ def test_runs_without_news_are_named_in_one_line(house):
     folders = [start() for _ in range(5)]
     ids = [folder.run_id for folder in folders]
     first = do(check_status, shop, run_ids=ids)
+    assert f"{ids[0]}: queued" in first.text and "Without news: 4 queued." in first.text
     step(folders[0], 3)
     answer = do(check_status, shop, run_ids=ids, cursor=first.data.cursor)
     assert f"{ids[0]}: training" in answer.text
-    assert "Unchanged: 4 queued." in answer.text
+    assert "Without news: 4 queued." in answer.text
     told = sent(answer.data)
     assert [run["numbers"]["step"] for run in told["runs"]] == [3] and told["unchanged"] == {"queued": 4}
     assert "environment" not in told["runs"][0] and "kind" not in told["runs"][0]  # told before

@@ -86,10 +86,11 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
         known: The caller's cursor, which may contain more runs.
         patience: The wait asked for.
     """
-    causes = {look.run_id: _causes(workshop, look) for look in waited.looks}
+    many = len(waited.looks) > _SHORT
+    causes = {look.run_id: _causes(workshop, look, many) for look in waited.looks}
     places_of = {look.run_id: _places(workshop, look) for look in waited.looks}
     for most in _EVENTS:
-        told = [_told(look, most, causes[look.run_id], *places_of[look.run_id]) for look in waited.looks]
+        told = [_told(look, most, many, causes[look.run_id], *places_of[look.run_id]) for look in waited.looks]
         answer = _answer(told, waited, known, patience)
         if tokens(answer) <= TOKEN_BUDGET:
             break
@@ -108,10 +109,10 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     until = [one.name for one in patience.until if not (one.stays_met and one.name in done)]
     goes_on = {"until": until} if until else {}
     following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
-    many = len(told) > _SHORT
-    same = Counter(one.item.state for one in told if many and not one.new)
+    shown = _shown(told) if len(told) > _SHORT else told
+    same = Counter(one.item.state for one in told if one not in shown)
     data = answers.StatusAnswer(
-        runs=[one.item for one in told if one.new or not many],
+        runs=[one.item for one in shown],
         unchanged=dict(same),
         met=[answers.MetCondition(run_id=one.run_id, condition=one.condition) for one in met],
         cursor=places.format_cursor(at),
@@ -126,15 +127,22 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
         lines.append(f"No condition of until was met{_after(patience, waited)}{'' if live else ' before the end'}.")
     elif patience.cut:
         lines.append(f"This wait was limited to {duration(patience.longest_s)}: the client drops longer calls.")
-    lines += [one.text for one in told if one.new or not many]
+    lines += [one.text for one in shown]
     if same:
-        lines.append(f"Unchanged: {', '.join(f'{many} {state}' for state, many in same.items())}.")
+        lines.append(f"Without news: {', '.join(f'{many} {state}' for state, many in same.items())}.")
     if live:
         lines.append(following)
     ended = [one.item.run_id for one in told if one.item.state not in LIVE and (one.new or not live)]
     if ended:
         lines.append(f"Ended: {', '.join(call('get_results', run_id=run_id) for run_id in ended[:3])}")
     return Answer("\n".join(lines), data)
+
+
+def _shown(told: Sequence[_Told]) -> list[_Told]:
+    """Return the runs of many that an answer tells of: those with news, and of those that just queued the first."""
+    new = [one for one in told if one.new]
+    queued = [one for one in new if one.item.state == "queued" and not one.item.events]
+    return [one for one in new if one not in queued[1:]]
 
 
 def _after(patience: Patience, waited: Waited) -> str:
@@ -151,8 +159,12 @@ def _briefly(told: Sequence[_Told]) -> str:
     return text if len(shown) == len(told) else f"{text} And {plural(len(told) - len(shown), 'more run')}."
 
 
-def _causes(workshop: Workshop, look: Look) -> str:
-    """Return the likeliest causes if a run has ended that has any, or did not learn; else an empty text."""
+def _causes(workshop: Workshop, look: Look, many: bool) -> str:
+    """Return the likeliest causes if a run has ended that has any, or did not learn; else an empty text.
+
+    Args:
+        many: Leave out the differences from the preset, if there are causes.
+    """
     status = look.status
     if not status.ended or look.told_the_end or not status.run_kind.trains:
         return ""
@@ -162,7 +174,7 @@ def _causes(workshop: Workshop, look: Look) -> str:
     except (NotFound, Corrupt, ValueError):
         return ""
     verdict = "No difference shown: held-out accuracy did not rise. " if learned(status) is False else ""
-    if found.differs and (found.causes or verdict):
+    if found.differs and (found.causes or verdict) and not (many and found.causes):
         return f"{verdict}{short_causes(found)} It differs from the preset in {differing(found.differs)}."
     return f"{verdict}{short_causes(found)}".rstrip()
 
@@ -192,10 +204,13 @@ def _exited(one: CrewMember) -> str:
     return f"{one.state} ({'killed' if one.exit_code is None else one.exit_code})"
 
 
-def _told(look: Look, most: int, causes: str = "", logs: str = "", trackers: Mapping[str, str] | None = None) -> _Told:
+def _told(
+    look: Look, most: int, many: bool, causes: str = "", logs: str = "", trackers: Mapping[str, str] | None = None
+) -> _Told:
     """Return one run's part with at most `most` events: the next ones after a cursor, or else the newest.
 
     Args:
+        many: Leave out components and trackers of a run that is well; an answer about it alone has them.
         causes: Of an ended run, from `_causes`.
         logs, trackers: From `_places`.
     """
@@ -229,7 +244,7 @@ def _told(look: Look, most: int, causes: str = "", logs: str = "", trackers: Map
     parts = components(status)
     exited = [f"{name} {how}" for name, how in parts.items() if how.startswith("exited")]
     known_already = stamp is not None and not exited and not (status.ended and not look.told_the_end)
-    if known_already:
+    if known_already or (many and not exited):
         parts, trackers = {}, {}
     line += "".join(f" {name}: {place}." for name, place in (trackers or {}).items())
     if exited:
@@ -287,11 +302,11 @@ def _open_checks(status: Status) -> dict[str, str]:
 
 def _structured(event: Event) -> dict[str, Any]:
     """Return what programs need of an event; the text has the sentences, and get_results the rest of a finding."""
-    kept = _OF_FINDING if event.kind == "finding" else event.data
-    return {
-        "kind": event.kind,
-        "data": {key: event.data[key] for key in kept if event.data.get(key) not in (None, "", {})},
-    }
+    data = event.data
+    if event.kind == "evaluation" and isinstance(data.get("summary"), dict):
+        data = {"label": data.get("label"), "accuracy": data["summary"].get("accuracy")}
+    kept = _OF_FINDING if event.kind == "finding" else data
+    return {"kind": event.kind, "data": {key: data[key] for key in kept if data.get(key) not in (None, "", {})}}
 
 
 def _failure(failure: dict[str, Any], most: int) -> dict[str, Any]:
