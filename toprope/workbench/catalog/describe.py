@@ -48,6 +48,7 @@ _FOREIGN = (
 _JUDGES_ITSELF = (
     "If its scorer asks a model, the policy in training judges itself unless environment.model_roles names a grader."
 )
+_SHUT = re.compile(r"\[Errno (?:13|30)\]|Read-only file system|PermissionError")
 _LACKS = re.compile(
     r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
 )
@@ -316,6 +317,12 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
                 f"{entry.name} raised {named(failure.type)}: {marked(failure.message, _LONGEST)}{place}.",
                 hint=f"Its text asks for {what}. If the owner agrees, they repeat its toprope env add with "
                 "--requirement and that package.",
+            )
+        if _SHUT.search(failure.message) and entry.ecosystem != "toprope":
+            return EnvironmentFailed(
+                f"{entry.name} raised {named(failure.type)}: {marked(failure.message, _LONGEST)}{place}.",
+                hint="Behind its wall it writes only below its HOME and TMPDIR. The owner may make the folder and list "
+                f"it in settings.yaml, environment: {{{entry.name}: {{writes: [FOLDER]}}}}, or trust it.",
             )
         if failure.kind == "load":
             return EnvironmentFailed(
