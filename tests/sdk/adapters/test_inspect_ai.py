@@ -59,7 +59,7 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
         target: str = "package/sums",
     ) -> OwnLoop:
         task = Thing(dataset=samples, sandbox=None, scorer=list(scorers), model_roles={"critic": "other/model"})
-        task.early_stopping = "some"
+        task.early_stopping, task.model = "some", "mockllm/model"
 
         async def eval_async(asked: list[Sample], model: dict[str, Any], **settings: Any) -> list[Thing]:
             assert settings["model_roles"].keys() == {"grader", "critic"} and model["plays"] == ""
@@ -77,6 +77,7 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
 
         def task_with(task: Thing, dataset: list[Sample], epochs: int) -> list[Sample]:
             assert task.early_stopping is None, "rollouts are no repetitions of an evaluation"
+            assert task.model is None, "the policy answers"
             return dataset
 
         values = {"C": 1.0, "I": 0.0}

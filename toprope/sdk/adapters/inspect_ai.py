@@ -289,6 +289,7 @@ def _copied(task: Any) -> Any:
 
     copied = copy.copy(task)  # task_with modifies its argument
     copied.early_stopping = None  # It would leave out samples that others make redundant for an evaluation.
+    copied.model = None  # The policy answers, whichever model the author names.
     return copied
 
 
