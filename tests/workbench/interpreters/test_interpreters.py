@@ -154,6 +154,24 @@ def test_only_a_project_s_own_files_reach_its_packages(left_out: tuple[Path, Pat
     assert files_in(site) == ["pkg", "pkg/__init__.py", "pkg/data.json"]
 
 
+def test_single_module_gets_what_it_names_beside_it(left_out: tuple[Path, Path]) -> None:
+    """As verifiers' community environment gpu_puzzles: a wheel of one module, which reads a file beside itself."""
+    project, site = left_out
+    for name in ("puzzles.json", "levels/one.txt", "levels/.env", "helper.py", "unnamed.json", "tests/test_game.py"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("1")
+    game = "from pathlib import Path\nimport helper\nhere = Path(__file__).parent\n"
+    game += "text = (here / 'puzzles.json').read_text() + open(f'{here}/levels/one.txt').read()\n"
+    for folder in (project, site):
+        (folder / "game.py").write_text(game + "leaked = here / '.env'\n")
+    (site / "pkg" / "__init__.py").unlink()
+    (site / "pkg-1.dist-info" / "RECORD").write_text("game.py,,\n")
+    installing._complete(project, site)
+    assert files_in(site) == ["game.py", "helper.py", "levels", "levels/one.txt", "pkg", "puzzles.json"]
+    says = [sys.executable, "-S", "-c", "import game; print(game.text)"]
+    assert subprocess.run(says, cwd=site, capture_output=True, text=True, timeout=60).stdout == "11\n"
+
+
 def test_source_folder_that_leads_out_of_a_project_is_not_copied(left_out: tuple[Path, Path]) -> None:
     project, site = left_out
     (project / "pkg").rename(project.parent / "pkg")

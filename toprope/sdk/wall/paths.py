@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["DEVICES", "SYSTEM", "data_paths", "folders_above", "interpreter_paths", "source_paths", "without"]
+__all__ = ["DEVICES", "SYSTEM", "data_paths", "folders_above", "imported_by", "interpreter_paths", "source_paths", "without"]
 
 _ETC = (
     *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld.so.preload", "alternatives", "os-release", "debian_version"),
@@ -145,14 +145,15 @@ def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
             return []
     if not above or any(_is_broad(one) or os.path.realpath(one) in shut for one in (*above, folder)):
         return []
-    imported = _imported(file)
+    imported = imported_by(file)
     return [
         one for one in above if any(_is_package(one, rest) for name, rest in imported if name == os.path.basename(one))
     ]
 
 
-def _imported(file: str) -> set[tuple[str, str]]:
-    """The absolute imports of a file: the top package, and the path of the rest, as in `("games", "chess/rules")`."""
+def imported_by(file: str) -> set[tuple[str, str]]:
+    """The absolute imports of a file: the top package, and the path of the rest, as in `("games", "chess/rules")`; none if
+    it cannot be read."""
     from pathlib import Path
 
     from toprope.sdk.discovery import parse

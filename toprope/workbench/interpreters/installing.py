@@ -6,6 +6,7 @@ version that Toprope runs, and a GPU build is refused if Toprope's own is a CPU 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import json
@@ -26,6 +27,8 @@ from packaging.utils import canonicalize_name
 
 from toprope.errors import EnvironmentFailed
 from toprope.records.run.manifest import site_packages_of
+from toprope.sdk.discovery import parse
+from toprope.sdk.wall.paths import imported_by
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
@@ -329,12 +332,14 @@ def _complete(project: Path, site: Path | None) -> None:
         return
     [((root, inside), _)] = roots.most_common(1)
     packages = {Path(module.parent) for module in modules} - {Path()}
+    named = {name for module in modules if len(module.parts) == 1 for name in _named_in(site / module)}
     copies: dict[Path, Path] = {}
-    for file in _files_to_copy(root):
+    for file in () if root.is_symlink() else _files_of(root):  # a project's `src`
         place = inside / file.relative_to(root)
         target = site / place
         taken = target.exists() or any(parent.is_file() for parent in target.parents)
-        if packages.intersection(place.parents) and not taken:
+        wanted = packages.intersection(place.parents) or place.parts[0] in named
+        if wanted and not taken and not _is_kept_back(file, root):
             copies[target] = file
     if (total := sum(file.stat().st_size for file in copies.values())) > _MOST_COPIED:
         raise EnvironmentFailed(
@@ -347,32 +352,30 @@ def _complete(project: Path, site: Path | None) -> None:
         shutil.copy2(file, target, follow_symlinks=False)
 
 
-def _files_to_copy(root: Path) -> Iterator[Path]:
-    """Yield a project's own files: no links, hidden files, start hooks, .pth files or environments."""
-    if root.is_symlink():  # a project's `src`
-        return
+def _named_in(module: Path) -> set[str]:
+    """Return the names by which a module can reach what lies beside it: its imports, and parts of paths in its texts."""
+    try:
+        texts = [one.value for one in ast.walk(parse(module)) if isinstance(one, ast.Constant)]
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    imported = {name for name, _ in imported_by(str(module))}
+    return {part for text in texts for part in str(text).split("/")} | imported | {f"{name}.py" for name in imported}
+
+
+def _is_kept_back(file: Path, root: Path) -> bool:
+    """Return True for what must not reach an interpreter: links, hidden files, start hooks, .pth files."""
+    hidden = any(part.startswith(".") for part in file.relative_to(root).parts)
+    return hidden or file.is_symlink() or file.name in _HOOKS or file.suffix == ".pth"
+
+
+def _files_of(root: Path) -> Iterator[Path]:
+    """Yield a project's own files, without environments and what builds leave behind."""
     for place, folders, names in os.walk(root):
         if "pyvenv.cfg" in names:
             folders.clear()
             continue
-        folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in _SKIPPED)
-        folders[:] = [one for one in folders if not one.endswith(".egg-info")]
-        for name in sorted(names):
-            file = Path(place, name)
-            if not name.startswith(".") and name not in _HOOKS and file.suffix != ".pth":
-                if file.is_file() and not file.is_symlink():
-                    yield file
-
-
-def _files_of(project: Path) -> list[Path]:
-    """Return a project's own files."""
-    return [
-        path
-        for path in sorted(project.rglob("*"))
-        if path.is_file()
-        and not _SKIPPED.intersection(inside := path.relative_to(project).parts)
-        and not any(part.endswith(".egg-info") for part in inside)
-    ]
+        folders[:] = sorted(one for one in folders if one not in _SKIPPED and not one.endswith(".egg-info"))
+        yield from (file for name in sorted(names) if (file := Path(place, name)).is_file())
 
 
 def _local(url: str) -> Path | None:
@@ -385,7 +388,7 @@ def _content(place: Path | None) -> str:
     if place is None:
         return ""
     whole = hashlib.sha256()
-    for file in [place] if place.is_file() else _files_of(place):
+    for file in [place] if place.is_file() else sorted(_files_of(place)):
         inside = file.relative_to(place).parts
         whole.update(f"{'/'.join(inside)}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return whole.hexdigest()
