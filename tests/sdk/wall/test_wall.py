@@ -128,6 +128,55 @@ def test_closed_folder_within_sources_stays_closed_unless_it_is_declared(tmp_pat
 
 
 @landlock
+def test_hidden_files_of_sources_stay_closed_unless_they_are_declared(tmp_path: Path) -> None:
+    code, names = tmp_path / "code", (".env", "data/.git/config", "data/rows", "data/deep/row", "key", "linked/.netrc")
+    for name in names:
+        (code / name).parent.mkdir(parents=True, exist_ok=True)
+        (code / name).write_text("text")
+    (code / "key").unlink()
+    (code / "key").symlink_to(code / ".env")
+    (code / "out").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_text("text")
+    file = code / "reads.py"
+    file.write_text(
+        "import os\ndef work():\n    found = [sorted(os.listdir(os.path.dirname(__file__)))]\n"
+        f"    for name in {(*names, 'out')!r}:\n"
+        "        try: found.append(open(os.path.join(os.path.dirname(__file__), name)).read())\n"
+        "        except PermissionError: found.append('closed')\n    return found\n"
+    )
+    source = EnvironmentSource(name="reads", file=str(file), attribute="work")
+    listed = [".env", "data", "key", "linked", "out", "reads.py"]
+    found, _ = asked(environment_wall(Walls(), source), file)
+    assert found == [listed, "closed", "closed", "text", "text", "closed", "closed", "closed"]
+    declared = Walls(rights={"reads": {"reads": (str(code / ".env"),)}})
+    found, _ = asked(environment_wall(declared, source), file)
+    assert found == [listed, "text", "closed", "text", "text", "text", "closed", "closed"]
+
+
+@landlock
+def test_package_of_a_file_is_opened_and_not_what_lies_beside_it(tmp_path: Path) -> None:
+    package, other = tmp_path / "projects" / "games", tmp_path / "projects" / "other"
+    for folder in (package / "chess", other):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "words.py").write_text("WORD = 'shared'\n")
+    (other / "word.py").write_text("WORD = 'of another'\n")
+    file = package / "chess" / "env.py"
+    file.write_text(
+        f"from games.words import WORD\ndef work():\n    try: return WORD, open({str(other / 'word.py')!r}).read()\n"
+        "    except OSError as error: return WORD, type(error).__name__\n"
+    )
+    source = EnvironmentSource(name="chess", file=str(file), attribute="work")
+    assert asked(environment_wall(Walls(), source), file)[0] == ["shared", "PermissionError"]
+    (tmp_path / "projects" / "pyproject.toml").touch()  # so they are parts of one project
+    file.write_text(
+        "from games.words import WORD\ndef work():\n    from other import word\n    return WORD, word.WORD\n"
+    )
+    assert asked(environment_wall(Walls(), source), file)[0] == ["shared", "of another"]
+
+
+@landlock
 def test_file_of_a_repository_imports_by_the_names_of_folders_above_it(tmp_path: Path) -> None:
     root = tmp_path / "home" / "repository"
     file = root / "games" / "chess" / "env.py"
@@ -186,8 +235,8 @@ def test_files_saved_in_toprope_s_home_open_nothing_above_them(tmp_path: Path) -
         EnvironmentSource(name="saved", file=str(file), attribute="Saved"),
         EnvironmentSource(name="saved", adapter="trl", target=json.dumps({"file": str(file)})),
     ):
-        assert str(package) not in environment_wall(walls, source).reads
-        assert str(package) in environment_wall(Walls(), source).reads
+        assert str(package) not in environment_wall(walls, source).sources
+        assert str(package) in environment_wall(Walls(), source).sources
 
 
 def test_missing_wall_is_marked_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +406,7 @@ def test_paths_of_sources_and_targets(tmp_path: Path, monkeypatch: pytest.Monkey
     package.mkdir(parents=True)
     for file in (package / "__init__.py", package / "env.py", package / "rows.jsonl"):
         file.write_text("")
-    assert str(tmp_path / "project") in paths.source_paths(str(package / "env.py"))
+    assert set(paths.source_paths(str(package / "env.py"))) == {str(package / "env.py"), str(package)}
     target = {"rows": str(package / "rows.jsonl"), "file": "nothing", "deep": [{"command": ["sh", "-c", "true"]}]}
     found = paths.data_paths(json.dumps(target))
     assert str(package / "rows.jsonl") in found and str(tmp_path) not in found

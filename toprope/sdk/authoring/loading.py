@@ -27,7 +27,7 @@ from typing import Any
 from toprope.sdk.authoring.environment import Environment
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import Failure, LoadError
-from toprope.sdk.wall.paths import folders_above
+from toprope.sdk.wall.paths import folders_above, package_of, project_of
 
 __all__ = ["Loaded", "attribute_of", "find_above", "load", "module_of"]
 
@@ -107,19 +107,15 @@ def module_of(file: Path) -> ModuleType:
         with contextlib.suppress(ValueError):
             sys.path.remove(folder)
         sys.path.insert(0, folder)
-    root = file.parent
-    while (root / "__init__.py").is_file():  # Files of a package import its other modules by their full names.
-        root = root.parent
-    if str(root) not in sys.path:
-        sys.path.append(str(root))
     find_above(file)
     return _import(file, folder)
 
 
 def find_above(file: Path) -> None:
-    """Have a file's imports from the root of its repository found."""
-    for above in folders_above(str(file)):
-        place = _place_with(above)
+    """Have a file's imports by the full name of its package, and from the root of its repository, found."""
+    package = package_of(str(file))
+    places = [project_of(package) or _place_with(package)] if package else []
+    for place in (*places, *map(_place_with, folders_above(str(file)))):
         if place not in sys.path:
             sys.path.append(place)
 
@@ -174,6 +170,8 @@ def _import(file: Path, folder: str) -> ModuleType:
             hint = f" Install the package of {error.name!r} for {sys.executable}, which runs this environment."
         elif isinstance(error, ImportError) and "relative import" in str(error):
             hint = " An environment's file stands alone: import its neighbours by their plain names."
+        elif isinstance(error, PermissionError):
+            hint = " The wall closes hidden files and what lies elsewhere; the owner can open it by `reads`."
         raise LoadError(
             f"{file.name} does not load: {failure.type}: {failure.message}.{hint}", failure.where
         ) from error

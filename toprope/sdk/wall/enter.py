@@ -250,6 +250,7 @@ def rules(plan: dict[str, Any]) -> list[tuple[str, int]]:
     shared = kernel.READ | kernel.CHANGE
     return [
         *((path, kernel.READ) for path in plan["reads"]),
+        *(rule for path in plan["sources"] for rule in kernel.without_hidden(path)),
         *((path, shared) for path in plan["writes"]),
         *((path, device) for path in plan["devices"]),
     ]

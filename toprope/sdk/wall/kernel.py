@@ -15,7 +15,7 @@ import sys
 
 TYPE_CHECKING = False  # typing would cost each worker's start
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 ALLOW, ERRNO, KILL, NOTIFY = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
 LOAD, EQUAL, AT_LEAST, SOME, GIVE = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -168,6 +168,37 @@ def restrict_files(rules: Iterable[tuple[str, int]], abi: int, *, tcp: bool = Tr
             os.close(descriptor)
     call("landlock_restrict_self", ruleset, 0)
     os.close(ruleset)
+
+
+def without_hidden(place: str) -> Iterator[tuple[str, int]]:
+    """Yield rules by which a file, or a folder without its hidden files, can be read; all names can be listed.
+
+    Landlock can close nothing within what it opens, so a folder with something hidden is opened entry by entry. Links
+    open nothing: what they lead to may lie elsewhere. Environments of Python are opened whole.
+    """
+    holding: set[str] = set()
+    for folder, folders, names in os.walk(place):
+        if "pyvenv.cfg" in names:
+            folders.clear()
+            continue
+        if any(map(_is_hidden, (*folders, *names))):
+            above = folder
+            while above not in holding:
+                holding.add(above)
+                above = above if above == place else os.path.dirname(above)
+        folders[:] = [one for one in folders if not _is_hidden(one)]
+    if place not in holding:
+        yield place, READ
+    for folder in holding:
+        yield folder, READ_DIR
+        for name in os.listdir(folder):
+            path = os.path.join(folder, name)
+            if not (_is_hidden(name) or os.path.islink(path) or path in holding):
+                yield path, READ
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") and name != ".libs"  # shared libraries of wheels
 
 
 def packed(lines: Sequence[Line]) -> bytes:

@@ -15,7 +15,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["DEVICES", "SYSTEM", "data_paths", "folders_above", "imported_by", "interpreter_paths", "source_paths", "without"]
+__all__ = [
+    *("DEVICES", "SYSTEM", "data_paths", "editable_paths", "folders_above", "imported_by", "interpreter_paths"),
+    *("package_of", "project_of", "source_paths", "without"),
+]
 
 _ETC = (
     *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld.so.preload", "alternatives", "os-release", "debian_version"),
@@ -37,6 +40,7 @@ SYSTEM: tuple[str, ...] = (
 
 DEVICES: tuple[str, ...] = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ACCELERATORS = ("/dev/nvidia*", "/dev/nvidia-caps", "/dev/kfd", "/dev/dri", "/dev/dxg")
+_OF_PROJECTS = (".git", "pyproject.toml", "setup.py")
 _DEEPEST = 6
 """Folders between a root and a closed place below it that are listed one by one."""
 
@@ -47,7 +51,7 @@ def devices() -> list[str]:
 
 
 def interpreter_paths(python: str) -> list[str]:
-    """Everything that an interpreter reads: its environment, the installation below it, packages in other places.
+    """Everything that an interpreter reads: its environment and the installation below it.
 
     Args:
         python: Its absolute path.
@@ -61,7 +65,7 @@ def _installation(python: str) -> tuple[str, ...]:
     for place in (os.path.dirname(python), os.path.dirname(os.path.dirname(python))):
         configuration = os.path.join(place, "pyvenv.cfg")
         if os.path.isfile(configuration):
-            places += [place, *_elsewhere(place)]
+            places.append(place)
             places += _prefix(os.path.join(_home_of(configuration), "python"))
     places += _prefix(os.path.realpath(python))
     if os.path.abspath(python) == os.path.abspath(sys.executable):
@@ -86,8 +90,18 @@ def _home_of(configuration: str) -> str:
     return ""
 
 
+@functools.lru_cache(maxsize=32)
+def editable_paths(python: str) -> tuple[str, ...]:
+    """Folders outside an environment that its packages are imported from: editable installs and .pth files.
+
+    Args:
+        python: The absolute path of its interpreter.
+    """
+    prefix = os.path.dirname(os.path.dirname(python))
+    return tuple(_elsewhere(prefix)) if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) else ()
+
+
 def _elsewhere(prefix: str) -> Iterator[str]:
-    """Yield folders outside an environment that its packages are imported from: editable installs and .pth files."""
     for site in glob.glob(os.path.join(prefix, "lib*", "python3*", "site-packages")):
         for file in glob.glob(os.path.join(site, "*.pth")):
             with open(file, encoding="utf-8", errors="replace") as lines:
@@ -110,7 +124,8 @@ def _elsewhere(prefix: str) -> Iterator[str]:
 
 
 def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
-    """A file with the folder that it imports from; of a folder as broad as a HOME only its Python files.
+    """A file with what it imports from: its folder, or its whole package, or the project that its package is of; of a
+    folder as broad as a HOME only the Python files.
 
     Args:
         file: Its path.
@@ -119,9 +134,32 @@ def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
     folder = os.path.dirname(os.path.abspath(file))
     if _is_broad(folder):
         return [file, *glob.glob(os.path.join(glob.escape(folder), "*.py"))]
-    while os.path.isfile(os.path.join(folder, "__init__.py")) and not _is_broad(os.path.dirname(folder)):
-        folder = os.path.dirname(folder)
-    return [file, folder, *folders_above(file, closed)]
+    package = package_of(file)
+    return [file, (project_of(package) or package) if package else folder, *folders_above(file, closed)]
+
+
+def package_of(file: str) -> str:
+    """The folder of the outermost package that a file is in; empty if it is in none.
+
+    Args:
+        file: Its path.
+    """
+    folder, package = os.path.dirname(os.path.abspath(file)), ""
+    while os.path.isfile(os.path.join(folder, "__init__.py")) and not _is_broad(folder):
+        folder, package = os.path.dirname(folder), folder
+    return package
+
+
+def project_of(package: str) -> str:
+    """The folder above a package if that is a project's own; empty if it may hold what has nothing to do with it.
+
+    Args:
+        package: See `package_of`.
+    """
+    above = os.path.dirname(package)
+    root = os.path.dirname(above) if os.path.basename(above) == "src" else above
+    is_own = any(os.path.exists(os.path.join(root, name)) for name in _OF_PROJECTS) and not _is_broad(root)
+    return above if is_own else ""
 
 
 def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
@@ -152,8 +190,10 @@ def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
 
 
 def imported_by(file: str) -> set[tuple[str, str]]:
-    """The absolute imports of a file: the top package, and the path of the rest, as in `("games", "chess/rules")`; none if
-    it cannot be read."""
+    """The absolute imports of a file: the top package, and the path of the rest, as in `("games", "chess/rules")`.
+
+    None if it cannot be read.
+    """
     from pathlib import Path
 
     from toprope.sdk.discovery import parse

@@ -54,8 +54,10 @@ _TRIAL_S = 30.0
 class Wall:
     """Rights of a worker. The defaults: its interpreter, the system, a scratch folder, the network."""
 
+    sources: tuple[str, ...] = ()
+    """Files and folders of its code and data, in which hidden files stay closed."""
     reads: tuple[str, ...] = ()
-    """Files and folders that it reads: its sources and data."""
+    """Files and folders that it reads, with all that is in them."""
     writes: tuple[str, ...] = ()
     """Files and folders that it changes, besides its scratch folder and HOME."""
     closed: tuple[str, ...] = ()
@@ -77,6 +79,8 @@ class Plan:
     """The wall as `enter.py` builds it."""
 
     reads: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """Read without hidden files."""
     writes: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
     landlock: int = 0
@@ -172,9 +176,11 @@ def plan_for(wall: Wall, python: str, variables: Mapping[str, str], writes: Sequ
         raise WorkerDied(f"environment.network: {wall.network} cannot be had here: {why}. Set it to allow.")
     named = [variables[name] for name in _FILES_IN_VARIABLES if name in variables]
     packages = [place for name in _PATHS_IN_VARIABLES for place in variables.get(name, "").split(os.pathsep) if place]
-    own = [*paths.interpreter_paths(python), str(_SDK), *named, *packages, *wall.reads]
+    own = [*paths.interpreter_paths(python), str(_SDK), *named, *wall.reads]
+    sources = [*paths.editable_paths(python), *packages, *wall.sources]
     return Plan(
         reads=[*paths.SYSTEM, *paths.without(own, wall.closed)],
+        sources=[os.path.abspath(place) for place in paths.without(sources, wall.closed)],
         writes=[*writes, *paths.without(wall.writes, wall.closed), "/dev/shm"],
         devices=paths.devices(),
         landlock=kernel.landlock_abi() if level == "landlock" and not wall.trusted else 0,
@@ -196,7 +202,9 @@ def command_for(plan: Plan, command: Sequence[str], cwd: str) -> list[str]:
     if plan.trusted or plan.landlock or level_here()[0] != "bubblewrap":
         return [*_entering(plan), *command]
     wrapped = [shutil.which("bwrap") or "bwrap", *_BUBBLEWRAP, "--tmpfs", "/tmp"]
-    reads = [place for place in (*plan.reads, str(_ENTER.parent), sys.prefix, sys.base_prefix) if place != "/proc"]
+    shown = [place for one in plan.sources for place, right in kernel.without_hidden(one) if right == kernel.READ]
+    reads = [*plan.reads, *shown, str(_ENTER.parent), sys.prefix, sys.base_prefix]
+    reads = [place for place in reads if place != "/proc"]
     for option, places in (("--ro-bind-try", reads), ("--bind-try", plan.writes), ("--dev-bind-try", plan.devices)):
         for place in _outermost(places):
             wrapped += [option, place, place]
@@ -239,7 +247,7 @@ def variables_behind(variables: Mapping[str, str], plan: Plan, scratch: str, hom
     if os.path.isdir(os.path.join(users, "lib")) and users in plan.reads:
         kept.setdefault("PYTHONUSERBASE", users)
     if plan.landlock:  # Searches for a program ask access(2), which names some that the wall then refuses to start.
-        folders = [os.path.realpath(place) for place in (*plan.reads, *plan.writes)]
+        folders = [os.path.realpath(place) for place in (*plan.reads, *plan.sources, *plan.writes)]
         named = {os.path.realpath(os.path.dirname(place)) for place in plan.reads if os.path.isfile(place)}
         kept["PATH"] = os.pathsep.join(
             place

@@ -353,7 +353,7 @@ def _complete(project: Path, site: Path | None) -> None:
 
 
 def _named_in(module: Path) -> set[str]:
-    """Return the names by which a module can reach what lies beside it: its imports, and parts of paths in its texts."""
+    """Return the names by which a module reaches what lies beside it: its imports, and parts of paths in its texts."""
     try:
         texts = [one.value for one in ast.walk(parse(module)) if isinstance(one, ast.Constant)]
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):

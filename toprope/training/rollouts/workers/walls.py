@@ -29,9 +29,11 @@ def environment_wall(
     """
     rights = walls.rights.get(source.name, {})
     code = [*([source.file] if source.file else []), *(reward.file for reward in source.rewards)]
-    reads = [path for file in code for path in source_paths(file, walls.closed)]
+    data = tuple(data_paths(source.target, walls.closed))
+    is_data_alone = source.adapter == "harbor"  # tasks may have hidden files, and no code that runs behind this wall
     return Wall(
-        reads=(*reads, *data_paths(source.target, walls.closed), *rights.get("reads", ())),
+        sources=(*_sources(code, walls), *(() if is_data_alone else data)),
+        reads=(*rights.get("reads", ()), *(data if is_data_alone else ())),
         writes=tuple(rights.get("writes", ())),
         closed=walls.closed,
         home=walls.home_of(source.name),
@@ -44,8 +46,11 @@ def environment_wall(
 
 def code_wall(walls: Walls, files: Sequence[str]) -> Wall:
     """The wall around strategies, scorers and generators, which belong to no environment."""
-    reads = tuple(path for file in files for path in source_paths(file, walls.closed))
-    return Wall(reads=reads, closed=walls.closed, required=walls.required)
+    return Wall(sources=_sources(files, walls), closed=walls.closed, required=walls.required)
+
+
+def _sources(files: Sequence[str], walls: Walls) -> tuple[str, ...]:
+    return tuple(path for file in files for path in source_paths(file, walls.closed))
 
 
 def passed_on() -> Walls:
