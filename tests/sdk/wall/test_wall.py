@@ -449,6 +449,43 @@ def test_commands_of_a_policy_do_not_read_the_variables_of_their_worker(tmp_path
     assert asked(Wall(reads=(str(tmp_path),)), file)[0] == [0, 1]
 
 
+SHARES = """
+import os, subprocess, tempfile
+from toprope.sdk.wall.within import RolloutWall
+TRIES = '''
+import multiprocessing, os, sys
+for what in (lambda place: open(place + "/text").read(), lambda place: open(place + "/text", "a").close(),
+             lambda place: os.listdir(place), lambda place: os.mkdir(place + "/made")):
+    for place in sys.argv[1:]:
+        try: what(place); print("y", end="")
+        except PermissionError: print("n", end="")
+multiprocessing.Lock()
+os.kill(os.getppid(), 0)
+'''
+def work():
+    own, other, folder = tempfile.mkdtemp(), tempfile.mkdtemp(), os.path.dirname(__file__)
+    for place in (own, other, tempfile.gettempdir(), os.environ["HOME"]):
+        open(place + "/text", "w").close()
+    os.symlink(other + "/text", own + "/link")
+    wall = RolloutWall([own])
+    places = [own, other, tempfile.gettempdir(), os.environ["HOME"], folder]
+    ran = subprocess.run(wall.command(["python3", "-c", TRIES, *places]), capture_output=True, text=True)
+    def touched(path):
+        try: return wall.touch(lambda: open(path).read())
+        except PermissionError: return "closed"
+    return [ran.stdout, ran.stderr, touched(own + "/text"), touched(own + "/link"), open(own + "/link").read()]
+"""
+
+
+@landlock
+def test_rollouts_of_a_worker_are_hidden_from_each_other(tmp_path: Path) -> None:
+    (tmp_path / "text").touch()
+    file = tmp_path / "shares.py"
+    file.write_text(SHARES)
+    found, _ = asked(Wall(reads=(str(tmp_path),), writes=(str(tmp_path),)), file)
+    assert found == ["ynnnn" * 4, "", "", "closed", ""]
+
+
 def test_programs_that_the_wall_does_not_start_are_not_found(tmp_path: Path) -> None:
     for folder in ("own", "tools"):
         (tmp_path / folder).mkdir()

@@ -30,7 +30,6 @@ UNBUILT = 126
 _PRIVATE, _RECURSIVE, _BIND = 1 << 18, 1 << 14, 1 << 12
 _NO_SUID, _NO_DEVICES = 2, 4
 _AT_CURRENT, _AT_RECURSIVE, _READ_ONLY = -100, 0x8000, 1
-_SHARED_MEMORY = "/dev/shm"
 _SET_FLAGS, _UP, _LOOPBACK = 0x8914, 1, b"lo"
 _LOCAL, _INTERNET, _NETLINK = 1, (2, 10), 16
 _FIRST_TO_GO = "500"  # if the machine runs out of memory
@@ -181,13 +180,13 @@ def close_mounts(writes: list[str]) -> None:
     unshare(kernel.NEW_MOUNTS)
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     for place in writes:
-        if os.path.isdir(place) and place != _SHARED_MEMORY:
+        if os.path.isdir(place) and place != kernel.SHARED_MEMORY:
             _mount(place, place, None, _BIND | _RECURSIVE)
     _read_only("/", True)
-    if os.path.isdir(_SHARED_MEMORY):
-        _mount("tmpfs", _SHARED_MEMORY, "tmpfs", _NO_SUID | _NO_DEVICES, b"mode=1777,size=25%")
+    if os.path.isdir(kernel.SHARED_MEMORY):
+        _mount("tmpfs", kernel.SHARED_MEMORY, "tmpfs", _NO_SUID | _NO_DEVICES, b"mode=1777,size=25%")
     for place in writes:
-        if os.path.isdir(place) and place != _SHARED_MEMORY:
+        if os.path.isdir(place) and place != kernel.SHARED_MEMORY:
             _read_only(place, False)
     os.chdir(os.getcwd())  # through the new mounts
 
@@ -244,24 +243,15 @@ def _make_listeners(asked: int) -> None:
                 caller.send(b"-" + str(error).encode()[:200])
 
 
-def rules(plan: dict[str, Any]) -> list[tuple[str, int]]:
-    """The files that stay within reach, with the rights to them."""
-    device = kernel.READ_FILE | kernel.WRITE_FILE | kernel.IOCTL_DEV | kernel.READ_DIR
-    shared = kernel.READ | kernel.CHANGE
-    return [
-        *((path, kernel.READ) for path in plan["reads"]),
-        *(rule for path in plan["sources"] for rule in kernel.without_hidden(path)),
-        *((path, shared) for path in plan["writes"]),
-        *((path, device) for path in plan["devices"]),
-    ]
-
-
 def build(plan: dict[str, Any]) -> None:
     """Put the wall around this process.
 
     Raises:
         OSError: A part of it cannot be built.
     """
+    if plan["within"]:
+        kernel.restrict_files(kernel.rules(plan), plan["landlock"], signals=True)
+        return
     limit(plan)
     if plan["network"] == "own":
         own_network(plan["listener_maker"])
@@ -280,7 +270,7 @@ def build(plan: dict[str, Any]) -> None:
     kernel.forbid_new_privileges()
     if plan["landlock"]:
         kernel.drop_capabilities()
-        kernel.restrict_files(rules(plan), plan["landlock"])
+        kernel.restrict_files(kernel.rules(plan), plan["landlock"])
     spared = plan["spared"] if plan["landlock"] < 6 else []
     kernel.install_filter(filter_lines(plan["network"], spared, attributes=closed))
 
@@ -294,7 +284,7 @@ def main() -> None:
         os._exit(UNBUILT)
     command = sys.argv[2:]
     try:
-        os.execv(command[0], command)
+        os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"{command[0]} cannot be started: {error}\n".encode())
         os._exit(127)

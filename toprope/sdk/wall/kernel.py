@@ -16,6 +16,7 @@ import sys
 TYPE_CHECKING = False  # typing would cost each worker's start
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from typing import Any
 
 ALLOW, ERRNO, KILL, NOTIFY = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
 LOAD, EQUAL, AT_LEAST, SOME, GIVE = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -28,6 +29,8 @@ CHANGE = (
     WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAKE_SOCK | MAKE_FIFO | MAKE_SYM | REFER | TRUNCATE
 )
 _OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+
+SHARED_MEMORY = "/dev/shm"
 
 NEW_MOUNTS, NEW_USER, NEW_NETWORK = 0x00020000, 0x10000000, 0x40000000
 NEW_NAMESPACES = 0x7E020080
@@ -137,21 +140,34 @@ def drop_capabilities() -> None:
         call("capset", ctypes.c_char_p(header), ctypes.c_char_p(data))
 
 
-def restrict_files(rules: Iterable[tuple[str, int]], abi: int, *, tcp: bool = True) -> None:
-    """Restrict this process and its children to some files, for good. Missing paths are skipped.
+def rules(plan: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the files that stay within reach, with the rights to them.
 
-    From ABI 6 on, signals and abstract sockets of processes outside are out of reach as well.
+    Args:
+        plan: The fields of `toprope.sdk.wall.plan.Plan`.
+    """
+    yield from ((path, READ) for path in plan["reads"])
+    yield from (rule for path in plan["sources"] for rule in without_hidden(path))
+    yield from ((path, READ | CHANGE) for path in plan["writes"])
+    yield from ((path, READ_FILE | WRITE_FILE | IOCTL_DEV | READ_DIR) for path in plan["devices"])
+    if plan["within"]:  # semaphores and the like have names that nobody guesses
+        yield SHARED_MEMORY, READ_FILE | WRITE_FILE | MAKE_REG | REMOVE_FILE | TRUNCATE
+
+
+def restrict_files(rules: Iterable[tuple[str, int]], abi: int, *, tcp: bool = True, signals: bool = False) -> None:
+    """Restrict this thread and its children to some files, for good. Missing paths are skipped.
 
     Args:
         rules: Paths with the rights to what is at and below them.
         abi: As `landlock_abi` returned it.
         tcp: False takes TCP away as well, from ABI 4 on.
+        signals: False puts signals and abstract sockets of processes outside out of reach as well, from ABI 6 on.
 
     Raises:
         OSError: The kernel refused.
     """
     known = (1 << (13 if abi == 1 else 14 if abi == 2 else 15 if abi < 5 else 16)) - 1
-    attributes = struct.pack("QQQ", known, 0 if tcp or abi < 4 else 3, 3 if abi >= 6 else 0)
+    attributes = struct.pack("QQQ", known, 0 if tcp or abi < 4 else 3, 3 if abi >= 6 and not signals else 0)
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     ruleset = call("landlock_create_ruleset", ctypes.c_char_p(attributes), ctypes.c_size_t(size), 0)
     for path, rights in rules:

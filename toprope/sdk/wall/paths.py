@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = [
     *("DEVICES", "SYSTEM", "data_paths", "editable_paths", "folders_above", "imported_by", "interpreter_paths"),
-    *("package_of", "project_of", "source_paths", "without"),
+    *("package_of", "program_paths", "project_of", "source_paths", "without"),
 ]
 
 _ETC = (
@@ -76,6 +76,17 @@ def _installation(python: str) -> tuple[str, ...]:
 def _prefix(python: str) -> list[str]:
     prefix = os.path.dirname(os.path.dirname(python))
     return [prefix] if prefix and not _is_broad(prefix) else [os.path.join(prefix, "lib"), python]
+
+
+def program_paths(search: str) -> list[str]:
+    """The installations of the programs that a shell finds.
+
+    Args:
+        search: The folders of PATH.
+    """
+    return [
+        place for folder in search.split(os.pathsep) if folder for place in _prefix(os.path.join(folder, "program"))
+    ]
 
 
 def _home_of(configuration: str) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "Plan",
     "Wall",
     "command_for",
+    "entering",
     "level_here",
     "namespaces_refusal",
     "network_refusal",
@@ -87,6 +88,8 @@ class Plan:
     """Version of Landlock to use; 0: none."""
     mounts: bool = True
     trusted: bool = False
+    within: bool = False
+    """Only the files, for a process that has a wall already."""
     network: Network = "allow"
     listener_maker: int = -1
     memory_mb: int = 0
@@ -130,7 +133,7 @@ def network_refusal(network: Network) -> str:
     if why := kernel.why_unsupported():
         return why
     trial = Plan(trusted=True, network=network)
-    command = [*_entering(trial), sys.executable, "-I", "-S", "-c", ""]
+    command = [*entering(trial), sys.executable, "-I", "-S", "-c", ""]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TRIAL_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -181,7 +184,7 @@ def plan_for(wall: Wall, python: str, variables: Mapping[str, str], writes: Sequ
     return Plan(
         reads=[*paths.SYSTEM, *paths.without(own, wall.closed)],
         sources=[os.path.abspath(place) for place in paths.without(sources, wall.closed)],
-        writes=[*writes, *paths.without(wall.writes, wall.closed), "/dev/shm"],
+        writes=[*writes, *paths.without(wall.writes, wall.closed), kernel.SHARED_MEMORY],
         devices=paths.devices(),
         landlock=kernel.landlock_abi() if level == "landlock" and not wall.trusted else 0,
         trusted=wall.trusted,
@@ -200,7 +203,7 @@ def command_for(plan: Plan, command: Sequence[str], cwd: str) -> list[str]:
         cwd: The worker's folder.
     """
     if plan.trusted or plan.landlock or level_here()[0] != "bubblewrap":
-        return [*_entering(plan), *command]
+        return [*entering(plan), *command]
     wrapped = [shutil.which("bwrap") or "bwrap", *_BUBBLEWRAP, "--tmpfs", "/tmp"]
     shown = [place for one in plan.sources for place, right in kernel.without_hidden(one) if right == kernel.READ]
     reads = [*plan.reads, *shown, str(_ENTER.parent), sys.prefix, sys.base_prefix]
@@ -210,7 +213,7 @@ def command_for(plan: Plan, command: Sequence[str], cwd: str) -> list[str]:
             wrapped += [option, place, place]
     # Control groups are out of reach behind bubblewrap, so they are joined before it.
     outside, inside = Plan(trusted=True, groups=plan.groups), replace(plan, groups=[])
-    return [*_entering(outside), *wrapped, "--chdir", cwd, "--", *_entering(inside), *command]
+    return [*entering(outside), *wrapped, "--chdir", cwd, "--", *entering(inside), *command]
 
 
 def _outermost(places: Sequence[str]) -> list[str]:
@@ -222,7 +225,8 @@ def _outermost(places: Sequence[str]) -> list[str]:
     return found
 
 
-def _entering(plan: Plan) -> list[str]:
+def entering(plan: Plan) -> list[str]:
+    """The beginning of a command line that builds a wall and then starts what follows."""
     return [sys.executable, "-I", "-S", str(_ENTER), marshal.dumps(asdict(plan)).hex()]
 
 
