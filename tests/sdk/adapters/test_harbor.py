@@ -140,6 +140,44 @@ def test_slow_commands_and_what_they_leave_behind_are_ended(tasks: Path) -> None
         time.sleep(0.05)
 
 
+def test_rollouts_of_one_worker_do_not_reach_each_other(tasks: Path) -> None:
+    async def body(link: EnvironmentWorker) -> list[str]:
+        assert link.enclosure is not None
+        begun = await link.begin("train", 0, 2, timeout=60)
+        for handle in begun.rollouts:
+            await link.advance([[handle, bash("echo mine > /workspace/answer.txt"), False]], timeout=60)
+        found = []
+        for folder in sorted(Path(link.enclosure.scratch).glob("task-*")):
+            place = f"/''{str(folder)[1:]}/workspace"  # not a path of the task's own /tmp
+            does = f"cat {place}/answer.txt; echo x >> {place}/answer.txt; ls {place}/.. >/dev/null && echo listed"
+            [turn] = await link.advance([[begun.rollouts[0], bash(does), False]], timeout=60)
+            found.append(str(turn.messages[0]["content"]))
+        return found
+
+    own, other = sorted(with_worker(tasks, body), key=lambda said: "Permission denied" in said)
+    assert own == "mine\nlisted" and other.count("Permission denied") == 3 and "mine" not in other
+
+
+WON = "echo 1 > /logs/verifier/reward.txt"
+FORGERIES = {
+    "program": f"cd ${{PATH%%:*}} && printf '#!/bin/sh\\n{WON}' > x && chmod +x x && mv x python3 && ln -sf python3 bash",
+    "process": f"env -i setsid bash -c 'while :; do {WON}; sleep 0.01; done' >/dev/null 2>&1 &",
+    "module": "printf 'import sys; sys.exit(0)' > /workspace/pytest.py",
+    "link": "rm -rf /tests && ln -s workspace /tests && printf 'import os; os._exit(0)' > /tests/conftest.py",
+}
+
+
+def test_verdict_is_not_the_policy_s(tmp_path: Path) -> None:
+    for number in range(12):
+        written(tmp_path, f"shop-{number}", test=f"{TEST_SH}\nsleep 0.1\n")
+
+    async def body(link: EnvironmentWorker) -> Any:
+        return {name: (await worked(link, command))[1] for name, command in FORGERIES.items()}
+
+    found = with_worker(tmp_path, body)
+    assert {name: (one.error, one.reward) for name, one in found.items()} == dict.fromkeys(FORGERIES, (None, 0.0))
+
+
 def test_tasks_that_need_a_container_are_left_out_and_refused(tasks: Path) -> None:
     written(tasks, "exotic", packages=" no-such-package-xyz")
     (tasks / "several").mkdir()

@@ -250,6 +250,7 @@ def build(plan: dict[str, Any]) -> None:
         OSError: A part of it cannot be built.
     """
     if plan["within"]:
+        kernel.forbid_new_privileges()
         kernel.restrict_files(kernel.rules(plan), plan["landlock"], signals=True)
         return
     limit(plan)

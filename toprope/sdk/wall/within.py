@@ -55,6 +55,7 @@ class RolloutWall:
 
         def confined() -> T:
             if plan["landlock"]:
+                kernel.forbid_new_privileges()
                 kernel.restrict_files(kernel.rules(plan), plan["landlock"], signals=True)
             return act()
 

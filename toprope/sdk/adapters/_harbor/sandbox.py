@@ -1,9 +1,9 @@
 """A task's machine as a folder: commands run as processes of the worker, with the task's paths moved into the folder.
 
-The worker's wall is what confines the commands; without one nothing is run. Absolute paths of the task (`/app`,
-`/tests`, `/tmp`, and those that its Dockerfile names) are replaced in commands and scripts by paths in the folder, and
-back in what commands print. That is no container: a program that builds such a path from pieces does not find it, and
-rollouts of one worker are not hidden from each other.
+A wall for each rollout confines the commands, within the worker's; without one nothing is run. Absolute paths of the
+task (`/app`, `/tests`, `/tmp`, and those that its Dockerfile names) are replaced in commands and scripts by paths in
+the folder, and back in what commands print. That is no container: a program that builds such a path from pieces does
+not find it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from toprope.sdk.adapters._harbor.folders import Image, TaskFolder, told
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.wall.kernel import hide_memory
+from toprope.sdk.wall.within import RolloutWall
 
 __all__ = ["KEPT_VARIABLES", "Sandbox", "require_wall"]
 
@@ -39,11 +40,11 @@ _DENIED = re.compile(r"Read-only file system|Permission denied|Operation not per
 _TEXT = 1 << 20
 """Bytes of a file up to which its paths are moved."""
 _IDLE = ("apt-get", "apt", "sudo-install", "pip", "pip3")
-_RUN_MODULE = '#!/bin/sh\nexec "{python}" -m pytest "$@"\n'
+_RUN_MODULE = '#!/bin/sh\nexec "{python}" -sP -m pytest "$@"\n'  # not what lies in the working folder or HOME
 _UVX = """#!/bin/sh
 while [ $# -gt 0 ] && [ "$1" != pytest ]; do shift; done
 [ $# -gt 0 ] && shift
-exec "{python}" -m pytest "$@"
+exec "{python}" -sP -m pytest "$@"
 """
 
 
@@ -78,7 +79,9 @@ class Sandbox:
 
     def __init__(self, task: TaskFolder, image: Image) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="task-")).resolve()
-        self._delete = weakref.finalize(self, shutil.rmtree, self._root, True)
+        self._bin = Path(tempfile.mkdtemp(prefix="bin-")).resolve()  # commands cannot change it
+        self._delete = weakref.finalize(self, _removed, self._root, self._bin)
+        self._wall = RolloutWall([str(self._root)], [str(self._bin)])
         self._task, self._image = task, image
         named = {f"/{to.strip('/').split('/')[0]}" for kind, _, to in image.steps if kind == "copy"}
         named |= {f"/{path}" for path in _DEEPER.findall(_said(task, image))}
@@ -87,8 +90,6 @@ class Sandbox:
         self._paths = re.compile(rf"(?<![\w./\0-])({'|'.join(map(re.escape, moved))})(?=$|[^\w.-]|\.(?:\W|$))")
         for path in (*_MOVED, image.workdir, "/logs/verifier", "/logs/agent"):
             self._inside(path).mkdir(parents=True, exist_ok=True)
-        self._bin = self._root / ".bin"
-        self._bin.mkdir()
         self._variables = {
             **{name: value for name, value in os.environ.items() if name in KEPT_VARIABLES},
             **{name: self._moved(value) for name, value in image.variables.items()},
@@ -118,15 +119,9 @@ class Sandbox:
             The exit code, None if it took too long; and what was printed.
         """
         self._end_processes()
+        self._leave_behind_what_got_away()
         tests = self._inside("/tests")
-        shutil.rmtree(tests, ignore_errors=True)
-        shutil.rmtree(self._inside("/logs/verifier"), ignore_errors=True)
-        self._inside("/logs/verifier").mkdir(parents=True, exist_ok=True)
-        self._take(self._task.path / "tests", tests)
-        script = tests / "test.sh"
-        if not script.is_file():
-            script = tests / "run-tests.sh"
-            self._take(self._task.path / self._task.tests, script)
+        script = self._wall.touch(lambda: self._tests_in(tests), reads=[str(self._task.path.resolve())])
         for name in _IDLE:
             self._tool(name, "#!/bin/sh\nexit 0\n")
         for name in ("uvx", "uv"):
@@ -138,10 +133,33 @@ class Sandbox:
         finally:
             self._end_processes()
 
+    def _tests_in(self, tests: Path) -> Path:
+        """Put the tests there afresh, and return their script."""
+        logs = self._inside("/logs/verifier")
+        for folder in (tests, logs):
+            if folder.is_symlink():
+                folder.unlink()
+            shutil.rmtree(folder, ignore_errors=True)
+        logs.mkdir(parents=True, exist_ok=True)
+        self._take(self._task.path / "tests", tests)
+        script = tests / "test.sh"
+        if not script.is_file():
+            script = tests / "run-tests.sh"
+            self._take(self._task.path / self._task.tests, script)
+        return script
+
+    def _leave_behind_what_got_away(self) -> None:
+        """Replace the folder by a new one with the same content: processes that hid from their end cannot use that."""
+        old = self._root.rename(self._root.with_name(f"{self._root.name}-left"))
+        self._root.mkdir(mode=0o700)
+        for one in old.iterdir():
+            one.rename(self._root / one.name)
+        old.rmdir()
+
     def read(self, path: str) -> str | None:
         """A file of the task's machine; None if it is not there."""
         try:
-            return self._inside(path).read_text("utf-8", "replace")
+            return self._wall.touch(lambda: self._inside(path).read_text("utf-8", "replace"))
         except OSError:
             return None
 
@@ -158,10 +176,11 @@ class Sandbox:
 
     def _run(self, command: str, folder: str, seconds: float) -> tuple[int | None, str]:
         where = self._inside(folder)
-        where.mkdir(parents=True, exist_ok=True)
+        if not where.is_dir():
+            self._wall.touch(lambda: where.mkdir(parents=True, exist_ok=True))
         process = subprocess.Popen(
-            ["bash", "-c", self._moved(command)], cwd=where, env=self._variables, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            self._wall.command(["bash", "-c", self._moved(command)]), cwd=where, env=self._variables,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         code: int | None
         try:
@@ -219,6 +238,11 @@ class Sandbox:
                 data = self._moved(data.decode()).encode()
         target.write_bytes(data)
         target.chmod(source.stat().st_mode & 0o777 | 0o600)
+
+
+def _removed(*folders: Path) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _said(task: TaskFolder, image: Image) -> str:
