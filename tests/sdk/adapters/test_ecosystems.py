@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,13 @@ async def opened(sample: Sample, folder: Path, **knobs: Any) -> tuple[WorkerClie
 
 
 def with_worker(
-    ecosystem: str, folder: Path, body: Callable[[WorkerClient, dict[str, Any]], Awaitable[None]], **knobs: Any
+    ecosystem: str,
+    folder: Path,
+    body: Callable[[WorkerClient, dict[str, Any]], Awaitable[None]],
+    other: dict[str, str] | None = None,
+    **knobs: Any,
 ) -> None:
-    sample = BY_NAME[ecosystem]
+    sample = replace(BY_NAME[ecosystem], **other or {})
     if interpreter(ecosystem) is None:
         pytest.skip(f"{ecosystem} has no interpreter of its own here: `make test-engines` installs one")
 
@@ -137,6 +142,59 @@ def test_inspect_scores_a_group_in_one_evaluation(tmp_path: Path) -> None:
         assert one["talks"][0][-1]["content"] == f"{right}!?x"
 
     with_worker("inspect_ai", tmp_path, body, args={"words": 60})
+
+
+PEEKING = """
+import asyncio
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import includes
+from inspect_ai.solver import solver
+from inspect_ai.util import sandbox
+
+PLACES = []
+
+@solver
+def peek():
+    async def solve(state, generate):
+        state = await generate(state)
+        await sandbox().write_file("mine", "a secret")
+        own = (await sandbox().exec(["pwd"])).stdout.strip()
+        PLACES.append(own)
+        while len(PLACES) < 2:  # both are there
+            await asyncio.sleep(0.01)
+        seen = []
+        for place in sorted(PLACES[:2], key=own.__ne__):
+            ran = await sandbox().exec(["sh", "-c", f"cat {place}/mine; echo x > {place}/theirs && echo $HOME"])
+            try:
+                read = await sandbox().read_file(f"{place}/mine")
+                await sandbox().write_file(f"{place}/theirs", "x")
+            except PermissionError:
+                read = "closed"
+            seen.append((ran.stdout, ran.returncode, read))
+        (said, *rest), other = seen
+        fine = rest == [0, "a secret"] and "a secret" in said and other == ("", 2, "closed")
+        PLACES.append("done")
+        while len(PLACES) < 4:
+            await asyncio.sleep(0.01)
+        state.output.completion = "hidden" if fine else repr(seen)
+        return state
+    return solve
+
+@task
+def peeking():
+    samples = [Sample(input=f"Look around {number}.", target="hidden") for number in range(60)]
+    return Task(dataset=samples, solver=peek(), scorer=includes(), sandbox="local")
+"""
+
+
+@pytest.mark.engines
+def test_samples_of_inspect_are_hidden_from_each_other(tmp_path: Path) -> None:
+    async def body(link: WorkerClient, card: dict[str, Any]) -> None:
+        played = await run(link, "Done.", 2)
+        assert [(outcome["error"], outcome["reward"]) for outcome in played["outcomes"]] == [(None, 1.0)] * 2
+
+    with_worker("inspect_ai", tmp_path, body, {"text": PEEKING, "target": "{file}@peeking"})
 
 
 @pytest.mark.engines

@@ -160,7 +160,7 @@ def test_rollouts_of_one_worker_do_not_reach_each_other(tasks: Path) -> None:
 
 WON = "echo 1 > /logs/verifier/reward.txt"
 FORGERIES = {
-    "program": f"cd ${{PATH%%:*}} && printf '#!/bin/sh\\n{WON}' > x && chmod +x x && mv x python3 && ln -sf python3 bash",
+    "program": f"cd ${{PATH%%:*}}; printf '#!/bin/sh\\n{WON}' > x && chmod +x x && mv x python3 && ln -sf python3 bash",
     "process": f"env -i setsid bash -c 'while :; do {WON}; sleep 0.01; done' >/dev/null 2>&1 &",
     "module": "printf 'import sys; sys.exit(0)' > /workspace/pytest.py",
     "link": "rm -rf /tests && ln -s workspace /tests && printf 'import os; os._exit(0)' > /tests/conftest.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 
 from toprope.sdk.adapters import inspect_ai
+from toprope.sdk.adapters._inspect_ai.commands import confine_commands
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 from toprope.sdk.rollouts import configure
+from toprope.sdk.wall import kernel
 
 
 def session(**other: Any) -> Session:
@@ -233,6 +236,7 @@ def test_docker_of_a_task_becomes_processes_behind_the_wall_on_request(
     async def open_process(command: list[str], **given: Any) -> None:
         started.append((command, given))
 
+    stand_in("inspect_ai.util._sandbox.local", LocalSandboxEnvironment=type("Local", (Local,), {}))
     stand_in("inspect_ai.util._subprocess", open_process=open_process)
     _subprocess = sys.modules["inspect_ai.util._subprocess"]
     stand_in("inspect_ai.util", SandboxEnvironmentSpec=lambda kind: Thing(type=kind), _subprocess=_subprocess)
@@ -253,6 +257,47 @@ def test_docker_of_a_task_becomes_processes_behind_the_wall_on_request(
     own = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "TZ": "UTC", "OF_THE_TOOL": "1"}
     assert command == ["tool"] and given["cwd"] == "/" and own.items() <= given["env"].items()
     assert given["env"].keys() <= {*own, "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR"}, "stripped once, and of keys"
+
+
+class Local:
+    """inspect's local sandbox; `exec` returns the command and its own variables."""
+
+    def __init__(self, place: Path) -> None:
+        place.mkdir()
+        self.directory = Thing(name=str(place))
+
+    async def exec(self, cmd: list[str], input: Any, cwd: Any, env: dict[str, str]) -> Any:
+        return cmd, env
+
+    async def read_file(self, file: str, text: bool = True) -> str:
+        return Path(file).read_text()
+
+    async def write_file(self, file: str, contents: str) -> None:
+        Path(file).write_text(contents)
+
+
+@pytest.mark.skipif(not kernel.landlock_abi(), reason="this machine has no Landlock")
+def test_samples_do_not_reach_each_other_s_files(stand_in: Callable[..., None], tmp_path: Path) -> None:
+    kind: Any = type("Local", (Local,), {})
+    stand_in("inspect_ai.util._sandbox.local", LocalSandboxEnvironment=kind)
+    stand_in("inspect_ai.util._subprocess", open_process=None)
+    stand_in("inspect_ai.util", _subprocess=sys.modules["inspect_ai.util._subprocess"])
+    confine_commands()
+    one, other, mine = kind(tmp_path / "one"), kind(tmp_path / "other"), f"{tmp_path}/one/mine"
+
+    async def use() -> None:
+        await one.write_file(mine, "1")
+        assert await one.read_file(mine, text=True) == "1"
+        with pytest.raises(PermissionError):
+            await other.read_file(mine)
+        with pytest.raises(PermissionError):
+            await other.write_file(mine, "2")
+
+    asyncio.run(use())
+    for box, expected in ((one, "1"), (other, "")):
+        command, env = asyncio.run(box.exec(["cat", mine]))
+        assert subprocess.run(command, env=os.environ | env, capture_output=True, text=True).stdout == expected
+        assert env["HOME"] == env["TMPDIR"] != os.environ["HOME"]
 
 
 def test_sample_that_is_left_out_fails_alone(inspect: Callable[..., OwnLoop]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import re
 import shutil
 import sys
@@ -22,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from toprope.sdk.adapters._harbor.sandbox import KEPT_VARIABLES, require_wall
+from toprope.sdk.adapters._harbor.sandbox import require_wall
+from toprope.sdk.adapters._inspect_ai.commands import confine_commands
 from toprope.sdk.adapters._inspect_ai.listing import declared, installed
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
@@ -49,8 +49,6 @@ _GRADER = "grader"
 _UNSCORED = "unscored"
 _LONGEST_REASON = 500
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b")
-_PASSED = (*KEPT_VARIABLES, "PATH", "HOME", "TMPDIR")
-_STRIPPED = "_toprope_stripped"
 _TOGETHER = 256
 """Most rollouts in one evaluation."""
 
@@ -64,8 +62,7 @@ class InspectKnobs:
     limit: int = knob(0, ge=0, help="most samples to read; 0: all")
     sandbox: Literal["task", "local"] = knob(
         "task",
-        help="local: tools run as processes behind the worker's wall, without the task's image; rollouts are not "
-        "hidden from each other",
+        help="local: tools run as processes, each rollout's behind a wall of its own, without the task's image",
     )
     reward_low: float = knob(0.0, help="smallest value of a score")
     reward_high: float = knob(1.0, help="largest value of a score")
@@ -112,7 +109,7 @@ class Inspect(OwnLoop):
         kinds = {one.sandbox.type for one in (self._task, *self._task.dataset) if one.sandbox is not None}
         if kinds:  # each ends up as processes here
             require_wall()
-            _strip_variables()
+            confine_commands()
         if foreign := ", ".join(sorted(kinds - {"local"})):
             if self.knobs.sandbox != "local":
                 raise InvalidRequest(
@@ -295,22 +292,6 @@ def _copied(task: Any) -> Any:
 
 class _NotPlayed(RuntimeError):
     """inspect left a sample out."""
-
-
-def _strip_variables() -> None:
-    """Start inspect's commands without the worker's variables, which may be keys of the owner."""
-    from inspect_ai.util import _subprocess
-
-    start = _subprocess.open_process
-    if hasattr(start, _STRIPPED):
-        return
-
-    async def stripped(*arguments: Any, env: dict[str, str], **settings: Any) -> Any:
-        own = {name: value for name, value in env.items() if name in _PASSED or os.environ.get(name) != value}
-        return await start(*arguments, env=own, **settings)
-
-    setattr(stripped, _STRIPPED, True)
-    _subprocess.open_process = stripped
 
 
 def _register() -> None:
