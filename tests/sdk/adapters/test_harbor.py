@@ -247,8 +247,17 @@ def test_nothing_runs_without_a_wall(tasks: Path, monkeypatch: pytest.MonkeyPatc
         harbor.make("/no/such/folder")
 
 
-DOCKER = """#!{python}
-# Containers are folders: the task's paths in commands are moved into them.
+DOCKER = """#!/bin/sh
+# Containers are folders. What is read most is read here, the rest in docker.py; `base` is empty for system programs.
+if [ "$1 $3" = "cp -" ]; then
+    place=${{2#*:}} base=$(dirname "$0")/state/${{2%%:*}}
+    case $place in /workspace*|/logs*) ;; *) [ -e "$base$place" ] || base= ;; esac
+    exec tar -cf - -C "$base$(dirname "$place")" "$(basename "$place")"
+fi
+exec {python} -IS "$0.py" "$@"
+"""
+DOCKER_PY = r"""
+# The task's paths in commands are moved into the container's folder, and back in what they print.
 import os, re, shutil, signal, subprocess, sys
 from pathlib import Path
 
@@ -260,8 +269,21 @@ with (state / "calls").open("a") as calls:
 
 
 def moved(text, name):
-    root = f"{{state}}/{{name}}/"
-    return re.sub(r"(?<![\\\\w/])/(tests|logs|etc/shop|workspace)", lambda found: root + found[1], text)
+    root = f"{state}/{name}/"
+    return re.sub(r"(?<![\w/])/(tests|logs|etc/shop|workspace|usr/local)", lambda found: root + found[1], text)
+
+
+def files(name):
+    return {str(place.relative_to(state / name)) for place in (state / name).rglob("*") if not place.is_dir()}
+
+
+def end_processes(name):
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"CONTAINER={name}".encode() in place.read_bytes().split(b"\0"):
+                os.kill(int(place.parent.name), signal.SIGKILL)
+        except OSError:
+            pass
 
 
 if word == "info" and (state / "refuses").exists():
@@ -270,9 +292,17 @@ elif word == "build":
     shutil.copytree(rest[-1], state / rest[2], dirs_exist_ok=True)
 elif word == "run":
     image, name = rest[-3], rest[rest.index("--name") + 1]
-    for folder in ("tests", "logs", "workspace", "etc/shop"):
+    for folder in ("tests", "logs", "workspace", "etc/shop", "usr/local/bin"):
         (state / name / folder).mkdir(parents=True)
-    shutil.copy(state / image / "stock.txt", state / name / "etc/shop")
+    for file in (state / image).iterdir():
+        target = {".txt": "etc/shop", ".sh": "tests"}.get(file.suffix, "usr/local/bin")
+        if file.name != "Dockerfile":
+            (state / name / target / file.name).write_text(moved(file.read_text(), name))
+            (state / name / target / file.name).chmod(0o700)
+    (state / f"{name}.files").write_text("\n".join(files(name)))
+elif word == "cp" and rest[0] == "-":
+    name, _, place = rest[1].partition(":")
+    os.execvp("tar", ["tar", "-xf", "-", "-C", state / name / place.lstrip("/")])
 elif word == "cp":
     name, _, place = rest[1].partition(":")
     target = Path(moved(place, name))
@@ -281,18 +311,19 @@ elif word == "cp":
             (target / file.name).write_text(moved(file.read_text(), name))
     else:
         target.write_text(moved(Path(rest[0]).read_text(), name))
-elif word == "restart" and (state / "stuck").exists():
-    sys.exit("cannot restart container")
-elif word == "restart":
-    for place in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if f"CONTAINER={{rest[-1]}}".encode() in place.read_bytes().split(b"\\0"):
-                os.kill(int(place.parent.name), signal.SIGKILL)
-        except OSError:
-            pass
+elif word == "stop" and (state / "stuck").exists():
+    sys.exit("cannot stop container")
+elif word == "stop":
+    end_processes(rest[-1])
+elif word == "diff":
+    old = (state / f"{rest[0]}.files").read_text().split("\n")
+    print("\n".join(f"A /{one}" for one in files(rest[0]) - {*old}))
 elif word == "exec":
-    inside = dict(os.environ, CONTAINER=rest[0])
-    done = subprocess.run([moved(one, rest[0]) for one in rest[1:]], cwd=state / rest[0] / "workspace", env=inside)
+    root = state / rest[0]
+    inside = dict(os.environ, CONTAINER=rest[0], PATH=f"{root}/usr/local/bin:{os.environ['PATH']}")
+    words = [moved(one, rest[0]) for one in rest[1:]]
+    done = subprocess.run(words, cwd=root / "workspace", env=inside, stdout=-1, stderr=-2)
+    sys.stdout.buffer.write(done.stdout.replace(str(root).encode(), b""))
     sys.exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
 elif word == "rm":
     shutil.rmtree(state / rest[-1])
@@ -309,6 +340,7 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "bin" / "docker"
     program.parent.mkdir()
     program.write_text(DOCKER.format(python=sys.executable))
+    program.with_name("docker.py").write_text(DOCKER_PY)
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     return program.parent
@@ -356,7 +388,95 @@ def test_no_process_of_the_policy_writes_a_container_s_reward(tmp_path: Path, do
     assert (forged.error, forged.reward) == (None, 0.0)
     (docker / "state" / "stuck").touch()
     left = asyncio.run(work("true"))
-    assert "its processes were not ended before its tests: cannot restart container" in (left.error or "")
+    assert "its processes were not ended before its tests: cannot stop container" in (left.error or "")
+
+
+REPLACED = {
+    "program": "printf '#!/bin/sh\\necho 5' > /usr/local/bin/counted",
+    "program found first": "printf '#!/bin/sh\\nexit 0' > /usr/local/bin/grep; chmod +x /usr/local/bin/grep",
+    "start of Python": "mkdir -p /usr/local/lib && touch /usr/local/lib/sitecustomize.py",
+    "": "mkdir -p /usr/local/bin; cp /usr/local/bin/counted /usr/local/bin/added; touch /usr/local/bin/counted",
+}
+
+
+def test_no_verdict_counts_if_the_policy_replaced_a_program(tmp_path: Path, docker: Path) -> None:
+    folder = tmp_path / "tasks"
+    for number in range(12):
+        task = written(
+            folder, f"shop-{number}", test="counted | grep -qx 5; echo $((1 - $?)) > /logs/verifier/reward.txt"
+        )
+        (task / "environment" / "counted").write_text("#!/bin/sh\ncat /workspace/total.txt\n")
+
+    async def work() -> Any:
+        async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:
+            await link.open({"adapter": "harbor", "target": str(folder)}, timeout=60, knobs={"container": "always"})
+            return {name: (await worked(link, command, SUM))[1] for name, command in REPLACED.items()}
+
+    found = asyncio.run(work())
+    fine = found.pop("")
+    assert (fine.error, fine.reward) == (None, 1.0), "what is only added or touched does no harm"
+    for name, one in found.items():
+        assert "no verdict counts, because the policy replaced" in (one.error or ""), name
+
+
+SEPARATE = """\
+artifacts = [{ source = "/workspace/made", exclude = ["*.log"] }, "/workspace/absent"]
+[verifier]
+environment_mode = "separate"
+[[verifier.collect]]
+command = "cp total.txt made/"
+[verifier.environment]
+memory_mb = 256
+"""
+
+
+def test_tests_with_a_container_of_their_own_get_declared_files_alone(tmp_path: Path, docker: Path) -> None:
+    folder = tmp_path / "tasks"
+    test = "cd /workspace && test \"$(echo * made/*)\" = 'made made/total.txt' && grep -qx 5 made/total.txt\n"
+    for number in range(12):
+        task = written(folder, f"shop-{number}", test=f"{test}echo $((1 - $?)) > /logs/verifier/reward.txt\n")
+        (task / "task.toml").write_text(SEPARATE)
+
+    async def work() -> Any:
+        async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:
+            await link.open({"adapter": "harbor", "target": str(folder)}, timeout=60)
+            forged = "printf '#!/bin/sh\\nexit 0' > /usr/local/bin/grep; chmod +x /usr/local/bin/grep"
+            right = await worked(link, "mkdir made; touch made/a.log other", SUM)
+            return right[1], (await worked(link, "mkdir made; echo 6 > total.txt", forged))[1]
+
+    right, wrong = asyncio.run(work())
+    assert [(one.error, one.reward) for one in (right, wrong)] == [(None, 1.0), (None, 0.0)]
+    calls = (docker / "state" / "calls").read_text()
+    assert calls.count("rm --force") == calls.count("run --detach") == 4 and calls.count("--memory=256m") == 2
+
+
+def test_machines_of_tests_are_read_as_harbor_does(tmp_path: Path) -> None:
+    path = written(tmp_path, "shop")
+    shared = (path / "task.toml").read_text()
+    tests = path / "tests"
+
+    def read(text: str) -> Any:
+        (path / "task.toml").write_text(text)
+        [task] = task_folders(path)
+        return task
+
+    assert read(shared).verifier is None
+    machine = read(SEPARATE).verifier.machine
+    assert (machine.context, machine.memory_mb, read(SEPARATE).verifier.brings_tests) == (
+        path / "environment",
+        256,
+        False,
+    )
+    assert "container of their own" in read(SEPARATE).missing(read(SEPARATE).image())
+    (tests / "Dockerfile").touch()
+    assert read(SEPARATE).verifier.machine.context == tests and read(SEPARATE).verifier.brings_tests
+    prebuilt = read('[verifier.environment]\ndocker_image = "judge:1"\n').verifier
+    assert prebuilt.machine.prebuilt == "judge:1" and prebuilt.brings_tests
+    assert read('[environment]\ndocker_image = "shop:1"\n').prebuilt == "", "its Dockerfile is there"
+    (path / "environment" / "Dockerfile").unlink()
+    assert read('[environment]\ndocker_image = "shop:1"\n').prebuilt == "shop:1"
+    with pytest.raises(LoadError, match="not a readable task"):
+        read("artifacts = [{}]\n[verifier]\nenvironment_mode = 'separate'\n")
 
 
 def test_tasks_without_a_container_are_refused_with_what_to_do(

@@ -1,15 +1,27 @@
 """A task's machine as a container of docker or podman: its image is built as its author wrote it.
 
+The policy may change everything in its container, programs as well, and the tests of most tasks run there. So the
+programs that a verdict rests on are compared with the image's before the tests; libraries and packages are not, since
+installing them is part of many tasks. Tests with a container of their own get the task's declared files alone.
+
 The worker must be let out of its wall for that: a process that starts containers can do all that the owner can.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import posixpath
+import re
+import shlex
 import shutil
 import subprocess
+import tarfile
 import uuid
 import weakref
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 
 from toprope.sdk.adapters._harbor.folders import TaskFolder, told
 from toprope.sdk.errors import EnvironmentMistake, LoadError
@@ -21,6 +33,11 @@ _LOOK_S, _BUILD_S, _STEP_S = 20.0, 1800.0, 120.0
 _LONGEST_S = "21600"
 """The container ends after so many seconds even if the worker was killed; `engine` removes what is left of it."""
 _LABEL = "toprope-task"
+_TRUSTED = ("bash", "sh", "env", "cat", "cp", "mkdir", "rm", "sleep", "timeout", "readlink", "python", "python3")
+"""Programs under every test, and those by which it is started."""
+_WORDS = re.compile(r"(?<![\w./$-])[A-Za-z_][\w.+-]*")
+_LOADED = re.compile(r"^[AC] (/etc/ld\.so\.preload|/.*/(?:site|user)customize\.py)$", re.MULTILINE)
+"""Files, among changed ones, by which a policy's code gets into every program, or into every Python."""
 _KILLED = 137
 """Exit code of `timeout -s KILL` for a command that took too long."""
 
@@ -55,16 +72,18 @@ class Container:
     Args:
         task: The task.
         program: See `engine`.
+        is_checked: Its programs are compared before the tests.
 
     Raises:
         EnvironmentMistake: Its image is not built, or does not start.
     """
 
-    def __init__(self, task: TaskFolder, program: str) -> None:
+    def __init__(self, task: TaskFolder, program: str, *, is_checked: bool = True) -> None:
         self._task, self._program = task, program
         path = str(task.context.resolve())
-        image = f"toprope-{hashlib.sha256(path.encode()).hexdigest()[:16]}"  # its layers are cached
-        self._engine(["build", "--quiet", "--tag", image, path], _BUILD_S, "its image was not built")
+        image = task.prebuilt or f"toprope-{hashlib.sha256(path.encode()).hexdigest()[:16]}"  # its layers are cached
+        if not task.prebuilt:
+            self._engine(["build", "--quiet", "--tag", image, path], _BUILD_S, "its image was not built")
         self._name = f"toprope-{uuid.uuid4().hex}"
         limits = [f"--cpus={task.cpus:g}"] if task.cpus else []
         limits += [f"--memory={task.memory_mb:g}m"] if task.memory_mb else []
@@ -72,7 +91,13 @@ class Container:
         names = ["--name", self._name, "--label", _LABEL]
         words = ["run", "--detach", "--init", *names, *limits, image, "sleep", _LONGEST_S]
         self._delete = weakref.finalize(self, _done, [program, "rm", "--force", "--volumes", self._name], _STEP_S)
-        self._engine(words, _STEP_S, "its container does not start")
+        self._engine(words, _BUILD_S, "its container does not start")
+        self._tests: Container | None = None
+        self._started_by = ("timeout", "bash")
+        self._programs: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
+        if is_checked and task.verifier is None:
+            self._remember_programs()
 
     def run(self, command: str, seconds: float) -> str:
         """Run a command of the policy in the working folder; what it printed, and its exit code if that is not 0."""
@@ -81,37 +106,139 @@ class Container:
     def verify(self) -> tuple[int | None, str]:
         """Run the task's tests on the files that the policy left, after the end of all its processes.
 
-        The restart ends them from outside: a process in the background could write a reward after the tests did.
+        The stop ends them from outside: a process in the background could write a reward after the tests did.
 
         Returns:
             The exit code, None if it took too long; and what was printed.
 
         Raises:
-            EnvironmentMistake: The container does not restart, so no reward of it counts.
+            EnvironmentMistake: No reward counts, because the container does not stop, or the policy replaced programs.
         """
-        self._engine(["restart", "-t", "0", self._name], _STEP_S, "its processes were not ended before its tests")
-        self._run("rm -rf /tests /logs/verifier; mkdir -p /tests /logs/verifier", _STEP_S)
-        tests = self._task.path / "tests"
-        if tests.is_dir():
-            self._engine(["cp", f"{tests}/.", f"{self._name}:/tests"], _STEP_S, "its tests were not copied")
-        script = "/tests/test.sh"
-        if not (tests / "test.sh").is_file():
-            script = "/tests/run-tests.sh"
-            place = str(self._task.path / self._task.tests)
-            self._engine(["cp", place, f"{self._name}:{script}"], _STEP_S, "its tests were not copied")
+        other = self._task.verifier
+        for command in () if other is None else other.collect:
+            self._run(command, _STEP_S)
+        self._engine(["stop", "-t", "0", self._name], _STEP_S, "its processes were not ended before its tests")
+        if other is None:
+            self._start_checked()
+            return self._test(brings_tests=False)
+        self._tests = Container(other.machine, self._program, is_checked=False)
+        places = [f"{place}/" for place, _ in other.artifacts]
+        for place, left_out in other.artifacts:
+            if not any(place.startswith(folder) for folder in places):
+                self._carry(place, left_out, self._tests)
+        return self._tests._test(other.brings_tests)
+
+    def _test(self, brings_tests: bool) -> tuple[int | None, str]:
+        tests, script = self._task.path / "tests", "/tests/test.sh"
+        self._run("rm -rf /logs/verifier; mkdir -p /logs/verifier", _STEP_S)
+        if not brings_tests:
+            self._run("rm -rf /tests; mkdir -p /tests", _STEP_S)
+            if tests.is_dir():
+                self._engine(["cp", f"{tests}/.", f"{self._name}:/tests"], _STEP_S, "its tests were not copied")
+            if not (tests / "test.sh").is_file():
+                script = "/tests/run-tests.sh"
+                place = str(self._task.path / self._task.tests)
+                self._engine(["cp", place, f"{self._name}:{script}"], _STEP_S, "its tests were not copied")
         return self._run(f"TEST_DIR=/tests bash {script}", self._task.seconds)
+
+    def _remember_programs(self) -> None:
+        """Note the image's programs, before the policy's first command."""
+        self._programs = self._found()
+        by_name = {posixpath.basename(place): place for place in self._programs}
+        self._digests = self._digested({*self._programs, *self._programs.values()})
+        if not {"timeout", "bash", "readlink"} <= by_name.keys() or not all(self._digests.values()):
+            raise EnvironmentMistake(f"{self._task.name}: its image's programs (bash, coreutils) cannot be read.")
+        self._started_by = (by_name["timeout"], by_name["bash"])
+
+    def _found(self) -> dict[str, str]:
+        """The programs that the tests' script names, and those under it: as the shell finds them, and without links."""
+        script = (self._task.path / self._task.tests).read_text("utf-8", "replace")
+        names = " ".join(sorted({*_TRUSTED, *_WORDS.findall(script)}))
+        places = self._run(f"type -P {names}", _STEP_S)[1].splitlines()
+        reader = next((place for place in places if place.endswith("/readlink")), "readlink")
+        return dict(zip(places, self._run(shlex.join([reader, "-f", *places]), _STEP_S)[1].splitlines(), strict=False))
+
+    def _start_checked(self) -> None:
+        """Start the stopped container again if its programs are the image's."""
+        now = self._digested(self._digests)
+        changed = [place for place, digest in self._digests.items() if now[place] != digest]
+        listed = _done([self._program, "diff", self._name], _STEP_S)
+        loaded = _LOADED.findall(listed.stdout) if listed.returncode == 0 else ["(its changes cannot be listed)"]
+        has_python = any("/python" in place for place in self._programs)  # else one is installed, with such files
+        changed += [place for place in loaded if has_python or not place.endswith(".py")]
+        if not changed:
+            self._engine(["start", self._name], _STEP_S, "its container does not start again")
+            found = self._found()
+            changed = [place for place, own in self._programs.items() if found.get(place) != own]
+        if changed:
+            raise EnvironmentMistake(
+                f"{self._task.name}: no verdict counts, because the policy replaced programs that its tests use: "
+                f"{', '.join(changed[:5])}. Tests in a container of their own are safe from that (task.toml: "
+                '[verifier] environment_mode = "separate").'
+            )
+
+    def _digested(self, places: Iterable[str]) -> dict[str, str]:
+        with ThreadPoolExecutor(8) as pool:
+            return dict(zip(places, pool.map(self._digest, places), strict=True))
+
+    def _digest(self, place: str) -> str:
+        """The target of a link, the hash of another file's content; empty if it is neither."""
+        whole = hashlib.sha256()
+        with contextlib.suppress(tarfile.TarError), self._members(place) as members:
+            one = members.next()
+            content = members.extractfile(one) if one is not None and one.isreg() else None
+            while content is not None and (piece := content.read(1 << 20)):
+                whole.update(piece)
+            return whole.hexdigest() if content is not None else one.linkname if one is not None else ""
+        return ""
+
+    def _carry(self, place: str, left_out: tuple[str, ...], tests: Container) -> None:
+        """Copy a file or folder to the container of the tests; one that is not there is left out."""
+        above = posixpath.dirname(place) or "/"
+        tests._run(f"mkdir -p {shlex.quote(above)}", _STEP_S)
+        into = [self._program, "cp", "-", f"{tests._name}:{above}"]
+        with contextlib.suppress(tarfile.ReadError), self._members(place) as members:
+            with subprocess.Popen(into, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as writing:
+                with tarfile.open(fileobj=writing.stdin, mode="w|") as carried:
+                    for one in members:
+                        inside = one.name.split("/")[1:]
+                        names = (*inside, "/".join(inside))
+                        if not (one.isdev() or any(fnmatch(name, out) for name in names for out in left_out)):
+                            carried.addfile(one, members.extractfile(one) if one.isreg() else None)
+            if writing.returncode:
+                raise EnvironmentMistake(f"{self._task.name}: its files {place} were not copied to its tests.")
+
+    @contextlib.contextmanager
+    def _members(self, place: str) -> Iterator[tarfile.TarFile]:
+        """A file or folder as the engine reads it from outside, without links being followed.
+
+        Raises:
+            tarfile.ReadError: It is not there.
+        """
+        words = [self._program, "cp", f"{self._name}:{place}", "-"]
+        with subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as reading:
+            try:
+                with tarfile.open(fileobj=reading.stdout, mode="r|") as members:
+                    yield members
+            finally:
+                reading.kill()
 
     def read(self, path: str) -> str | None:
         """A file of the task's machine; None if it is not there."""
-        done = _done([self._program, "exec", self._name, "cat", path], _STEP_S, errors=False)
+        done = _done([self._program, "exec", (self._tests or self)._name, "cat", path], _STEP_S, errors=False)
         return done.stdout if done.returncode == 0 else None
 
     def close(self) -> None:
-        """End and remove the container."""
+        """End and remove the container, and that of its tests."""
+        if self._tests is not None:
+            self._tests.close()
         self._delete()
 
     def _run(self, command: str, seconds: float) -> tuple[int | None, str]:
-        words = ["exec", self._name, "timeout", "-s", "KILL", f"{seconds:g}", "bash", "-c", command]
+        timeout, bash = self._started_by
+        words = ["exec", self._name, timeout, "-s", "KILL", f"{seconds:g}", bash, "-c", command]
         done = _done([self._program, *words], seconds + _STEP_S)
         return None if done.returncode == _KILLED else done.returncode, done.stdout
 

@@ -15,13 +15,13 @@ import shlex
 import shutil
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from toprope.sdk.errors import LoadError
 
-__all__ = ["Image", "TaskFolder", "task_folders", "told"]
+__all__ = ["Image", "TaskFolder", "Verifier", "task_folders", "told"]
 
 _LONGEST = 8000
 """Characters of a command's output that the policy sees."""
@@ -79,6 +79,8 @@ class TaskFolder:
         cpus: Processors of its container; 0: no limit.
         memory_mb: Memory of its container; 0: no limit.
         internet: Whether its container has a network.
+        prebuilt: The image of its container, if that is not built.
+        verifier: Its tests, if they have a container of their own.
     """
 
     path: Path
@@ -92,6 +94,8 @@ class TaskFolder:
     cpus: float = 0.0
     memory_mb: float = 0.0
     internet: bool = True
+    prebuilt: str = ""
+    verifier: Verifier | None = None
 
     @property
     def name(self) -> str:
@@ -106,6 +110,10 @@ class TaskFolder:
         """The steps of its Dockerfile."""
         if self.services:
             return Image(problem="it runs several services (docker-compose)")
+        if self.prebuilt or self.verifier is not None:
+            return Image(
+                problem="its tests have a container of their own" if self.verifier else "its image is prebuilt"
+            )
         file = self.context / "Dockerfile"
         if not file.is_file():
             return Image()
@@ -120,6 +128,19 @@ class TaskFolder:
             return f"its image installs {', '.join(absent[:5])}, which this machine lacks"
         modules = [one for one in _imports(self.path / "tests") if importlib.util.find_spec(one) is None]
         return f"its tests import {', '.join(modules[:5])}, which this Python lacks" if modules else ""
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Tests in a container of their own (https://www.harborframework.com/docs/tasks, "separate")."""
+
+    machine: TaskFolder
+    brings_tests: bool
+    """True if its image has the tests."""
+    artifacts: tuple[tuple[str, tuple[str, ...]], ...]
+    """The policy's files that it gets: paths, each with patterns of names to leave out."""
+    collect: tuple[str, ...]
+    """Commands that prepare these in the policy's container."""
 
 
 def task_folders(folder: Path) -> list[TaskFolder]:
@@ -158,20 +179,20 @@ def _task(folder: Path) -> TaskFolder | None:
         if (folder / "task.toml").is_file() and (folder / "instruction.md").is_file():
             settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
             solution = folder / "solution" / "solve.sh"
-            machine = settings.get("environment") or {}
-            return TaskFolder(
+            machine, verifier = settings.get("environment") or {}, settings.get("verifier") or {}
+            task = TaskFolder(
                 folder,
                 (folder / "instruction.md").read_text("utf-8").strip(),
                 "tests/test.sh",
                 folder / "environment",
                 solution if solution.is_file() else None,
                 True,
-                float((settings.get("verifier") or {}).get("timeout_sec", 180)),
+                float(verifier.get("timeout_sec", 180)),
                 str((settings.get("metadata") or {}).get("difficulty", "")),
-                float(machine.get("cpus") or 0),
-                float(machine.get("memory_mb") or 0),
-                machine.get("allow_internet") is not False,
             )
+            is_built = (folder / "environment" / "Dockerfile").is_file()
+            task = _on(task, {**machine, "docker_image": ""} if is_built else machine)
+            return replace(task, verifier=_verifier(task, verifier, settings.get("artifacts") or []))
         if (folder / "task.yaml").is_file() and (folder / "run-tests.sh").is_file():
             said = _simple_yaml((folder / "task.yaml").read_text("utf-8"))
             solution = folder / "solution.sh"
@@ -185,9 +206,37 @@ def _task(folder: Path) -> TaskFolder | None:
                 float(said.get("max_test_timeout_sec") or 180),
                 said.get("difficulty", ""),
             )
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise LoadError(f"{folder} is not a readable task: {error}") from error
     return None
+
+
+def _on(task: TaskFolder, machine: dict[str, Any]) -> TaskFolder:
+    """The task on a machine as `[environment]` or `[verifier.environment]` describes it."""
+    return replace(
+        task,
+        cpus=float(machine.get("cpus") or task.cpus),
+        memory_mb=float(machine.get("memory_mb") or task.memory_mb),
+        internet=machine.get("allow_internet", task.internet) is not False,
+        prebuilt=str(machine.get("docker_image") or ""),
+    )
+
+
+def _verifier(task: TaskFolder, said: dict[str, Any], artifacts: list[Any]) -> Verifier | None:
+    given = said.get("environment")
+    if said.get("environment_mode", "shared" if given is None else "separate") != "separate":
+        return None
+    machine, tests = _on(task, given or {}), task.path / "tests"
+    is_own = bool(machine.prebuilt) or (tests / "Dockerfile").is_file()
+    if not machine.prebuilt:
+        machine = replace(machine, context=tests) if is_own else replace(machine, prebuilt=task.prebuilt)
+    files = [one if isinstance(one, dict) else {"source": one} for one in (*artifacts, "/logs/artifacts")]
+    return Verifier(
+        machine,
+        is_own,
+        tuple((str(one["source"]).rstrip("/"), tuple(map(str, one.get("exclude") or ()))) for one in files),
+        tuple(str(one["command"]) for one in said.get("collect") or ()),
+    )
 
 
 def _simple_yaml(text: str) -> dict[str, str]:
