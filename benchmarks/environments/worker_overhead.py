@@ -87,7 +87,7 @@ async def measure(
     environment = configure(load(source).environment)
     splits = TaskSplits(environment)
     here, there = [], []
-    wall = Wall(reads=_reads(source))
+    wall = Wall(sources=_reads(source))
     async with await WorkerClient.start(interpreter, wall=wall, timeout=60) as link:
         await link.call("open", source=dict(source), timeout=120)
         for index in range(groups + _WARM):
@@ -135,7 +135,7 @@ async def start_over_import(source: Mapping[str, Any], package: str, *, times: i
         timed = f"import time; began = time.perf_counter(); import {package}; print(time.perf_counter() - began)"
         ran = subprocess.run([sys.executable, "-P", "-c", timed], check=True, capture_output=True, text=True)
         began = time.perf_counter()
-        async with await WorkerClient.start(wall=Wall(reads=_reads(source)), timeout=60) as link:
+        async with await WorkerClient.start(wall=Wall(sources=_reads(source)), timeout=60) as link:
             await link.call("card", source=dict(source), timeout=120)
             whole.append(time.perf_counter() - began)
         alone.append(float(ran.stdout.splitlines()[-1]))

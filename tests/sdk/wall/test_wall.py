@@ -271,6 +271,10 @@ def test_bubblewrap_stands_in_for_landlock(tmp_path: Path, monkeypatch: pytest.M
         found, built = asked(Wall(reads=(str(file.parent),), required=True), file)
         assert found == "FileNotFoundError" and built.level == "bubblewrap"
         assert asked(Wall(reads=(str(file.parent), str(secret))), file)[0] == "secret"
+        secret.rename(file.parent / ".env")
+        file.write_text(READS.format(path=str(file.parent / ".env")))
+        assert asked(Wall(sources=(str(file.parent),)), file)[0] == "FileNotFoundError"
+        assert asked(Wall(reads=(str(file.parent),)), file)[0] == "secret"
     finally:
         level_here.cache_clear()
 

@@ -190,11 +190,11 @@ def without_hidden(place: str) -> Iterator[tuple[str, int]]:
     """Yield rules by which a file, or a folder without its hidden files, can be read; all names can be listed.
 
     Landlock can close nothing within what it opens, so a folder with something hidden is opened entry by entry. Links
-    open nothing: what they lead to may lie elsewhere. Environments of Python are opened whole.
+    open nothing: what they lead to may lie elsewhere. Installed packages of Python and Node are opened whole.
     """
     holding: set[str] = set()
     for folder, folders, names in os.walk(place):
-        if "pyvenv.cfg" in names:
+        if "pyvenv.cfg" in names or os.path.basename(folder) == "node_modules":
             folders.clear()
             continue
         if any(map(_is_hidden, (*folders, *names))):

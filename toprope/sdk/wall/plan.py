@@ -1,9 +1,9 @@
 """The wall around a worker: what its caller asks for, and the command line that builds it.
 
 A worker reads its sources, its interpreter, the system's libraries and the data that its owner declared. It writes a
-scratch folder and a HOME of its own. Landlock and a seccomp filter hold that (Linux 5.13 or newer); bubblewrap outside
-holds processes together and stands in where Landlock is missing. `enter.py` builds the wall before the worker's
-interpreter starts, so that also packages which run code at its start are behind it.
+scratch folder and a HOME of its own. Landlock and a seccomp filter hold that (Linux 5.13 or newer); bubblewrap stands
+in where Landlock is missing. `enter.py` builds the wall before the worker's interpreter starts, so that also packages
+which run code at its start are behind it.
 """
 
 from __future__ import annotations
