@@ -48,7 +48,7 @@ def with_worker(
     ecosystem: str,
     folder: Path,
     body: Callable[[WorkerClient, dict[str, Any]], Awaitable[None]],
-    other: dict[str, str] | None = None,
+    other: dict[str, Any] | None = None,
     **knobs: Any,
 ) -> None:
     sample = replace(BY_NAME[ecosystem], **other or {})

@@ -395,7 +395,8 @@ REPLACED = {
     "program": "printf '#!/bin/sh\\necho 5' > /usr/local/bin/counted",
     "program found first": "printf '#!/bin/sh\\nexit 0' > /usr/local/bin/grep; chmod +x /usr/local/bin/grep",
     "start of Python": "mkdir -p /usr/local/lib && touch /usr/local/lib/sitecustomize.py",
-    "": "mkdir -p /usr/local/bin; cp /usr/local/bin/counted /usr/local/bin/added; touch /usr/local/bin/counted",
+    "": "mkdir -p /usr/local/bin; cp /usr/local/bin/counted /usr/local/bin/added; touch /usr/local/bin/counted; "
+    "echo '# mended' >> /usr/local/bin/total",
 }
 
 
@@ -403,9 +404,10 @@ def test_no_verdict_counts_if_the_policy_replaced_a_program(tmp_path: Path, dock
     folder = tmp_path / "tasks"
     for number in range(12):
         task = written(
-            folder, f"shop-{number}", test="counted | grep -qx 5; echo $((1 - $?)) > /logs/verifier/reward.txt"
+            folder, f"shop-{number}", test="total; counted | grep -qx 5; echo $((1 - $?)) > /logs/verifier/reward.txt"
         )
         (task / "environment" / "counted").write_text("#!/bin/sh\ncat /workspace/total.txt\n")
+        (task / "environment" / "total").write_text("#!/bin/sh\n")
 
     async def work() -> Any:
         async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:
@@ -414,7 +416,9 @@ def test_no_verdict_counts_if_the_policy_replaced_a_program(tmp_path: Path, dock
 
     found = asyncio.run(work())
     fine = found.pop("")
-    assert (fine.error, fine.reward) == (None, 1.0), "what is only added or touched does no harm"
+    assert (fine.error, fine.reward) == (None, 1.0), (
+        "what is added, touched, or named by the instruction is not replaced"
+    )
     for name, one in found.items():
         assert "no verdict counts, because the policy replaced" in (one.error or ""), name
 

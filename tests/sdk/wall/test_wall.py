@@ -23,7 +23,7 @@ import pytest
 from benchmarks.hostile.environments import compare
 from toprope.records.run.specification import EnvironmentSource
 from toprope.records.walls import ENV_WALLS, Walls
-from toprope.sdk.errors import WorkerDied
+from toprope.sdk.errors import WorkerDied, WorkerError
 from toprope.sdk.wall import Wall, kernel, level_here, network_refusal, paths, plan
 from toprope.sdk.wall.enclosure import most_tasks
 from toprope.sdk.wall.groups import ProcessGroup
@@ -151,6 +151,9 @@ def test_hidden_files_of_sources_stay_closed_unless_they_are_declared(tmp_path: 
     declared = Walls(rights={"reads": {"reads": (str(code / ".env"),)}})
     found, _ = asked(environment_wall(declared, source), file)
     assert found == [listed, "text", "closed", "text", "text", "text", "closed", "closed"]
+    file.write_text(f"open({str(code / '.env')!r})\ndef work(): pass\n")
+    with pytest.raises(WorkerError, match="The wall closes hidden files .* the owner can open it by `reads`"):
+        asked(environment_wall(Walls(), source), file)
 
 
 @landlock

@@ -33,7 +33,10 @@ _LOOK_S, _BUILD_S, _STEP_S = 20.0, 1800.0, 120.0
 _LONGEST_S = "21600"
 """The container ends after so many seconds even if the worker was killed; `engine` removes what is left of it."""
 _LABEL = "toprope-task"
-_TRUSTED = ("bash", "sh", "env", "cat", "cp", "mkdir", "rm", "sleep", "timeout", "readlink", "python", "python3")
+_TRUSTED = (
+    *("bash", "sh", "env", "cat", "cp", "mkdir", "rm", "sleep", "timeout", "readlink"),
+    *("python", "python3", "pytest", "uv", "uvx"),
+)
 """Programs under every test, and those by which it is started."""
 _WORDS = re.compile(r"(?<![\w./$-])[A-Za-z_][\w.+-]*")
 _LOADED = re.compile(r"^[AC] (/etc/ld\.so\.preload|/.*/(?:site|user)customize\.py)$", re.MULTILINE)
@@ -151,10 +154,13 @@ class Container:
         self._started_by = (by_name["timeout"], by_name["bash"])
 
     def _found(self) -> dict[str, str]:
-        """The programs that the tests' script names, and those under it: as the shell finds them, and without links."""
+        """The programs that the tests' script names, and those under it: as the shell finds them, and without links.
+
+        Without those that the instruction names too: the task may be to mend them.
+        """
         script = (self._task.path / self._task.tests).read_text("utf-8", "replace")
-        names = " ".join(sorted({*_TRUSTED, *_WORDS.findall(script)}))
-        places = self._run(f"type -P {names}", _STEP_S)[1].splitlines()
+        named = {*_WORDS.findall(script)} - {*_WORDS.findall(self._task.instruction)}
+        places = self._run(f"type -P {' '.join(sorted({*_TRUSTED, *named}))}", _STEP_S)[1].splitlines()
         reader = next((place for place in places if place.endswith("/readlink")), "readlink")
         return dict(zip(places, self._run(shlex.join([reader, "-f", *places]), _STEP_S)[1].splitlines(), strict=False))
 
