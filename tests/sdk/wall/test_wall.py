@@ -156,6 +156,16 @@ def test_hidden_files_of_sources_stay_closed_unless_they_are_declared(tmp_path: 
         asked(environment_wall(Walls(), source), file)
 
 
+def test_hidden_files_and_links_beside_a_closed_folder_stay_closed(tmp_path: Path) -> None:
+    for name in ("shown", ".hidden/home", ".hidden/other", "home"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / ".env").touch()
+    (tmp_path / "out").symlink_to("/etc")
+    closed = (str(tmp_path / ".hidden" / "home"), str(tmp_path / "home"))
+    made = plan.plan_for(Wall(sources=(str(tmp_path),), closed=closed), sys.executable, {}, [])
+    assert [place for place in made.sources if place.startswith(str(tmp_path))] == [str(tmp_path / "shown")]
+
+
 @landlock
 def test_package_of_a_file_is_opened_and_not_what_lies_beside_it(tmp_path: Path) -> None:
     package, other = tmp_path / "projects" / "games", tmp_path / "projects" / "other"

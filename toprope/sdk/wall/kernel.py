@@ -197,24 +197,25 @@ def without_hidden(place: str) -> Iterator[tuple[str, int]]:
         if "pyvenv.cfg" in names or os.path.basename(folder) == "node_modules":
             folders.clear()
             continue
-        if any(map(_is_hidden, (*folders, *names))):
+        if any(map(is_hidden, (*folders, *names))):
             above = folder
             while above not in holding:
                 holding.add(above)
                 above = above if above == place else os.path.dirname(above)
-        folders[:] = [one for one in folders if not _is_hidden(one)]
+        folders[:] = [one for one in folders if not is_hidden(one)]
     if place not in holding:
         yield place, READ
     for folder in holding:
         yield folder, READ_DIR
         for name in os.listdir(folder):
             path = os.path.join(folder, name)
-            if not (_is_hidden(name) or os.path.islink(path) or path in holding):
+            if not (is_hidden(name) or os.path.islink(path) or path in holding):
                 yield path, READ
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") and name != ".libs"  # shared libraries of wheels
+def is_hidden(name: str) -> bool:
+    """True for names that `ls` leaves out, except shared libraries of wheels."""
+    return name.startswith(".") and name != ".libs"
 
 
 def packed(lines: Sequence[Line]) -> bytes:

@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -183,7 +183,7 @@ def plan_for(wall: Wall, python: str, variables: Mapping[str, str], writes: Sequ
     sources = [*paths.editable_paths(python), *packages, *wall.sources]
     return Plan(
         reads=[*paths.SYSTEM, *paths.without(own, wall.closed)],
-        sources=[os.path.abspath(place) for place in paths.without(sources, wall.closed)],
+        sources=[place for one in sources for place in _shown(one, wall.closed)],
         writes=[*writes, *paths.without(wall.writes, wall.closed), kernel.SHARED_MEMORY],
         devices=paths.devices(),
         landlock=kernel.landlock_abi() if level == "landlock" and not wall.trusted else 0,
@@ -192,6 +192,13 @@ def plan_for(wall: Wall, python: str, variables: Mapping[str, str], writes: Sequ
         memory_mb=wall.memory_mb,
         spared=[os.getpid(), os.getppid()],
     )
+
+
+def _shown(source: str, closed: Sequence[str]) -> Iterator[str]:
+    for place in paths.without([os.path.abspath(source)], closed):
+        inside = os.path.relpath(place, source)
+        if inside == "." or not (os.path.islink(place) or any(map(kernel.is_hidden, inside.split(os.sep)))):
+            yield place
 
 
 def command_for(plan: Plan, command: Sequence[str], cwd: str) -> list[str]:

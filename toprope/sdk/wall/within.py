@@ -35,7 +35,7 @@ class RolloutWall:
         self._plan = Plan(
             within=True,
             landlock=kernel.landlock_abi(),
-            reads=[*paths.SYSTEM, os.path.dirname(__file__), *own, *reads],
+            reads=[*paths.SYSTEM, *own, *reads],
             writes=[*writes],
             devices=paths.devices(),
         )
