@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -305,8 +306,23 @@ def test_package_without_manifest_is_listed_and_served(package: Path) -> None:
     assert openenv.declared(file, ast.parse("def create_app(): ...\napp = create_app()")) == []
 
 
+def test_app_is_imported_from_a_folder_with_its_package_alone(package: Path) -> None:
+    file = package / "maze_env" / "server" / "app.py"
+    words, folder = openenv.started(file, "app")
+    root = Path(words[5])
+    assert words[3] == "maze_env.server.app:app" and [one.name for one in root.iterdir()] == ["maze_env"]
+    assert (Path(folder) / "app.py").samefile(file)
+    (package / "first").mkdir()
+    (package / "uvicorn.py").rename(package / "first" / "uvicorn.py")
+    words = (sys.executable, *words[1:4], "81", *words[5:])
+    variables = os.environ | {"PYTHONPATH": str(package / "first")}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=variables, timeout=60)
+    assert done.stdout.split() == ["maze_env.server.app", "2", "127.0.0.1", "81"], done.stderr
+
+
 def test_server_that_ends_says_why(package: Path, stand_in: Callable[..., None]) -> None:
     stand_in("websockets")
+    (package / "pyproject.toml").touch()
     (package / "uvicorn.py").write_text("def run(*a, **k):\n    raise ValueError('no data set:\\nset DATA\\n*****')\n")
     environment = openenv.make(f"{package / 'maze_env' / 'server' / 'app.py'}:app")
     with pytest.raises(LoadError, match="ValueError: no data set: set DATA$"):

@@ -226,6 +226,8 @@ def test_function_becomes_tool():
 def test_corpus_search_ranks_passages(tmp_path: Path):
     (tmp_path / "tower.md").write_text("# Towers\n\nThe Eiffel tower is 330 metres high.\n\nIt stands in Paris.")
     (tmp_path / "more.jsonl").write_text('{"title": "Rivers", "text": "The Loire is 1006 km long."}\n')
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "log.jsonl").write_text("no passage")
     corpus = Corpus.of(tmp_path)
     assert corpus.search("how high is the eiffel tower")[0].title == "tower" and corpus.search("?!") == []
     assert "[Rivers]" in web_search(corpus).call("long river Loire")

@@ -29,7 +29,7 @@ from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import Failure, LoadError
 from toprope.sdk.wall.paths import folders_above, package_of, project_of
 
-__all__ = ["Loaded", "attribute_of", "find_above", "load", "module_of"]
+__all__ = ["Loaded", "attribute_of", "find_above", "import_root", "load", "module_of"]
 
 _ADAPTERS = Path(__file__).parent.parent / "adapters"
 
@@ -113,11 +113,15 @@ def module_of(file: Path) -> ModuleType:
 
 def find_above(file: Path) -> None:
     """Have a file's imports by the full name of its package, and from the root of its repository, found."""
-    package = package_of(str(file))
-    places = [project_of(package) or _place_with(package)] if package else []
-    for place in (*places, *map(_place_with, folders_above(str(file)))):
+    for place in (import_root(file), *map(_place_with, folders_above(str(file)))):
         if place not in sys.path:
             sys.path.append(place)
+
+
+def import_root(file: Path) -> str:
+    """The folder from which a file's package is imported: the one above it, or one with a link to it alone."""
+    package = package_of(str(file))
+    return (project_of(package) or _place_with(package)) if package else str(file.parent.absolute())
 
 
 @functools.cache

@@ -57,7 +57,7 @@ class Corpus:
 
     @classmethod
     def of(cls, path: Path) -> Corpus:
-        """Read a folder of text files or one file: text, or JSON lines with `text` and an optional `title`.
+        """Read a folder of files that are not hidden, or one file: text, or JSON lines with `text`, perhaps `title`.
 
         Raises:
             InvalidRequest: It holds no corpus, or more than 200 MiB.
@@ -65,6 +65,7 @@ class Corpus:
         path = path.expanduser()
         files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
         files = [one for one in files if one.suffix.lower() in _TEXTS | {".jsonl"}]
+        files = [one for one in files if not any(part.startswith(".") for part in one.relative_to(path).parts)]
         if not files or not all(one.is_file() for one in files):
             raise InvalidRequest(f"{path} holds no corpus: a .jsonl, .txt, .md or .rst file, or a folder of them.")
         if sum(one.stat().st_size for one in files) > _MOST_BYTES:

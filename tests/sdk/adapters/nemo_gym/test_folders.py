@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def published(folder: Path, rows: list[dict[str, Any]]) -> Path:
 def test_server_of_a_folder_is_listed_started_and_judged_by_a_named_endpoint(tmp_path: Path) -> None:
     rows = [{"responses_create_params": {"input": f"Question {number}"}} for number in range(30)]
     file = published(tmp_path, rows)
+    os.mkfifo(file.parent / "data" / ".closed")  # as little to be copied as a hidden file behind a wall
     [listed] = nemo_gym.declared(file, parse(file))
     assert (listed.name, listed.description, listed.problem) == ("judged", "Judged answers", "")
     target = json.loads(listed.target)

@@ -45,7 +45,7 @@ def _serve(errors: Any) -> None:
     # Only the packages can be read, not the folder that they are in; servers write beside their code.
     root = Path(tempfile.mkdtemp(prefix="gym-"))
     own = root / folder.parent.name / name
-    shutil.copytree(folder, own, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".venv"))
+    shutil.copytree(folder, own, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     for package in packages:
         for one in package.iterdir() if package == folder.parent else [package]:
             if one != folder:

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from toprope.sdk.adapters._shared.listing import Listed
+from toprope.sdk.authoring.loading import import_root
 from toprope.sdk.discovery import first_line, parse
+from toprope.sdk.wall.paths import package_of
 
 __all__ = ["declared", "installed", "name_of", "started"]
 
@@ -25,10 +27,11 @@ def started(file: Path, attribute: str, root: Path | None = None) -> tuple[tuple
     Args:
         file: The file.
         attribute: The app's name in it.
-        root: Folder that its packages are in; by default the first above it without an `__init__.py`.
+        root: Folder that its packages are in; by default that of its own package.
     """
     if root is None:
-        root = next(folder for folder in file.parents if not (folder / "__init__.py").is_file())
+        root = Path(import_root(file))
+        file = root / file.absolute().relative_to(Path(package_of(str(file)) or file.absolute()).parent)
     module = ".".join(file.relative_to(root).with_suffix("").parts)
     further = [str(folder) for folder in file.parents if folder.is_relative_to(root) and folder != root]
     if file.parent == root and root.name == "server":
