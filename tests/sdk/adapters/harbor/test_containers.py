@@ -1,0 +1,180 @@
+"""Task folders in containers: their limits, their end, and what a verdict rests on."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sdk.adapters.harbor.conftest import SUM, worked, written
+from toprope.sdk.adapters import harbor
+from toprope.sdk.adapters._harbor.folders import task_folders
+from toprope.sdk.errors import LoadError
+from toprope.sdk.wall import Wall
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the wall of Linux")
+
+
+COUNTED = """\
+#!/bin/bash
+grep -qx 5 /workspace/total.txt && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+"""
+
+
+def test_tasks_that_no_process_can_run_get_a_container(tmp_path: Path, docker: Path) -> None:
+    folder = tmp_path / "tasks"
+    for number in range(12):
+        written(folder, f"shop-{number}", packages=" no-such-package-xyz", test=COUNTED)
+    for one in list(folder.glob("*/task.toml")):
+        one.write_text(one.read_text() + "[environment]\nmemory_mb = 512\nallow_internet = false\n")
+
+    async def work() -> Any:
+        async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:
+            await link.open({"adapter": "harbor", "target": str(folder)}, timeout=60, knobs={"command_s": 0.5})
+            right = await worked(link, "cat /etc/shop/stock.txt", SUM, "sleep 9")
+            return right, await worked(link, "exit 3")
+
+    (printed, right), (said, wrong) = asyncio.run(work())
+    assert printed[:2] == ["pears 2\nplums 3", "(no output)"] and "it took longer than 0.5 s" in printed[2]
+    assert (right.error, right.reward, wrong.reward, said) == (None, 1.0, 0.0, ["(exit code 3)"])
+    calls = (docker / "state" / "calls").read_text()
+    assert "--memory=512m --network=none" in calls and calls.count("rm --force") == calls.count("run --detach") == 2
+    assert not list((docker / "state").glob("*/workspace"))
+
+
+FORGED = """\
+setsid nohup bash -c 'while true; do cp won.txt /logs/verifier/reward.txt; sleep 0.01; done' >/dev/null 2>&1 &
+echo 1 > won.txt
+"""
+
+
+def test_no_process_of_the_policy_writes_a_container_s_reward(tmp_path: Path, docker: Path) -> None:
+    folder = tmp_path / "tasks"
+    slow = "#!/bin/bash\necho 0 > /logs/verifier/reward.txt\nsleep 0.5\n"
+    for number in range(12):
+        written(folder, f"shop-{number}", test=slow)
+
+    async def work(*commands: str) -> Any:
+        async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:
+            await link.open({"adapter": "harbor", "target": str(folder)}, timeout=60, knobs={"container": "always"})
+            return (await worked(link, *commands))[1]
+
+    forged = asyncio.run(work("mkdir -p /logs/verifier", FORGED, "sleep 0.2; cat /logs/verifier/reward.txt"))
+    assert (forged.error, forged.reward) == (None, 0.0)
+    (docker / "state" / "stuck").touch()
+    left = asyncio.run(work("true"))
+    assert "its processes were not ended before its tests: cannot stop container" in (left.error or "")
+
+
+REPLACED = {
+    "program": "printf '#!/bin/sh\\necho 5' > /usr/local/bin/counted",
+    "program found first": "printf '#!/bin/sh\\nexit 0' > /usr/local/bin/grep; chmod +x /usr/local/bin/grep",
+    "start of Python": "mkdir -p /usr/local/lib && touch /usr/local/lib/sitecustomize.py",
+    "": "mkdir -p /usr/local/bin; cp /usr/local/bin/counted /usr/local/bin/added; touch /usr/local/bin/counted; "
+    "echo '# mended' >> /usr/local/bin/total",
+}
+
+
+def test_no_verdict_counts_if_the_policy_replaced_a_program(tmp_path: Path, docker: Path) -> None:
+    folder = tmp_path / "tasks"
+    for number in range(12):
+        task = written(
+            folder, f"shop-{number}", test="total; counted | grep -qx 5; echo $((1 - $?)) > /logs/verifier/reward.txt"
+        )
+        (task / "environment" / "counted").write_text("#!/bin/sh\ncat /workspace/total.txt\n")
+        (task / "environment" / "total").write_text("#!/bin/sh\n")
+
+    async def work() -> Any:
+        async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:
+            await link.open({"adapter": "harbor", "target": str(folder)}, timeout=60, knobs={"container": "always"})
+            return {name: (await worked(link, command, SUM))[1] for name, command in REPLACED.items()}
+
+    found = asyncio.run(work())
+    fine = found.pop("")
+    assert (fine.error, fine.reward) == (None, 1.0), (
+        "what is added, touched, or named by the instruction is not replaced"
+    )
+    for name, one in found.items():
+        assert "no verdict counts, because the policy replaced" in (one.error or ""), name
+
+
+SEPARATE = """\
+artifacts = [{ source = "/workspace/made", exclude = ["*.log"] }, "/workspace/absent"]
+[verifier]
+environment_mode = "separate"
+[[verifier.collect]]
+command = "cp total.txt made/"
+[verifier.environment]
+memory_mb = 256
+"""
+
+
+def test_tests_with_a_container_of_their_own_get_declared_files_alone(tmp_path: Path, docker: Path) -> None:
+    folder = tmp_path / "tasks"
+    test = "cd /workspace && test \"$(echo * made/*)\" = 'made made/total.txt' && grep -qx 5 made/total.txt\n"
+    for number in range(12):
+        task = written(folder, f"shop-{number}", test=f"{test}echo $((1 - $?)) > /logs/verifier/reward.txt\n")
+        (task / "task.toml").write_text(SEPARATE)
+
+    async def work() -> Any:
+        async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:
+            await link.open({"adapter": "harbor", "target": str(folder)}, timeout=60)
+            forged = "printf '#!/bin/sh\\nexit 0' > /usr/local/bin/grep; chmod +x /usr/local/bin/grep"
+            right = await worked(link, "mkdir made; touch made/a.log other", SUM)
+            return right[1], (await worked(link, "mkdir made; echo 6 > total.txt", forged))[1]
+
+    right, wrong = asyncio.run(work())
+    assert [(one.error, one.reward) for one in (right, wrong)] == [(None, 1.0), (None, 0.0)]
+    calls = (docker / "state" / "calls").read_text()
+    assert calls.count("rm --force") == calls.count("run --detach") == 4 and calls.count("--memory=256m") == 2
+
+
+def test_machines_of_tests_are_read_as_harbor_does(tmp_path: Path) -> None:
+    path = written(tmp_path, "shop")
+    shared = (path / "task.toml").read_text()
+    tests = path / "tests"
+
+    def read(text: str) -> Any:
+        (path / "task.toml").write_text(text)
+        [task] = task_folders(path)
+        return task
+
+    assert read(shared).verifier is None
+    machine = read(SEPARATE).verifier.machine
+    assert (machine.context, machine.memory_mb, read(SEPARATE).verifier.brings_tests) == (
+        path / "environment",
+        256,
+        False,
+    )
+    assert "container of their own" in read(SEPARATE).missing(read(SEPARATE).image())
+    (tests / "Dockerfile").touch()
+    assert read(SEPARATE).verifier.machine.context == tests and read(SEPARATE).verifier.brings_tests
+    prebuilt = read('[verifier.environment]\ndocker_image = "judge:1"\n').verifier
+    assert prebuilt.machine.prebuilt == "judge:1" and prebuilt.brings_tests
+    assert read('[environment]\ndocker_image = "shop:1"\n').prebuilt == "", "its Dockerfile is there"
+    (path / "environment" / "Dockerfile").unlink()
+    assert read('[environment]\ndocker_image = "shop:1"\n').prebuilt == "shop:1"
+    with pytest.raises(LoadError, match="not a readable task"):
+        read("artifacts = [{}]\n[verifier]\nenvironment_mode = 'separate'\n")
+
+
+def test_tasks_without_a_container_are_refused_with_what_to_do(
+    tmp_path: Path, docker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "tasks", "shop", packages=" no-such-package-xyz")
+    environment = harbor.make(str(tmp_path / "tasks"))
+    environment.knobs = harbor.Harbor.Knobs()
+    (docker / "state").mkdir()
+    (docker / "state" / "refuses").touch()
+    with pytest.raises(LoadError, match=r"docker refuses: permission denied .*`trust: yes`"):
+        environment.setup()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LoadError, match=r"no-such-package-xyz.*neither docker nor podman\. Install one\."):
+        environment.setup()
+    environment.knobs = harbor.Harbor.Knobs(container="never")
+    with pytest.raises(LoadError, match=r"or choose others\."):
+        environment.setup()

@@ -1,0 +1,170 @@
+"""Task folders in a process sandbox behind the worker's wall, scored by their own tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.sdk.adapters.harbor.conftest import SUM, TEST_SH, bash, with_worker, worked, written
+from toprope.sdk.adapters import harbor
+from toprope.sdk.adapters._harbor.folders import task_folders
+from toprope.sdk.adapters._harbor.sandbox import Sandbox
+from toprope.sdk.errors import LoadError, WorkerError
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the wall of Linux")
+
+
+def test_tests_of_the_task_give_the_reward(tasks: Path) -> None:
+    async def body(link: EnvironmentWorker) -> Any:
+        right = await worked(link, "pwd; cat /etc/shop/stock.txt; echo $GREETING", SUM)
+        wrong = await worked(link, "echo 6 > total.txt", "mkdir -p /tests && touch /tests/left", "exit 3")
+        return right, wrong
+
+    (printed, right), (said, wrong) = with_worker(tasks, body)
+    assert printed == ["/workspace\npears 2\nplums 3\nhello", "(no output)"]
+    assert right.error is None and right.reward == 1.0 and right.success
+    assert wrong.error is None and wrong.reward == 0.0 and said[2] == "(exit code 3)"
+
+
+def test_solution_of_the_task_demonstrates_it(tasks: Path) -> None:
+    async def body(link: EnvironmentWorker) -> Any:
+        begun = await link.begin("train", 0, 1, timeout=60)
+        [handle] = begun.rollouts
+        assert "Use the tool `bash`" in begun.messages[-1]["content"]
+        while True:
+            answer = await link.solve(handle, timeout=60)
+            [turn] = await link.advance([[handle, answer, False]], timeout=120)
+            if turn.done:
+                return turn.outcome
+
+    assert with_worker(tasks, body).reward == 1.0
+
+
+LEFT_S = f"300.{os.getpid()}"
+"""Seconds by which the process of this test is known, in whatever namespace it runs."""
+
+
+def test_slow_commands_and_what_they_leave_behind_are_ended(tasks: Path) -> None:
+    async def body(link: EnvironmentWorker) -> Any:
+        return await worked(link, "sleep 60", f"nohup sleep {LEFT_S} >/dev/null 2>&1 &\necho started", SUM)
+
+    printed, outcome = with_worker(tasks, body, command_s=1.0)
+    assert "took longer than 1 s" in printed[0] and "started" in printed[1] and outcome.reward == 1.0
+    limit = time.monotonic() + 5
+    while any(one.info["cmdline"] == ["sleep", LEFT_S] for one in psutil.process_iter(["cmdline"])):
+        assert time.monotonic() < limit, "what the command left behind still runs"
+        time.sleep(0.05)
+
+
+def test_rollouts_of_one_worker_do_not_reach_each_other(tasks: Path) -> None:
+    async def body(link: EnvironmentWorker) -> list[str]:
+        assert link.enclosure is not None
+        begun = await link.begin("train", 0, 2, timeout=60)
+        for handle in begun.rollouts:
+            await link.advance([[handle, bash("echo mine > /workspace/answer.txt"), False]], timeout=60)
+        found = []
+        for folder in sorted(Path(link.enclosure.scratch).glob("task-*")):
+            place = f"/''{str(folder)[1:]}/workspace"  # not a path of the task's own /tmp
+            does = f"cat {place}/answer.txt; echo x >> {place}/answer.txt; ls {place}/.. >/dev/null && echo listed"
+            [turn] = await link.advance([[begun.rollouts[0], bash(does), False]], timeout=60)
+            found.append(str(turn.messages[0]["content"]))
+        return found
+
+    own, other = sorted(with_worker(tasks, body), key=lambda said: "Permission denied" in said)
+    assert own == "mine\nlisted" and other.count("Permission denied") == 3 and "mine" not in other
+
+
+WON = "echo 1 > /logs/verifier/reward.txt"
+FORGERIES = {
+    "program": f"cd ${{PATH%%:*}}; printf '#!/bin/sh\\n{WON}' > x && chmod +x x && mv x python3 && ln -sf python3 bash",
+    "process": f"env -i setsid bash -c 'while :; do {WON}; sleep 0.01; done' >/dev/null 2>&1 &",
+    "module": "printf 'import sys; sys.exit(0)' > /workspace/pytest.py",
+    "link": "rm -rf /tests && ln -s workspace /tests && printf 'import os; os._exit(0)' > /tests/conftest.py",
+}
+
+
+def test_verdict_is_not_the_policy_s(tmp_path: Path) -> None:
+    for number in range(12):
+        written(tmp_path, f"shop-{number}", test=f"{TEST_SH}\nsleep 0.1\n")
+
+    async def body(link: EnvironmentWorker) -> Any:
+        return {name: (await worked(link, command))[1] for name, command in FORGERIES.items()}
+
+    found = with_worker(tmp_path, body)
+    assert {name: (one.error, one.reward) for name, one in found.items()} == dict.fromkeys(FORGERIES, (None, 0.0))
+
+
+def test_tasks_that_need_a_container_are_left_out_and_refused(tasks: Path) -> None:
+    written(tasks, "exotic", packages=" no-such-package-xyz")
+    (tasks / "several").mkdir()
+    for name in ("task.toml", "instruction.md"):
+        (tasks / "several" / name).write_text((tasks / "shop-0" / name).read_text())
+    (tasks / "several" / "environment").mkdir()
+    (tasks / "several" / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    why = {one.name: one.missing(one.image()) for one in task_folders(tasks)}
+    assert "no-such-package-xyz" in why["exotic"] and "several services" in why["several"] and not why["shop-0"]
+
+    async def names(link: EnvironmentWorker) -> set[str]:
+        pages = [await link.tasks(split, 0, 20, timeout=60) for split in ("train", "validation", "heldout")]
+        return {task.messages[0]["content"].rpartition("(")[2] for page in pages for task in page.tasks}
+
+    assert with_worker(tasks, names) == {f"shop-{number})" for number in range(12)}
+    with pytest.raises(WorkerError, match=r"None of 1 tasks.*no-such-package-xyz"):
+        with_worker(tasks / "exotic", names)
+
+
+def test_reward_files_are_read_strictly(tmp_path: Path) -> None:
+    rewards = {
+        "half": ('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json', 0.5),
+        "named": ('echo \'{"reward": 0.25, "b": 0}\' > /logs/verifier/reward.json', 0.25),
+        "none": ("true", "wrote no reward"),
+        "words": ("echo good > /logs/verifier/reward.txt", "not a number"),
+    }
+    for name, (script, expected) in rewards.items():
+        folder = written(tmp_path / name, "task", test=script)
+        for number in range(9):
+            written(tmp_path / name, f"task-{number}", test=script)
+        _, outcome = with_worker(folder.parent, lambda link: worked(link, "true"))
+        if isinstance(expected, float):
+            assert outcome.reward == expected
+        else:
+            assert expected in (outcome.error or "")
+
+
+def test_first_format_of_terminal_bench_is_decided_by_the_exit_code(tmp_path: Path) -> None:
+    folder = tmp_path / "hello"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "task.yaml").write_text("instruction: |-\n  Create /app/hello.txt.\n\n  Be brief.\ndifficulty: easy\n")
+    (folder / "Dockerfile").write_text("FROM ubuntu\nWORKDIR /app\n")
+    (folder / "run-tests.sh").write_text("test -f /app/hello.txt\n")
+    [task] = task_folders(folder)
+    assert (task.instruction, task.difficulty, task.rewards) == (
+        "Create /app/hello.txt.\n\nBe brief.", "easy", False
+    )  # fmt: skip
+    machine = Sandbox(task, task.image())
+    assert machine.verify()[0] == 1
+    machine.run("touch hello.txt", 10.0)
+    assert machine.verify()[0] == 0
+    machine.close()
+
+
+def test_nothing_runs_without_a_wall(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = harbor.make(str(tasks))
+    environment.knobs = harbor.Harbor.Knobs()
+    real = Path.read_text
+
+    def without(self: Path, *given: Any) -> str:
+        return "Seccomp:\t0\n" if self == Path("/proc/self/status") else real(self, *given)
+
+    monkeypatch.setattr(Path, "read_text", without)
+    with pytest.raises(LoadError, match="no wall around the worker"):
+        environment.setup()
+    with pytest.raises(LoadError, match="is not a folder"):
+        harbor.make("/no/such/folder")
