@@ -435,5 +435,9 @@ def test_runs_without_news_are_named_in_one_line(house):
     assert f"{ids[0]}: training" in answer.text
     assert "Without news: 4 queued." in answer.text
     told = sent(answer.data)
-    assert [run["numbers"]["step"] for run in told["runs"]] == [3] and told["unchanged"] == {"queued": 4}
+    assert "step 3/" in answer.text and [run["run_id"] for run in told["runs"]] == ids[:1]
+    assert told["unchanged"] == {"queued": 4}
     assert "environment" not in told["runs"][0] and "kind" not in told["runs"][0]  # told before
+    event(folders[0], "finding", rule="low", level="warning", what="x" * 300, changes={"optimizer.learning_rate": 1})()
+    answer = do(check_status, shop, run_ids=ids, cursor=answer.data.cursor)
+    assert "new: low (optimizer.learning_rate to 1)" in answer.text and "xxx" not in answer.text

@@ -58,6 +58,7 @@ class RunStatus(Structure):
     state: str
     fresh: Annotated[bool, IN_TEXT] = False
     numbers: dict[str, Any] = {}
+    """Of one of many runs only in the text."""
     numbers_age_s: Annotated[float, IN_TEXT] = 0.0
     next_numbers_in_s: Annotated[float | None, IN_TEXT] = None
     states: Annotated[list[str], IN_TEXT] = []
@@ -95,11 +96,11 @@ class MetCondition(Structure):
 class StatusAnswer(Structure):
     runs: list[RunStatus]
     unchanged: dict[str, int] = {}
-    """Of many runs, those without news: their number by state; they are not in `runs`."""
+    """Of many runs, those without news but numbers: how many by state; they are not in `runs`."""
     open_runs: list[RunItem] = []
     met: list[MetCondition] = []
     cursor: str = ""
-    longest_wait_s: float | None = None
+    longest_wait_s: Annotated[float | None, IN_TEXT] = None
 
 
 class Runs(Structure):

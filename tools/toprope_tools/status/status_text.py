@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from toprope.analysis.findings.rules import said
 from toprope.analysis.findings.stored_runs import explain_run, learned
 from toprope.analysis.reports.headline import accuracy_on, headline
 from toprope.analysis.reports.report import trackers_of
@@ -39,6 +40,8 @@ _ALONG = frozenset({"reward", "success", "rollouts_per_second", "environments"})
 """Numbers of the last batch."""
 _CHECKS = {"agent": "policy", "open": "pending"}
 """Words for readers, to whom an agent is the one who reads."""
+_BRIEF = frozenset({"step", "total_steps", "reward", "eta_s", "what", "done", "total", "best"})
+"""Numbers told of one of many live runs."""
 _OF_FINDING = ("rule", "level", "step", "changes", "follows")
 _SHORT = 3
 """Most runs whose last numbers are repeated in an answer without news."""
@@ -109,11 +112,13 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     until = [one.name for one in patience.until if not (one.stays_met and one.name in done)]
     goes_on = {"until": until} if until else {}
     following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
-    shown = _shown(told) if len(told) > _SHORT else told
+    many = len(told) > _SHORT
+    shown = _shown(told) if many else told
     same = Counter(one.item.state for one in told if one not in shown)
+    listed = [one.item for one in shown if not many or one.item.states or one.item.events or one.item.state not in LIVE]
     data = answers.StatusAnswer(
-        runs=[one.item for one in shown],
-        unchanged=dict(same),
+        runs=listed,
+        unchanged=Counter(one.item.state for one in told if one.item not in listed),
         met=[answers.MetCondition(run_id=one.run_id, condition=one.condition) for one in met],
         cursor=places.format_cursor(at),
         longest_wait_s=patience.longest_s if patience.cut else None,
@@ -129,7 +134,7 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
         lines.append(f"This wait was limited to {duration(patience.longest_s)}: the client drops longer calls.")
     lines += [one.text for one in shown]
     if same:
-        lines.append(f"Without news: {', '.join(f'{many} {state}' for state, many in same.items())}.")
+        lines.append(f"Without news: {', '.join(f'{count} {state}' for state, count in same.items())}.")
     if live:
         lines.append(following)
     ended = [one.item.run_id for one in told if one.item.state not in LIVE and (one.new or not live)]
@@ -210,7 +215,7 @@ def _told(
     """Return one run's part with at most `most` events: the next ones after a cursor, or else the newest.
 
     Args:
-        many: Leave out components and trackers of a run that is well; an answer about it alone has them.
+        many: Be brief, and leave out components and trackers of a run that is well; an answer about it alone has them.
         causes: Of an ended run, from `_causes`.
         logs, trackers: From `_places`.
     """
@@ -232,7 +237,9 @@ def _told(
     line = f"{status.run_id}: {status.state}"
     if status.reason and status.failure is None:
         line += f" ({marked(status.reason, 200)})"
-    if fresh:
+    if many and not status.ended:
+        line += f"; {numbers_line({key: one for key, one in numbers.items() if key in _BRIEF})}."
+    elif fresh:
         line += f"; {_ended(status, numbers) if status.ended else numbers_line(numbers)}."
         if next_in:
             line += f" Next numbers in {duration(next_in)}."
@@ -249,7 +256,7 @@ def _told(
     line += "".join(f" {name}: {place}." for name, place in (trackers or {}).items())
     if exited:
         line += f" Components: {', '.join(exited)}; logs in {logs}."
-    line += "".join(f"\n  {text}" for text in _news(told))
+    line += "".join(f"\n  {text}" for text in (_news_in_brief(told, status) if many else _news(told)))
     if left and known:
         line += f"\n  {plural(left, 'more event')}: call again with the cursor."
     elif left:
@@ -266,7 +273,7 @@ def _told(
         environment="" if known_already else status.environment,
         state=status.state,
         fresh=fresh,
-        numbers=numbers,
+        numbers={} if many else numbers,
         numbers_age_s=round(look.now - at, 1),
         next_numbers_in_s=next_in,
         states=[str(event.data.get("to")) for event in told if event.kind == "state"],
@@ -327,6 +334,24 @@ def _news(events: Sequence[Event]) -> list[str]:
         else:
             lines.append(f"new: {_event(event)}")
     return lines + [f"new: from {cause} follow {', '.join(rules)}: mend it first" for cause, rules in below.items()]
+
+
+def _news_in_brief(events: Sequence[Event], status: Status) -> list[str]:
+    """Format the events of one of many runs in a line: causes with their edits, not what the run's own line says."""
+    told = []
+    for event in _newest(events):
+        data = event.data
+        if event.kind == "finding" and (not data.get("follows") or data.get("level") == "over"):
+            edit = said(data["changes"]) if isinstance(data.get("changes"), dict) and data["changes"] else ""
+            how = (
+                "over"
+                if data.get("level") == "over"
+                else edit or f"{data.get('level')}: {clip(data.get('what', ''), 120)}"
+            )
+            told.append(f"{clip(data.get('rule', ''), 60)} ({how})")
+        elif event.kind not in ("state", "end", "finding") and not (event.kind == "evaluation" and headline(status)):
+            told.append(_event(event))
+    return [f"new: {'; '.join(told)}"] if told else []
 
 
 def _newest(events: Sequence[Event]) -> list[Event]:
