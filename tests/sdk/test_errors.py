@@ -63,7 +63,7 @@ def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch
     assert Failure.of(missing).message == str(missing)
     with pytest.raises(OSError):
         socket.create_connection(("data.example.org", 443))
-    for one in (missing, LookupError("Resource words not found: see https://docs.example.org")):
+    for one in (missing, OSError("Unable to find 'https://docs.example.org/rows.json'")):
         assert Failure.of(one).message.endswith("; data.example.org could not be reached")
     assert Failure.of(ValueError("3 is not a colour")).message == "3 is not a colour"
 

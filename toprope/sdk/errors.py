@@ -44,7 +44,9 @@ _REFUSED = re.compile(
     r"connection refused|network is unreachable|URLError|gaierror|connect call failed|could ?n.t (connect|reach)"
 )
 _HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled")
-_MISSING = re.compile(r"(?i)not found|no such file|download|missing|(could ?n.t|fail(ed)? to) (find|load|fetch|get)")
+_MISSING = re.compile(
+    r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)"
+)
 _unreached: list[str] = []
 """Hosts whose names this process could not resolve, if it notes them; the newest is last."""
 _HOST = re.compile(r"(?i)(?:https?://|host='|to host )((?:[a-z0-9-]+\.)+[a-z]{2,})\b")
