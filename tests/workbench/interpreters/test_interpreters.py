@@ -161,7 +161,8 @@ def test_single_module_gets_what_it_names_beside_it(left_out: tuple[Path, Path])
         (project / name).parent.mkdir(exist_ok=True)
         (project / name).write_text("1")
     game = "from pathlib import Path\nimport helper\nhere = Path(__file__).parent\n"
-    game += "text = (here / 'puzzles.json').read_text() + open(f'{here}/levels/one.txt').read()\n"
+    game += "text = (here / 'puzzles.json').read_text() + helper.text\n"
+    (project / "helper.py").write_text("text = open('levels/one.txt').read()\n")
     for folder in (project, site):
         (folder / "game.py").write_text(game + "leaked = here / '.env'\n")
     (site / "pkg" / "__init__.py").unlink()

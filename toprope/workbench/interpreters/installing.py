@@ -332,7 +332,12 @@ def _complete(project: Path, site: Path | None) -> None:
         return
     [((root, inside), _)] = roots.most_common(1)
     packages = {Path(module.parent) for module in modules} - {Path()}
-    named = {name for module in modules if len(module.parts) == 1 for name in _named_in(site / module)}
+    beside, named = set(os.listdir(root)), set[str]()
+    unread = [site / module for module in modules if len(module.parts) == 1]
+    while unread:  # modules that are alone, and helpers that they name
+        new = (_named_in(unread.pop()) & beside) - named
+        named |= new
+        unread += [file for name in new for file in (root / name, *(root / name).rglob("*.py")) if file.suffix == ".py"]
     copies: dict[Path, Path] = {}
     for file in () if root.is_symlink() else _files_of(root):  # a project's `src`
         place = inside / file.relative_to(root)
