@@ -27,6 +27,8 @@ __all__ = [
 
 _ELSEWHERE = ("unshare", "--map-root-user", "--mount", "sh", "-c", 'mount --bind "$0" keeper.lock && exec "$@"')
 """Before a keeper's command: it sees a lock of its own, as on a node to which flock is not carried."""
+_HEADLESS_S = 240.0
+"""Ray's daemons look for their head for a minute."""
 _PLANTED = """
 import json, sys
 from pathlib import Path
@@ -86,8 +88,16 @@ FAULTS: Mapping[str, Fault] = {
 }
 
 
-HEAD_KILLED = Fault(lambda house, runs, folder: kill_all(house.net.processes("n1")), frozenset({"lost"}), mends=True)
-"""The node of Ray's head is lost, and Ray with it. Slurm's jobs go on without their controller."""
+def _lose_head(house: House, runs: RunManager, folder: RunFolder) -> None:
+    """Kill the node of the head and wait until Ray's daemons have ended the crew on the other one. Nothing is known of
+    the run until there is another head."""
+    kill_all(house.net.processes("n1"))
+    wait_until(lambda: not processes_of_run(folder), "the end of the crew", _HEADLESS_S)
+    house.mend()
+
+
+HEAD_KILLED = Fault(_lose_head, frozenset({"lost"}))
+"""Ray is lost with its head. Slurm's jobs go on without their controller."""
 
 
 def processes_of_run(folder: RunFolder) -> list[psutil.Process]:
