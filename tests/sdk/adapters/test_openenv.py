@@ -19,6 +19,7 @@ import pytest
 from toprope.sdk.adapters import openenv
 from toprope.sdk.adapters._servers.openenv import Server
 from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
+from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.authoring.env_managed import OwnLoop, sample_group
 from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
@@ -347,3 +348,10 @@ def test_reason_of_an_environment_that_cannot_be_created_is_told(
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "ZeroDivisionError: division by zero"
+
+
+def test_server_that_ends_with_a_long_error_is_told_with_its_end() -> None:
+    code = "raise LookupError('words are missing; ' + 'x' * 900 + '; far.example could not be reached')"
+    with pytest.raises(LoadError, match=r"exit code 1 .*: LookupError: words are missing; x+ … x+; far.ex") as told:
+        StartedServer("server", "", ["{python}", "-c", code], "", {})
+    assert len(str(told.value)) < 600 and str(told.value).endswith("could not be reached")

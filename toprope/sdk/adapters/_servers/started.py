@@ -23,6 +23,7 @@ __all__ = ["StartedServer"]
 _WAIT_S = 60.0
 _START_S = 900.0
 """Limit of a server that is started here; opening an environment has a limit of its own, which the owner sets."""
+_LONGEST = 400
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
 
 
@@ -87,13 +88,14 @@ class StartedServer:
     def _last_words(self) -> str:
         """Return what a server that ended has said last."""
         self._silent.wait(2)
-        return self.raised() or next((line for line in reversed(self._lines) if line), "it printed nothing")[:400]
+        return self.raised() or next((line for line in reversed(self._lines) if line), "it printed nothing")[:_LONGEST]
 
     def raised(self) -> str:
         """Return the last exception that a server started here has printed; empty if it printed no exception."""
         said = [line for line in list(self._lines) if line.strip("*-= ")]
         raised = [place for place, line in enumerate(said) if _RAISED.match(line)]
-        return " ".join(said[raised[-1] :])[:400] if raised else ""
+        text = " ".join(said[raised[-1] :]) if raised else ""
+        return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 120]} … {text[-120:]}"  # a host ends it
 
     def _wait(self) -> None:
         deadline, why = time.monotonic() + (_WAIT_S if self._process is None else _START_S), ""
