@@ -13,7 +13,7 @@ from tests.sdk.wall.conftest import READS, asked, landlock
 from toprope.records.run.specification import EnvironmentSource
 from toprope.records.walls import Walls
 from toprope.sdk.errors import WorkerError
-from toprope.sdk.wall import Wall, paths, plan
+from toprope.sdk.wall import Wall, kernel, paths, plan
 from toprope.training.rollouts.workers.walls import environment_wall
 
 
@@ -67,6 +67,21 @@ def test_hidden_files_and_links_beside_a_closed_folder_stay_closed(tmp_path: Pat
     closed = (str(tmp_path / ".hidden" / "home"), str(tmp_path / "home"))
     made = plan.plan_for(Wall(sources=(str(tmp_path),), closed=closed), sys.executable, {}, [])
     assert [place for place in made.sources if place.startswith(str(tmp_path))] == [str(tmp_path / "shown")]
+
+
+def test_installed_packages_and_tasks_of_harbor_are_opened_with_hidden_files(tmp_path: Path) -> None:
+    for name in ("node_modules/.pnpm/left/index.js", "venv/pyvenv.cfg", "venv/.lock", "game/.libs/libgame.so"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert list(kernel.without_hidden(str(tmp_path))) == [(str(tmp_path), kernel.READ)]
+    (tmp_path / "game" / ".netrc").touch()
+    opened = [place for place, right in kernel.without_hidden(str(tmp_path)) if right == kernel.READ]
+    assert sorted(opened) == [str(tmp_path / name) for name in ("game/.libs", "node_modules", "venv")]
+    tasks, served = (
+        environment_wall(Walls(), EnvironmentSource(name="x", adapter=adapter, target=str(tmp_path)))
+        for adapter in ("harbor", "openenv")
+    )
+    assert (tasks.reads, tasks.sources) == (served.sources, served.reads) == ((str(tmp_path),), ())
 
 
 @landlock
