@@ -307,6 +307,19 @@ def test_package_without_manifest_is_listed_and_served(package: Path) -> None:
     assert openenv.declared(file, ast.parse("def create_app(): ...\napp = create_app()")) == []
 
 
+def test_server_reads_and_writes_beside_its_code_without_changing_it(package: Path) -> None:
+    file = package / "maze_env" / "server" / "app.py"
+    (file.parent / "walls.txt").write_text("a wall")
+    with file.open("a") as more:
+        more.write("from pathlib import Path\nPath('mazes').mkdir()\nprint(Path('walls.txt').read_text())\n")
+    [found] = openenv.installed(package)
+    words = [word.replace("{python}", sys.executable) for word in json.loads(found.target)["command"]]
+    folder = json.loads(found.target)["folder"]
+    done = subprocess.run([word.replace("{port}", "81") for word in words], capture_output=True, text=True, cwd=folder)
+    assert done.stdout.startswith("a wall\n"), done.stderr
+    assert not (file.parent / "mazes").exists()
+
+
 def test_app_is_imported_from_a_folder_with_its_package_alone(package: Path) -> None:
     file = package / "maze_env" / "server" / "app.py"
     words, folder = openenv.started(file, "app")

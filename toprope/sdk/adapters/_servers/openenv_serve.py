@@ -1,13 +1,16 @@
 """Serve an OpenEnv app: `python openenv_serve.py MODULE:APP PORT ROOT [FURTHER...]`.
 
 Modules are imported from ROOT first, and from the further folders last, so that those hide no installed package. A
-server answers that an environment could not be created without saying why; this prints the reason.
+server answers that an environment could not be created without saying why; this prints the reason. It works in a new
+folder with links to what is in the given one, because authors write beside their code, which a wall closes.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,10 @@ def main() -> None:
     app, port, root, *further = sys.argv[1:]
     sys.path[:0] = [root]
     sys.path += further
+    place = Path(tempfile.mkdtemp(prefix="openenv-"))
+    for one in Path.cwd().iterdir():
+        (place / one.name).symlink_to(one)
+    os.chdir(place)
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     errors = _errors()
