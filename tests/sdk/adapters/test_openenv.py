@@ -156,6 +156,15 @@ def test_openenv_reads_schema_and_waits_for_full_server(server: Served) -> None:
     assert Episode.open == 0, "every episode is closed"
 
 
+def test_server_without_websocket_is_named(server: Served, stand_in: Callable[..., None]) -> None:
+    async def rejected(url: str, **options: Any) -> None:
+        raise ConnectionClosed("HTTP 403")
+
+    stand_in("websockets.asyncio.client", connect=rejected)
+    with pytest.raises(EnvironmentMistake, match=r"no WebSocket at /ws \(HTTP 403\)"):
+        list(configure(openenv.make(server), knobs={"tasks": 2}).tasks())
+
+
 def test_pixels_are_not_shown_to_the_policy(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = {"screen": [[[7, 7, 7]] * 40] * 30, "board": [[0, 1], [1, 0]], "lives": 3}
 

@@ -79,10 +79,17 @@ class Connection:
 
     async def __aenter__(self) -> Connection:
         from websockets.asyncio.client import connect
+        from websockets.exceptions import WebSocketException
 
-        self._socket = await connect(  # Without pings, which a server that computes does not answer in time.
-            self._url, open_timeout=30, max_size=_LARGEST, proxy=None, close_timeout=1, ping_interval=None
-        )
+        try:
+            self._socket = await connect(  # Without pings, which a server that computes does not answer in time.
+                self._url, open_timeout=30, max_size=_LARGEST, proxy=None, close_timeout=1, ping_interval=None
+            )
+        except WebSocketException as error:
+            raise EnvironmentMistake(
+                f"The server has no WebSocket at /ws ({error}), over which OpenEnv keeps episodes apart. Choose "
+                "another version of the package, or another environment."
+            ) from error
         return self
 
     async def __aexit__(self, *exception: object) -> None:
