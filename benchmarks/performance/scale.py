@@ -57,7 +57,7 @@ class Costs:
 
 
 class _Runs(RealHarness):
-    def measure(self, workers: int, seconds: float, wait_s: float = WAIT_S, lock: str = "") -> tuple[float, Costs]:
+    def measure(self, workers: int, seconds: float, wait_s: float = WAIT_S, lock: bool = False) -> tuple[float, Costs]:
         """Run with this many workers; return rollouts a second in the steady state, and costs."""
         runs, spec = super().runs(), self._specification(workers, wait_s, lock)
         folder = runs.start(spec)
@@ -91,14 +91,15 @@ class _Runs(RealHarness):
         per_group = {"driver": drivers / groups} | {name: spent[name] / groups for name in ("inference", "api")}
         return made / (changes[-1][0] - changes[0][0]), Costs(per_group, steps[len(steps) // 2 :])
 
-    def _specification(self, workers: int, wait_s: float, lock: str) -> Specification:
+    def _specification(self, workers: int, wait_s: float, lock: bool) -> Specification:
         spec = self.specification()
         config = spec.config
         config.launcher.drivers, config.rollout.concurrency, config.rollout.queue_groups = workers, 1, QUEUE
         config.rollout.group_size, config.rollout.groups_per_step = GROUP, STEP
         config.rollout.max_staleness, config.evaluation.heldout_tasks = 1000, 0
-        config.environment.knobs = {"wait_s": wait_s, "lock": lock}
         file = Path(__file__).with_name("waiting.py")
+        # Workers behind their wall can open the file of their environment, and none that is made here.
+        config.environment.knobs = {"wait_s": wait_s, "lock": str(file) if lock else ""}
         return spec.model_copy(
             update={"environment": EnvironmentSource(name="waiting", file=str(file), attribute="Waiting")}
         )
@@ -228,9 +229,7 @@ def main() -> int:
         harness = _Runs(root)
         try:
             measured = {workers: measure(f"{workers} workers", workers)["rate"] for workers in WORKERS}
-            lock = root / "lock"
-            lock.touch()
-            locked = measure(f"control, {WORKERS[-1]} workers behind a lock", WORKERS[-1], lock=str(lock))["rate"]
+            locked = measure(f"control, {WORKERS[-1]} workers behind a lock", WORKERS[-1], lock=True)["rate"]
             busy = measure("2 workers that do not wait", 2, wait_s=0.0)
         finally:
             harness.close()
