@@ -23,7 +23,7 @@ class ComparedSide(Structure):
     name: str
     runs: list[str]
     seeds: list[int]
-    cost: dict[str, Any]
+    cost: Annotated[dict[str, Any], IN_TEXT]
 
 
 class Judged(Structure):
@@ -35,15 +35,15 @@ class Judged(Structure):
     b: dict[str, Any]
     difference: dict[str, float]
     noise_floor: float
-    floor_basis: str
+    floor_basis: Annotated[str, IN_TEXT]
     p_tasks: float
-    effect_h: float
-    tasks_only_a: int
-    tasks_only_b: int
-    rests_on: list[str]
-    lone_wins: dict[str, int]
-    tasks_needed: int | None = None
-    seeds_needed: int | None = None
+    effect_h: Annotated[float, IN_TEXT]
+    tasks_only_a: Annotated[int, IN_TEXT]
+    tasks_only_b: Annotated[int, IN_TEXT]
+    rests_on: Annotated[list[str], IN_TEXT]
+    lone_wins: Annotated[dict[str, int], IN_TEXT]
+    tasks_needed: Annotated[int | None, IN_TEXT] = None
+    seeds_needed: Annotated[int | None, IN_TEXT] = None
 
 
 class CompareAnswer(Structure):

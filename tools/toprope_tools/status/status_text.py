@@ -111,7 +111,10 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     done = {one.condition for one in met}
     until = [one.name for one in patience.until if not (one.stays_met and one.name in done)]
     goes_on = {"until": until} if until else {}
-    following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
+    if known and until == [one.name for one in patience.until]:
+        following = f'Next: the same call with cursor="{here}"'
+    else:
+        following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
     many = len(told) > _SHORT
     shown = _shown(told) if many else told
     same = Counter(one.item.state for one in told if one not in shown)
@@ -246,7 +249,7 @@ def _told(
     else:
         line += f"; numbers of {ago(at, look.now)}: {numbers_line(numbers)}. Next in {duration(next_in or 0)}."
     checks = _open_checks(status)
-    if checks:
+    if checks and (told or "failed" in checks.values()):
         line += " Checks: " + ", ".join(f"{name} {how}" for name, how in checks.items()) + "."
     parts = components(status)
     exited = [f"{name} {how}" for name, how in parts.items() if how.startswith("exited")]
