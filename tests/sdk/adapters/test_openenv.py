@@ -310,6 +310,8 @@ def test_package_without_manifest_is_listed_and_served(package: Path) -> None:
     words = [word.replace("{python}", sys.executable).replace("{port}", "81") for word in command]
     done = subprocess.run(words, capture_output=True, text=True, cwd=json.loads(found.target)["folder"])
     assert done.stdout.split() == ["maze_env.server.app", "2", "127.0.0.1", "81"], done.stderr
+    (package / "maze_env" / "openenv.yaml").write_text("app: envs.maze_env.server.app:app\n")
+    assert json.loads(openenv.installed(package)[0].target)["command"] == command, "its path in the repository"
     file = package / "maze_env" / "server" / "app.py"
     [same] = openenv.declared(file, ast.parse(file.read_text()))
     assert (same.name, same.target) == ("maze_env", f"{file}:app")

@@ -58,7 +58,9 @@ def installed(site_packages: Path) -> list[Listed]:
         pairs = [line.partition(":") for line in lines if line[:1].strip()]
         said = {key.strip(): value.strip().strip("\"'") for key, _, value in pairs}
         module, _, attribute = (said.get("app") or "server.app").partition(":")
-        file = package.joinpath(*module.split(".")).with_suffix(".py")
+        words = module.split(".")  # from the package, or from the root of its repository
+        files = [package.joinpath(*words[place:]).with_suffix(".py") for place in range(len(words))]
+        file = next((one for one in files if one.is_file()), files[0])
         name, text = said.get("name") or package.name, said.get("description", "")
         if not said.get("app"):
             try:
