@@ -142,14 +142,18 @@ class SweepMembers:
         self._launch(run_id, candidate.values, member, test, base)
 
     def was_interrupted(self, run_id: str) -> bool:
-        """True if a run exists that was told to stop, or that lost its keeper and will not resume by itself.
+        """True if a run exists that was told to stop, or was lost in a way for which it has no policy of its own.
 
-        A conductor that is killed while it starts a run leaves one without a keeper.
+        A conductor that is killed while it starts a run leaves one that never had a crew; tests do not resume by
+        themselves.
         """
         if not self.exists(run_id):
             return False
         status = self.status(run_id)
-        return status.state in ("stopping", "stopped") or (status.state == "lost" and self.is_over(status))
+        if status.state == "lost" and self.is_over(status):
+            may = self._sweep.config.launcher.resume_lost != "never"
+            return not status.crew or (may and status.run_kind.progress_event is None)
+        return status.state in ("stopping", "stopped")
 
     def resume(self, run_id: str) -> None:
         """Resume a run that was interrupted, from its last checkpoint.

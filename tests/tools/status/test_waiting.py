@@ -440,4 +440,9 @@ def test_runs_without_news_are_named_in_one_line(house):
     assert "environment" not in told["runs"][0] and "kind" not in told["runs"][0]  # told before
     event(folders[0], "finding", rule="low", level="warning", what="x" * 300, changes={"optimizer.learning_rate": 1})()
     answer = do(check_status, shop, run_ids=ids, cursor=answer.data.cursor)
-    assert "new: low (optimizer.learning_rate to 1)" in answer.text and "xxx" not in answer.text
+    assert "new: low (warning: optimizer.learning_rate to 1)" in answer.text and "xxx" not in answer.text
+    event(folders[0], "finding", rule="fall", level="critical", what="x", follows="low")()
+    event(folders[0], "finding", rule="low", level="over", what="x")()
+    answer = do(check_status, shop, run_ids=ids, cursor=answer.data.cursor)
+    assert "new: fall (critical, from low); low (over)" in answer.text
+    assert "Next: check_status(wait_s=45, cursor=" in answer.text  # nothing to repeat: the call did not wait

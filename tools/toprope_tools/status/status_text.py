@@ -111,14 +111,14 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     done = {one.condition for one in met}
     until = [one.name for one in patience.until if not (one.stays_met and one.name in done)]
     goes_on = {"until": until} if until else {}
-    if known and until == [one.name for one in patience.until]:
+    if known and patience.asked_s and until == [one.name for one in patience.until]:
         following = f'Next: the same call with cursor="{here}"'
     else:
         following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
     many = len(told) > _SHORT
     shown = _shown(told) if many else told
     same = Counter(one.item.state for one in told if one not in shown)
-    listed = [one.item for one in shown if not many or one.item.states or one.item.events or one.item.state not in LIVE]
+    listed = [one.item for one in shown if not many or _concerns_programs(one.item)]
     data = answers.StatusAnswer(
         runs=listed,
         unchanged=Counter(one.item.state for one in told if one.item not in listed),
@@ -144,6 +144,12 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     if ended:
         lines.append(f"Ended: {', '.join(call('get_results', run_id=run_id) for run_id in ended[:3])}")
     return Answer("\n".join(lines), data)
+
+
+def _concerns_programs(item: answers.RunStatus) -> bool:
+    """True if a run has more than new numbers."""
+    wrong = item.components or item.failure or "failed" in item.checks.values()
+    return bool(item.states or item.events or wrong) or item.state not in LIVE
 
 
 def _shown(told: Sequence[_Told]) -> list[_Told]:
@@ -340,21 +346,26 @@ def _news(events: Sequence[Event]) -> list[str]:
 
 
 def _news_in_brief(events: Sequence[Event], status: Status) -> list[str]:
-    """Format the events of one of many runs in a line: causes with their edits, not what the run's own line says."""
+    """Format the events of one of many runs in a line: findings with their edits, not what the run's own line says."""
     told = []
     for event in _newest(events):
-        data = event.data
-        if event.kind == "finding" and (not data.get("follows") or data.get("level") == "over"):
-            edit = said(data["changes"]) if isinstance(data.get("changes"), dict) and data["changes"] else ""
-            how = (
-                "over"
-                if data.get("level") == "over"
-                else edit or f"{data.get('level')}: {clip(data.get('what', ''), 120)}"
-            )
-            told.append(f"{clip(data.get('rule', ''), 60)} ({how})")
-        elif event.kind not in ("state", "end", "finding") and not (event.kind == "evaluation" and headline(status)):
+        if event.kind == "finding":
+            told.append(_finding_in_brief(event.data))
+        elif event.kind not in ("state", "end") and not (event.kind == "evaluation" and headline(status)):
             told.append(_event(event))
     return [f"new: {'; '.join(told)}"] if told else []
+
+
+def _finding_in_brief(data: Mapping[str, Any]) -> str:
+    """Return `rule (level: edit)`, with the cause or the sentence in place of an edit that it has not."""
+    level, changes = data.get("level"), data.get("changes")
+    if level == "over":
+        more = ""
+    elif data.get("follows"):
+        more = f", from {clip(data['follows'], 60)}"
+    else:
+        more = f": {said(changes) if isinstance(changes, dict) and changes else clip(data.get('what', ''), 120)}"
+    return f"{clip(data.get('rule', ''), 60)} ({level}{more})"
 
 
 def _newest(events: Sequence[Event]) -> list[Event]:

@@ -17,6 +17,7 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,10 @@ class SeriesFollower:
     def _sample(self) -> SeriesFollower:
         """Return a follower that knows some rows of the whole run."""
         found = SeriesFollower(self._path)
-        rows = [msgspec.convert(row, self._kind) for row in read_history(self._path).rows]
+        rows = []
+        for row in read_history(self._path).rows:
+            with suppress(msgspec.ValidationError):
+                rows.append(msgspec.convert(row, self._kind))
         found._add(rows, [row.step for row in rows], 0)
         self._generation += 1
         return found
