@@ -154,7 +154,9 @@ def test_only_a_project_s_own_files_reach_its_packages(left_out: tuple[Path, Pat
     assert files_in(site) == ["pkg", "pkg/__init__.py", "pkg/data.json"]
 
 
-def test_single_module_gets_what_it_names_beside_it(left_out: tuple[Path, Path]) -> None:
+def test_single_module_gets_what_it_names_beside_it(
+    left_out: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As verifiers' community environment gpu_puzzles: a wheel of one module, which reads a file beside itself."""
     project, site = left_out
     for name in ("puzzles.json", "levels/one.txt", "levels/.env", "helper.py", "unnamed.json", "tests/test_game.py"):
@@ -163,8 +165,12 @@ def test_single_module_gets_what_it_names_beside_it(left_out: tuple[Path, Path])
     game = "from pathlib import Path\nimport helper\nhere = Path(__file__).parent\n"
     game += "text = (here / 'puzzles.json').read_text() + helper.text\n"
     (project / "helper.py").write_text("text = open('levels/one.txt').read()\n")
+    for unread in ("data/helper.py", ".venv/helper.py", "build/helper.py"):
+        (project / unread).parent.mkdir()
+        (project / unread).write_text("'unnamed.json'" if unread[0] != "d" else "1" * 2000)
+    monkeypatch.setattr(installing, "_MOST_COPIED", 1000)
     for folder in (project, site):
-        (folder / "game.py").write_text(game + "leaked = here / '.env'\n")
+        (folder / "game.py").write_text(game + "for name in 'data', '.venv', 'build', '.env': here / name\n")
     (site / "pkg" / "__init__.py").unlink()
     (site / "pkg-1.dist-info" / "RECORD").write_text("game.py,,\n")
     installing._complete(project, site)

@@ -332,29 +332,42 @@ def _complete(project: Path, site: Path | None) -> None:
         return
     [((root, inside), _)] = roots.most_common(1)
     packages = {Path(module.parent) for module in modules} - {Path()}
-    beside, named = set(os.listdir(root)), set[str]()
+    shown = {name for name in os.listdir(root) if not name.startswith(".")} - _SKIPPED
+    beside, named = {name for name in shown if not (root / name).is_symlink()}, set[str]()
     unread = [site / module for module in modules if len(module.parts) == 1]
     while unread:  # modules that are alone, and helpers that they name
         new = (_named_in(unread.pop()) & beside) - named
         named |= new
-        unread += [file for name in new for file in (root / name, *(root / name).rglob("*.py")) if file.suffix == ".py"]
+        found = (file for name in new for file in (root / name, *_files_of(root / name)))
+        unread += [file for file in found if file.suffix == ".py"]
     copies: dict[Path, Path] = {}
+    beside_alone: dict[str, dict[Path, Path]] = {}
     for file in () if root.is_symlink() else _files_of(root):  # a project's `src`
         place = inside / file.relative_to(root)
         target = site / place
         taken = target.exists() or any(parent.is_file() for parent in target.parents)
-        wanted = packages.intersection(place.parents) or place.parts[0] in named
-        if wanted and not taken and not _is_kept_back(file, root):
+        if taken or _is_kept_back(file, root):
+            continue
+        if packages.intersection(place.parents):
             copies[target] = file
-    if (total := sum(file.stat().st_size for file in copies.values())) > _MOST_COPIED:
+        elif place.parts[0] in named:
+            beside_alone.setdefault(place.parts[0], {})[target] = file
+    if (total := _size(copies)) > _MOST_COPIED:
         raise EnvironmentFailed(
             f"The wheel of {project} leaves out {total / 1e6:.0f} MB of files in its packages; at most "
             f"{_MOST_COPIED / 1e6:.0f} MB are copied. Nothing was kept.",
             hint="Move large data out of the packages, or have the wheel include it.",
         )
+    for some in sorted(beside_alone.values(), key=_size):  # any text may name a folder, so a large one is left out
+        if (total := total + _size(some)) <= _MOST_COPIED:
+            copies |= some
     for target, file in copies.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(file, target, follow_symlinks=False)
+
+
+def _size(copies: dict[Path, Path]) -> int:
+    return sum(file.stat().st_size for file in copies.values())
 
 
 def _named_in(module: Path) -> set[str]:
