@@ -149,27 +149,50 @@ def ray_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 def test_nodes_of_ray_are_reserved_as_long_as_they_are_used(tmp_path: Path, ray_says: Callable[[str], Path]) -> None:
     told = [{"address": "10.9.0.1"}, {"address": "10.9.0.2", "id": "bb", "gpus": ["1", "3"]}]
     ended = ray_says(f"echo '{json.dumps(told)}'")
-    section = LauncherSection(nodes=2, resources={"trainer": {"gpus": 2, "memory_mb": 500}, "environment": {"cpus": 7}})
+    needed = {"trainer": {"gpus": 2, "memory_mb": 500}, "environment": {"cpus": 7}}
+    section = LauncherSection(nodes=2, resources=needed, features=["ssd"])
     found = find_nodes(LAUNCH.model_copy(update={"kind": "ray"}), {}, section)
     assert found is not None
     first, second = found.nodes
     assert (first.name, first.gpus, first.command, first.is_far) == ("10.9.0.1", 2, (), False)
     assert (second.name, second.gpus, second.command[-2:], second.is_far) == ("10.9.0.2", 2, ("bb", "1,3"), True)
     asked = (tmp_path / "asked").read_text()
-    assert asked.strip().endswith('--nodes 2 {"CPU": 7, "GPU": 2, "memory": 500000000}')
+    assert asked.strip().endswith('--nodes 2 {"CPU": 7, "GPU": 2, "memory": 500000000, "ssd": 0.001}')
     assert not ended.exists()
     found.close()
     eventually(ended.exists)
 
 
-@pytest.mark.parametrize("answer", ["true", "sleep 60"])
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ("true", "could not be asked for 1 further nodes"),
+        ("sleep 60", "could not be asked for 1 further nodes"),
+        ("echo '[]'", "no room on 1 further nodes for 3 CPUs, 0 GPUs and .* MB, ssd on each"),
+    ],
+)
 def test_ray_without_room_on_further_nodes_starts_nothing(
-    ray_says: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, answer: str
+    ray_says: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, answer: str, told: str
 ) -> None:
-    monkeypatch.setattr(nodes, "_ASK_S", 0.2 if answer != "true" else 60.0)
+    monkeypatch.setattr(nodes, "_ASK_S", 0.2 if answer == "sleep 60" else 60.0)
     ray_says(answer)
-    with pytest.raises(ComponentFailed, match="no room on 1 further nodes for 3 CPUs, 0 GPUs"):
-        find_nodes(LAUNCH.model_copy(update={"kind": "ray"}), {}, LauncherSection(nodes=2))
+    with pytest.raises(ComponentFailed, match=told):
+        find_nodes(LAUNCH.model_copy(update={"kind": "ray"}), {}, LauncherSection(nodes=2, features=["ssd"]))
+
+
+def test_ray_that_gives_no_room_is_told_from_ray_that_cannot_be_asked(monkeypatch, capsys):
+    group = SimpleNamespace(wait=lambda seconds: False)
+    named = {"placement_group": lambda bundles, strategy: group, "placement_group_table": None}
+    node = {"NodeID": "aa", "NodeManagerAddress": "10.9.0.1", "Alive": True, "Resources": {"CPU": 1.0}}
+    ray = SimpleNamespace(nodes=lambda: [node], get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "aa"))
+    monkeypatch.setattr(ray_step, "_connect", lambda: ray)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.util", SimpleNamespace(**named))
+    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=None)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    assert ray_step.reserve_nodes(2, {"CPU": 9}) == 1
+    told = capsys.readouterr()
+    assert told.out == "[]\n" and "no 1 further nodes have room" in told.err
 
 
 def test_ray_is_told_the_address_at_which_this_node_reaches_it(monkeypatch):

@@ -185,7 +185,8 @@ def _nodes_of_ray(count: int, section: LauncherSection) -> tuple[list[Node], IO[
         python = str(Path(ray).parent / "python")
     command = (python, "-P", str(Path(__file__).with_name("ray_step.py")))
     room = section.room()
-    bundle = {"CPU": room.cpus, "GPU": room.gpus, "memory": room.memory_mb * 1_000_000}
+    bundle: dict[str, float] = {"CPU": room.cpus, "GPU": room.gpus, "memory": room.memory_mb * 1_000_000}
+    bundle |= dict.fromkeys(section.features, 0.001)
     holder = subprocess.Popen(
         [*command, "--nodes", str(count), json.dumps({name: much for name, much in bundle.items() if much})],
         stdin=subprocess.PIPE,
@@ -198,16 +199,23 @@ def _nodes_of_ray(count: int, section: LauncherSection) -> tuple[list[Node], IO[
     assert holder.stdin is not None and holder.stdout is not None
     with holder.stdout as answer:
         told = answer.readline() if select.select([answer], [], [], _ASK_S)[0] else ""
-    if not told:
+    listed = json.loads(told or "[]")
+    if not listed:
         holder.stdin.close()
         with suppress(ProcessLookupError):
             os.killpg(holder.pid, signal.SIGKILL)
+        if not told:
+            raise ComponentFailed(
+                f"Ray could not be asked for {count - 1} further nodes: its interpreter gave no answer.",
+                hint="keeper.log has the reason, if Ray printed one. Start the run again once `ray status` answers.",
+            )
+        featured = "".join(f", {name}" for name in section.features)
         raise ComponentFailed(
             f"Ray gave no room on {count - 1} further nodes for {room.cpus} CPUs, {room.gpus} GPUs and "
-            f"{room.memory_mb} MB on each.",
+            f"{room.memory_mb} MB{featured} on each.",
             hint="Start it again once Ray has room, or lower launcher.nodes or launcher.resources (see keeper.log).",
         )
-    first, *others = json.loads(told)
+    first, *others = listed
     nodes = [Node(name=first["address"], address=first["address"], gpus=room.gpus)]
     for one in others:
         started = (*command, one["id"], ",".join(one["gpus"]))

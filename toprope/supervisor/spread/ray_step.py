@@ -54,7 +54,7 @@ class _Holder:
 
 def reserve_nodes(count: int, room: dict[str, float]) -> int:
     """Print so many nodes as JSON, that of this process first, and hold room on each of the others until this process's
-    input ends; return 1 if Ray does not give it within a minute."""
+    input ends; print an empty list and return 1 if Ray does not give it within a minute."""
     ray = _connect()
     from ray.util import placement_group, placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -66,6 +66,7 @@ def reserve_nodes(count: int, room: dict[str, float]) -> int:
     if not group.wait(_APPEAR_S):
         has = [{name: node["Resources"].get(name, 0) for name in room} for node in ray.nodes() if node["Alive"]]
         print(f"no {count - 1} further nodes have room for {room} now; the nodes have {has}", file=sys.stderr)
+        print("[]", flush=True)
         return _LOST
     addresses |= {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     found, holders = [{"address": addresses[here]}], []
