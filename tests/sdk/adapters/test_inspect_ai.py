@@ -6,7 +6,9 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace as Thing
 from typing import Any
@@ -186,9 +188,20 @@ def test_task_without_scorer_plays_and_scores_the_lowest(inspect: Callable[..., 
 def test_bridged_agents_need_no_key_and_tokens_are_counted_without_a_file(
     inspect: Callable[..., OwnLoop], stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class OpenAIAPI:
+        def __init__(self, model: str) -> None:
+            if "OPENAI_API_KEY" not in os.environ:
+                raise PrerequisiteError("Set a key first")
+
+    stand_in("inspect_ai.model._providers.openai", OpenAIAPI=OpenAIAPI)
     monkeypatch.delenv("OPENAI_API_KEY")
     inspect([])
-    assert os.environ["OPENAI_API_KEY"] == "none"
+    for _ in range(2):
+        assert os.environ["OPENAI_API_KEY"] == "none"
+        with pytest.raises(PrerequisiteError, match="Set a key"):
+            OpenAIAPI("a grader of OpenAI")
+    monkeypatch.setenv("OPENAI_API_KEY", "of the owner")
+    OpenAIAPI("a grader of OpenAI")
     kinds: list[Callable[[], Any]] = []
     stand_in("inspect_ai._util.registry", registry_lookup=lambda kind, name: None)
     stand_in("inspect_ai.model", modelapi=lambda name: kinds.append)
@@ -236,7 +249,7 @@ def test_docker_of_a_task_becomes_processes_behind_the_wall_on_request(
     async def open_process(command: list[str], **given: Any) -> None:
         started.append((command, given))
 
-    stand_in("inspect_ai.util._sandbox.local", LocalSandboxEnvironment=type("Local", (Local,), {}))
+    stand_in("inspect_ai.util._sandbox", local=Thing(LocalSandboxEnvironment=type("Local", (Local,), {})))
     stand_in("inspect_ai.util._subprocess", open_process=open_process)
     _subprocess = sys.modules["inspect_ai.util._subprocess"]
     stand_in("inspect_ai.util", SandboxEnvironmentSpec=lambda kind: Thing(type=kind), _subprocess=_subprocess)
@@ -259,18 +272,31 @@ def test_docker_of_a_task_becomes_processes_behind_the_wall_on_request(
     assert given["env"].keys() <= {*own, "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR"}, "stripped once, and of keys"
 
 
+longest: ContextVar[int] = ContextVar("longest", default=1)
+"""inspect's limit of a file that is read."""
+turned = threading.Event()
+
+
 class Local:
     """inspect's local sandbox; `exec` returns the command and its own variables."""
+
+    _SANDBOX_TOOLS_DIR_ENV = "TOOLS_DIR"
 
     def __init__(self, place: Path) -> None:
         place.mkdir()
         self.directory = Thing(name=str(place))
+        self._sandbox_tools_dir, self._sandbox_tools_used = place / "tools", False
 
     async def exec(self, cmd: list[str], input: Any, cwd: Any, env: dict[str, str]) -> Any:
+        if cmd[0] == "/its/tools":
+            self._sandbox_tools_used = True
+            env = {**env, self._SANDBOX_TOOLS_DIR_ENV: str(self._sandbox_tools_dir)}
         return cmd, env
 
     async def read_file(self, file: str, text: bool = True) -> str:
-        return Path(file).read_text()
+        if file == "slow":
+            return str(turned.wait(10))
+        return Path(file).read_text()[: longest.get()]
 
     async def write_file(self, file: str, contents: str) -> None:
         Path(file).write_text(contents)
@@ -279,25 +305,34 @@ class Local:
 @pytest.mark.skipif(not kernel.landlock_abi(), reason="this machine has no Landlock")
 def test_samples_do_not_reach_each_other_s_files(stand_in: Callable[..., None], tmp_path: Path) -> None:
     kind: Any = type("Local", (Local,), {})
-    stand_in("inspect_ai.util._sandbox.local", LocalSandboxEnvironment=kind)
+    stand_in("inspect_ai.util._sandbox.local", LocalSandboxEnvironment=kind, SANDBOX_CLI="/its/tools")
+    local = sys.modules["inspect_ai.util._sandbox.local"]
+    stand_in("inspect_ai.util._sandbox", local=local)
     stand_in("inspect_ai.util._subprocess", open_process=None)
     stand_in("inspect_ai.util", _subprocess=sys.modules["inspect_ai.util._subprocess"])
     confine_commands()
     one, other, mine = kind(tmp_path / "one"), kind(tmp_path / "other"), f"{tmp_path}/one/mine"
 
     async def use() -> None:
-        await one.write_file(mine, "1")
+        await one.write_file(mine, "12")
         assert await one.read_file(mine, text=True) == "1"
+        longest.set(2)
+        assert await one.read_file(mine) == "12", "its limits count there"
+        asyncio.get_running_loop().call_soon(turned.set)
+        assert await one.read_file("slow") == "True", "others go on meanwhile"
         with pytest.raises(PermissionError):
             await other.read_file(mine)
         with pytest.raises(PermissionError):
             await other.write_file(mine, "2")
 
     asyncio.run(use())
-    for box, expected in ((one, "1"), (other, "")):
+    for box, expected in ((one, "12"), (other, "")):
         command, env = asyncio.run(box.exec(["cat", mine]))
         assert subprocess.run(command, env=os.environ | env, capture_output=True, text=True).stdout == expected
         assert env["HOME"] == env["TMPDIR"] != os.environ["HOME"]
+    assert not one._sandbox_tools_used
+    command, env = asyncio.run(one.exec(["/its/tools", "start-server"]))
+    assert one._sandbox_tools_used and env["TOOLS_DIR"] == f"{tmp_path}/one/tools" and command[0] != "/its/tools"
 
 
 def test_sample_that_is_left_out_fails_alone(inspect: Callable[..., OwnLoop]) -> None:

@@ -11,6 +11,7 @@ This relies on an undocumented interface of inspect (its OpenAI-compatible provi
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import os
 import re
@@ -43,6 +44,8 @@ EXTRAS = {
 """Extras that `toprope env add PACKAGE` takes unless others are named: what tasks import, without torch and Docker, and
 without what package indexes lack. By the package, with the oldest version that has them."""
 _PROVIDER = "toprope"
+_KEY = "OPENAI_API_KEY"
+_NO_KEY = "none"
 _CURE = "environment.model_roles names a stronger grader"
 _VERDICT_TOKENS = 1024
 _GRADER = "grader"
@@ -92,7 +95,7 @@ class Inspect(OwnLoop):
         from inspect_ai._util.error import PrerequisiteError
         from inspect_ai._util.registry import registry_info
 
-        os.environ.setdefault("OPENAI_API_KEY", "none")  # Bridged agents make clients whose requests inspect takes.
+        _give_agents_a_key()
         try:
             tasks = load_tasks([self._target], dict(self.knobs.args))
         except ModuleNotFoundError as error:
@@ -293,6 +296,27 @@ def _copied(task: Any) -> Any:
 
 class _NotPlayed(RuntimeError):
     """inspect left a sample out."""
+
+
+def _give_agents_a_key() -> None:
+    """Let bridged agents make OpenAI clients, whose requests inspect takes; OpenAI's own models still need a key."""
+    if _KEY in os.environ:
+        return
+    from inspect_ai.model._providers.openai import OpenAIAPI
+
+    os.environ[_KEY] = _NO_KEY
+    start = OpenAIAPI.__init__
+
+    @functools.wraps(start)
+    def started(self: Any, *given: Any, **named: Any) -> None:
+        hidden = os.environ.get(_KEY) == _NO_KEY and os.environ.pop(_KEY)
+        try:
+            start(self, *given, **named)
+        finally:
+            if hidden:
+                os.environ.setdefault(_KEY, hidden)
+
+    OpenAIAPI.__init__ = started
 
 
 def _register() -> None:

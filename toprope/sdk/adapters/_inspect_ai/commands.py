@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from toprope.sdk.adapters._harbor.sandbox import KEPT_VARIABLES
@@ -24,8 +26,9 @@ def confine_commands() -> None:
     The variables may be keys of the owner.
     """
     from inspect_ai.util import _subprocess
-    from inspect_ai.util._sandbox.local import LocalSandboxEnvironment as Local
+    from inspect_ai.util._sandbox import local
 
+    Local = local.LocalSandboxEnvironment
     start, run, read, write = _subprocess.open_process, Local.exec, Local.read_file, Local.write_file
     if hasattr(start, _CONFINED):
         return
@@ -39,17 +42,26 @@ def confine_commands() -> None:
     ) -> Any:
         wall, home = _wall(self)
         env = {"HOME": home, "TMPDIR": home, **(env or {})}
+        if cmd[:1] == [getattr(local, "SANDBOX_CLI", None)]:  # which inspect does not see behind the wall
+            self._sandbox_tools_used = True
+            env[self._SANDBOX_TOOLS_DIR_ENV] = str(self._sandbox_tools_dir)
         return await run(self, wall.command(cmd), input, cwd, env, *more, **settings)
 
     async def read_file(self: Any, *arguments: Any, **settings: Any) -> Any:
-        return _wall(self)[0].touch(lambda: asyncio.run(read(self, *arguments, **settings)))
+        return await _touch(self, lambda: asyncio.run(read(self, *arguments, **settings)))
 
     async def write_file(self: Any, *arguments: Any, **settings: Any) -> None:
-        _wall(self)[0].touch(lambda: asyncio.run(write(self, *arguments, **settings)))
+        await _touch(self, lambda: asyncio.run(write(self, *arguments, **settings)))
 
     setattr(stripped, _CONFINED, True)
     _subprocess.open_process = stripped
     Local.exec, Local.read_file, Local.write_file = confined, read_file, write_file
+
+
+async def _touch(sandbox: Any, act: Callable[[], Any]) -> Any:
+    """Call a function behind a sample's wall, with the caller's context, which has inspect's limits."""
+    context = contextvars.copy_context()
+    return await asyncio.to_thread(_wall(sandbox)[0].touch, lambda: context.run(act))
 
 
 def _wall(sandbox: Any) -> tuple[RolloutWall, str]:
