@@ -63,8 +63,12 @@ def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch
     assert Failure.of(missing).message == str(missing)
     with pytest.raises(OSError):
         socket.create_connection(("data.example.org", 443))
-    for one in (missing, OSError("Unable to find 'https://docs.example.org/rows.json'")):
-        assert Failure.of(one).message.endswith("; data.example.org could not be reached")
+    with pytest.raises(OSError):
+        socket.create_connection(("later.example.org", 443))
+    for one, host in ((missing, "later"), (OSError("Unable to find 'https://data.example.org/rows.json'"), "data")):
+        assert Failure.of(one).message.endswith(f"; {host}.example.org could not be reached")
+    answered = OSError("Unable to find 'https://docs.example.org/rows.json'")
+    assert Failure.of(answered).message == str(answered), "its host was not among them"
     assert Failure.of(ValueError("3 is not a colour")).message == "3 is not a colour"
 
 

@@ -47,6 +47,8 @@ _HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled")
 _MISSING = re.compile(
     r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)"
 )
+_LINK = re.compile(r"(?i)\bsee:? +<?https?://\S+")
+"""A link to help, whose host nobody asked."""
 _unreached: list[str] = []
 """Hosts whose names this process could not resolve, if it notes them; the newest is last."""
 _HOST = re.compile(r"(?i)(?:https?://|host='|to host )((?:[a-z0-9-]+\.)+[a-z]{2,})\b")
@@ -218,7 +220,7 @@ def _with_host(message: str, error: BaseException) -> str:
             break
         text = _message(seen)
         refused = refused or bool(_REFUSED.search(f"{type(seen).__name__}: {text}"))
-        if found := _HOST.search(text):
+        if found := _HOST.search(_LINK.sub("", text)):
             host = found.group(1)
         said = getattr(seen, "stderr", None) or ""  # CalledProcessError keeps there what the program said
         said = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
@@ -229,8 +231,8 @@ def _with_host(message: str, error: BaseException) -> str:
         seen = seen.__cause__ or seen.__context__
     if not host and _HUB.search(message):  # its library drops the cause that has the host
         host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rpartition("/")[2]
-    if _unreached and (not host if refused else _MISSING.search(message)):
-        refused, host = True, _unreached[-1]
+    if _unreached and host in ("", *_unreached) and (refused or _MISSING.search(message)):
+        refused, host = True, host or _unreached[-1]
     if not refused or not host or "could not be reached" in message:
         return message
     return f"{message[: _LONGEST_MESSAGE - 200].rstrip('.')}; {host} could not be reached"
