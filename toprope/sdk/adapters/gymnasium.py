@@ -171,7 +171,8 @@ class Gymnasium(Environment):
         try:
             return with_nltk_data(lambda: self._maker(**given))
         except (TypeError, ValueError, LookupError, ImportError) as error:
-            with_these = f" with {', '.join(f'{key}={given[key]!r:.40}' for key in sorted(given))}" if given else ""
+            named = ", ".join(f"{key}: {type(given[key]).__name__}" for key in sorted(given))  # values may be keys
+            with_these = f" with {named}" if given else ""
             raise LoadError(f"{self.name} is not made{with_these}: {why_not(error)}") from error
 
     def _begin(self, seed: int, keep: bool = False) -> tuple[Messages, Any, OwnRandom]:
