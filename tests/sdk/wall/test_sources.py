@@ -1,4 +1,4 @@
-"""Which files of its sources a worker can read, and how packages among them are imported."""
+"""The files of its sources that a worker can read, and how packages among them are imported."""
 
 from __future__ import annotations
 
@@ -77,6 +77,13 @@ def test_installed_packages_and_tasks_of_harbor_are_opened_with_hidden_files(tmp
     (tmp_path / "game" / ".netrc").touch()
     opened = [place for place, right in kernel.without_hidden(str(tmp_path)) if right == kernel.READ]
     assert sorted(opened) == [str(tmp_path / name) for name in ("game/.libs", "node_modules", "venv")]
+    (tmp_path / "pyvenv.cfg").touch()
+    for name in (".env", "lib/python3/.lock", "bin/.links"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    opened = [place for place, right in kernel.without_hidden(str(tmp_path)) if right == kernel.READ]
+    own = ("bin", "game/.libs", "lib", "node_modules", "pyvenv.cfg", "venv")
+    assert sorted(opened) == [str(tmp_path / name) for name in own], "a project that is its own environment"
     tasks, served = (
         environment_wall(Walls(), EnvironmentSource(name="x", adapter=adapter, target=str(tmp_path)))
         for adapter in ("harbor", "openenv")

@@ -194,15 +194,16 @@ def without_hidden(place: str) -> Iterator[tuple[str, int]]:
     """
     holding: set[str] = set()
     for folder, folders, names in os.walk(place):
-        if "pyvenv.cfg" in names or os.path.basename(folder) == "node_modules":
+        if ("pyvenv.cfg" in names and folder != place) or os.path.basename(folder) == "node_modules":
             folders.clear()
             continue
+        installed = ("bin", "lib") if "pyvenv.cfg" in names else ()  # of a project that is its own environment
         if any(map(is_hidden, (*folders, *names))):
             above = folder
             while above not in holding:
                 holding.add(above)
                 above = above if above == place else os.path.dirname(above)
-        folders[:] = [one for one in folders if not is_hidden(one)]
+        folders[:] = [one for one in folders if not (is_hidden(one) or one in installed)]
     if place not in holding:
         yield place, READ
     for folder in holding:

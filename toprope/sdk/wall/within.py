@@ -51,7 +51,8 @@ class RolloutWall:
             act: Called in a thread of its own.
             reads: Further files that it reads.
         """
-        plan = asdict(replace(self._plan, reads=[*self._plan.reads, *reads]))
+        # A link to /proc/self would lead to this process's own variables.
+        plan = asdict(replace(self._plan, reads=[*(one for one in self._plan.reads if one != "/proc"), *reads]))
 
         def confined() -> T:
             if plan["landlock"]:

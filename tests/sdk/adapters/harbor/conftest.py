@@ -158,15 +158,22 @@ elif word == "stop" and (state / "stuck").exists():
     sys.exit("cannot stop container")
 elif word == "stop":
     end_processes(rest[-1])
+elif word == "inspect":
+    print('["/usr/local/bin/entry","--"]' if (state / rest[-1] / "usr/local/bin/entry").exists() else "null")
 elif word == "diff":
     old = (state / f"{rest[0]}.files").read_text().split("\n")
     print("\n".join(f"A /{one}" for one in files(rest[0]) - {*old}))
+elif word == "exec" and (state / "busy").exists() and "rm -rf" in rest[-1]:
+    sys.exit("rm: cannot remove: Device or resource busy")
 elif word == "exec":
     root = state / rest[0]
     inside = dict(os.environ, CONTAINER=rest[0], PATH=f"{root}/usr/local/bin:{os.environ['PATH']}")
+    if (state.parent / "locale").exists():
+        inside["LC_ALL"] = "xx_XX.UTF-8"  # bash warns
     words = [moved(one, rest[0]) for one in rest[1:]]
-    done = subprocess.run(words, cwd=root / "workspace", env=inside, stdout=-1, stderr=-2)
+    done = subprocess.run(words, cwd=root / "workspace", env=inside, stdout=-1, stderr=-1)
     sys.stdout.buffer.write(done.stdout.replace(str(root).encode(), b""))
+    sys.stderr.buffer.write(done.stderr.replace(str(root).encode(), b""))
     sys.exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
 elif word == "rm":
     shutil.rmtree(state / rest[-1])

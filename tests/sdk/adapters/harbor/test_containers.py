@@ -42,7 +42,10 @@ def test_tasks_that_no_process_can_run_get_a_container(tmp_path: Path, docker: P
     assert printed[:2] == ["pears 2\nplums 3", "(no output)"] and "it took longer than 0.5 s" in printed[2]
     assert (right.error, right.reward, wrong.reward, said) == (None, 1.0, 0.0, ["(exit code 3)"])
     calls = (docker / "state" / "calls").read_text()
-    assert "--memory=512m --network=none" in calls and calls.count("rm --force") == calls.count("run --detach") == 2
+    assert (
+        "--memory=512m --network=none" in calls
+        and calls.count("rm --force") == calls.count("run --detach --init --no-healthcheck") == 2
+    )
     assert not list((docker / "state").glob("*/workspace"))
 
 
@@ -68,11 +71,16 @@ def test_no_process_of_the_policy_writes_a_container_s_reward(tmp_path: Path, do
     (docker / "state" / "stuck").touch()
     left = asyncio.run(work("true"))
     assert "its processes were not ended before its tests: cannot stop container" in (left.error or "")
+    (docker / "state" / "stuck").rename(docker / "state" / "busy")
+    stayed = asyncio.run(work("true"))
+    assert "/logs/verifier was not replaced before its tests: rm: cannot remove" in (stayed.error or "")
 
 
 REPLACED = {
     "program": "printf '#!/bin/sh\\necho 5' > /usr/local/bin/counted",
     "program found first": "printf '#!/bin/sh\\nexit 0' > /usr/local/bin/grep; chmod +x /usr/local/bin/grep",
+    "entrypoint": "echo exit > /usr/local/bin/entry",
+    "configuration of pytest": "touch /tests/../conftest.py",
     "start of Python": "mkdir -p /usr/local/lib && touch /usr/local/lib/sitecustomize.py",
     "": "mkdir -p /usr/local/bin; cp /usr/local/bin/counted /usr/local/bin/added; touch /usr/local/bin/counted; "
     "echo '# mended' >> /usr/local/bin/total",
@@ -87,6 +95,9 @@ def test_no_verdict_counts_if_the_policy_replaced_a_program(tmp_path: Path, dock
         )
         (task / "environment" / "counted").write_text("#!/bin/sh\ncat /workspace/total.txt\n")
         (task / "environment" / "total").write_text("#!/bin/sh\n")
+        (task / "environment" / "entry").write_text("#!/bin/sh\n")
+
+    (docker / "locale").touch()
 
     async def work() -> Any:
         async with await EnvironmentWorker.behind(Wall(trusted=True), timeout=60) as link:

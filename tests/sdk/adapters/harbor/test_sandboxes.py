@@ -84,6 +84,9 @@ def test_rollouts_of_one_worker_do_not_reach_each_other(tasks: Path) -> None:
 WON = "echo 1 > /logs/verifier/reward.txt"
 FORGERIES = {
     "program": f"cd ${{PATH%%:*}}; printf '#!/bin/sh\\n{WON}' > x && chmod +x x && mv x python3 && ln -sf python3 bash",
+    "configuration": "printf 'import os; os._exit(0)' > ~/../conftest.py; printf '[pytest]' > ~/../pytest.ini",
+    "user's module": "d=$(python3 -m site --user-site); mkdir -p $d; echo \"import os; open(os.environ['TEST_DIR'] + "
+    "'/../logs/verifier/reward.txt', 'w').write('1')\" > $d/usercustomize.py",
     "process": f"env -i setsid bash -c 'while :; do {WON}; sleep 0.01; done' >/dev/null 2>&1 &",
     "module": "printf 'import sys; sys.exit(0)' > /workspace/pytest.py",
     "link": "rm -rf /tests && ln -s workspace /tests && printf 'import os; os._exit(0)' > /tests/conftest.py",
@@ -92,13 +95,31 @@ FORGERIES = {
 
 def test_verdict_is_not_the_policy_s(tmp_path: Path) -> None:
     for number in range(12):
-        written(tmp_path, f"shop-{number}", test=f"{TEST_SH}\nsleep 0.1\n")
+        written(tmp_path, f"shop-{number}", test=f"{TEST_SH}\npython3 -c ''\nsleep 0.1\n")
 
     async def body(link: EnvironmentWorker) -> Any:
         return {name: (await worked(link, command))[1] for name, command in FORGERIES.items()}
 
     found = with_worker(tmp_path, body)
     assert {name: (one.error, one.reward) for name, one in found.items()} == dict.fromkeys(FORGERIES, (None, 0.0))
+
+
+def test_nothing_of_the_policy_is_among_the_tests_if_it_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [task] = task_folders(written(tmp_path, "shop", test="ls -A $TEST_DIR ~/../logs/verifier\n"))
+    machine = Sandbox(task, task.image())
+    machine.run("mkdir -p /tests/__pycache__; touch ~/../tox.ini /tests/__pycache__/x.pyc /logs/verifier/left", 10.0)
+    monkeypatch.setenv("OWNERS", "key")
+    machine.run("ln -s /proc/self/environ /workspace/link", 10.0)
+    assert machine.read("/workspace/link") is None, "the worker's own variables"
+    with monkeypatch.context() as patched:
+        patched.setattr("toprope.sdk.adapters._harbor.sandbox.shutil.rmtree", lambda *_, **__: None)
+        printed = machine.verify()[1]
+    assert machine._left.exists()
+    machine.close()
+    assert not machine._left.exists()
+    assert "test_outputs.py" in printed and not {"__pycache__", "left"} & set(printed.split())
 
 
 def test_tasks_that_need_a_container_are_left_out_and_refused(tasks: Path) -> None:

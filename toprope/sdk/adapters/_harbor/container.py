@@ -39,8 +39,13 @@ _TRUSTED = (
 )
 """Programs under every test, and those by which it is started."""
 _WORDS = re.compile(r"(?<![\w./$-])[A-Za-z_][\w.+-]*")
-_LOADED = re.compile(r"^[AC] (/etc/ld\.so\.preload|/.*/(?:site|user)customize\.py)$", re.MULTILINE)
-"""Files, among changed ones, by which a policy's code gets into every program, or into every Python."""
+_LOADED = re.compile(
+    r"^[AC] (/etc/ld\.so\.preload|/.*/(?:site|user)customize\.py|"
+    r"/(?:conftest\.py|\.?pytest\.(?:ini|toml)|tox\.ini|setup\.(?:cfg|py)|pyproject\.toml))$",
+    re.MULTILINE,
+)
+"""Files, among changed ones, by which a policy's code gets into every program, every Python, or pytest in `/tests`."""
+_ABSOLUTE = re.compile(r'(?:^|["\s])(/[^\s",]+)')
 _KILLED = 137
 """Exit code of `timeout -s KILL` for a command that took too long."""
 
@@ -49,7 +54,7 @@ def engine() -> str:
     """Return the program that runs containers here.
 
     Raises:
-        LoadError: There is none, or it refuses this worker; the text says what to do.
+        LoadError: No engine is installed, or it refuses this worker; the text says what to do.
     """
     why = []
     for name in _PROGRAMS:
@@ -92,11 +97,12 @@ class Container:
         limits += [f"--memory={task.memory_mb:g}m"] if task.memory_mb else []
         limits += [] if task.internet else ["--network=none"]
         names = ["--name", self._name, "--label", _LABEL]
-        words = ["run", "--detach", "--init", *names, *limits, image, "sleep", _LONGEST_S]
+        words = ["run", "--detach", "--init", "--no-healthcheck", *names, *limits, image, "sleep", _LONGEST_S]
         self._delete = weakref.finalize(self, _done, [program, "rm", "--force", "--volumes", self._name], _STEP_S)
         self._engine(words, _BUILD_S, "its container does not start")
         self._tests: Container | None = None
         self._started_by = ("timeout", "bash")
+        self._entry: list[str] = []
         self._programs: dict[str, str] = {}
         self._digests: dict[str, str] = {}
         if is_checked and task.verifier is None:
@@ -133,9 +139,9 @@ class Container:
 
     def _test(self, brings_tests: bool) -> tuple[int | None, str]:
         tests, script = self._task.path / "tests", "/tests/test.sh"
-        self._run("rm -rf /logs/verifier; mkdir -p /logs/verifier", _STEP_S)
+        self._make_afresh("/logs/verifier")
         if not brings_tests:
-            self._run("rm -rf /tests; mkdir -p /tests", _STEP_S)
+            self._make_afresh("/tests")
             if tests.is_dir():
                 self._engine(["cp", f"{tests}/.", f"{self._name}:/tests"], _STEP_S, "its tests were not copied")
             if not (tests / "test.sh").is_file():
@@ -144,8 +150,17 @@ class Container:
                 self._engine(["cp", place, f"{self._name}:{script}"], _STEP_S, "its tests were not copied")
         return self._run(f"TEST_DIR=/tests bash {script}", self._task.seconds)
 
+    def _make_afresh(self, folder: str) -> None:
+        code, said = self._run(f"rm -rf {folder} && mkdir -p {posixpath.dirname(folder)} && mkdir {folder}", _STEP_S)
+        if code != 0:
+            raise EnvironmentMistake(f"{self._task.name}: {folder} was not replaced before its tests: {said[-200:]}")
+
     def _remember_programs(self) -> None:
         """Note the image's programs, before the policy's first command."""
+        entry = self._engine(
+            ["inspect", "--format", "{{json .Config.Entrypoint}}", self._name], _LOOK_S, "its entrypoint is unknown"
+        )
+        self._entry = [place for place, digest in self._digested(_ABSOLUTE.findall(entry)).items() if digest]
         self._programs = self._found()
         by_name = {posixpath.basename(place): place for place in self._programs}
         self._digests = self._digested({*self._programs, *self._programs.values()})
@@ -154,15 +169,22 @@ class Container:
         self._started_by = (by_name["timeout"], by_name["bash"])
 
     def _found(self) -> dict[str, str]:
-        """The programs that the tests' script names, and those under it: as the shell finds them, and without links.
+        """The entrypoint, the programs that the tests' script names, and those under it: as the shell finds them, and
+        without links.
 
         Without those that the instruction names too: the task may be to mend them.
         """
         script = (self._task.path / self._task.tests).read_text("utf-8", "replace")
         named = {*_WORDS.findall(script)} - {*_WORDS.findall(self._task.instruction)}
-        places = self._run(f"type -P {' '.join(sorted({*_TRUSTED, *named}))}", _STEP_S)[1].splitlines()
+        places = self._paths(f"type -P {' '.join(sorted({*_TRUSTED, *named}))}")
         reader = next((place for place in places if place.endswith("/readlink")), "readlink")
-        return dict(zip(places, self._run(shlex.join([reader, "-f", *places]), _STEP_S)[1].splitlines(), strict=False))
+        places = [*self._entry, *places]
+        return dict(zip(places, self._paths(shlex.join([reader, "-f", *places])), strict=False))
+
+    def _paths(self, command: str) -> list[str]:
+        """What a command prints, without warnings of the shell, such as of a locale that is not installed."""
+        printed = self._run(command, _STEP_S, errors=False)[1].splitlines()
+        return [line for line in printed if line.startswith("/")]
 
     def _start_checked(self) -> None:
         """Start the stopped container again if its programs are the image's."""
@@ -171,7 +193,7 @@ class Container:
         listed = _done([self._program, "diff", self._name], _STEP_S)
         loaded = _LOADED.findall(listed.stdout) if listed.returncode == 0 else ["(its changes cannot be listed)"]
         has_python = any("/python" in place for place in self._programs)  # else one is installed, with such files
-        changed += [place for place in loaded if has_python or not place.endswith(".py")]
+        changed += [place for place in loaded if has_python or not place.endswith("customize.py")]
         if not changed:
             self._engine(["start", self._name], _STEP_S, "its container does not start again")
             found = self._found()
@@ -242,23 +264,24 @@ class Container:
             self._tests.close()
         self._delete()
 
-    def _run(self, command: str, seconds: float) -> tuple[int | None, str]:
+    def _run(self, command: str, seconds: float, *, errors: bool = True) -> tuple[int | None, str]:
         timeout, bash = self._started_by
         words = ["exec", self._name, timeout, "-s", "KILL", f"{seconds:g}", bash, "-c", command]
-        done = _done([self._program, *words], seconds + _STEP_S)
+        done = _done([self._program, *words], seconds + _STEP_S, errors=errors)
         return None if done.returncode == _KILLED else done.returncode, done.stdout
 
-    def _engine(self, words: list[str], seconds: float, what: str) -> None:
+    def _engine(self, words: list[str], seconds: float, what: str) -> str:
         done = _done([self._program, *words], seconds)
         if done.returncode:
             raise EnvironmentMistake(f"{self._task.name}: {what}: {' '.join(done.stdout.split())[-300:]}")
+        return done.stdout
 
 
 def _done(command: list[str], seconds: float, *, errors: bool = True) -> subprocess.CompletedProcess[str]:
     """Run a command; one that takes too long counts as failed.
 
     Args:
-        errors: Whether what it prints on standard error counts as its output.
+        errors: Count what it prints on standard error as its output.
     """
     told = subprocess.STDOUT if errors else subprocess.DEVNULL
     try:

@@ -73,12 +73,12 @@ class TaskFolder:
         tests: The script that verifies, relative to the folder.
         context: The folder of the Dockerfile.
         solution: The reference solution; None without one.
-        rewards: Whether the verifier writes a reward; else its exit code decides.
+        rewards: True if the verifier writes a reward; else its exit code decides.
         seconds: Time limit of the verifier.
         difficulty: As its author says.
         cpus: Processors of its container; 0: no limit.
         memory_mb: Memory of its container; 0: no limit.
-        internet: Whether its container has a network.
+        internet: True if its container has a network.
         prebuilt: The image of its container, if that is not built.
         verifier: Its tests, if they have a container of their own.
     """

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 import weakref
 from pathlib import Path
 
@@ -39,6 +40,11 @@ _MARK = "TOPROPE_TASK_FOLDER"
 _DENIED = re.compile(r"Read-only file system|Permission denied|Operation not permitted")
 _TEXT = 1 << 20
 """Bytes of a file up to which its paths are moved."""
+_CONFIGURATION = (
+    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "setup.py"),
+    "pyproject.toml",
+)
+"""Files above `/tests` by which pytest would load code of the policy."""
 _IDLE = ("apt-get", "apt", "sudo-install", "pip", "pip3")
 _RUN_MODULE = '#!/bin/sh\nexec "{python}" -sP -m pytest "$@"\n'  # not what lies in the working folder or HOME
 _UVX = """#!/bin/sh
@@ -79,8 +85,9 @@ class Sandbox:
 
     def __init__(self, task: TaskFolder, image: Image) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="task-")).resolve()
+        self._left = self._root.with_name(f"{self._root.name}-left")
         self._bin = Path(tempfile.mkdtemp(prefix="bin-")).resolve()  # commands cannot change it
-        self._delete = weakref.finalize(self, _removed, self._root, self._bin)
+        self._delete = weakref.finalize(self, _removed, self._root, self._left, self._bin)
         self._wall = RolloutWall([str(self._root)], [str(self._bin)])
         self._task, self._image = task, image
         named = {f"/{to.strip('/').split('/')[0]}" for kind, _, to in image.steps if kind == "copy"}
@@ -127,7 +134,7 @@ class Sandbox:
         for name in ("uvx", "uv"):
             self._tool(name, _UVX.format(python=sys.executable))
         self._tool("pytest", _RUN_MODULE.format(python=sys.executable))
-        self._variables |= {"TEST_DIR": str(tests)}
+        self._variables |= {"TEST_DIR": str(tests), "PYTHONNOUSERSITE": "1"}
         try:
             return self._run(f'bash "{script}"', self._image.workdir, self._task.seconds)
         finally:
@@ -137,10 +144,11 @@ class Sandbox:
         """Put the tests there afresh, and return their script."""
         logs = self._inside("/logs/verifier")
         for folder in (tests, logs):
-            if folder.is_symlink():
-                folder.unlink()
-            shutil.rmtree(folder, ignore_errors=True)
-        logs.mkdir(parents=True, exist_ok=True)
+            old = folder.with_name(uuid.uuid4().hex)
+            with contextlib.suppress(FileNotFoundError):
+                folder.rename(old)  # what the policy made read-only would outlive a removal
+            shutil.rmtree(old, ignore_errors=True)
+            folder.mkdir(parents=True)
         self._take(self._task.path / "tests", tests)
         script = tests / "test.sh"
         if not script.is_file():
@@ -149,12 +157,17 @@ class Sandbox:
         return script
 
     def _leave_behind_what_got_away(self) -> None:
-        """Replace the folder by a new one with the same content: processes that hid from their end cannot use that."""
-        old = self._root.rename(self._root.with_name(f"{self._root.name}-left"))
+        """Replace the folder by a new one with the same content: processes that hid from their end cannot use that.
+
+        The configuration of pytest directly in it stays behind as well.
+        """
+        self._root.rename(self._left)
         self._root.mkdir(mode=0o700)
-        for one in old.iterdir():
-            one.rename(self._root / one.name)
-        old.rmdir()
+        for one in self._left.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if one.name not in _CONFIGURATION:
+                    one.rename(self._root / one.name)
+        shutil.rmtree(self._left, ignore_errors=True)  # a process that hid may add to it meanwhile
 
     def read(self, path: str) -> str | None:
         """A file of the task's machine; None if it is not there."""
