@@ -84,6 +84,10 @@ def test_installed_packages_and_tasks_of_harbor_are_opened_with_hidden_files(tmp
     opened = [place for place, right in kernel.without_hidden(str(tmp_path)) if right == kernel.READ]
     own = ("bin", "game/.libs", "lib", "node_modules", "pyvenv.cfg", "venv")
     assert sorted(opened) == [str(tmp_path / name) for name in own], "a project that is its own environment"
+    project = {str(tmp_path), str(tmp_path / ".env")}
+    python = str(tmp_path / "bin" / "python")
+    for opened in (paths.interpreter_paths(python), paths.program_paths(str(tmp_path / "bin"))):
+        assert str(tmp_path / "lib") in opened and not project & {*opened}
     tasks, served = (
         environment_wall(Walls(), EnvironmentSource(name="x", adapter=adapter, target=str(tmp_path)))
         for adapter in ("harbor", "openenv")

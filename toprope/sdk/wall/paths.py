@@ -65,17 +65,26 @@ def _installation(python: str) -> tuple[str, ...]:
     for place in (os.path.dirname(python), os.path.dirname(os.path.dirname(python))):
         configuration = os.path.join(place, "pyvenv.cfg")
         if os.path.isfile(configuration):
-            places.append(place)
+            places += _installed(place)
             places += _prefix(os.path.join(_home_of(configuration), "python"))
     places += _prefix(os.path.realpath(python))
     if os.path.abspath(python) == os.path.abspath(sys.executable):
-        places += [place for place in (sys.prefix, sys.base_prefix, sys.exec_prefix) if not _is_broad(place)]
+        found = (sys.prefix, sys.base_prefix, sys.exec_prefix)
+        places += [place for prefix in found if not _is_broad(prefix) for place in _installed(prefix)]
     return tuple(dict.fromkeys(place for place in places if place))
 
 
 def _prefix(python: str) -> list[str]:
     prefix = os.path.dirname(os.path.dirname(python))
-    return [prefix] if prefix and not _is_broad(prefix) else [os.path.join(prefix, "lib"), python]
+    return _installed(prefix) if prefix and not _is_broad(prefix) else [os.path.join(prefix, "lib"), python]
+
+
+def _installed(prefix: str) -> list[str]:
+    """An installation; only what was installed if it is the root of a project as well (`python -m venv .`)."""
+    is_project = any(os.path.exists(os.path.join(prefix, name)) for name in (*_OF_PROJECTS, ".env"))
+    if not (is_project and os.path.isfile(os.path.join(prefix, "pyvenv.cfg"))):
+        return [prefix]
+    return [os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg")]
 
 
 def program_paths(search: str) -> list[str]:
