@@ -67,7 +67,7 @@ def variables(tmp_path: Path) -> dict[str, str]:
 
 def run(words: list[str], variables: dict[str, str], cwd: Path = ROOT) -> str:
     done = subprocess.run(
-        words, capture_output=True, text=True, timeout=60, env=variables, cwd=cwd, stdin=subprocess.DEVNULL
+        words, capture_output=True, text=True, timeout=300, env=variables, cwd=cwd, stdin=subprocess.DEVNULL
     )
     assert done.returncode == 0, f"{shlex.join(words)} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -33,7 +33,8 @@ ENDLESS = {"trainer": {"endless": True}}
     ],
 )
 def test_end_of_member_fails_run_with_reason(harness, component, at, do, state, code, signal_name):
-    rest = ENDLESS if component == "api" else {}  # else three steps may be over before its end is seen
+    # Three steps may be over before the end of these is seen.
+    rest = ENDLESS if component in ("api", "inference") else {}
     runs, folder = harness.start(rest | {component: {"at": at, "do": do, "say": "the last words", "daemon": True}})
     status = ended(runs, folder)
     assert status.state == "failed"
