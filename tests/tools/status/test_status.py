@@ -4,6 +4,7 @@ import time
 
 import anyio
 import pytest
+from toprope_tools.clients import Client, longest_wait_s
 from toprope_tools.results.results import get_results
 from toprope_tools.runs.logs import read_logs
 from toprope_tools.status import cursor as places
@@ -433,3 +434,12 @@ def test_cursor_writes_runs_of_a_group_together():
 )
 def test_until_accepts_variants_of_words(words, names):
     assert [one.name for one in parse(words)] == names
+
+
+def test_wait_is_as_long_as_the_clients_patience():
+    assert longest_wait_s(Client(), {}) == 45
+    assert longest_wait_s(Client("claude-ai"), {}) == 45
+    assert longest_wait_s(Client("claude-code"), {}) == 900
+    assert longest_wait_s(Client("claude-code", over_http=True), {}) == 240
+    assert longest_wait_s(Client("mine"), {"mine": 600.0}) == 600
+    assert longest_wait_s(Client("claude-code"), {"claude-code": 30.0}) == 30

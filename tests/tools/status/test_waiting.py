@@ -9,7 +9,7 @@ from mcp.types import Implementation
 from toprope_server.cli.runs.prune import main as prune
 from toprope_server.mcp.app import TopropeServer
 from toprope_tools.answers.answer import TOKEN_BUDGET, sent, tokens
-from toprope_tools.clients import Client, longest_wait_s
+from toprope_tools.clients import Client
 from toprope_tools.status.status import check_status, list_runs
 
 from tests.support.tools_house import age_stamp, become, do, make_workshop, start_run, step
@@ -326,15 +326,6 @@ def test_places_of_other_runs_stay_in_the_cursor(house):
     assert answer.data.cursor == f"elsewhere:3,{folder.run_id}:1"
 
 
-def test_wait_is_as_long_as_the_clients_patience():
-    assert longest_wait_s(Client(), {}) == 45
-    assert longest_wait_s(Client("claude-ai"), {}) == 45
-    assert longest_wait_s(PATIENT, {}) == 900
-    assert longest_wait_s(Client("claude-code", over_http=True), {}) == 240
-    assert longest_wait_s(Client("mine"), {"mine": 600.0}) == 600
-    assert longest_wait_s(PATIENT, {"claude-code": 30.0}) == 30
-
-
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 @pytest.mark.parametrize(("name", "wait_s"), [("claude-code", 900), ("claude-ai", 45), ("my-agent", 600)])
 def test_client_is_known_by_its_name_in_both_eras(house, mode, name, wait_s):
@@ -445,4 +436,8 @@ def test_runs_without_news_are_named_in_one_line(house):
     event(folders[0], "finding", rule="low", level="over", what="x")()
     answer = do(check_status, shop, run_ids=ids, cursor=answer.data.cursor)
     assert "new: fall (critical, from low); low (over)" in answer.text
-    assert "Next: check_status(wait_s=45, cursor=" in answer.text  # nothing to repeat: the call did not wait
+    assert " ago)." in answer.text and "Next: check_status(wait_s=45, cursor=" in answer.text  # it did not wait
+    answer = do(check_status, shop, cursor=answer.data.cursor, wait_s=0.1)
+    assert f'the same call with cursor="{answer.data.cursor}"' in answer.text
+    again = do(check_status, shop, run_ids=ids, cursor=answer.data.cursor, wait_s=0.1)
+    assert "Next: check_status(wait_s=45, cursor=" in again.text  # the cursor names the runs

@@ -68,7 +68,7 @@ async def check_status(
         return await to_thread.run_sync(_open, workshop, longest_s)
     if len(wanted) > MOST_RUNS:
         raise InvalidValue(f"{len(wanted)} runs are too many for one call.", hint=f"Ask for at most {MOST_RUNS}.")
-    patience = Patience(max(wait_s or 0.0, 0.0), longest_s, tuple(conditions))
+    patience = Patience(max(wait_s or 0.0, 0.0), longest_s, tuple(conditions), by_cursor=not run_ids)
     waited = await wait_for_news(
         workshop,
         wanted,

@@ -55,6 +55,8 @@ class Patience:
     longest_s: float
     """Call limit of the client, in seconds."""
     until: tuple[Condition, ...] = ()
+    by_cursor: bool = False
+    """The call named its runs by a cursor alone."""
 
     @property
     def wait_s(self) -> float:
@@ -111,7 +113,7 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     done = {one.condition for one in met}
     until = [one.name for one in patience.until if not (one.stays_met and one.name in done)]
     goes_on = {"until": until} if until else {}
-    if known and patience.asked_s and until == [one.name for one in patience.until]:
+    if patience.by_cursor and patience.asked_s and until == [one.name for one in patience.until]:
         following = f'Next: the same call with cursor="{here}"'
     else:
         following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
@@ -247,7 +249,8 @@ def _told(
     if status.reason and status.failure is None:
         line += f" ({marked(status.reason, 200)})"
     if many and not status.ended:
-        line += f"; {numbers_line({key: one for key, one in numbers.items() if key in _BRIEF})}."
+        line += f"; {numbers_line({key: one for key, one in numbers.items() if key in _BRIEF})}"
+        line += "." if fresh else f" ({ago(at, look.now)})."
     elif fresh:
         line += f"; {_ended(status, numbers) if status.ended else numbers_line(numbers)}."
         if next_in:

@@ -91,7 +91,7 @@ def tasks(tmp_path: Path) -> Path:
 
 
 DOCKER = """#!/bin/sh
-# Containers are folders. What is read most is read here, the rest in docker.py; `base` is empty for system programs.
+# Containers are folders. Frequent commands are read here, the rest in docker.py; `base` is empty for system programs.
 if [ "$1 $3" = "cp -" ]; then
     place=${{2#*:}} base=$(dirname "$0")/state/${{2%%:*}}
     case $place in /workspace*|/logs*) ;; *) [ -e "$base$place" ] || base= ;; esac

@@ -182,7 +182,7 @@ class Container:
         return dict(zip(places, self._paths(shlex.join([reader, "-f", *places])), strict=False))
 
     def _paths(self, command: str) -> list[str]:
-        """What a command prints, without warnings of the shell, such as of a locale that is not installed."""
+        """Return the paths that a command prints, without the shell's warnings, as of a locale that it lacks."""
         printed = self._run(command, _STEP_S, errors=False)[1].splitlines()
         return [line for line in printed if line.startswith("/")]
 
