@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 
-from toprope.sdk.adapters._harbor.folders import TaskFolder, told
+from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, TaskFolder, told
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
 __all__ = ["Container", "engine"]
@@ -40,8 +40,7 @@ _TRUSTED = (
 """Programs under every test, and those by which it is started."""
 _WORDS = re.compile(r"(?<![\w./$-])[A-Za-z_][\w.+-]*")
 _LOADED = re.compile(
-    r"^[AC] (/etc/ld\.so\.preload|/.*/(?:site|user)customize\.py|"
-    r"/(?:conftest\.py|\.?pytest\.(?:ini|toml)|tox\.ini|setup\.(?:cfg|py)|pyproject\.toml))$",
+    rf"^[AC] (/etc/ld\.so\.preload|/.*/(?:site|user)customize\.py|/(?:{'|'.join(map(re.escape, PYTEST_FILES))}))$",
     re.MULTILINE,
 )
 """Files, among changed ones, by which a policy's code gets into every program, every Python, or pytest in `/tests`."""

@@ -21,7 +21,13 @@ from typing import Any
 
 from toprope.sdk.errors import LoadError
 
-__all__ = ["Image", "TaskFolder", "Verifier", "task_folders", "told"]
+__all__ = ["PYTEST_FILES", "Image", "TaskFolder", "Verifier", "task_folders", "told"]
+
+PYTEST_FILES = (
+    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "setup.py"),
+    "pyproject.toml",
+)
+"""Files above `/tests` by which pytest would load code of the policy."""
 
 _LONGEST = 8000
 """Characters of a command's output that the policy sees."""

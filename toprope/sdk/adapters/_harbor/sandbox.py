@@ -20,7 +20,7 @@ import uuid
 import weakref
 from pathlib import Path
 
-from toprope.sdk.adapters._harbor.folders import Image, TaskFolder, told
+from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, Image, TaskFolder, told
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.wall.kernel import hide_memory
 from toprope.sdk.wall.within import RolloutWall
@@ -40,11 +40,6 @@ _MARK = "TOPROPE_TASK_FOLDER"
 _DENIED = re.compile(r"Read-only file system|Permission denied|Operation not permitted")
 _TEXT = 1 << 20
 """Bytes of a file up to which its paths are moved."""
-_CONFIGURATION = (
-    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "setup.py"),
-    "pyproject.toml",
-)
-"""Files above `/tests` by which pytest would load code of the policy."""
 _IDLE = ("apt-get", "apt", "sudo-install", "pip", "pip3")
 _RUN_MODULE = '#!/bin/sh\nexec "{python}" -sP -m pytest "$@"\n'  # not what lies in the working folder or HOME
 _UVX = """#!/bin/sh
@@ -165,7 +160,7 @@ class Sandbox:
         self._root.mkdir(mode=0o700)
         for one in self._left.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if one.name not in _CONFIGURATION:
+                if one.name not in PYTEST_FILES:
                     one.rename(self._root / one.name)
         shutil.rmtree(self._left, ignore_errors=True)  # a process that hid may add to it meanwhile
 
