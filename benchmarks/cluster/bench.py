@@ -60,7 +60,6 @@ class _ClusterHarness(RealHarness):
         made = super().specification(kind, **launcher)
         made.config.launcher.kind = self.house.cluster.kind
         made.config.launcher.nodes = len(self.house.nodes)
-        made.config.launcher.features = list(self.house.features)
         return made
 
 

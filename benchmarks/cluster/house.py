@@ -27,14 +27,12 @@ _IP = "/usr/sbin/ip"
 
 
 class House(Protocol):
-    """A running cluster of two nodes, and the ways to break it."""
+    """A running cluster of a head and two nodes for runs, and the ways to break it."""
 
     cluster: Cluster
     engine: Engine
     net: Net
     nodes: tuple[str, str]
-    features: tuple[str, ...]
-    """Those of launcher.features that keep a run's keeper away from the node without which the engine ends."""
     spent: str
     """An account that the engine refuses with the words `quota`; empty where engines refuse no job."""
     quota: str

@@ -89,9 +89,9 @@ FAULTS: Mapping[str, Fault] = {
 
 
 def _lose_head(house: House, runs: RunManager, folder: RunFolder) -> None:
-    """Kill the node of the head and wait until Ray's daemons have ended the crew on the other one. Nothing is known of
-    the run until there is another head."""
-    kill_all(house.net.processes("n1"))
+    """Kill the node of the head and wait until Ray's daemons have ended the crew on the others. Nothing is known of the
+    run until there is another head."""
+    kill_all(house.net.processes("head"))
     wait_until(lambda: not processes_of_run(folder), "the end of the crew", _HEADLESS_S)
     house.mend()
 
@@ -178,6 +178,8 @@ def add_keeper(house: House, folder: RunFolder, command: Sequence[str] = (), *, 
 
     house.engine.submit(second)
     wait_until(decided, "the second keeper")
+    if count == 1:  # Slurm would keep the nodes of a job whose first node is then killed
+        wait_until(lambda: (job := house.engine.jobs().get(name)) is None or job.phase == "ended", "its job's end")
     return count
 
 

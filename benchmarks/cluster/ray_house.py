@@ -1,4 +1,4 @@
-"""A Ray of two nodes on this machine, from a virtual environment with `ray[default]`: `make bench-ray`.
+"""A Ray of a head and two nodes on this machine, from a virtual environment with `ray[default]`: `make bench-ray`.
 
 The benchmark runs real crews through every fault of the matrix, then the demo over both nodes. Ten minutes.
 """
@@ -24,8 +24,9 @@ __all__ = ["RAY", "RayHouse", "why_not"]
 
 RAY = Path(os.environ.get("TOPROPE_RAY") or Path.home() / ".cache" / "toprope" / "ray")
 """Virtual environment with Ray. `make test-engines` installs it."""
+_HEAD = "head"
 _CPUS, _GPUS = 8, 2
-"""Of each node, whatever the machine has."""
+"""Of each node, whatever the machine has. The head takes no runs, because everything ends with it."""
 
 
 def why_not() -> str:
@@ -36,7 +37,7 @@ def why_not() -> str:
 class RayHouse:
     """See `House`. `ray stop` is never used: it would end every Ray of the machine."""
 
-    nodes, features, spent, quota = ("n1", "n2"), ("other",), "", ""
+    nodes, spent, quota = ("n1", "n2"), "", ""
 
     def __init__(self, folder: Path, python: str) -> None:
         self._folder = folder
@@ -44,10 +45,10 @@ class RayHouse:
         self._token = folder / "token"
         self._token.write_text(secrets.token_hex(24))
         self._token.chmod(0o600)
-        self.net = Net(self.nodes)
+        self.net = Net([_HEAD, *self.nodes])
         self._temporary = f"/tmp/{self.net.space('ray')}"  # short, because sockets lie in it
         self._daemons = Daemons(folder / "logs")
-        address = f"http://{self.net.addresses['n1']}:8265"
+        address = f"http://{self.net.addresses[_HEAD]}:8265"
         self.cluster = Cluster(
             kind="ray", python=python, address=address, token_file=str(self._token), network="trusted"
         )
@@ -60,23 +61,24 @@ class RayHouse:
 
     def mend(self) -> None:
         """See `House.mend`."""
-        lost = [name for name in self.nodes if "raylet" not in (one.name() for one in self.net.processes(name))]
-        for name in self.nodes if "n1" in lost else lost:  # nodes do not join another head
+        names = (_HEAD, *self.nodes)
+        lost = [name for name in names if "raylet" not in (one.name() for one in self.net.processes(name))]
+        for name in names if _HEAD in lost else lost:  # nodes do not join another head
             kill_all(self.net.processes(name))
             if name in self._daemons.running:
                 self._daemons.kill(name)
             self._start(name)
-            if name == "n1":
+            if name == _HEAD:
                 wait_until(self._answers, "Ray's dashboard", 2 * START_S)
 
     def _start(self, name: str) -> None:
-        here = f"--node-ip-address={self.net.addresses[name]}"
-        room = [here, f"--num-cpus={_CPUS}", f"--num-gpus={_GPUS}"]
+        cpus, gpus = (0, 0) if name == _HEAD else (_CPUS, _GPUS)
+        room = [f"--node-ip-address={self.net.addresses[name]}", f"--num-cpus={cpus}", f"--num-gpus={gpus}"]
         room += ["--object-store-memory=80000000", "--disable-usage-stats", "--block"]
-        if name == "n1":
-            room += ["--head", f"--dashboard-host={self.net.addresses['n1']}", f"--temp-dir={self._temporary}"]
+        if name == _HEAD:
+            room += ["--head", f"--dashboard-host={self.net.addresses[name]}", f"--temp-dir={self._temporary}"]
         else:
-            room += [f"--address={self.net.addresses['n1']}:6379", '--resources={"other": 10}']
+            room += [f"--address={self.net.addresses[_HEAD]}:6379"]
         self._daemons.start(name, [*self.net.enter(name), str(RAY / "bin" / "ray"), "start", *room], self._variables())
 
     def _variables(self) -> dict[str, str]:
@@ -88,12 +90,12 @@ class RayHouse:
 
     def free_gpus(self) -> float:
         """Return how many GPUs of both nodes nobody has reserved."""
-        address = self.net.addresses["n1"]
+        address = self.net.addresses[_HEAD]
         code = (
             f"import ray; ray.init('{address}:6379', _node_ip_address='{address}', log_to_driver=False); "
             "print(ray.available_resources().get('GPU', 0))"
         )
-        command = [*self.net.enter("n1"), str(RAY / "bin" / "python"), "-c", code]
+        command = [*self.net.enter(_HEAD), str(RAY / "bin" / "python"), "-c", code]
         variables = os.environ | self._variables()
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
         return float(done.stdout.split()[-1])
@@ -128,7 +130,7 @@ class RayHouse:
     @contextmanager
     def unreachable(self) -> Iterator[None]:
         """See `House.unreachable`: the dashboard is stopped and goes on."""
-        stopped = [one for one in self.net.processes("n1") if any("dashboard.py" in word for word in one.cmdline())]
+        stopped = [one for one in self.net.processes(_HEAD) if any("dashboard.py" in word for word in one.cmdline())]
         for process in stopped:
             process.suspend()
         try:
@@ -144,7 +146,7 @@ class RayHouse:
 
     def close(self) -> None:
         """End everything that the house started."""
-        for name in self.nodes:
+        for name in self.net.addresses:
             kill_all([one for one in self.net.processes(name) if one.pid != os.getpid()])
         self._daemons.close()
         self.net.close()

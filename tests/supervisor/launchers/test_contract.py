@@ -81,7 +81,6 @@ class OnCluster:
     def specification(self, **launcher):
         specification = self.harness.specification(**launcher)
         specification.config.launcher.kind = self.house.cluster.kind
-        specification.config.launcher.features = list(self.house.features)
         return specification
 
     def start(self, runs, specification=None, variables=None):
