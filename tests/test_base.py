@@ -1,6 +1,7 @@
 """The base that all rooms use: whole files, facts about this machine, and marks around the text of others."""
 
 import errno
+import gc
 import os
 import stat
 import subprocess
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from toprope.atomic import append, replacing, write_json, write_text
+from toprope.extras import without_collector
 from toprope.machine import processes_with
 from toprope.untrusted import marked, marked_lines, named
 
@@ -111,3 +113,14 @@ def test_names_without_spaces_need_no_mark_and_sentences_get_one():
     assert named("a. Next: stop") == "«a. Next: stop»"
     assert named("a\nb") == "«a b»"
     assert marked_lines(["  indented"]) == ["|   indented"]
+
+
+def test_collector_is_off_within_an_import_and_leaves_out_what_was_loaded():
+    before = gc.get_freeze_count()
+    try:
+        with pytest.raises(ImportError), without_collector():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled() and gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 from toprope.errors import NotPossibleNow
@@ -41,3 +43,18 @@ def require(what: str, *modules: str, extra: str = "train") -> None:
             "tools only. Nothing was started or changed.",
             hint=f"The owner installs them: {install_command(extra)}",
         )
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Import big packages within the block, with the garbage collector off.
+
+    The collector would visit all that is loaded again and again, which takes a quarter of the time of importing torch
+    and transformers. What is loaded stays, so the collector does not visit it afterwards either (`gc.freeze`).
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

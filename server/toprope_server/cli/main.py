@@ -22,8 +22,11 @@ def main() -> None:
         sys.exit("toprope: Windows itself cannot hold a run's processes. Install Toprope in WSL; nothing was changed.")
     os.umask(0o077)  # others on the machine read nothing that Toprope writes
     if sys.argv[1:2] == ["serve"] and (role := _role(sys.argv[2:])) is not None:
+        from toprope.extras import without_collector
         from toprope.sdk.wall.kernel import hide_memory
-        from toprope_server.mcp.app import serve_stdio
+
+        with without_collector():
+            from toprope_server.mcp.app import serve_stdio
 
         hide_memory()
         serve_stdio(role)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import gc
 import importlib
 import json
 import os
@@ -29,6 +28,8 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from toprope.extras import without_collector
 
 _MOST_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 16
@@ -45,12 +46,11 @@ def main() -> int:
     """Serve until the keeper closes the socket; returns the exit status."""
     keeper = socket.socket(fileno=int(sys.argv[1]))
     guard: _Guard = runpy.run_path(sys.argv[2], run_name="toprope_guard")["main"]
-    for name in sys.argv[3].split(","):
-        importlib.import_module(name)
+    with without_collector():  # which would also write to pages that the forks share
+        for name in sys.argv[3].split(","):
+            importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         return 1  # only one thread survives a fork, and others may hold locks
-    gc.collect()
-    gc.freeze()  # the collector would write to pages that the forks share
     while True:
         message, descriptors = _receive(keeper)
         if not message or _is_gone(keeper):

@@ -1,7 +1,8 @@
-import gc
 import sys
 
-from toprope.training.driver.program import main
+from toprope.extras import without_collector
 
-gc.freeze()  # loaded modules stay: the collector need not visit them between groups
+with without_collector():
+    from toprope.training.driver.program import main
+
 sys.exit(main())

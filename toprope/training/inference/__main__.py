@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from toprope.errors import TopropeError
+from toprope.extras import without_collector
 from toprope.records.messages import Failed
 from toprope.settings.endpoints import BASE
 from toprope.settings.schema import InferenceSection
@@ -27,12 +28,13 @@ def main() -> int:
     running: list[Engine] = []
     problem: list[TopropeError] = []
     try:
-        if config.inference.engine != "vllm":
-            import torch  # noqa: F401 - slow imports come first: the policy's folder may still be in preparation
-        import transformers  # noqa: F401
+        with without_collector():
+            if config.inference.engine != "vllm":
+                import torch  # noqa: F401 - slow imports come first: the policy's folder may still be in preparation
+            import transformers  # noqa: F401
 
-        from toprope.training.inference.engines.choice import make_engine
-        from toprope.training.policy.loading import fix_kernels, load_tokenizer
+            from toprope.training.inference.engines.choice import make_engine
+            from toprope.training.policy.loading import fix_kernels, load_tokenizer
 
         if config.algorithm.deterministic:
             fix_kernels(config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from toprope.errors import TopropeError
+from toprope.extras import without_collector
 from toprope.records.messages import ENV_CHECKPOINT, Failed
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.settings.sections.algorithms import ALGORITHMS
@@ -32,7 +33,8 @@ def create_training(member: CrewMember) -> _Training:
     if config.is_hosted:
         program = _HOSTED_DEMONSTRATIONS if demonstrates else _HOSTED_GROUPS
     module, _, attribute = program.partition(":")
-    training: _Training = getattr(importlib.import_module(module), attribute)(member)
+    with without_collector():
+        training: _Training = getattr(importlib.import_module(module), attribute)(member)
     return training
 
 
