@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from benchmarks.cluster.house import START_S, Daemons, Net, keeper_of, kill_all, missing, wait_until
@@ -70,6 +71,8 @@ class RayHouse:
             self._start(name)
             if name == _HEAD:
                 wait_until(self._answers, "Ray's dashboard", 2 * START_S)
+            # Of two nodes with one /tmp that start at the same moment, one does not come up.
+            wait_until(partial(self._has, self.net.addresses[name]), f"Ray's node {name}")
 
     def _start(self, name: str) -> None:
         cpus, gpus = (0, 0) if name == _HEAD else (_CPUS, _GPUS)
@@ -106,6 +109,11 @@ class RayHouse:
         except TopropeError:
             return False
         return True
+
+    def _has(self, address: str) -> bool:
+        listed = self.engine._ask("GET", "/nodes?view=summary").json()["data"]["summary"]
+        states = [one["raylet"] for one in listed]
+        return any(one.get("nodeManagerAddress") == address and one.get("state") == "ALIVE" for one in states)
 
     def cancel(self, folder: RunFolder) -> None:
         """See `House.cancel`."""
