@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.sdk.wall.conftest import READS, asked, has_groups, landlock
 from toprope.records.run.specification import EnvironmentSource
 from toprope.records.walls import ENV_WALLS, Walls
 from toprope.sdk.errors import WorkerDied
-from toprope.sdk.wall import Wall, kernel, level_here, network_refusal, plan
+from toprope.sdk.wall import Wall, kernel, level_here, namespaces_refusal, network_refusal, plan
 from toprope.sdk.wall.enclosure import most_tasks
 from toprope.sdk.wall.groups import ProcessGroup
 from toprope.sdk.worker.client import WorkerClient, worker_environment
@@ -90,6 +91,36 @@ def test_ordinary_code_works_behind_the_wall(tmp_path: Path) -> None:
             **{"pool": [1, 2], "manager": [1, 2], "threads": [3], "authorities": True, "zone": "Europe/Berlin"},
             **{"name": True, "sandbox": "42\n", "data": "declared"},
         }
+
+
+@landlock
+@pytest.mark.skipif(bool(namespaces_refusal()), reason="no mount namespaces here")
+def test_temporary_files_of_a_worker_are_its_own(tmp_path: Path) -> None:
+    if any(place.startswith(("/tmp/", "/var/tmp/")) for place in (__file__, sys.prefix, sys.base_prefix)):
+        pytest.skip("code among temporary files leaves them as they are")
+    outside = [tempfile.mkdtemp(dir=place) for place in ("/tmp", "/var/tmp")]
+    mark = f"own-{os.path.basename(outside[0])}"
+    command = "ls -A /tmp /var/tmp | tr '\\n' ' '; echo; echo 1 > $HOME/kept; for place in /tmp /var/tmp; do "
+    command += f"mkdir -m 700 $place/{mark} && stat -c %a $place/{mark}; done; touch {outside[0]}/x {outside[1]}/x"
+
+    async def printed() -> list[str]:
+        async with await WorkerClient.start(wall=Wall(home=str(tmp_path / "home")), timeout=60) as worker:
+            code: dict[str, Any] = {"file": subprocess.__file__, "attribute": "getoutput", "arguments": {}}
+            made = await worker.call("make", **code, wanted=["call"])
+            [found] = await worker.call("invoke", handle=made["handle"], method="call", calls=[[command]])
+            return str(found).splitlines()
+
+    try:
+        for _ in range(2):  # the second worker finds nothing of the first
+            listed, *modes, first, second = asyncio.run(printed())
+            assert not {mark, *map(os.path.basename, outside)} & set(listed.split())
+            assert modes == ["700", "700"]
+            assert first.endswith("No such file or directory") and second.endswith("No such file or directory")
+            assert (tmp_path / "home" / "kept").read_text() == "1\n"
+        assert not os.path.exists(f"/tmp/{mark}") and not os.path.exists(f"/var/tmp/{mark}")
+    finally:
+        for one in outside:
+            os.rmdir(one)
 
 
 def test_missing_wall_is_marked_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

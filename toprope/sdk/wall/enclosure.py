@@ -63,6 +63,7 @@ class Enclosure:
         made = None
         try:
             plan = plan_for(wall, python, variables, writes=[place for place in (scratch, home, cwd) if place])
+            plan.scratch = scratch
             plan.descriptors, plan.disk_mb, plan.tasks = DESCRIPTORS, _LARGEST_FILE_MB, most_tasks()
             level, lacks = level_here()
             made = cls(

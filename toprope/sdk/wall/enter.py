@@ -19,6 +19,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
@@ -32,6 +33,8 @@ _NO_SUID, _NO_DEVICES = 2, 4
 _AT_CURRENT, _AT_RECURSIVE, _READ_ONLY = -100, 0x8000, 1
 _SET_FLAGS, _UP, _LOOPBACK = 0x8914, 1, b"lo"
 _LOCAL, _INTERNET, _NETLINK = 1, (2, 10), 16
+_TEMPORARY = {"/tmp": ".tmp", "/var/tmp": ".var-tmp"}
+"""Folders of temporary files, and the folders of a worker's own that take their places."""
 _FIRST_TO_GO = "500"  # if the machine runs out of memory
 _PUSH_INPUT, _CONSOLE = 0x5412, 0x541C  # TIOCSTI and TIOCLINUX type into a terminal as its user
 
@@ -169,26 +172,67 @@ def limit_tasks(tasks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
 
 
-def close_mounts(writes: list[str]) -> None:
-    """Make every file system read-only here except `writes`, and give this process a shared memory of its own.
+def close_mounts(writes: list[str], rules: Sequence[tuple[str, int]] = (), scratch: str = "") -> list[str]:
+    """Make every file system read-only here except `writes`, and give this process a shared memory of its own, and
+    folders for temporary files, if it has a scratch folder.
 
     Landlock does not govern the attributes of files (chmod, chown, times), a read-only mount does.
+
+    Args:
+        writes: Files and folders that it may change.
+        rules: Everything within its reach, as `kernel.rules` yields it.
+        scratch: Its scratch folder, which is one of `writes`; empty: it has none.
+
+    Returns:
+        The folders for temporary files that are its own.
 
     Raises:
         OSError: It is forbidden here.
     """
     unshare(kernel.NEW_MOUNTS)
+    working = os.getcwd()
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
-    for place in writes:
-        if os.path.isdir(place) and place != kernel.SHARED_MEMORY:
-            _mount(place, place, None, _BIND | _RECURSIVE)
+    folders = [place for place in writes if os.path.isdir(place) and place != kernel.SHARED_MEMORY]
+    for place in folders:
+        _mount(place, place, None, _BIND | _RECURSIVE)
+    own = []
+    if scratch:
+        reached = [os.path.realpath(path) for path, _ in rules]
+        own = [one for one, name in _TEMPORARY.items() if _replaced(one, f"{scratch}/{name}", folders, reached)]
     _read_only("/", True)
     if os.path.isdir(kernel.SHARED_MEMORY):
         _mount("tmpfs", kernel.SHARED_MEMORY, "tmpfs", _NO_SUID | _NO_DEVICES, b"mode=1777,size=25%")
-    for place in writes:
-        if os.path.isdir(place) and place != kernel.SHARED_MEMORY:
-            _read_only(place, False)
-    os.chdir(os.getcwd())  # through the new mounts
+    for place in own:
+        _read_only(place, False, below=0)
+    for place in folders:
+        _read_only(place, False)
+    os.chdir(working)  # through the new mounts
+    return own
+
+
+def _replaced(place: str, own: str, folders: list[str], reached: list[str]) -> bool:
+    """Mount `own`, a new folder, in the place of a folder, with those of `folders` that lie in it.
+
+    False if that fails, or if more there is within reach, such as code: Landlock would open hidden files beside it too.
+    """
+    if os.path.realpath(place) != place or any(kernel.is_within(place, path) for path in reached):
+        return False
+    inside = {one for one in folders if kernel.is_within(one, place)}
+    there = [path for path in reached if kernel.is_within(path, place)]
+    if not all(any(kernel.is_within(path, one) for one in inside) for path in there):
+        return False
+    try:
+        os.mkdir(own)
+        os.chmod(own, 0o1777)
+        for one in inside:
+            if not any(kernel.is_within(one, other) for other in inside if other != one):
+                point = own + one.removeprefix(place)
+                os.makedirs(point)
+                _mount(one, point, None, _BIND | _RECURSIVE)
+        _mount(own, place, None, _BIND | _RECURSIVE)
+    except OSError:
+        return False
+    return True
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: bytes | None = None) -> None:
@@ -196,10 +240,10 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
     kernel.call("mount", *texts, ctypes.c_ulong(flags), data if data is None else ctypes.c_char_p(data))
 
 
-def _read_only(place: str, is_so: bool) -> None:
+def _read_only(place: str, is_so: bool, below: int = _AT_RECURSIVE) -> None:
     attributes = struct.pack("QQQQ", _READ_ONLY if is_so else 0, 0 if is_so else _READ_ONLY, 0, 0)
     path, size = ctypes.c_char_p(os.fsencode(place)), ctypes.c_size_t(len(attributes))
-    kernel.call("mount_setattr", _AT_CURRENT, path, _AT_RECURSIVE, ctypes.c_char_p(attributes), size)
+    kernel.call("mount_setattr", _AT_CURRENT, path, below, ctypes.c_char_p(attributes), size)
 
 
 def own_network(listener_maker: int) -> None:
@@ -257,9 +301,11 @@ def build(plan: dict[str, Any]) -> None:
     if plan["network"] == "own":
         own_network(plan["listener_maker"])
     closed = not plan["landlock"]  # bubblewrap has done it, or there is no wall
+    rules = list(kernel.rules(plan)) if plan["landlock"] else []
     if plan["landlock"] and plan["mounts"]:
         try:
-            close_mounts(plan["writes"])
+            own = close_mounts(plan["writes"], rules, plan["scratch"])
+            rules += [(place, kernel.READ | kernel.CHANGE) for place in own]
             closed = True
             limit_tasks(plan["tasks"])
         except (OSError, ValueError):
@@ -271,7 +317,7 @@ def build(plan: dict[str, Any]) -> None:
     kernel.forbid_new_privileges()
     if plan["landlock"]:
         kernel.drop_capabilities()
-        kernel.restrict_files(kernel.rules(plan), plan["landlock"])
+        kernel.restrict_files(rules, plan["landlock"])
     spared = plan["spared"] if plan["landlock"] < 6 else []
     kernel.install_filter(filter_lines(plan["network"], spared, attributes=closed))
 

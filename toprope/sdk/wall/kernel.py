@@ -219,6 +219,11 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") and name != ".libs"
 
 
+def is_within(path: str, folder: str) -> bool:
+    """True if `path` is `folder` or below it; both are real paths."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
 def packed(lines: Sequence[Line]) -> bytes:
     """A filter as bytes (struct sock_filter[])."""
     return b"".join(struct.pack("HBBI", *line) for line in lines)

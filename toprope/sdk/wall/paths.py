@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from toprope.sdk.wall.kernel import is_within
+
 __all__ = [
     *("DEVICES", "SYSTEM", "data_paths", "editable_paths", "folders_above", "imported_by", "interpreter_paths"),
     *("package_of", "program_paths", "project_of", "source_paths", "without"),
@@ -291,11 +293,6 @@ def _is_broad(folder: str) -> bool:
     folder = os.path.realpath(folder or "/")
     home = os.path.realpath(os.path.expanduser("~"))
     return folder in ("/tmp", "/var/tmp", "/dev/shm", "/home", "/Users") or is_within(home, folder)
-
-
-def is_within(path: str, folder: str) -> bool:
-    """True if `path` is `folder` or below it; both are real paths."""
-    return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def without(places: Iterable[str], closed: Iterable[str]) -> list[str]:

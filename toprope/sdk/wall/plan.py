@@ -84,6 +84,8 @@ class Plan:
     """Read without hidden files."""
     writes: list[str] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
+    scratch: str = ""
+    """Holds a `/tmp` and a `/var/tmp` of its own; empty: it has none."""
     landlock: int = 0
     """Version of Landlock to use; 0: none."""
     mounts: bool = True
@@ -145,8 +147,8 @@ def network_refusal(network: Network) -> str:
 def namespaces_refusal() -> str:
     """Return why file systems cannot be made read-only for a worker alone; empty if they can.
 
-    Without that, attributes of files cannot be changed at all, and the shared memory of the owner's other processes is
-    within a worker's reach.
+    Without that, attributes of files cannot be changed at all, the shared memory of the owner's other processes is
+    within a worker's reach, and it has no `/tmp` of its own.
     """
     program = "import sys; sys.path.insert(0, sys.argv[1]); import enter; enter.close_mounts([])"
     command = [sys.executable, "-I", "-S", "-c", program, str(_ENTER.parent)]
@@ -211,7 +213,7 @@ def command_for(plan: Plan, command: Sequence[str], cwd: str) -> list[str]:
     """
     if plan.trusted or plan.landlock or level_here()[0] != "bubblewrap":
         return [*entering(plan), *command]
-    wrapped = [shutil.which("bwrap") or "bwrap", *_BUBBLEWRAP, "--tmpfs", "/tmp"]
+    wrapped = [shutil.which("bwrap") or "bwrap", *_BUBBLEWRAP, "--tmpfs", "/tmp", "--tmpfs", "/var/tmp"]
     shown = [place for one in plan.sources for place, right in kernel.without_hidden(one) if right == kernel.READ]
     reads = [*plan.reads, *shown, str(_ENTER.parent), sys.prefix, sys.base_prefix]
     reads = [place for place in reads if place != "/proc"]

@@ -321,8 +321,9 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
         if _SHUT.search(failure.message) and entry.ecosystem != "toprope":
             return EnvironmentFailed(
                 f"{entry.name} raised {named(failure.type)}: {marked(failure.message, _LONGEST)}{place}.",
-                hint="Behind its wall it writes only below its HOME and TMPDIR. The owner may make the folder and list "
-                f"it in settings.yaml, environment: {{{entry.name}: {{writes: [FOLDER]}}}}, or trust it.",
+                hint="Behind its wall it writes only below its HOME and TMPDIR, and to a /tmp of its own unless code "
+                "lies there. The owner may make the folder and list it in settings.yaml, environment: "
+                f"{{{entry.name}: {{writes: [FOLDER]}}}}, or trust it.",
             )
         if failure.kind == "load":
             return EnvironmentFailed(

@@ -74,7 +74,7 @@ def walls(home: Home) -> Iterator[Finding]:
     counted = "counted by a control group" if group is not None else "watched twice a second"
     found = [lacks]
     if why := namespaces_refusal():
-        found.append(f"shared memory of your other programs is within reach ({why})")
+        found.append(f"shared memory of your other programs is within reach, and no /tmp of their own ({why})")
     if why := network_refusal("own"):
         found.append(f"environment.network: own is not there ({why})")
     gaps = "; ".join(gap for gap in found if gap)
