@@ -25,6 +25,7 @@ def chain(*errors: Exception) -> Exception:
         (OSError("We couldn't connect to 'https://models.example.org' to load the files"), "models.example.org"),
         (ConnectionError("Couldn't reach 'someone/rows' on the Hub (LocalEntryNotFoundError)"), "huggingface.co"),
         (ConnectionError("Cannot connect to host api.example.org:443 ssl:default"), "api.example.org"),
+        (RuntimeError("Failed to clone: fatal: Could not resolve host: git.example.org\n"), "git.example.org"),
     ],
 )  # fmt: skip
 def test_a_host_that_could_not_be_reached_is_named(error: Exception, host: str, monkeypatch) -> None:

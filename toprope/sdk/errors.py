@@ -31,6 +31,7 @@ __all__ = [
     "WorkerFailure",
     "WorkerTimeout",
     "sayable",
+    "with_unresolved",
 ]
 
 _SDK = os.path.dirname(os.path.abspath(__file__))
@@ -188,6 +189,12 @@ def note_unreachable_hosts() -> None:
     socket.getaddrinfo = noted
 
 
+def with_unresolved(message: str, said: str) -> str:
+    """Add the host of a program that failed to a message, if the program said that it could not resolve it."""
+    found = _UNRESOLVED.search(said)
+    return f"{message.rstrip('.')}; {found[1]} could not be reached" if found else message
+
+
 def sayable(text: str) -> str:
     """The text with lone surrogates replaced, which UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
@@ -224,7 +231,7 @@ def _with_host(message: str, error: BaseException) -> str:
             host = found.group(1)
         said = getattr(seen, "stderr", None) or ""  # CalledProcessError keeps there what the program said
         said = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
-        if found := _UNRESOLVED.search(said):
+        if found := _UNRESOLVED.search(f"{text}\n{said}"):
             refused, host = True, found[1]
         request = getattr(seen, "_request", None)  # httpx keeps the host beside its text
         host = host or str(getattr(getattr(request, "url", None), "host", "") or "")

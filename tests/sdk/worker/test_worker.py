@@ -237,6 +237,12 @@ def test_large_messages_pass_both_ways(behaviour: dict[str, str]) -> None:
     with_link(body)
 
 
+CLONE = """class Mine(Environment):
+  def setup(self):
+    __import__('subprocess').run(['sh', '-c', 'echo "fatal: Could not resolve host: a.invalid" >&2; false'], check=True)
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "said", "where"),
     [
@@ -249,6 +255,7 @@ def test_large_messages_pass_both_ways(behaviour: dict[str, str]) -> None:
         (HEAD + "def Mine(): return 3", "load", "returned int", ""),
         (HEAD + "class Mine(Environment):\n  def __init__(self, a): pass", "load", "without arguments", ""),
         (HEAD + "class Mine(Environment):\n  def setup(self):\n    1 / 0", "raised", "division", "mine.py:5 in setup"),
+        (HEAD + CLONE, "raised", "exit status 1; a.invalid could not be reached", "mine.py:5 in setup"),
         (HEAD + "class Mine(Environment):\n  parts = {'a': 1}", "raised", "dict from names to Part", ""),
         (HEAD + "class Mine(Environment):\n  max_turns = 0", "raised", "max_turns", ""),
         ("import toprope_server.cli.main", "load", "No module named 'toprope_server'", "mine.py:1"),

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
+from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout, with_unresolved
 from toprope.sdk.wall.enclosure import Enclosure
 from toprope.sdk.wall.plan import Wall
 
@@ -326,7 +326,10 @@ class WorkerClient:
             if answer["ok"]:
                 call.future.set_result(answer["result"])
             else:
-                call.future.set_exception(WorkerError(**answer["error"]))
+                error = answer["error"]
+                if error["type"] == "CalledProcessError":  # what the program said is often not in it
+                    error["message"] = with_unresolved(error["message"], self._last_words())
+                call.future.set_exception(WorkerError(**error))
 
     async def _line(self, stdout: asyncio.StreamReader) -> bytes:
         try:
