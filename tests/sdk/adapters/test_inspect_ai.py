@@ -177,12 +177,15 @@ def test_inspect_converts_scores_to_parts(inspect: Callable[..., OwnLoop]) -> No
 
 def test_task_without_scorer_plays_and_scores_the_lowest(inspect: Callable[..., OwnLoop]) -> None:
     failed = sample("b", error=Thing(message="ValueError: no", traceback=""), output=Thing(choices=[]))
-    environment = inspect([sample("a", scores=None), failed], scorers=())
+    refused = "x.SandboxInjectionError: Failed to inject: Cannot create sandbox framework directory /var/tmp/.x: denied"
+    unserved = sample("c", error=Thing(message="", traceback=refused))
+    environment = inspect([sample("a", scores=None), failed, unserved], scorers=())
     assert "environment.rewards adds judges" in environment.parts["unscored"].description
     found = [asyncio.run(environment.group(task, [session()]))[0] for task in environment.tasks()]
-    played, error = found
+    played, error, walled = found
     assert isinstance(played, Played) and played.parts == {"unscored": 0.0} and played.turns == 1
     assert isinstance(error, Played) and error.error == "ValueError: no", "a sample that ended before any answer"
+    assert isinstance(walled, Played) and "refuses local sockets. Tasks without text_editor" in str(walled.error)
 
 
 def test_bridged_agents_need_no_key_and_tokens_are_counted_without_a_file(

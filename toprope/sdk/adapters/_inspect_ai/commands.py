@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -14,7 +15,14 @@ from typing import Any
 from toprope.sdk.adapters._harbor.sandbox import KEPT_VARIABLES
 from toprope.sdk.wall.within import RolloutWall
 
-__all__ = ["confine_commands"]
+__all__ = ["NO_TOOL_SERVER", "TOOL_SERVER", "confine_commands"]
+
+TOOL_SERVER = re.compile(r"SandboxInjectionError: .*(framework directory|tools server)")
+"""Its error if the server of its tools is not installed or does not start."""
+NO_TOOL_SERVER = (
+    "SandboxInjectionError: inspect's tool server does not run behind the wall, which refuses local sockets. Tasks "
+    "without text_editor, bash_session, web_browser and agents in the sandbox do without it"
+)
 
 _PASSED = (*KEPT_VARIABLES, "PATH", "HOME", "TMPDIR")
 _CONFINED = "_toprope_confined"
