@@ -15,10 +15,19 @@ from pathlib import Path
 __all__ = ["COLLECTORS", "GRADER", "Candidate"]
 
 GRADER = "{grader}"
-_MORE = {"langdetect": "langdetect", "textworld": "textworld", "xmltodict": "xmltodict", "toml": "toml",
-         "smolagents": "smolagents", "verifiers": "verifiers==0.1.9.post2",
-         "internbootcamp": "internbootcamp @ git+https://github.com/InternLM/InternBootcamp.git"}  # fmt: skip
-"""Imported module -> package that an owner names, because Atropos' project does not require it."""
+_MORE = {
+    "atropos": {
+        "langdetect": "langdetect", "textworld": "textworld", "xmltodict": "xmltodict", "toml": "toml",
+        "smolagents": "smolagents", "verifiers": "verifiers==0.1.9.post2",
+        "internbootcamp": "internbootcamp @ git+https://github.com/InternLM/InternBootcamp.git",
+    },
+    "inspect_ai": {
+        "agents": "openai-agents", "pydantic_ai": "pydantic-ai", "langchain": "langchain", "langgraph": "langgraph",
+        "langchain_openai": "langchain-openai", "langchain_tavily": "langchain-tavily",
+        "mcp_server_git": "mcp-server-git",
+    },
+}  # fmt: skip
+"""Ecosystem -> imported module -> package that an owner names, because nothing beside the file requires it."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class Candidate:
         entry: Regular expression of its names in the catalog; by default, every name that adding it brings.
         knobs: The settings that its documentation asks for; `GRADER` stands for a grader's address.
         rows: Rows of its owner, in a file beside that of `add`, whose project is the nearest folder above.
+        submodules: Folders of its repository that git fetches from other repositories.
     """
 
     ecosystem: str
@@ -40,6 +50,7 @@ class Candidate:
     entry: str = ""
     knobs: tuple[tuple[str, object], ...] = ()
     rows: tuple[str, ...] = ()
+    submodules: tuple[str, ...] = ()
 
 
 def _verifiers(root: Path) -> Iterator[Candidate]:
@@ -49,21 +60,31 @@ def _verifiers(root: Path) -> Iterator[Candidate]:
             text = project.read_text(errors="replace")
             provided = "".join(file.read_text(errors="replace") for file in project.parent.rglob("*.py"))
             if "verifiers" in text and re.search(r"def load_environment|class \w+Taskset\b", provided):
-                yield Candidate("verifiers", f"{repository.name}/{project.parent.name}", (str(project.parent),))
+                boxed = "from verifiers.v1.harnesses" in provided  # a harness that needs a container
+                knobs = (("harness", "toprope_in_process"),) if boxed else ()
+                name = f"{repository.name}/{project.parent.name}"
+                yield Candidate("verifiers", name, (str(project.parent),), knobs=knobs)
 
 
 def _atropos(root: Path) -> Iterator[Candidate]:
     for file in _with(root / "NousResearch+atropos/environments", r"^class \w+\((\w+\.)?BaseEnv\)"):
         if not {"community", "eval_environments"} & set(file.parts):
-            own = file.parent.glob("*.py") if file.parent.name != "environments" else [file]
-            text = "".join(one.read_text(errors="replace") for one in own)
-            used = [
-                package
-                for name, package in _MORE.items()
-                if re.search(rf"(from |import |import_module\(\"){name}\b", text)
-            ]
-            more = [word for package in used for word in ("-r", package)]
-            yield Candidate("atropos", f"NousResearch+atropos/{file.name}", (str(file), "-r", "atropos", *more))
+            empty = (place for place in file.parent.iterdir() if place.is_dir() and not any(place.iterdir()))
+            add = _added(file, "atropos", "environments")
+            name = f"NousResearch+atropos/{file.name}"
+            yield Candidate("atropos", name, add, submodules=tuple(map(str, empty)))
+
+
+def _added(file: Path, ecosystem: str, shared: str) -> tuple[str, ...]:
+    """Return how to add a file with what it and the files beside it import; files in `shared` stand alone."""
+    own = [file] if file.parent.name == shared else file.parent.glob("*.py")
+    text = "".join(one.read_text(errors="replace") for one in own)
+    used = [
+        package
+        for name, package in _MORE[ecosystem].items()
+        if re.search(rf"(from |import |import_module\(\"|\"-m\", \"){name}\b", text)
+    ]
+    return (str(file), "-r", ecosystem, *(word for package in used for word in ("-r", package)))
 
 
 def _openenv(root: Path) -> Iterator[Candidate]:
@@ -81,7 +102,7 @@ def _inspect_ai(root: Path) -> Iterator[Candidate]:
         boxed = re.search(r"sandbox=\W*docker", file.read_text(errors="replace"))
         knobs = (("sandbox", "local"),) if boxed else ()
         name = f"inspect_ai/{file.relative_to(file.parents[1])}"
-        yield Candidate("inspect_ai", name, (str(file), "-r", "inspect_ai"), knobs=knobs)
+        yield Candidate("inspect_ai", name, _added(file, "inspect_ai", "examples"), knobs=knobs)
 
 
 def _nemo_gym(root: Path) -> Iterator[Candidate]:

@@ -40,6 +40,8 @@ from toprope.sdk.worker.scripted_policy import scripted_session
 LIMIT, TRAIN = 11, 3
 _VERDICT = "GRADE: I"
 """The verdict of the grader on every answer: incorrect, in the form that inspect-ai asks for."""
+_KEYS = {"PRIME_API_KEY": "a-placeholder"}
+"""Keys that environments ask for before they call the service."""
 _GOALS = {
     "rolled_share": ">= 0.9",
     "rolled_share_lowest": ">= 0.8",
@@ -135,7 +137,8 @@ async def _tried(
     trained: dict[str, int] = defaultdict(int)
     with scripted_session(_VERDICT) as grader:
         models = {"grader": {"base_url": grader.base_url, "model": "grader"}}
-        (home / "config" / "settings.yaml").write_text(json.dumps({"models": models}))
+        settings = {"models": models, "variables": {"environment": _KEYS}}
+        (home / "config" / "settings.yaml").write_text(json.dumps(settings))
         async with (
             serve_policy(config, home / "policies", lambda said: None) as policy,
             Client(server_parameters(variables_of(home))) as client,

@@ -38,6 +38,8 @@ CONTEXT = 4096
 ROLLED_CONTEXT = 32_768
 """For a few answers, as another policy would have it; training has the smaller one."""
 _TASKS, _GROUP, _TOKENS, _TURNS = 2, 2, 64, 3
+_TRIES = 2
+"""Samples of a task: the embedded policy's answers are random, and the code of some authors fails on empty ones."""
 _ADD_S, _CALL_S, _ROLL_S, _TRAIN_S = 1800.0, 120.0, 300.0, 1500.0
 _ENDED = ("completed", "failed", "lost", "stopped")
 _REFUSED = re.compile(
@@ -150,6 +152,8 @@ class Traveller:
 
     async def _listed(self, candidate: Candidate) -> list[str]:
         before = await asyncio.to_thread(self._usable, candidate.ecosystem)
+        for place in candidate.submodules:
+            await self._run("git", "-C", str(Path(place).parent), "submodule", "update", "--init", "--", place)
         add = self._with_rows(candidate) if candidate.rows else candidate.add
         told = await self._command("env", "add", *add) if add else ""
         after = await asyncio.to_thread(self._usable, candidate.ecosystem)
@@ -209,9 +213,12 @@ class Traveller:
         return answer.structured_content or {}
 
     async def _command(self, *words: str) -> str:
+        return await self._run(sys.executable, "-P", "-m", "toprope_server.cli", *words)
+
+    async def _run(self, *words: str) -> str:
         """Run a command and return what it printed."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "toprope_server.cli", *words),
+            *words,
             env={**os.environ, **self._variables},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -244,8 +251,12 @@ class Traveller:
                     endpoint = Endpoint(base_url=self._grader, model="grader")
                     maker.roles = {"grader": EndpointClient(endpoint, None, None)}
                 for index in range(_TASKS):
-                    made = await maker.sample(TaskRef("train", index), _GROUP, Sampling(1.0, 1.0, _TOKENS))
-                    if error := next((one.error for one in made.outcomes if one.error), ""):
+                    error = ""
+                    for _ in range(_TRIES):
+                        made = await maker.sample(TaskRef("train", index), _GROUP, Sampling(1.0, 1.0, _TOKENS))
+                        if not (error := next((one.error for one in made.outcomes if one.error), "")):
+                            break
+                    if error:
                         raised, _, text = error.partition(": ")
                         raise WorkerError("raised", raised, f"a rollout ended with an error: {text}")
             return MODEL_ROLES in card.tags

@@ -38,6 +38,18 @@ def test_games_that_their_author_took_out_are_not_drawn(tmp_path):
     assert game.entry == "textarena/Hex-v0" and game.add == (str(tmp_path / "LeonGuertler+TextArena"),)
 
 
+def test_owners_add_what_files_import_and_fetch_submodules(tmp_path):
+    shared = tmp_path / "NousResearch+atropos/environments"
+    (shared / "words" / "library").mkdir(parents=True)
+    text = "import smolagents\nclass Words(BaseEnv):\n    ...\n"
+    (shared / "words" / "words.py").write_text(text)
+    (shared / "alone.py").write_text(text.replace("import smolagents", "from base import BaseEnv"))
+    alone, words = COLLECTORS["atropos"](tmp_path)
+    assert alone.add[1:] == ("-r", "atropos") and not alone.submodules
+    assert words.add[1:] == ("-r", "atropos", "-r", "smolagents")
+    assert words.submodules == (str(shared / "words" / "library"),)
+
+
 def test_only_a_refused_connection_to_a_host_is_left_out():
     def result(**fields):
         return Result(Candidate("verifiers", "x"), **fields)
