@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import importlib
 import json
 import os
 import subprocess
@@ -16,9 +17,10 @@ from typing import Any
 
 import pytest
 
+from toprope.sdk import errors
 from toprope.sdk.adapters import openenv
-from toprope.sdk.adapters._servers.openenv import Server
 from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
+from toprope.sdk.adapters._servers.openenv_serve import _tell_failures
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.authoring.env_managed import OwnLoop, sample_group
 from toprope.sdk.authoring.environment import Environment, Task
@@ -354,24 +356,32 @@ def test_server_that_ends_says_why(package: Path, stand_in: Callable[..., None])
         configure(environment)
 
 
-def test_reason_of_an_environment_that_cannot_be_created_is_told(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reason = "OSError: cannot connect to a host"
-    monkeypatch.setattr(Server, "raised", lambda self: reason)
+def test_reason_of_an_environment_that_cannot_be_created_is_told(server: Served, stand_in: Callable[..., None]) -> None:
     environment = configure(openenv.make(server), knobs={"reset": {"broken": True}, "action": "message"})
-    with pytest.raises(EnvironmentMistake, match=f"not made {reason}"):
+    with pytest.raises(EnvironmentMistake, match=r"refuses reset \(FACTORY_ERROR\): not made$"):
         next(iter(environment.tasks()))
+    stand_in("openenv.core.env_server.http_server", WSErrorResponse=dict)
+    http_server = importlib.import_module("openenv.core.env_server.http_server")
+    _tell_failures(errors)
+    try:
+        try:
+            raise OSError("cannot connect to https://data.example.org")
+        except OSError as cause:
+            raise RuntimeError("a toolkit is required") from cause
+    except RuntimeError as error:
+        told = http_server.WSErrorResponse(data={"message": str(error), "code": "EXECUTION_ERROR"})
+        plain = http_server.WSErrorResponse(data={"message": "Invalid message"})
+    reason = "a toolkit is required (from OSError: cannot connect to https://data.example.org)"
+    assert told["data"] == {"message": reason, "code": "EXECUTION_ERROR"}
+    assert plain["data"] == {"message": "Invalid message"}
+
+
+def test_server_finds_the_programs_of_its_interpreter_first() -> None:
     code = (
-        "import sys, types; kind = type('EnvironmentFactoryError', (Exception,), {});"
-        "[sys.modules.setdefault(name, types.ModuleType(name)) for name in ('openenv', 'openenv.core', "
-        "'openenv.core.env_server', 'openenv.core.env_server.exceptions')];"
-        "sys.modules['openenv.core.env_server.exceptions'].EnvironmentFactoryError = kind;"
-        "from toprope.sdk.adapters._servers.openenv_serve import _errors, _tell_failures; _tell_failures(_errors())\n"
-        "try:\n    1 / 0\nexcept ZeroDivisionError as cause:\n    kind('it failed')\n"
+        "import os, sys; raise LookupError(os.environ['PATH'].split(os.pathsep)[0] == os.path.dirname(sys.executable))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "ZeroDivisionError: division by zero"
+    with pytest.raises(LoadError, match="LookupError: True"):
+        StartedServer("server", "", ["{python}", "-c", code], "", {})
 
 
 def test_server_that_ends_with_a_long_error_is_told_with_its_end() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toprope.sdk.adapters._servers.started import StartedServer
@@ -18,8 +18,6 @@ from toprope.sdk.errors import EnvironmentMistake
 __all__ = ["Connection", "Full", "Refused", "Server"]
 
 _MESSAGE_S = 120.0
-_PRINTED_S = 0.2
-"""The server's standard error may arrive after its answer."""
 _LARGEST = 100 * 2**20
 
 
@@ -63,7 +61,7 @@ class Server(StartedServer):
             return {}
 
     def connect(self) -> Connection:
-        return Connection("ws" + self.url.removeprefix("http") + "/ws", self.raised)
+        return Connection("ws" + self.url.removeprefix("http") + "/ws")
 
 
 class Connection:
@@ -71,11 +69,10 @@ class Connection:
 
     Args:
         url: Address of the WebSocket.
-        raised: Returns what the server has raised; empty if unknown.
     """
 
-    def __init__(self, url: str, raised: Callable[[], str] = str) -> None:
-        self._url, self._socket, self._raised = url, None, raised
+    def __init__(self, url: str) -> None:
+        self._url, self._socket = url, None
 
     async def __aenter__(self) -> Connection:
         from websockets.asyncio.client import connect
@@ -158,10 +155,7 @@ class Connection:
             why = f"{said.get('message') or raw}{_details(said.get('errors'))}"
             if kind == "step" and said.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
                 raise Refused(why, _missing(said.get("errors")))
-            if said.get("code") == "FACTORY_ERROR":
-                await asyncio.sleep(_PRINTED_S)
-                why = f"{why} {self._raised()}".strip()
-            raise EnvironmentMistake(f"OpenEnv refuses {kind}: {why} ({said.get('code', '?')})")
+            raise EnvironmentMistake(f"OpenEnv refuses {kind} ({said.get('code', '?')}): {why}")
         if not isinstance(found, dict):
             raise EnvironmentMistake(f"OpenEnv answered {kind} with {str(raw)[:200]}")
         return found

@@ -1,8 +1,8 @@
 """Serve an OpenEnv app: `python openenv_serve.py MODULE:APP PORT ROOT [FURTHER...]`.
 
 Modules are imported from ROOT first, and from the further folders last, so that those hide no installed package. A
-server answers that an environment could not be created without saying why; this prints the reason. It works in a new
-folder with links to what is in the given one, because authors write beside their code, which a wall closes.
+server answers an exception with its text alone; here it names the cause as well. It works in a new folder with links
+to what is in the given one, because authors write beside their code, which a wall closes.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def _errors() -> Any:
 
 def _tell_failures(errors: Any) -> None:
     try:
-        from openenv.core.env_server.exceptions import EnvironmentFactoryError as Failed
-    except ImportError:  # an older version
+        from openenv.core.env_server import http_server
+
+        plain = http_server.WSErrorResponse
+    except (ImportError, AttributeError):  # an older version
         return
-    plain = Failed.__init__
 
-    def telling(self: Any, *arguments: Any, **named: Any) -> None:
-        plain(self, *arguments, **named)
-        cause = sys.exc_info()[1]
-        if cause is not None:
-            message = " ".join(errors.Failure.of(cause).message.split())
-            print(f"{type(cause).__name__}: {message}", file=sys.stderr, flush=True)
+    def telling(data: dict[str, Any]) -> Any:
+        error = sys.exc_info()[1]
+        if error is not None and data.get("message") == str(error):
+            data = {**data, "message": errors.Failure.of(error).message}
+        return plain(data=data)
 
-    Failed.__init__ = telling
+    http_server.WSErrorResponse = telling
 
 
 if __name__ == "__main__":
