@@ -140,6 +140,23 @@ def test_data_of_nltk_is_fetched_for_a_game_that_lacks_it(tmp_path: Path, monkey
         opened(tmp_path / "words.py", words)
 
 
+def test_fields_of_a_required_configuration_are_knobs(tmp_path: Path) -> None:
+    text = """
+from __future__ import annotations
+import dataclasses
+from typing import Any, Union
+
+@dataclasses.dataclass
+class Settings:
+    high: int = 9
+    address: str = "http://127.0.0.1:8000"
+
+""" + GUESS.replace("high: int = 9, mood", "settings: Union[Settings, Any], mood").replace("= high", "= settings.high")
+    environment = opened(tmp_path / "guess.py", text, high=5)
+    assert environment.knobs.address == "http://127.0.0.1:8000" and environment.knobs.mood == "calm"
+    assert "1 to 5" in next(environment.tasks()).messages[0]["content"]
+
+
 def test_setting_that_an_author_left_open_is_a_knob(tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(GUESS.replace("self.high = high", "self.high = high + 0"))
     target = json.dumps({"file": str(tmp_path / "guess.py"), "class": "Guess", "arguments": {"high": None}})

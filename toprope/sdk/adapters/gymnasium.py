@@ -4,7 +4,8 @@ Classes written for Gymnasium, GEM, SkyRL-gym, RLVE-Gym or for no library run un
 
     {"file": "/path/maze.py", "class": "Maze",      a class (or function) that makes an environment; or
      "registry": "gem", "id": "game:Sokoban-v0-easy",    a module with make(id, **arguments)
-     "arguments": {"size": 4},     arguments of the class; those with a plain value are knobs
+     "arguments": {"size": 4},     arguments of the class; those with a plain value are knobs, as are the fields of a
+                                   dataclass that the class requires
      "rows": "train.jsonl",        see toprope.sdk.adapters._shared.user_files; needed for `init(prompt)`
      "range": [-1, 1],             bounds to which the sum of the rewards is clipped
      "success": 1.0,               last reward, or sum, from which an ended rollout counts as solved
@@ -35,7 +36,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from toprope.sdk.adapters._gymnasium import verifiable
 from toprope.sdk.adapters._shared.listing import Listed, why_not, with_nltk_data
@@ -89,6 +90,9 @@ class Gymnasium(Environment):
     def setup(self) -> None:
         knobs = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
         most = knobs.pop("turns")
+        for name, kind in _configurations(self._maker, self._given).items():
+            fields = [one.name for one in dataclasses.fields(kind) if one.name in knobs]
+            knobs[name] = kind(**{one: knobs.pop(one) for one in fields})
         self._arguments = {**self._given, **{name: value for name, value in knobs.items() if value is not None}}
         self._idle: list[Any] = []
         if self._rows:
@@ -294,13 +298,12 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any]) -> type:
         ("turns", int, knob(0, ge=0, le=_LARGEST_LIMIT, help="most answers; 0: the environment's own limit"))
     ]
     defaults = dict(given)
-    try:
-        parameters = inspect.signature(maker).parameters.values()
-    except (TypeError, ValueError):
-        parameters = dict[str, inspect.Parameter]().values()
-    for one in parameters:
+    for one in _parameters(maker):
         if one.default is not one.empty:
             defaults.setdefault(one.name, one.default)
+    for kind in _configurations(maker, given).values():
+        for field in dataclasses.fields(kind):
+            defaults.setdefault(field.name, field.default)
     for name, value in defaults.items():
         unset = value is None and name in given
         if (unset or type(value) in (bool, int, float, str)) and name.isidentifier() and name != "turns":
@@ -308,12 +311,30 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any]) -> type:
     return dataclasses.make_dataclass("Knobs", fields)
 
 
+def _configurations(maker: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The dataclasses whose fields have defaults among the types of required arguments, by the argument's name."""
+    found = {}
+    for one in _parameters(maker):
+        if one.default is one.empty and one.name not in given:
+            for kind in get_args(one.annotation) or (one.annotation,):
+                if dataclasses.is_dataclass(kind) and all(
+                    field.default is not dataclasses.MISSING for field in dataclasses.fields(kind)
+                ):
+                    found.setdefault(one.name, kind)
+    return found
+
+
+def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
+    for evaluated in (True, False):  # An annotation may be a name that only type checkers import.
+        try:
+            return list(inspect.signature(call, eval_str=evaluated).parameters.values())
+        except Exception:
+            continue
+    return []
+
+
 def _takes(call: Callable[..., Any], name: str) -> bool:
-    try:
-        parameters = inspect.signature(call).parameters
-    except (TypeError, ValueError):
-        return False
-    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in _parameters(call))
 
 
 def _limit(game: Any) -> int:
