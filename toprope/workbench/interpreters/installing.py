@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -185,6 +186,7 @@ class Installer:
         if self._uv:
             command = [self._uv, "pip", "compile", str(asked), "--python", self.python, "-o", str(out)]
             command += ["--no-header", "--no-annotate", *options]
+            command += ["--override", str(self._file("overrides.txt", _overrides(wanted.requirements)))]
         else:
             command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--report", str(out)]
             command += ["--progress-bar", "off", "-r", str(asked), *options]
@@ -214,6 +216,16 @@ class Installer:
         path = self._venv.parent / name
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return path
+
+
+def _overrides(requirements: Iterable[str]) -> Iterator[str]:
+    """Yield what projects in folders require in place of what their dependencies do (`[tool.uv]`)."""
+    for one in requirements:
+        try:
+            tools = tomllib.loads((Path(one) / "pyproject.toml").read_text(encoding="utf-8")).get("tool", {})
+        except (OSError, ValueError):  # uv refuses a broken one
+            continue
+        yield from tools.get("uv", {}).get("override-dependencies", ())
 
 
 def digest_of(pins: Sequence[Pin], python: str) -> str:
