@@ -15,7 +15,7 @@ import pytest
 
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
 from toprope.records.run.specification import EnvironmentSource
-from toprope.sdk.errors import WorkerError
+from toprope.sdk.errors import WorkerError, WorkerTimeout
 from toprope.workbench.catalog.catalog import Catalog, Description, Entry, shipped_folder
 from toprope.workbench.catalog.describe import WorkerOptions, failed
 
@@ -273,3 +273,7 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
     assert "environment: {openenv/far: {writes: [FOLDER]}}" in shut.hint
     other = failed(entry, WorkerError("raised", "RuntimeError", told))
     assert "asks for" not in (other.hint or ""), "any text can say pip install"
+    ended = failed(entry, WorkerError("load", "LoadError", f"The server ended: ModuleNotFoundError: {told}"))
+    assert cure in ended.hint
+    late = failed(entry, WorkerTimeout("The worker did not answer 'open' within 120 s and was killed."))
+    assert "load_timeout_s" in late.hint and "choose another environment" in late.hint

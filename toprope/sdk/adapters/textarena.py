@@ -217,9 +217,11 @@ def _problem(site_packages: Path, entry: str) -> tuple[int, str, str] | None:
     for root in roots:
         there = (site_packages / root).is_dir() or (site_packages / f"{root}.py").is_file()
         if not there and root not in sys.stdlib_module_names and root != PACKAGE:
-            return players, "install", f"needs {root}, which is not installed: pip install {root} in its interpreter"
+            added = f"The same toprope env add with --requirement {root} may add it, or choose another game."
+            return players, "install", f"It imports {root}, which its interpreter lacks. {added}"
     if "OpenRouter" in text:
-        return players, "key", "its game master is a model at OpenRouter: OPENROUTER_API_KEY, and a network"
+        key = "The owner gives it OPENROUTER_API_KEY in settings.yaml, variables: {environment: ...}"
+        return players, "key", f"Its game master is a model at OpenRouter. {key}, or choose another game."
     wanted = [data for data, word in ((_WORDS, "words"), (_TAGGER, "pos_tag")) if "nltk" in text and word in text]
     if missing := [data for data in wanted if not _nltk_has(data, site_packages)]:
         names = " ".join(data.rpartition("/")[2] for data in missing)

@@ -49,6 +49,7 @@ _JUDGES_ITSELF = (
     "If its scorer asks a model, the policy in training judges itself unless environment.model_roles names a grader."
 )
 _SHUT = re.compile(r"\[Errno (?:13|30)\]|Read-only file system|PermissionError")
+_IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): ")
 _LACKS = re.compile(
     r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
 )
@@ -310,7 +311,7 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
                 hint="It needs data from there. Load it once where that host can be reached, with HF_HOME or a folder "
                 "that this machine reads, name data of your own by its knobs, or choose another environment.",
             )
-        imports = failure.type.rpartition(".")[2] in ("ImportError", "ModuleNotFoundError")
+        imports = _IMPORT.search(f"{failure.type}: {failure.message}")
         if imports and (lacks := _LACKS.search(failure.message)) and entry.ecosystem != "toprope":
             what = named(lacks["package"]) if lacks["package"] else f"the package of {named(lacks['module'])}"
             return EnvironmentFailed(
@@ -326,18 +327,19 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
                 f"{{{entry.name}: {{writes: [FOLDER]}}}}, or trust it.",
             )
         if failure.kind == "load":
+            cure = "Fix this first." if entry.ecosystem == "toprope" else _FOREIGN
             return EnvironmentFailed(
-                f"{marked(failure.message, _LONGEST)}{place}", hint=f"{entry.name} was not loaded; fix this first."
+                f"{marked(failure.message, _LONGEST)}{place}", hint=f"{entry.name} was not loaded. {cure}"
             )
         return EnvironmentFailed(
             f"{entry.name} raised {named(failure.type)}: {marked(failure.message.rstrip('.'), _LONGEST)}{place}.",
             hint="Fix the environment's code." if entry.ecosystem == "toprope" else _FOREIGN,
         )
     if isinstance(failure, WorkerTimeout):
-        return EnvironmentFailed(
-            f"{entry.name} hangs or is slow. {failure}",
-            hint="Look for an endless loop, a download, or slow task generation.",
-        )
+        own = "Look for an endless loop, a download, or slow task generation."
+        theirs = f"It may wait for a download or a server; environment.load_timeout_s gives it longer. {_FOREIGN}"
+        hint = own if entry.ecosystem == "toprope" else theirs
+        return EnvironmentFailed(f"{entry.name} hangs or is slow. {failure}", hint=hint)
     if isinstance(failure, WorkerDied) and failure.code is None:
         return EnvironmentFailed(
             f"{entry.name} was not loaded. {failure}.",
