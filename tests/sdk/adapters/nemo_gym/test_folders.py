@@ -27,6 +27,10 @@ from resources_servers.judged.words import RIGHT
 
 class Judged(SimpleResourcesServer):
     def setup_webserver(self):
+        [[known]] = [one.values() for one in self.server_client.global_config_dict["grader"].values()]
+        if self.config.asks_at_once:
+            assert self.server_client._build_server_base_url(known).startswith("http://")
+
         async def seed(request):
             return JSONResponse({})
 
@@ -48,12 +52,13 @@ from pydantic import BaseModel, ConfigDict
 class Config(BaseModel):
     model_config = ConfigDict(extra="allow")
     points: float = 0.0
+    asks_at_once: bool = False
 class SimpleResourcesServer(BaseModel):
     config: Config
     server_client: object
 """,
     "config_types": "BaseServerConfig = dict\n",
-    "server_utils": "class ServerClient:\n    def __init__(self, **given): pass\n",
+    "server_utils": "class ServerClient:\n    def __init__(self, **given): self.__dict__.update(given)\n",
 }
 
 
@@ -64,7 +69,7 @@ def published(folder: Path, rows: list[dict[str, Any]]) -> Path:
         place / "app.py": APP,
         place / "words.py": "RIGHT = 'right'\n",
         place / "configs" / "judged.yaml": "judged:\n  resources_servers:\n    judged:\n      points: 0.5\n"
-        "      description: Judged answers\n",
+        "      description: Judged answers\n      judge_model_server: {type: responses_api_models, name: grader}\n",
         place / "data" / "example.jsonl": "".join(json.dumps(one) + "\n" for one in rows),
         place / "data" / "example_rollouts.jsonl": "{}",
         folder / "omegaconf" / "__init__.py": "DictConfig = dict\n",
@@ -98,7 +103,10 @@ def test_server_of_a_folder_is_listed_started_and_judged_by_a_named_endpoint(tmp
         assert played(judge_url=judge.url, judge_model="j")["reward"] == 0.5
         assert [one["content"] for one in judge.seen[-1][2]["messages"]] == ["Is fine right?"]
         assert played(judge_url=judge.url, settings={"points": 0.25})["reward"] == 0.25
+        assert played(judge_url=judge.url, settings={"asks_at_once": True})["reward"] == 0.5
     assert "'grader': name an endpoint by the knob judge_url" in played()["error"]
+    with pytest.raises(LoadError, match="'grader': name an endpoint by the knob judge_url"):
+        played(settings={"asks_at_once": True})
     with pytest.raises(LoadError, match=r"knob `settings` must set what its configuration lacks \(points: .* number"):
         played(settings={"points": "many"})
 

@@ -57,7 +57,7 @@ def _serve(errors: Any) -> None:
     kind = _server_of(module)
     own_settings = {**_settings(folder), **json.loads(os.environ.get(SETTINGS) or "{}")}
     settings = {**own_settings, "host": "127.0.0.1", "port": port, "name": name}
-    server = kind(config=_checked(kind.model_fields["config"].annotation, settings), server_client=_client())
+    server = kind(config=_checked(kind.model_fields["config"].annotation, settings), server_client=_client(settings))
     app = server.setup_webserver()
     if getattr(server.config, "expose_tools_over_mcp", False):
         from nemo_gym.mcp_auto_exposure import maybe_auto_expose  # type: ignore[import-not-found,unused-ignore]
@@ -117,7 +117,7 @@ def _checked(kind: Any, settings: dict[str, Any]) -> Any:
         raise ValueError(f"the knob `settings` must set what its configuration lacks ({wrong})") from None
 
 
-def _client() -> Any:
+def _client(settings: dict[str, Any]) -> Any:
     from nemo_gym.config_types import BaseServerConfig  # type: ignore[import-not-found,unused-ignore]
     from nemo_gym.server_utils import ServerClient  # type: ignore[import-not-found,unused-ignore]
     from omegaconf import DictConfig  # type: ignore[import-not-found,unused-ignore]
@@ -126,14 +126,21 @@ def _client() -> Any:
         """Asks the endpoint for every model."""
 
         async def post(self, server_name: str, url_path: str, **asked: Any) -> _Answer:
-            if not os.environ.get(JUDGE):
-                raise RuntimeError(f"it asks the model {server_name!r}: name an endpoint by the knob judge_url")
+            self._build_server_base_url({"name": server_name})
             return await _asked(url_path, asked.get("json") or {})
 
         def poll_for_status(self, server_name: str) -> str:
             return "success"
 
-    return Models(head_server_config=BaseServerConfig(host="127.0.0.1", port=9), global_config_dict=DictConfig({}))
+        def _build_server_base_url(self, server_config_dict: Any) -> str:
+            if not os.environ.get(JUDGE):
+                name = str(server_config_dict["name"])
+                raise RuntimeError(f"it asks the model {name!r}: name an endpoint by the knob judge_url")
+            return os.environ[JUDGE]
+
+    names = [str(one["name"]) for one in settings.values() if isinstance(one, dict) and one.get("name")]
+    known = DictConfig({name: {"responses_api_models": {"endpoint": {"name": name}}} for name in names})
+    return Models(head_server_config=BaseServerConfig(host="127.0.0.1", port=9), global_config_dict=known)
 
 
 class _Answer:
