@@ -26,6 +26,9 @@ _MORE = {
         "langchain_openai": "langchain-openai", "langchain_tavily": "langchain-tavily",
         "mcp_server_git": "mcp-server-git",
     },
+    "openenv": {
+        "open_apps": "open_apps @ git+https://github.com/facebookresearch/OpenApps.git", "pyspiel": "open_spiel",
+    },
 }  # fmt: skip
 """Ecosystem -> imported module -> package that an owner names, because nothing beside the file requires it."""
 
@@ -75,21 +78,26 @@ def _atropos(root: Path) -> Iterator[Candidate]:
             yield Candidate("atropos", name, add, submodules=tuple(map(str, empty)))
 
 
-def _added(file: Path, ecosystem: str, shared: str) -> tuple[str, ...]:
-    """Return how to add a file with what it and the files beside it import; files in `shared` stand alone."""
-    own = [file] if file.parent.name == shared else file.parent.glob("*.py")
+def _added(place: Path, ecosystem: str, shared: str) -> tuple[str, ...]:
+    """Return how to add a file with what it and the files beside it import, or a folder with what its server imports.
+
+    Files in `shared` stand alone.
+    """
+    own = [place] if place.parent.name == shared else place.parent.glob("*.py")
+    if place.is_dir():
+        own = place.glob("server/*.py")
     text = "".join(one.read_text(errors="replace") for one in own)
     used = [
         package
         for name, package in _MORE[ecosystem].items()
         if re.search(rf"(from |import |import_module\(\"|\"-m\", \"){name}\b", text)
     ]
-    return (str(file), "-r", ecosystem, *(word for package in used for word in ("-r", package)))
+    return (str(place), "-r", ecosystem, *(word for package in used for word in ("-r", package)))
 
 
 def _openenv(root: Path) -> Iterator[Candidate]:
     for folder in sorted(root.glob("meta-pytorch+OpenEnv/envs/*_env")):
-        yield Candidate("openenv", f"OpenEnv/{folder.name}", (str(folder), "-r", "openenv"))
+        yield Candidate("openenv", f"OpenEnv/{folder.name}", _added(folder, "openenv", ""))
 
 
 def _trl(root: Path) -> Iterator[Candidate]:
