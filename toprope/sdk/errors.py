@@ -105,6 +105,9 @@ class WorkerFailure(SdkError):
 class WorkerTimeout(WorkerFailure):
     """The worker did not answer in time and was killed with its process group."""
 
+    stderr = ""
+    """The last lines of its standard error."""
+
 
 class WorkerDied(WorkerFailure):
     """The worker's process ended.

@@ -209,7 +209,10 @@ def test_describe_remarks_on_scorer_that_rewards_junk_or_raises(folder: Path) ->
         ("    raise OSError('gone')\n", ["OSError: gone", "mine.py:4"]),
         ("    sys.exit(1)\n", ["sys.exit(1)", "mine.py:4"]),
         ("    os._exit(5)\n", ["exit code 5", "os._exit"]),
-        ("    while True: pass\n", ["'open' within 2 s", "endless loop"]),
+        (
+            "    print('waiting for x')\n    while True: pass\n",
+            ["'open' within 2 s", "last: «waiting for x»", "endless"],
+        ),
         ("    def tasks(self): raise KeyError('x')\n", ["raised KeyError: «'x'»", "mine.py:4 in tasks"]),
         ("    def tasks(self):\n        while True: pass\n", ["'tasks' within 2 s"]),
         ("    pass\n", ["NotImplementedError", "define tasks(self)"]),

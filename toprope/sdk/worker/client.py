@@ -292,7 +292,9 @@ class WorkerClient:
         self._timed_out = f"The worker did not answer {call.operation!r} within {call.timeout:g} s and was killed."
         del self._waiting[number]
         if not call.future.done():
-            call.future.set_exception(_at_work(WorkerTimeout(self._timed_out)))
+            late = WorkerTimeout(self._timed_out)
+            late.stderr = self._last_words()
+            call.future.set_exception(_at_work(late))
         self._kill()
 
     async def reach(self, url: str) -> None:

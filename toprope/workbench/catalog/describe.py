@@ -339,7 +339,9 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
         own = "Look for an endless loop, a download, or slow task generation."
         theirs = f"It may wait for a download or a server; environment.load_timeout_s gives it longer. {_FOREIGN}"
         hint = own if entry.ecosystem == "toprope" else theirs
-        return EnvironmentFailed(f"{entry.name} hangs or is slow. {failure}", hint=hint)
+        words = failure.stderr.rpartition("\n")[2].strip()
+        printed = f" It printed last: {marked(words, _LONGEST)}" if words else ""
+        return EnvironmentFailed(f"{entry.name} hangs or is slow. {failure}{printed}", hint=hint)
     if isinstance(failure, WorkerDied) and failure.code is None:
         return EnvironmentFailed(
             f"{entry.name} was not loaded. {failure}.",
