@@ -9,11 +9,12 @@ for the life of the worker; or a JSON object with `url`, or with `command` (a li
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -86,7 +87,6 @@ class OpenEnv(OwnLoop):
         self._read = ""
         self._form = Form()
         self._tools: list[dict[str, Any]] = []
-        self._by_seed = False
         self._gate: list[asyncio.Semaphore] = []
 
     def setup(self) -> None:
@@ -154,8 +154,7 @@ class OpenEnv(OwnLoop):
             return await self._episode(session)
 
     async def _episode(self, session: Session) -> Played:
-        async with _Opened(self._server) as episode:
-            found = await episode.reset({**self.knobs.reset, "seed": self.task.data["seed"]})
+        async with self._begun(self.task.data["seed"]) as (episode, found):
             messages = self._messages(self._said(found))
             rewards, turns, truncated = [], 0, False
             invalid = in_a_row = 0
@@ -224,18 +223,36 @@ class OpenEnv(OwnLoop):
         return found
 
     async def _listed_tools(self) -> list[dict[str, Any]]:
-        async with _Opened(self._server) as episode:
-            await episode.reset({**self.knobs.reset, "seed": 0})
+        async with self._begun(0) as (episode, _):
             return await episode.tools()
 
     async def _required_fields(self) -> list[str]:
-        async with _Opened(self._server) as episode:
-            await episode.reset({**self.knobs.reset, "seed": 0})
+        async with self._begun(0) as (episode, _):
             return await episode.required_fields()
 
     async def _first(self, seed: int) -> str:
-        async with _Opened(self._server) as episode:
-            return self._said(await episode.reset({**self.knobs.reset, "seed": seed}))
+        async with self._begun(seed) as (_, found):
+            return self._said(found)
+
+    @contextlib.asynccontextmanager
+    async def _begun(self, seed: int) -> AsyncIterator[tuple[Connection, dict[str, Any]]]:
+        """Begin an episode, waiting while the server is at its limit of episodes.
+
+        A full server says so in answer to the first message and closes the connection.
+        """
+        assert self._server is not None  # setup has made it
+        pause = 0.01
+        while True:
+            async with self._server.connect() as episode:
+                try:
+                    found = await episode.reset({**self.knobs.reset, "seed": seed})
+                except Full:
+                    pass
+                else:
+                    yield episode, found
+                    return
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.5)
 
     def _messages(self, text: str) -> Messages:
         told = "\n\n".join(filter(None, (self.knobs.system, self._form.told())))
@@ -260,49 +277,6 @@ class OpenEnv(OwnLoop):
                 raise EnvironmentMistake(f"The observation has no field {self._read!r}. Fields: {fields}.")
             observation = observation[name]
         return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
-
-
-class _Opened:
-    """Yield a connection, waiting while the server is at its limit of episodes.
-
-    A full server says so in answer to the first message and closes the connection.
-    """
-
-    def __init__(self, server: Server | None) -> None:
-        assert server is not None  # setup has made it
-        self._server = server
-        self._held: Connection | None = None
-
-    async def __aenter__(self) -> _Opened:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None:
-        if self._held is not None:
-            await self._held.__aexit__(*exception)
-
-    async def reset(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        pause = 0.01
-        while True:
-            self._held = await self._server.connect().__aenter__()
-            try:
-                return await self._held.reset(parameters)
-            except Full:
-                await self._held.__aexit__()
-                self._held = None
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, 0.5)
-
-    async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._held is not None  # it was reset
-        return await self._held.step(action)
-
-    async def tools(self) -> list[dict[str, Any]]:
-        assert self._held is not None  # it was reset
-        return await self._held.tools()
-
-    async def required_fields(self) -> list[str]:
-        assert self._held is not None  # it was reset
-        return await self._held.required_fields()
 
 
 def make(target: str) -> OpenEnv:
