@@ -151,7 +151,8 @@ def _sum(number: int) -> dict[str, object]:
     """A row with the columns that SkyRL-gym's environments document."""
     truth = {"ground_truth": str(number + 5)}
     prompt = [{"role": "user", "content": f"What is {number} + 5? Write #### and the number."}]
-    return {"prompt": prompt, "reward_spec": truth, "reward_model": truth, "max_turns": 2, "extra_info": {}}
+    database = {"data": "spider", "db_id": "sums"}
+    return {"prompt": prompt, "reward_spec": truth, "reward_model": truth, "max_turns": 2, "extra_info": {}, **database}
 
 
 def _reasoning_gym(root: Path) -> Iterator[Candidate]:

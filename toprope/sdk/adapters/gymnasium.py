@@ -174,7 +174,7 @@ class Gymnasium(Environment):
         given = {**self._arguments, **more}
         try:
             return with_nltk_data(lambda: self._maker(**given))
-        except (TypeError, ValueError, LookupError, ImportError) as error:
+        except (AssertionError, TypeError, ValueError, LookupError, ImportError) as error:
             named = ", ".join(f"{key}: {type(given[key]).__name__}" for key in sorted(given))  # values may be keys
             with_these = f" with {named}" if given else ""
             raise LoadError(f"{self.name} is not made{with_these}: {why_not(error)}") from error
