@@ -313,7 +313,7 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any]) -> type:
 
 def _configurations(maker: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The dataclasses whose fields have defaults among the types of required arguments, by the argument's name."""
-    found = {}
+    found: dict[str, Any] = {}
     for one in _parameters(maker):
         if one.default is one.empty and one.name not in given:
             for kind in get_args(one.annotation) or (one.annotation,):
