@@ -341,23 +341,6 @@ def test_gpu_torch_is_installed_only_on_request(tmp_path: Path, monkeypatch: pyt
     assert "--torch any" in refusal.value.hint
 
 
-def test_uv_is_given_what_a_project_requires_in_place_of_its_dependencies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uv, project = tmp_path / "bin" / "uv", tmp_path / "stocks"
-    for folder in (uv.parent, project):
-        folder.mkdir()
-    uv.write_text(
-        '#!/bin/sh\nwhile [ "$1" != --override ]; do shift; done\ncp "$2" given; echo sockets==15 > resolved\n'
-    )
-    uv.chmod(0o755)
-    (project / "pyproject.toml").write_text('[tool.uv]\noverride-dependencies = ["sockets>=15"]\n')
-    monkeypatch.setenv("PATH", str(uv.parent), prepend=os.pathsep)
-    installer = Installer(tmp_path / "venv", Commands(tmp_path / "log", timeout_s=60))
-    for wanted, lines in [(Wanted((str(project), "torch")), "sockets>=15\n"), (Wanted(("torch",)), "")]:
-        assert installer.resolve("it", wanted) and (tmp_path / "given").read_text() == lines
-
-
 def test_add_validates_given_python(home: Home, tmp_path: Path) -> None:
     found = [adapter("yaml", "yaml", "pyyaml"), adapter("tinygame", "tinygame", "tinygame")]
     here = Interpreters(home, lambda: found)

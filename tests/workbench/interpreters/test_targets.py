@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted
 from toprope.workbench.interpreters.naming import ecosystem_requirements, target_of
+from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
 from toprope.workbench.interpreters.words import failure
 
@@ -215,3 +217,20 @@ def test_key_in_url_is_refused_and_not_repeated(home: Home, quick: None) -> None
             here.add(order)
         assert "secret" not in str(refusal.value) and "PIP_EXTRA_INDEX_URL" in refusal.value.hint
     assert not home.path.exists()
+
+
+def test_uv_is_given_what_a_project_requires_in_place_of_its_dependencies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv, project = tmp_path / "bin" / "uv", tmp_path / "stocks"
+    for folder in (uv.parent, project):
+        folder.mkdir()
+    uv.write_text(
+        '#!/bin/sh\nwhile [ "$1" != --override ]; do shift; done\ncp "$2" given; echo sockets==15 > resolved\n'
+    )
+    uv.chmod(0o755)
+    (project / "pyproject.toml").write_text('[tool.uv]\noverride-dependencies = ["sockets>=15"]\n')
+    monkeypatch.setenv("PATH", str(uv.parent), prepend=os.pathsep)
+    installer = Installer(tmp_path / "venv", Commands(tmp_path / "log", timeout_s=60))
+    for wanted, lines in [(Wanted((str(project), "torch")), "sockets>=15\n"), (Wanted(("torch",)), "")]:
+        assert installer.resolve("it", wanted) and (tmp_path / "given").read_text() == lines
