@@ -55,9 +55,6 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     import torch
 
     with torch.no_grad():
-        # The largest magnitude of each tensor: one pass without a copy, and NaN and infinity propagate.
+        # The largest magnitude: one pass without a copy, and NaN and infinity propagate.
         floating = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
-        largest = [torch.linalg.vector_norm(tensor, float("inf")).float() for tensor in floating]
-        return not largest or bool(
-            torch.isfinite(torch.stack([value.to(largest[0].device) for value in largest])).all()
-        )
+        return bool(torch.nn.utils.get_total_norm(floating, float("inf")).isfinite())
