@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 
@@ -31,6 +32,15 @@ def chain(*errors: Exception) -> Exception:
 def test_a_host_that_could_not_be_reached_is_named(error: Exception, host: str, monkeypatch) -> None:
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
     assert Failure.of(error).message.endswith(f"; {host} could not be reached")
+
+
+def test_place_of_an_error_is_no_file_of_python_s_library() -> None:
+    with pytest.raises(ValueError) as told:
+        json.loads("x")
+    assert "test_errors.py:" in Failure.of(told.value).where
+    assert told.value.__traceback__ is not None
+    told.value.__traceback__ = told.value.__traceback__.tb_next  # what is left are frames of json
+    assert Failure.of(told.value).where == ""
 
 
 @pytest.mark.parametrize("error", [ValueError("see https://docs.example.org/x"), ConnectionError("refused")])

@@ -34,7 +34,9 @@ __all__ = [
     "with_unresolved",
 ]
 
-_SDK = os.path.dirname(os.path.abspath(__file__))
+_SDK, _LIBRARY = (re.escape(os.path.dirname(os.path.abspath(file))) for file in (__file__, os.__file__))
+_NOT_THEIRS = re.compile(rf"{_SDK}|{_LIBRARY}/(?!(?:site|dist)-packages/)")
+"""Files of the SDK and of Python's own library."""
 _LONGEST_MESSAGE = 1000
 _LONGEST_TRACEBACK = 8000
 _UNRESOLVED = re.compile(r"(?i)could not resolve host(?:name)?:? ['\"]?([\w.-]*\w)")
@@ -251,7 +253,7 @@ def _with_host(message: str, error: BaseException) -> str:
 def _where(error: BaseException, near: str) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno or 1}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_SDK)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _NOT_THEIRS.match(frame.filename)]
     own = [frame for frame in frames if near and os.path.abspath(frame.filename).startswith(near + os.sep)]
     for frame in reversed(own or frames):
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
