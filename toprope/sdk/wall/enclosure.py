@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ from toprope.sdk.errors import WorkerDied
 from toprope.sdk.wall.groups import ProcessGroup
 from toprope.sdk.wall.plan import Plan, Wall, command_for, level_here, plan_for, variables_behind
 from toprope.sdk.wall.relay import Relay
+from toprope.sdk.wall.scratch import Scratch
 
 __all__ = ["DESCRIPTORS", "Enclosure", "most_tasks"]
 
@@ -42,6 +42,8 @@ class Enclosure:
     """`landlock`, `bubblewrap`, `none`, or `trusted`."""
     lacks: str
     """Parts of the wall that this machine lacks; empty if none."""
+    folder: Scratch | None = None
+    """That of `scratch`."""
     group: ProcessGroup | None = None
     relay: Relay | None = None
 
@@ -59,8 +61,8 @@ class Enclosure:
             WorkerDied: The wall cannot be built as it is required, or the disk has no room.
         """
         python = _absolute(command[0], variables)
-        scratch, home = _folders(wall)
-        made = None
+        folder, home = _folders(wall)
+        scratch, made = folder.path if folder else "", None
         try:
             plan = plan_for(wall, python, variables, writes=[place for place in (scratch, home, cwd) if place])
             plan.scratch = scratch
@@ -74,13 +76,14 @@ class Enclosure:
                 home=home,
                 level="trusted" if wall.trusted else level,
                 lacks="" if wall.trusted else lacks,
+                folder=folder,
             )
             made._fill(plan, wall, [python, *command[1:]])
         except BaseException:
             if made is not None:
                 made.remove()
-            if scratch:
-                shutil.rmtree(scratch, ignore_errors=True)
+            elif folder is not None:
+                folder.remove()
             raise
         return made
 
@@ -109,22 +112,22 @@ class Enclosure:
             self.relay.close()
         if self.group is not None:
             self.group.remove()
-        if self.scratch:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        if self.folder is not None:
+            self.folder.remove()
 
 
-def _folders(wall: Wall) -> tuple[str, str]:
-    """Make a worker's scratch folder and HOME; empty on a full disk, where a worker that writes nothing still works."""
+def _folders(wall: Wall) -> tuple[Scratch | None, str]:
+    """Make a worker's scratch folder and HOME; none on a full disk, where a worker that writes nothing still works."""
     try:
-        scratch = os.path.realpath(tempfile.mkdtemp(prefix="toprope-worker-"))
+        folder = Scratch()
     except OSError:
-        return "", wall.home or ""
-    home = wall.home or os.path.join(scratch, "home")
+        return None, wall.home or ""
+    home = wall.home or os.path.join(folder.path, "home")
     try:
         os.makedirs(home, mode=0o700, exist_ok=True)
     except OSError:
-        home = scratch
-    return scratch, home
+        home = folder.path
+    return folder, home
 
 
 def _absolute(python: str, variables: Mapping[str, str]) -> str:

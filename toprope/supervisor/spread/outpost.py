@@ -20,10 +20,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +46,7 @@ from toprope.records.messages import (
 )
 from toprope.records.weight_file import ENV_WEIGHTS
 from toprope.sdk.wall.kernel import hide_memory
+from toprope.sdk.wall.scratch import Scratch
 from toprope.supervisor import guard
 from toprope.supervisor.keeper.containment import BUBBLEWRAP, ENV_CONTAINMENT, GUARD, choose_containment
 from toprope.supervisor.keeper.spawner import Pipes, SpawnRequest, start_guard, wait_for_end, write_stop
@@ -107,10 +106,10 @@ def main(arguments: list[str] | None = None) -> int:
     hide_memory()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # engines signal a whole job; the keeper decides about its crew
-    weights = None
+    folder = None
     if role_of(request.member) in ("trainer", "inference"):
-        weights = Path(tempfile.mkdtemp(prefix="toprope-weights-"))
-        request.variables[ENV_WEIGHTS] = str(weights)
+        folder = Scratch()
+        request.variables[ENV_WEIGHTS] = folder.path
     if request.is_far:  # the ids of GPUs are those of a node
         request.variables.pop(GPUS, None)
         request.variables |= {GPUS: own} if (own := os.environ.get(GPUS)) is not None else {}
@@ -119,11 +118,11 @@ def main(arguments: list[str] | None = None) -> int:
         named = [ids[place] for place in request.gpus if place < len(ids)] if ids else map(str, request.gpus)
         request.variables[GPUS] = ",".join(named)
     try:
-        started = _start(request)
+        started, weights = _start(request), None if folder is None else Path(folder.path)
         return asyncio.run(_Outpost(request, started, Gate(request.node, request.address, tls), weights).run())
     finally:
-        if weights is not None:
-            shutil.rmtree(weights, ignore_errors=True)
+        if folder is not None:
+            folder.remove()
 
 
 def _start(request: Request) -> _Guard:
