@@ -23,8 +23,12 @@ _LONGEST_DESCRIPTION = 100
 DESCRIPTION = "Reinforcement learning of language models, planned by an agent, held by its owner."
 _MAIN = '''"""Start the server that the package brings."""
 
+import os
+
 from toprope_server.mcp.app import serve_stdio
 
+if "${" in os.environ.get("TOPROPE_HOME", ""):  # nobody chose a folder
+    del os.environ["TOPROPE_HOME"]
 serve_stdio()
 '''
 
@@ -57,9 +61,8 @@ def manifest() -> dict[str, Any]:
             "home": {
                 "type": "directory",
                 "title": "Home",
-                "description": "The folder for runs and drafts.",
+                "description": "The folder for runs and drafts; without one, that of `toprope` on the command line.",
                 "required": False,
-                "default": "${HOME}/.local/share/toprope",
             }
         },
         "compatibility": {"platforms": ["linux", "darwin"], "runtimes": {"python": ">=3.11"}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -58,6 +59,18 @@ def test_entry_point_starts_the_server(made: Path, tmp_path: Path) -> None:
         timeout=60,
     )
     assert json.loads(done.stdout.splitlines()[0])["result"]["serverInfo"]["name"] == "toprope"
+
+
+def test_extension_has_the_home_of_the_command_line_unless_one_is_chosen(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unset value stays a placeholder in the variables that the client passes on."""
+    assert "default" not in json.loads((made / "mcpb" / "manifest.json").read_text())["user_config"]["home"]
+    monkeypatch.setattr("toprope_server.mcp.app.serve_stdio", lambda: None)
+    for given, kept in (("${user_config.home}", None), ("/chosen", "/chosen")):
+        monkeypatch.setenv("TOPROPE_HOME", given)
+        runpy.run_path(str(made / "mcpb" / "server" / "main.py"))
+        assert os.environ.get("TOPROPE_HOME") == kept
 
 
 def test_registry_entry_keeps_the_rules_of_its_schema(made: Path) -> None:
