@@ -21,7 +21,7 @@ from starlette.routing import Route
 import toprope
 from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound, NotPossibleNow, TopropeError
 from toprope_server import BUNDLE
-from toprope_server.dashboard.door import Door, Keys
+from toprope_server.dashboard.door import Door, Keys, user_of
 from toprope_server.dashboard.pulse import Pulse, lines_of
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Dashboard:
 
     async def _enter(self, request: Request) -> Response:
         body = await _body(request)
-        token = self._keys.exchange(str(body.get("key", "")))
+        token = self._keys.exchange(str(body.get("key", "")), user_of(request.scope))
         if token is None:
             return _error(403, "key_used", "This address was used already.", "Run toprope dashboard again.")
         return _json({"token": token, "read_only": self._read_only, "version": toprope.__version__})

@@ -3,14 +3,18 @@
 The key is in the fragment of the address, which browsers send to no server and keep out of referrers; the page
 exchanges it for a token and keeps that in the tab's own storage. A cookie would be sent to every port of this machine
 (RFC 6265, 8.5). Every program here can reach the port, and every web page can send requests to it: Host, Origin and
-Sec-Fetch-Site tell the page's own requests from theirs.
+Sec-Fetch-Site tell the page's own requests from theirs. A key with which a browser is started can be read by every user
+of this machine, in the list of processes: it is taken from the owner's and root's programs alone.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
+import socket
+import sys
 from collections import OrderedDict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -41,21 +45,29 @@ class Keys:
     """Keys that work once, and the tokens that they were exchanged for. Kept in memory: both end with the process."""
 
     def __init__(self) -> None:
-        self._keys: OrderedDict[str, None] = OrderedDict()
+        self._keys: OrderedDict[str, int | None] = OrderedDict()
         self._tokens: OrderedDict[str, None] = OrderedDict()
 
-    def make(self) -> str:
-        """A fresh key; of many unused ones the oldest is dropped."""
+    def make(self, user: int | None = None) -> str:
+        """A fresh key; of many unused ones the oldest is dropped.
+
+        Args:
+            user: The user whose programs may use it, beside root's; None: everybody's.
+        """
         key = secrets.token_urlsafe(32)
-        self._keys[key] = None
+        self._keys[key] = user
         if len(self._keys) > _MOST_KEYS:
             self._keys.popitem(last=False)
         return key
 
-    def exchange(self, key: str) -> str | None:
-        """The token for a key, which is used up; None for any other text."""
+    def exchange(self, key: str, user: int | None = None) -> str | None:
+        """The token for a key, which is used up; None for any other text, or if it is another user's key.
+
+        Args:
+            user: The user whose program asks; None: not known.
+        """
         found = next((one for one in self._keys if hmac.compare_digest(one.encode(), key.encode())), None)
-        if found is None:
+        if found is None or (user and self._keys[found] not in (None, user)):
             return None
         del self._keys[found]
         token = secrets.token_urlsafe(32)
@@ -99,7 +111,8 @@ class Door:
             answer = JSONResponse({"error": {"code": code, "message": text, "hint": ""}}, status, headed)
             await answer(scope, receive, guarded)
             return
-        admit(scope)
+        if _needs_token(scope["path"]):
+            admit(scope)
         await self._app(scope, receive, guarded)
 
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
@@ -126,10 +139,30 @@ class Door:
             length = headers.get("content-length", "")
             if not length.isdecimal() or int(length) > _LONGEST_BODY:
                 return 413, "invalid", f"The body must have at most {_LONGEST_BODY} bytes, and say how many."
-        if path == ENTER:
+        if not _needs_token(path):
             return None
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not self._keys.admits(token.strip()):
             text = "This page's key is not known any more: run toprope dashboard again."
             return 401, "no_token", text
         return None
+
+
+def _needs_token(path: str) -> bool:
+    return path.startswith(_API) and path != ENTER
+
+
+def user_of(scope: Scope) -> int | None:
+    """The user whose program is at the other end of a loopback connection; None where the kernel does not tell."""
+    try:
+        ends = [
+            f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+            for host, port in (scope["client"], scope["server"])
+        ]
+        lines = [line for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()]
+    except (OSError, TypeError, KeyError):
+        return None
+    for fields in map(str.split, lines):
+        if fields[1].endswith(ends[0]) and fields[2].endswith(ends[1]):
+            return int(fields[7])
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
@@ -30,10 +31,11 @@ def main(workshop: Workshop, *, port: int, open_browser: bool, read_only: bool) 
 
     def show(address: str) -> None:
         typer.echo(f"The dashboard is at {address} (this address works once), until Ctrl-C.")
-        if open_browser:  # some browsers keep the call until they end
-            Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
-    serve_dashboard(workshop, port=port, read_only=read_only, show=show)
+    def browse(address: str) -> None:  # some browsers keep the call until they end
+        Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+    serve_dashboard(workshop, port=port, read_only=read_only, show=show, browse=browse if open_browser else None)
 
 
 def serve_dashboard(
@@ -42,6 +44,7 @@ def serve_dashboard(
     port: int = 0,
     read_only: bool = False,
     show: Callable[[str], None],
+    browse: Callable[[str], None] | None = None,
     bundle: Path = BUNDLE,
 ) -> None:
     """Serve on loopback until a signal; never returns.
@@ -49,6 +52,7 @@ def serve_dashboard(
     Args:
         port: 0 for any free port.
         show: Called with the address, which works once, as soon as the server answers.
+        browse: Called then with an address for a browser of this user, which works once.
 
     Raises:
         NotPossibleNow: The page was not built, or the port is taken.
@@ -58,8 +62,14 @@ def serve_dashboard(
     listening = listen_on("127.0.0.1", port)
     port = listening.getsockname()[1]
     app = build_dashboard(workshop, keys, port=port, bundle=bundle, read_only=read_only)
-    address = f"http://127.0.0.1:{port}/#key={keys.make()}"
-    anyio.run(serve_on, uvicorn_config(app), listening, lambda: show(address), workshop.home)
+    address = f"http://127.0.0.1:{port}/#key="
+
+    def ready() -> None:
+        show(address + keys.make())
+        if browse is not None:
+            browse(address + keys.make(os.getuid()))
+
+    anyio.run(serve_on, uvicorn_config(app), listening, ready, workshop.home)
     leave()
 
 
