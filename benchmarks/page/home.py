@@ -17,6 +17,14 @@ from mcp import Client, StdioServerParameters
 ENDED = ("completed", "stopped", "failed", "lost")
 HOSTILE = 'A <img src=x onerror="window.owned = 1"> rate\u202e of <script>window.owned = 1</script> 0.01 is faster.'
 """A text of an agent: markup that must stay text, and a character that reorders what is read."""
+_LIMITS = """\
+concurrent_runs: 4
+disk_gb: 100
+per_run: {wall_hours: 12, steps: 20000}
+per_day: {runs: 20, cost_usd: {max: 5, reason: The month's budget is 150 USD.}}
+prices: {cpu_hour_usd: 0.04}
+confirm: {above: {wall_hours: 0.5}}
+"""
 _SHORT = {
     "algorithm.seed": 1,
     "budget.steps": 300,
@@ -128,8 +136,7 @@ async def _fill(home: PageHome, sweep: bool, live: bool) -> None:
             await _search(home, agent)
         if live:
             await _stay_live(home, agent)
-        with (home.folder / "config" / "limits.yaml").open("a") as limits:
-            limits.write("confirm: {above: {wall_hours: 0.5}}\n")
+        (home.folder / "config" / "limits.yaml").write_text(_LIMITS)
         for steps in (12_000, 9_000):
             await _ask(home, client, agent, steps)
 

@@ -33,7 +33,8 @@ export function joined(old: Followed, answer: RunAnswer): Followed {
     fixed: answer.fixed ?? old.fixed,
     live: stable(old.live, live),
     events: fresh.length ? [...old.events, ...fresh].slice(-MOST_EVENTS) : old.events,
-    series: live.series ? joinedSeries(old.series, live.series) : old.series,
+    // While a long run is read, an answer may have no news of it.
+    series: live.series && (live.series.x.length || live.series.complete) ? joinedSeries(old.series, live.series) : old.series,
     refusal: null,
   };
 }

@@ -5,14 +5,14 @@ import { type Question, Refusal, type Source } from "./sources/source.ts";
 
 let source: Source;
 const listeners = new Set<(change: Change) => void>();
-const connections = new Set<(there: boolean) => void>();
+const connections = new Set<(lost: string) => void>();
 const kept = new Map<string, Answer>();
 const MOST_KEPT = 40;
 const SOON_MS = 60;
 
 export function startFollowing(from: Source): void {
   source = from;
-  from.follow(told, (there) => connections.forEach((listener) => listener(there)));
+  from.follow(told, (words) => connections.forEach((listener) => listener(words)));
 }
 
 export function theSource(): Source {
@@ -29,13 +29,14 @@ export function onChange(listener: (change: Change) => void): () => void {
   return () => void listeners.delete(listener);
 }
 
-export function useConnection(): boolean {
-  const [there, set] = useState(true);
+/** Words about a connection that is lost; none while it is there. */
+export function useLost(): string {
+  const [lost, set] = useState("");
   useEffect(() => {
     connections.add(set);
     return () => void connections.delete(set);
   }, []);
-  return there;
+  return lost;
 }
 
 export function refusalOf(error: unknown): Refusal {

@@ -3,7 +3,7 @@ import { useState } from "preact/hooks";
 import { Spark } from "./charts/spark.tsx";
 import type { Change, RunItem, Runs } from "./contract/common.ts";
 import { duration, percent } from "./format.ts";
-import { theSource, useAnswer, useConnection } from "./live.ts";
+import { theSource, useAnswer, useLost } from "./live.ts";
 import { Icon } from "./parts/parts.tsx";
 import { dotOf, runLink } from "./parts/runs.tsx";
 import { plain, Text } from "./parts/text.tsx";
@@ -135,9 +135,10 @@ function Listed({ title, runs, route, at }: { title: string; runs: RunItem[]; ro
 }
 
 export function Away() {
-  return useConnection() ? null : (
+  const words = useLost();
+  return words ? (
     <p class="told bad" role="status">
-      The connection to the dashboard is gone; the page tries again by itself.
+      {words}
     </p>
-  );
+  ) : null;
 }

@@ -1,5 +1,7 @@
 // The page in a browser, on a real dashboard with real runs. PAGE_ADDRESS works once; PAGE_IDS names runs by their role.
 import assert from "node:assert/strict";
+import { readFileSync, writeFileSync } from "node:fs";
+import path from "node:path";
 import { after, before, test } from "node:test";
 import { axeViolations, screensOf, settled, start, tab, textOf, visit } from "./browser.mjs";
 
@@ -25,6 +27,13 @@ const click = async (text, selector = "button") => {
   await page.waitForFunction((words, which) => [...document.querySelectorAll(which)].some((node) => node.innerText.trim() === words && !node.disabled), { timeout: 15_000 }, text, selector);
   await page.evaluate((words, which) => [...document.querySelectorAll(which)].find((node) => node.innerText.trim() === words).click(), text, selector);
 };
+
+const freshKey = () =>
+  page.evaluate(async () => {
+    const [token] = JSON.parse(sessionStorage.getItem("toprope.token"));
+    const headers = { Authorization: `Bearer ${token}`, "Content-Type": "application/json", "X-Toprope": "1" };
+    return (await (await fetch("/api/key", { method: "POST", headers, body: "{}" })).json()).key;
+  });
 
 test("the key leaves the address, and works once", async () => {
   assert.ok(!page.url().includes("key="), page.url());
@@ -125,6 +134,23 @@ test("nothing moves for who asked for that", async () => {
   assert.deepEqual(await page.evaluate(() => document.getAnimations().length), 0);
 });
 
+test("names of findings are written into their spans", async () => {
+  const other = await tab(chrome.browser, { origins: [origin] });
+  await other.page.evaluateOnNewDocument(() => {
+    const write = CanvasRenderingContext2D.prototype.fillText;
+    window.written = {};
+    CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+      window.written[text] = this.textAlign;
+      return write.call(this, text, ...place);
+    };
+  });
+  await other.page.goto(`${origin}/#key=${await freshKey()}&/run/${ids.hot}`);
+  await settled(other.page, "Findings");
+  await other.page.waitForFunction(() => window.written["learning rate high"]);
+  assert.equal(await other.page.evaluate(() => window.written["learning rate high"]), "left");
+  await other.page.close();
+});
+
 test("a live run moves without a reload", async () => {
   await visit(page, `#/run/${ids.live}`, "Settings and rope");
   const steps = () => page.$eval(".verdict .figures dd", (node) => Number(node.innerText.split(" of ")[0].replaceAll(",", "")));
@@ -135,6 +161,7 @@ test("a live run moves without a reload", async () => {
 test("the owner allows one start and refuses another", async () => {
   await visit(page, "#/now", "The rope");
   assert.equal((await page.$$(".asked")).length, 2);
+  assert.match(await textOf(page, ".asked"), /budget\.steps 9000/, "what the start changes is shown");
   await click("Allow this start");
   await page.waitForFunction(() => document.querySelector("main").innerText.includes("waits for the agent to start it"), { timeout: 15_000 });
   await click("Refuse");
@@ -162,6 +189,34 @@ test("the owner notes an experiment, which the ledger then shows", async () => {
   await page.waitForFunction(() => [...document.querySelectorAll("article")].some((node) => node.innerText.includes("Twice the groups a step")), { timeout: 15_000 });
   await visit(page, "#/now", "The rope");
   await page.waitForFunction(() => document.querySelector(".diary").innerText.includes("note"), { timeout: 15_000 });
+});
+
+test("the choice of runs to compare is what the search finds", async () => {
+  await visit(page, `#/compare?find=${ids.hot}`, "Choose a run");
+  await page.waitForFunction(() => document.querySelectorAll("select:first-of-type option").length > 1);
+  const offered = await page.$$eval(".pair select", (all) => all.map((one) => [...one.options].slice(1).map((option) => option.value)));
+  assert.deepEqual(offered, [[ids.hot], [ids.hot]]);
+});
+
+test("limits that the owner edits are shown at once, and also that they cannot be read", async () => {
+  const file = path.join(process.env.TOPROPE_CONFIG, "limits.yaml");
+  const text = readFileSync(file, "utf8");
+  await visit(page, "#/now", "runs at once");
+  writeFileSync(file, "concurrent_runs: [");
+  await settled(page, "The rope cannot be read: nothing starts");
+  assert.ok(!(await textOf(page)).includes("No limit is set"));
+  writeFileSync(file, text);
+  await settled(page, "runs at once");
+});
+
+test("a tab that the dashboard does not know any more is told what to do", async () => {
+  const other = await tab(chrome.browser, { origins: [origin], expected: [/401/] });
+  await other.page.setRequestInterception(true);
+  other.page.on("request", (request) => void (request.url().includes("/api/events") ? request.respond({ status: 401 }) : request.continue()));
+  await other.page.goto(`${origin}/#key=${await freshKey()}`);
+  await settled(other.page, "the dashboard was started again");
+  assert.match(await textOf(other.page, ".told"), /Run 'toprope dashboard'/);
+  await other.page.close();
 });
 
 test("a read-only dashboard has no action", { skip: !readOnlyAddress }, async () => {

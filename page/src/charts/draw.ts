@@ -96,5 +96,6 @@ function drawSpan(u: uPlot, span: Span, lane: number): void {
   const text = ctx.measureText(span.label).width;
   if (text + 10 * ratio > width) return;
   ctx.textBaseline = "top";
+  ctx.textAlign = "left";
   ctx.fillText(span.label, left + 5 * ratio, top + 4 * ratio);
 }

@@ -82,6 +82,8 @@ export interface Ask {
     why: string;
     environment: string;
     draft_id: string | null;
+    /** Fields that differ from the preset, with their values. */
+    changes?: string;
     runs: number;
     steps: number;
     caps: Record<string, number>;
@@ -105,6 +107,8 @@ export interface Call {
 export interface Rope {
   limits_file: string;
   locks_file: string;
+  /** The owner's files are here; others ship with Toprope. */
+  folder: string;
   confirm_by: string;
   confirm: string;
   limits: { name: string; label: string; unit: string; max: number; used: number | null; reason: Foreign | null }[];
@@ -132,6 +136,8 @@ export interface Change {
   asks?: boolean;
   diary?: boolean;
   ledger?: boolean;
+  limits?: boolean;
+  locks?: boolean;
   /** Anything may have changed. */
   all?: boolean;
 }

@@ -2,7 +2,6 @@
 import { useMemo } from "preact/hooks";
 import { Overlay } from "../charts/overlay.tsx";
 import { Interval } from "../charts/spark.tsx";
-import type { Runs } from "../contract/common.ts";
 import type { Comparison, Judged, Side } from "../contract/work.ts";
 import { count, duration, money, number, percent } from "../format.ts";
 import { useAnswer } from "../live.ts";
@@ -11,6 +10,7 @@ import { Card, Figures, Nothing, Pill } from "../parts/parts.tsx";
 import { RunLine } from "../parts/runs.tsx";
 import { Text } from "../parts/text.tsx";
 import { choose, useRoute } from "../router.ts";
+import { useRuns } from "../side.tsx";
 
 const ids = (text: string | undefined) => (text ?? "").split(",").filter(Boolean);
 
@@ -35,8 +35,8 @@ export function CompareScreen() {
 
 /** The chosen runs of both sides; choosing changes the address. */
 function Sides({ a, b }: { a: string[]; b: string[] }) {
-  const asked = useAnswer<Runs>({ what: "runs", state: "any" }, (change) => Boolean(change.list));
-  const listed = (asked.answer?.runs ?? []).filter((run) => run.kind === "train" || run.kind === "sft");
+  const { answer } = useRuns(useRoute());
+  const listed = (answer?.runs ?? []).filter((run) => run.kind === "train" || run.kind === "sft");
   const side = (name: "a" | "b", chosen: string[]) => (
     <Card title={name === "a" ? "Side a" : "Side b"}>
       <ul class="list">
@@ -45,7 +45,7 @@ function Sides({ a, b }: { a: string[]; b: string[] }) {
           return (
             <li class="row" key={id}>
               <i class={`key ${name === "a" ? "" : "orange"}`} />
-              <span class="cut">{run ? <Text>{`${run.title} ${run.detail}`}</Text> : <code>{id}</code>}</span>
+              <span class="cut grow">{run ? <Text>{`${run.title} ${run.detail}`}</Text> : <code>{id}</code>}</span>
               <button type="button" class="bare push" onClick={() => choose({ [name]: chosen.filter((one) => one !== id).join(",") })}>
                 Remove<span class="unheard"> {id}</span>
               </button>
@@ -68,10 +68,13 @@ function Sides({ a, b }: { a: string[]; b: string[] }) {
     </Card>
   );
   return (
-    <div class="pair">
-      {side("a", a)}
-      {side("b", b)}
-    </div>
+    <>
+      <div class="pair">
+        {side("a", a)}
+        {side("b", b)}
+      </div>
+      {PLACE === "browser" && answer?.next_cursor && <p class="quiet small">Search at the side to choose among older runs.</p>}
+    </>
   );
 }
 
@@ -134,7 +137,8 @@ function Compared({ of }: { of: Comparison }) {
 }
 
 const WORDS = { a: "Side a is better", b: "Side b is better", none: "No difference shown" } as const;
-const signed = (value: number | null | undefined) => (value == null ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : ""}${percent(Math.abs(value))}`);
+const points = (value: number) => percent(value).replace("%", "points");
+const signed = (value: number | null) => `${value! > 0 ? "+" : value! < 0 ? "−" : ""}${points(Math.abs(value ?? NaN))}`;
 
 function Verdict({ of, title, all }: { of: Judged; title: string; all: Comparison }) {
   return (
@@ -154,7 +158,7 @@ function Verdict({ of, title, all }: { of: Judged; title: string; all: Compariso
       </div>
       <Figures
         of={[
-          of.noise_floor != null && (["noise floor", <span title={of.floor_basis ?? ""}>{percent(of.noise_floor)}</span>] as const),
+          of.noise_floor != null && (["noise floor", <span title={of.floor_basis ?? ""}>{points(of.noise_floor)}</span>] as const),
           of.p_tasks != null && (["p over tasks", number(of.p_tasks)] as const),
           of.effect_h != null && (["effect (Cohen's h)", number(of.effect_h)] as const),
           of.tasks_only_a != null && (["only a right", count(of.tasks_only_a)] as const),

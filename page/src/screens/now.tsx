@@ -10,7 +10,7 @@ import { Text } from "../parts/text.tsx";
 import { link, useRoute } from "../router.ts";
 import { RopeCard } from "./rope.tsx";
 
-const nowChanged = (change: Change) => Boolean(change.list || change.asks || change.diary || change.runs);
+const nowChanged = (change: Change) => Boolean(change.list || change.asks || change.diary || change.runs || change.limits || change.locks);
 
 /** Asked by the navigation too, for what waits; one request serves both. */
 export function useNow() {
@@ -95,6 +95,13 @@ function Waiting({ ask, at, mayAct }: { ask: Ask; at: number; mayAct: boolean })
           <Text>{details.why}</Text>
         </p>
       )}
+      {details?.changes && (
+        <p>
+          <code>
+            <Text>{details.changes}</Text>
+          </code>
+        </p>
+      )}
       <p class="quiet small">
         <code>{ask.hash.slice(0, 12)}</code> · asked {ago(ask.at, at)}, lapses in {duration(ask.expires_at - at)}
       </p>
@@ -106,7 +113,7 @@ function Waiting({ ask, at, mayAct }: { ask: Ask; at: number; mayAct: boolean })
               ["steps at most", count(details.steps)],
               caps.length > 0 && (["stopped at", caps.slice(0, 2).map(([name, cap]) => quantity(name, cap)).join(", ")] as const),
               ["cost at most", details.caps.cost_usd != null ? money(details.caps.cost_usd) : cost ? money(cost.high) : "not known"],
-              ["time", time ? `${duration(time.low * 3600)} to ${duration(time.high * 3600)}` : "not measured yet"],
+              ["time", time ? [...new Set([time.low, time.high].map((hours) => duration(hours * 3600)))].join(" to ") : "not measured yet"],
             ]}
           />
         )}
@@ -180,7 +187,7 @@ function Diary({ calls }: { calls: Call[] }) {
 function Entry({ call }: { call: Call }) {
   const failed = call.outcome === "refused" || call.outcome === "failed";
   const [run] = call.run_ids;
-  const said = <Text>{call.said?.foreign ?? call.outcome}</Text>;
+  const said = <Text>{call.said?.foreign.replaceAll("->", "→") ?? call.outcome}</Text>;
   return (
     <li>
       <time class="mono quiet">{clock(call.at)}</time>

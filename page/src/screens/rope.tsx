@@ -6,6 +6,8 @@ import { Bar, Card, Icon, Nothing } from "../parts/parts.tsx";
 import { Text } from "../parts/text.tsx";
 import { useNow } from "./now.tsx";
 
+const file = (path: string) => path.split("/").at(-1);
+
 export function RopeScreen() {
   return (
     <Answered of={useNow()}>
@@ -16,18 +18,28 @@ export function RopeScreen() {
           </header>
           <Card title="Files" note="edit them with an editor; they apply from the next call on">
             <dl class="pairs">
-              <dt>limits</dt>
-              <dd>
-                <code>{now.rope.limits_file}</code>
-              </dd>
-              <dt>locks</dt>
-              <dd>
-                <code>{now.rope.locks_file}</code>
-              </dd>
-              <dt>confirmations</dt>
-              <dd>{now.rope.confirm || "none are asked for"}</dd>
-              <dt>given by</dt>
-              <dd>{now.rope.confirm_by}</dd>
+              {[now.rope.limits_file, now.rope.locks_file].map((path) => (
+                <>
+                  <dt>{file(path)}</dt>
+                  <dd>
+                    <code>{path}</code>
+                    {!path.startsWith(now.rope.folder) && (
+                      <span class="quiet">
+                        {" "}
+                        comes with Toprope; a file of yours in <code>{now.rope.folder}</code> replaces it
+                      </span>
+                    )}
+                  </dd>
+                </>
+              ))}
+              {now.rope.confirm_by && (
+                <>
+                  <dt>confirmations</dt>
+                  <dd>{now.rope.confirm}</dd>
+                  <dt>given by</dt>
+                  <dd>{now.rope.confirm_by}</dd>
+                </>
+              )}
             </dl>
           </Card>
           <RopeCard rope={now.rope} whole />
@@ -38,7 +50,14 @@ export function RopeScreen() {
 }
 
 export function RopeCard({ rope, whole }: { rope: Rope; whole?: boolean }) {
-  const file = (path: string) => path.split("/").at(-1);
+  if (!rope.confirm_by)
+    return (
+      <Card class="alert" title="The rope cannot be read: nothing starts">
+        <p>
+          <Text>{rope.confirm}</Text>
+        </p>
+      </Card>
+    );
   const limits = (
     <>
       {rope.limits.length === 0 && <Nothing>No limit is set.</Nothing>}

@@ -72,10 +72,8 @@ export class Client implements Source {
     return { done: true, said: result.content?.find((block) => block.type === "text")?.text?.split("\n")[0] ?? "Stopping." };
   }
 
-  follow(changed: (change: Change) => void, connected: (there: boolean) => void): () => void {
-    connected(true);
-    const timer = setInterval(() => !document.hidden && changed({ all: true }), POLL_MS);
-    return () => clearInterval(timer);
+  follow(changed: (change: Change) => void): void {
+    setInterval(() => !document.hidden && changed({ all: true }), POLL_MS);
   }
 
   async askAgent(text: string): Promise<void> {

@@ -4,6 +4,8 @@ import { type Action, type Done, type Question, Refusal, type Source } from "./s
 
 const TOKEN = "toprope.token";
 const LONGEST_PAUSE_S = 30;
+const OLD_MS = 60_000;
+const STARTED_AGAIN = ["This address was used, or the dashboard was started again.", "Run 'toprope dashboard' and open the address that it prints."] as const;
 
 /** Exchange the key of the address, or take the token of this tab.
  *
@@ -19,12 +21,11 @@ export async function enter(key: string | null): Promise<Dashboard> {
   return new Dashboard(token, readOnly);
 }
 
-async function send(method: string, path: string, token: string, body?: unknown, signal?: AbortSignal): Promise<unknown> {
+async function send(method: string, path: string, token: string, body?: unknown): Promise<unknown> {
   let response: Response;
   try {
-    response = await fetch(path, request(method, token, body, signal));
-  } catch (error) {
-    if (signal?.aborted) throw error;
+    response = await fetch(path, request(method, token, body));
+  } catch {
     throw new Refusal("The dashboard does not answer.", "Is 'toprope dashboard' still running? The page asks again by itself.", "away");
   }
   const text = await response.text();
@@ -38,16 +39,16 @@ async function send(method: string, path: string, token: string, body?: unknown,
   const { code = "unexpected", message = `The dashboard answered with status ${response.status}.`, hint = "" } = answer.error ?? {};
   if (code === "key_used" || response.status === 401) {
     sessionStorage.removeItem(TOKEN);
-    throw new Refusal("This address was used, or the dashboard was started again.", "Run 'toprope dashboard' again and open the address that it prints.", "no_token");
+    throw new Refusal(...STARTED_AGAIN, "no_token");
   }
   throw new Refusal(message, hint, code);
 }
 
-function request(method: string, token: string, body: unknown, signal?: AbortSignal): RequestInit {
+function request(method: string, token: string, body: unknown): RequestInit {
   const headers: Record<string, string> = {};
   if (token) headers.Authorization = `Bearer ${token}`;
   if (method === "POST") Object.assign(headers, { "Content-Type": "application/json", "X-Toprope": "1" });
-  return { method, headers, body: body === undefined ? null : JSON.stringify(body), signal: signal ?? null, cache: "no-store" };
+  return { method, headers, body: body === undefined ? null : JSON.stringify(body), cache: "no-store" };
 }
 
 /** The address of a question. */
@@ -101,30 +102,20 @@ export class Dashboard implements Source {
     return (await send("POST", path, this.token, body)) as Done;
   }
 
-  /** Open an address of this page in another tab, which needs a key of its own. */
-  async openTab(address: string): Promise<void> {
-    const tab = open("about:blank");
-    const { key } = (await send("POST", "/api/key", this.token, {})) as { key: string };
-    if (tab) tab.location.href = `${location.origin}/#key=${key}&${address.replace(/^#/, "")}`;
-  }
-
-  follow(changed: (change: Change) => void, connected: (there: boolean) => void): () => void {
-    const ended = new AbortController();
-    void this.stream(changed, connected, ended.signal);
-    return () => ended.abort();
-  }
-
   // EventSource cannot send a header, so the stream is read by fetch.
-  private async stream(changed: (change: Change) => void, connected: (there: boolean) => void, ended: AbortSignal): Promise<void> {
+  async follow(changed: (change: Change) => void, lost: (words: string) => void): Promise<void> {
     let after = "";
     let pause = 0;
-    while (!ended.aborted) {
+    // What a page says of ages grows old while nothing changes.
+    setInterval(() => changed({ all: true }), OLD_MS);
+    for (;;) {
       try {
-        const response = await fetch(`/api/events${after ? `?after=${after}` : ""}`, request("GET", this.token, undefined, ended));
-        if (!response.ok || !response.body) throw new Error(String(response.status));
+        const response = await fetch(`/api/events${after ? `?after=${after}` : ""}`, request("GET", this.token, undefined));
+        if (response.status === 401) return lost(STARTED_AGAIN.join(" "));
+        if (!response.ok || !response.body) throw new Error();
         for await (const message of messagesOf(response.body)) {
           if (message.event === "hello") {
-            connected(true);
+            lost("");
             // What happened while the stream was away may be older than what it can still tell.
             if (pause) changed({ all: true });
             pause = 0;
@@ -135,9 +126,9 @@ export class Dashboard implements Source {
           }
         }
       } catch {
-        if (ended.aborted) return;
+        // said below
       }
-      connected(false);
+      lost("The dashboard does not answer; the page tries again by itself.");
       pause = Math.min(pause * 2 || 1, LONGEST_PAUSE_S);
       await new Promise((resolve) => setTimeout(resolve, pause * 1000));
     }

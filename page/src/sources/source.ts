@@ -30,8 +30,8 @@ export interface Source {
   readonly readOnly: boolean;
   ask<T extends Answer>(question: Question): Promise<T>;
   act(action: Action): Promise<Done>;
-  /** Tell of changes until the returned function is called. `connected` is called whenever the connection comes or goes. */
-  follow(changed: (change: Change) => void, connected: (there: boolean) => void): () => void;
+  /** Tell of changes. `lost` is called with words when the connection goes, and with none when it comes back. */
+  follow(changed: (change: Change) => void, lost: (words: string) => void): void;
   /** Only in a client: say something to the agent; show the page larger. */
   askAgent?(text: string): Promise<void>;
   enlarge?: (() => Promise<void>) | undefined;

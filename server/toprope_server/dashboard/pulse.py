@@ -137,6 +137,7 @@ class Pulse:
             if run_id in now.runs
         }
         places = {"asks": home.path / "approvals", "diary": home.path / "audit.jsonl", "ledger": home.ledger}
+        places |= {"limits": home.limits_file, "locks": home.locks_file}
         now.home = {what: stamp(path) for what, path in places.items()}
         self._seen = _Seen(now.runs, {run_id: now.files[run_id] for run_id in live if run_id in now.files}, now.home)
         if before is None:

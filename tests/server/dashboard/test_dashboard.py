@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from toprope_server.dashboard.door import Door, Keys, user_of
 from toprope_server.dashboard.pulse import Pulse
 from toprope_server.dashboard.serve import main, serve_dashboard
 
@@ -253,13 +256,74 @@ def test_command_prints_the_address_and_opens_it(
     opened = Event()
     seen: list[str] = []
     monkeypatch.setattr("webbrowser.open", lambda address: (seen.append(address), opened.set()))
-    monkeypatch.setattr(
-        "toprope_server.dashboard.serve.serve_dashboard", lambda *_, show, **__: show("http://127.0.0.1:1/#key=k")
-    )
+
+    def serve(*_: object, show: Callable[[str], None], browse: Callable[[str], None] | None, **__: object) -> None:
+        show("http://127.0.0.1:1/#key=k")
+        if browse is not None:
+            browse("http://127.0.0.1:1/#key=mine")
+
+    monkeypatch.setattr("toprope_server.dashboard.serve.serve_dashboard", serve)
     main(house.shop, port=0, open_browser=opens, read_only=False)
     assert opened.wait(10 if opens else 0.2) is opens
-    assert seen == (["http://127.0.0.1:1/#key=k"] if opens else [])
+    assert seen == (["http://127.0.0.1:1/#key=mine"] if opens else [])
     assert "http://127.0.0.1:1/#key=k" in capsys.readouterr().out
+
+
+def test_browsers_key_is_no_use_to_another_user_of_the_machine() -> None:
+    """The key in the list of processes: its owner's programs, root's and those that the kernel does not tell."""
+    keys = Keys()
+    key = keys.make(1000)
+    assert keys.exchange(key, 1001) is None
+    assert all(keys.exchange(keys.make(1000), user) for user in (1000, 0, None))
+    assert keys.exchange(key, 1000) and keys.exchange(keys.make(), 1001)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux tells")
+def test_kernel_tells_whose_program_is_at_the_other_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        here = listening.getsockname()
+        for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::ffff:127.0.0.1")):
+            with socket.socket(family) as client:
+                client.connect((host, here[1]))
+                peer = listening.accept()
+                assert user_of({"client": peer[1], "server": here}) == os.getuid()
+                peer[0].close()
+        if os.getuid() == 0:
+            os.seteuid(65534)
+            try:
+                client = socket.socket()  # it belongs to the user who makes it
+            finally:
+                os.seteuid(0)
+            with client:
+                client.connect(here)
+                peer = listening.accept()
+                assert user_of({"client": peer[1], "server": here}) == 65534
+                peer[0].close()
+        assert user_of({"client": ("127.0.0.1", 1), "server": here}) is None
+    assert user_of({"client": ("testclient", 1), "server": here}) is user_of({"client": None}) is None
+
+
+def test_only_requests_with_a_token_keep_their_connection_before_strangers() -> None:
+    keys = Keys()
+    token = keys.exchange(keys.make())
+
+    async def state_of(path: str, method: str, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
+        async def app(*_: object) -> None:
+            pass
+
+        scope = {
+            "type": "http",
+            "path": path,
+            "method": method,
+            "headers": [(b"host", b"localhost"), *headers],
+            "state": {},
+        }
+        await Door(app, keys, None)(scope, app, app)  # type: ignore[arg-type]
+        return scope["state"]  # type: ignore[return-value]
+
+    form = ((b"x-toprope", b"1"), (b"content-type", b"application/json"), (b"content-length", b"2"))
+    assert asyncio.run(state_of("/", "GET")) == asyncio.run(state_of("/api/enter", "POST", *form)) == {}
+    assert asyncio.run(state_of("/api/now", "GET", (b"authorization", f"Bearer {token}".encode()))) != {}
 
 
 def test_looks_between_lists_read_live_runs_and_miss_nothing(house):
@@ -284,6 +348,8 @@ def test_looks_between_lists_read_live_runs_and_miss_nothing(house):
     changes = [change["runs"] for _ in range(3) if (change := pulse._look()) is not None]
     assert [list(one) for one in changes] == [[house.ended.run_id]]
     pulse._look()
+    (house.shop.home.configuration / "limits.yaml").write_text("concurrent_runs: 3\n")  # with an editor
+    assert pulse._look() == {"limits": True}
     shutil.rmtree(new.path)
     change = pulse._look()
     assert change is not None and change["runs"][new.run_id] == ["gone"]

@@ -15,6 +15,7 @@ from tests.support.tools_house import StandInLauncher, become, start_run, step
 from toprope.analysis.budget import GB
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.series import SeriesFollower
 from toprope.records.run.specification import SweepPlan
 from toprope.records.run.status import EventLog, Finding
 from toprope.records.run.usage import Usage
@@ -73,6 +74,20 @@ def test_verdict_has_its_interval_first(house: House) -> None:
     verdict = ask(house, what="run", run_id=folder.run_id)["live"]["verdict"]
     assert verdict["rose"] is True and "100 sealed tasks" in verdict["sentence"]
     assert verdict["after"]["low"] < 0.8 < verdict["after"]["high"] and verdict["before"]["value"] == 0.1
+    for accuracy, told in ((0.8, "rose by more"), (0.12, "no difference"), (0.0, "fell by more")):
+        finish(house, folder := start_run(house[0]), accuracy)
+        assert told in ask(house, what="run", run_id=folder.run_id)["live"]["verdict"]["sentence"]
+
+
+def test_first_look_is_short_and_the_next_ones_read_on(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page shows a sample of a long run at once; fewer, longer looks then read the rest sooner."""
+    folder, limits = start_run(house[0]), []
+    folder.metrics.write_text('{"step": 1, "reward": 0.5}\n')
+    read = SeriesFollower.read
+    monkeypatch.setattr(SeriesFollower, "read", lambda self, most: limits.append(most) or read(self, most))
+    first = ask(house, what="run", run_id=folder.run_id)["live"]
+    ask(house, what="run", run_id=folder.run_id, after=first["cursor"])
+    assert 0 < limits[0] < limits[1] <= 1
 
 
 def test_best_are_held_out_figures_in_order(house: House) -> None:
@@ -93,9 +108,11 @@ def test_rope_shows_what_is_used_and_the_files(house: House) -> None:
     limits = {one["name"]: one for one in rope["limits"]}
     assert limits["concurrent_runs"]["max"] == 3 and limits["concurrent_runs"]["used"] == 1
     assert limits["concurrent_runs"]["reason"] == {"foreign": "<b>few</b>"} and limits["per_day.runs"]["used"] == 1
-    assert rope["limits_file"] == str(home.configuration / "limits.yaml")
+    assert rope["limits_file"] == str(home.configuration / "limits.yaml") and rope["confirm_by"]
+    assert rope["limits_file"].startswith(rope["folder"]) and not rope["locks_file"].startswith(rope["folder"])
     (home.configuration / "limits.yaml").write_text("nonsense: [")
-    assert "limits.yaml" in ask(house, what="now")["rope"]["confirm"]  # the owner sees why nothing starts
+    broken = ask(house, what="now")["rope"]
+    assert "limits.yaml" in broken["confirm"] and not broken["confirm_by"]  # the owner sees why nothing starts
 
 
 def test_accounts_of_ended_runs_are_read_once(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,6 +330,7 @@ def test_confirmation_is_bound_to_the_preview(house, draft):
         do(start_training, shop, draft_id=draft, confirm=told)
     assert told not in changed.value.hint and shop.statuses() == []
     again = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
+    assert "budget.steps 77" in Approvals(shop.home).pending()[0].details["changes"]  # the owner sees what is special
     with pytest.raises(NotPossibleNow, match="names something else"):
         do(start_training, shop, draft_id=draft, confirm=again, seeds=2)
     with pytest.raises(NotPossibleNow, match="wants every start confirmed"):
@@ -372,5 +373,5 @@ def test_threshold_counts_all_runs_of_group(house, draft):
     owner(shop, "confirm: {above: {cpu_hours: 1}}\nper_run: {cpu_hours: 0.5}")
     assert not do(start_training, shop, draft_id=draft, preview=True, seeds=2).data.preview["estimates"]["cpu_hours"]
     do(start_training, shop, draft_id=draft, seeds=2)
-    with pytest.raises(NotPossibleNow, match="may take up to 1.5"):
+    with pytest.raises(NotPossibleNow, match=r"above 1 CPU-hours.*may take up to 1\.5"):
         do(start_training, shop, draft_id=draft, seeds=3, again=True)

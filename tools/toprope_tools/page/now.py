@@ -183,11 +183,11 @@ def _today(workshop: Workshop, remembered: Remembered, statuses: Sequence[Status
 
 
 def _rope(workshop: Workshop, sums: Mapping[str, float | None], live: int) -> shapes.Rope:
-    home = workshop.home
+    home, folder = workshop.home, str(workshop.home.configuration)
     try:
         limits, locks, by = home.limits(), list(home.locks()), home.settings().confirm_by
     except TopropeError as error:  # the owner sees what every start is refused for
-        return shapes.Rope(str(home.limits_file), str(home.locks_file), "", clip(str(error), 300), [], [])
+        return shapes.Rope(str(home.limits_file), str(home.locks_file), "", clip(str(error), 300), [], [], folder)
     used: dict[str, float | None] = {"concurrent_runs": float(live), "disk_gb": sums["disk_gb"]}
     used |= {f"per_day.{name}": sums[name] for name in ("runs", "cpu_hours", "gpu_hours", "cost_usd")}
     return shapes.Rope(
@@ -207,6 +207,7 @@ def _rope(workshop: Workshop, sums: Mapping[str, float | None], live: int) -> sh
             for one in limits
         ],
         locks=[shapes.Held(clip(one.field, 120), foreign(one.says, 120), foreign(one.reason, 300)) for one in locks],
+        folder=folder,
     )
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
 _EVENTS = 200
-_FOLLOW_S = 0.3
-"""Longest reading of a metrics file for one look."""
+_FOLLOW_S, _FOLLOW_ON_S = 0.3, 1.0
+"""Longest reading of a metrics file for a page's first look, which shows a sample, and for each of the next ones."""
 
 
 def fixed_part(workshop: Workshop, specification: Specification) -> shapes.RunFixed:
@@ -160,7 +160,7 @@ class RunLooks:
         if not status.run_kind.trains:
             return None
         follower = self._followers.of(folder.metrics)
-        follower.read(_FOLLOW_S)
+        follower.read(_FOLLOW_ON_S if generation else _FOLLOW_S)
         return follower.piece(generation, seen, most=self._buckets, until=until)
 
 
@@ -250,11 +250,13 @@ def _verdict(status: Status) -> shapes.Verdict | None:
     before, after = status.evaluations.get("before") or {}, status.evaluations[label]
     first = share_of(before) if label == "after" else None
     last = share_of(after)
-    judged = None
+    judged, words = None, ""
     if first is not None and last is not None and first.tasks and last.tasks:
-        judged = rose(wilson(first.value * first.tasks, first.tasks), wilson(last.value * last.tasks, last.tasks))
+        ends = [wilson(one.value * one.tasks, one.tasks) for one in (first, last)]
+        judged, fell = rose(*ends), rose(*reversed(ends))
+        moved = "rose" if judged else "fell"
+        words = f"{moved} by more than the intervals" if judged or fell else "no difference shown"
     where = f"held-out accuracy, {found.tasks} sealed tasks" if found.heldout else f"{found.split} accuracy"
-    words = {True: "rose by more than the intervals", False: "no difference shown", None: ""}[judged]
     return shapes.Verdict(
         split=found.split,
         before=first,

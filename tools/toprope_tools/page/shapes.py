@@ -144,6 +144,8 @@ class Rope(msgspec.Struct):
     confirm: str
     limits: list[Limited]
     locks: list[Held]
+    folder: str
+    """The owner's configuration folder, whose files replace the shipped ones."""
 
 
 class Frozen(msgspec.Struct):

@@ -22,8 +22,9 @@ from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RUN_ID, RunFolder, folder_bytes, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
-from toprope.settings.limits import FrozenLimits, Limits
+from toprope.settings.limits import UNITS, FrozenLimits, Limits
 from toprope.settings.schema import Config
+from toprope.text_format import clip, value
 
 HASH_LENGTH = 24
 """Digits of a hash: two previews with the same hash cannot be found by trying."""
@@ -159,6 +160,7 @@ def details_of(specifications: Sequence[Specification], shown: Preview, why: str
         "why": why,
         "environment": first.environment.name,
         "draft_id": first.draft_id,
+        "changes": clip(", ".join(f"{name} {value(now)}" for name, (_, now) in first.beside_preset.items()), 400),
         "runs": shown.count,
         "steps": shown.steps,
         "caps": shown.caps,
@@ -185,7 +187,7 @@ def needs_confirmation(limits: Limits, shown: Preview) -> str:
             high = (None if cap is None else cap * together) if estimate is None else estimate.high
         if high is None or high > threshold:
             told = "an unknown amount" if high is None else f"up to {high:.3g}"
-            return f"The owner wants starts above {threshold:g} {quantity} confirmed; this may take {told}."
+            return f"The owner wants starts above {threshold:g} {UNITS[quantity]} confirmed; this may take {told}."
     return ""
 
 

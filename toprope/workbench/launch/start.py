@@ -235,7 +235,7 @@ class RunStarter:
             raise ConfirmationNeeded(found, why, None, limits.source)
 
     def _ask(self, specifications: Sequence[Specification], found: Preview, why: str) -> None:
-        text = summarize(specifications, found)
+        text, specifications = summarize(specifications, found), [self._beside_preset(one) for one in specifications]
         if self._approvals.ask(found.hash, text, details_of(specifications, found, why)):
             tell(self._home, "waiting", f"A start waits for you: {text}. toprope approve {found.hash}", hash=found.hash)
 
