@@ -15,8 +15,9 @@ import anyio
 from mcp import Client, StdioServerParameters
 
 ENDED = ("completed", "stopped", "failed", "lost")
-HOSTILE = 'A <img src=x onerror="window.owned = 1"> rate\u202e of <script>window.owned = 1</script> 0.01 is faster.'
-"""A text of an agent: markup that must stay text, and a character that reorders what is read."""
+HOSTILE = 'A <img src=x onerror="window.owned = 1"> rate\u202e of <script>window.owned = 1</script> 0.01 is faster. '
+HOSTILE += "W" * 120
+"""A text of an agent: markup that must stay text, a character that reorders what is read, and a word without an end."""
 _LIMITS = """\
 concurrent_runs: 4
 disk_gb: 100

@@ -44,6 +44,14 @@ test("the key leaves the address, and works once", async () => {
   await other.page.close();
 });
 
+test("a link that was opened in a tab of its own leads there", async () => {
+  const other = await tab(chrome.browser, { origins: [origin] });
+  await other.page.goto(`${origin}/#/run/${ids.good}`);
+  await settled(other.page, "Settings and rope");
+  assert.deepEqual(other.seen.errors, []);
+  await other.page.close();
+});
+
 for (const [name, [where, wanted]] of Object.entries(screensOf(ids))) {
   for (const dark of [false, true]) {
     test(`${name}, ${dark ? "dark" : "light"}: is drawn, and axe finds nothing`, async () => {

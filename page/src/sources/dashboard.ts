@@ -3,22 +3,35 @@ import type { Answer, Change } from "../contract/common.ts";
 import { type Action, type Done, type Question, Refusal, type Source } from "./source.ts";
 
 const TOKEN = "toprope.token";
+const TAB_ANSWERS_MS = 400;
 const LONGEST_PAUSE_S = 30;
 const OLD_MS = 60_000;
 const STARTED_AGAIN = ["This address was used, or the dashboard was started again.", "Run 'toprope dashboard' and open the address that it prints."] as const;
 
-/** Exchange the key of the address, or take the token of this tab.
+/** Exchange the key of the address, or take the token of this tab or another one.
  *
  * @throws Refusal: there is neither, or the key was used. */
 export async function enter(key: string | null): Promise<Dashboard> {
+  const tabs = new BroadcastChannel(TOKEN); // of this dashboard: no other origin hears them
   if (key) {
     const { token, read_only } = (await send("POST", "/api/enter", "", { key })) as { token: string; read_only: boolean };
     sessionStorage.setItem(TOKEN, JSON.stringify([token, read_only]));
   }
-  const kept = sessionStorage.getItem(TOKEN);
+  const kept = sessionStorage.getItem(TOKEN) ?? (await tokenOfAnother(tabs));
   if (!kept) throw new Refusal("This page was opened without a key.", "Run 'toprope dashboard' and open the address that it prints.", "no_token");
+  sessionStorage.setItem(TOKEN, kept);
+  tabs.onmessage = ({ data }) => data === "" && tabs.postMessage(sessionStorage.getItem(TOKEN));
   const [token, readOnly] = JSON.parse(kept) as [string, boolean];
   return new Dashboard(token, readOnly);
+}
+
+/** What a tab that was opened by a key has: one of its links may have been opened in a tab of its own. */
+function tokenOfAnother(tabs: BroadcastChannel): Promise<string | null> {
+  return new Promise((resolve) => {
+    tabs.onmessage = ({ data }) => data && resolve(data as string);
+    tabs.postMessage("");
+    setTimeout(() => resolve(null), TAB_ANSWERS_MS);
+  });
 }
 
 async function send(method: string, path: string, token: string, body?: unknown): Promise<unknown> {

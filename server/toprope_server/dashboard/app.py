@@ -190,7 +190,7 @@ def _told(answer: _Answering) -> _Answering:
 async def _body(request: Request) -> Mapping[str, Any]:
     try:
         found = msgspec.json.decode(await request.body() or b"{}")
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise InvalidValue("The body must be a JSON object.")

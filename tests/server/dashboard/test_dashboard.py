@@ -117,6 +117,14 @@ def test_long_body_is_refused(page: DashboardProcess) -> None:
     assert page.post("/api/note", {"hypothesis": "x" * 100_000})[0] == 413
 
 
+def test_body_that_is_no_object_is_refused_before_a_token_is_asked_for(page: DashboardProcess) -> None:
+    deep: Any = []
+    for _ in range(900):
+        deep = [deep]
+    for body in ([], 5, deep):
+        assert page.post("/api/enter", body)[0] == 400
+
+
 def test_now_shows_what_waits_and_what_is_live(page: DashboardProcess, house: House) -> None:
     now = page.get("/api/now")
     assert now["may_act"] and [one["run_id"] for one in now["live"]] == [house.live.run_id]
