@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -79,8 +80,15 @@ class SlurmHouse:
 
     nodes, spent, quota = ("n1", "n2"), "spent", "its quota is used up; try again next month"
 
-    def __init__(self, folder: Path, python: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, python: str, hidden: Path | None = None) -> None:
+        """Start everything.
+
+        Args:
+            folder: For the daemons' files.
+            python: The nodes' interpreter.
+            hidden: A folder of this machine that is empty on the nodes.
+        """
+        self._folder, self._hidden = folder, hidden
         for name in ("state", "spool-n1", "spool-n2"):
             (folder / name).mkdir(parents=True)
         folder.chmod(0o755)  # munge refuses a socket that others cannot reach
@@ -127,7 +135,10 @@ class SlurmHouse:
         self._on("head", "slurmctld", shutil.which("slurmctld") or "/usr/sbin/slurmctld", "-D")
 
     def _on(self, node: str, name: str, *command: str) -> None:
-        inside = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', node, *command]
+        apart, hide = ["--uts"], ""
+        if self._hidden is not None:
+            apart, hide = ["--uts", "--mount"], f"mount -t tmpfs none {shlex.quote(str(self._hidden))} && "
+        inside = ["unshare", *apart, "sh", "-c", f'hostname "$0" && {hide}exec "$@"', node, *command]
         self._daemons.start(name, [*self.net.enter(node), *inside])
 
     def mend(self) -> None:

@@ -171,6 +171,7 @@ def engines() -> list[Engine]:
             ),
             only="ray",
         ),
+        Engine("clusters without a shared folder", ("tests/supervisor/launchers/test_mirrored_runs.py",)),
         Engine("macOS, simulated", ("tests/whole/test_darwin.py",)),
         _server_under("3.12"),
         _server_under("3.13"),

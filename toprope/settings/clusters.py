@@ -10,8 +10,14 @@
       address: https://ray.example.org:8265      # of the Jobs REST API
       token_file: ~/.config/ray-token            # a file that only the owner can read
       network: trusted
+    cloud:
+      kind: slurm
+      mirror:                                    # it shares no folder with this machine
+        host: login.example.org                  # this machine, as the nodes reach it
+        home: /scratch/me/toprope                # a folder there
+        key_file: ~/.config/toprope-cloud        # the same file here and there
 
-The home, with the folder of runs, must lie on storage that all nodes see under the same path.
+Without `mirror`, the home with the folder of runs must lie on storage that all nodes see under the same path.
 """
 
 from __future__ import annotations
@@ -26,6 +32,56 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from toprope.errors import InvalidValue, shown
 from toprope.settings.sections.launcher import LauncherSection
 from toprope.settings.yamlfiles import nearest, read_fields, read_yaml
+
+
+class Mirror(BaseModel, extra="forbid", frozen=True):
+    """The way from a cluster to a server that shares no folder with it. See `toprope.supervisor.mirror`."""
+
+    host: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]{0,252}$")
+    """Name or address of the server's machine, to which the nodes connect."""
+    ports: str = Field("", pattern=r"^(\d{4,5}-\d{4,5})?$")
+    """Ports that the nodes can reach, one for each run at a time, such as 47000-47099; empty: the system chooses."""
+    home: str = Field(pattern=r"^/[^\n]+$")
+    """Folder of runs, policies and inputs on the cluster, which all of its nodes see."""
+    key_file: str = Field(min_length=1)
+    """File with a key of at least 32 characters, on both sides under this path and readable by its owner alone. Each
+    run's own key is derived from it, so none travels."""
+    checkpoint_mb: int = Field(2000, ge=0)
+    """The newest checkpoint comes to the server at the end of a run if it is no larger; others come on demand."""
+    most_mb: int = Field(20_000, ge=1)
+    """Most that a run may take on the server."""
+
+    def port_range(self) -> range:
+        """Ports to try, in order; 0 lets the system choose."""
+        first, _, last = self.ports.partition("-")
+        return range(int(first), int(last) + 1) if first else range(1)
+
+    def key(self) -> str:
+        """The key that both sides have. Raises InvalidValue: See `read_secret`; or it is too short."""
+        return cluster_key(Path(self.key_file))
+
+
+def cluster_key(path: Path) -> str:
+    """The key in a file. Raises InvalidValue: See `read_secret`; or it is too short."""
+    key = read_secret(path, "key file")
+    if len(key) < 32:
+        raise InvalidValue(f"The key in {path} is shorter than 32 characters.", hint=f"openssl rand -hex 32 > {path}")
+    return key
+
+
+def read_secret(given: Path, what: str) -> str:
+    """The text of a private file.
+
+    Raises:
+        InvalidValue: The file cannot be read, or others can read it.
+    """
+    path = given.expanduser()
+    try:
+        if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise InvalidValue(f"Others can read the {what} {path}.", hint=f"Run: chmod 600 {path}")
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValue(f"The {what} {path} cannot be read: {error}.") from None
 
 
 class Cluster(BaseModel, extra="forbid", frozen=True):
@@ -49,7 +105,9 @@ class Cluster(BaseModel, extra="forbid", frozen=True):
     """File with Ray's token; readable by its owner alone."""
     network: Literal["tls", "trusted"] = "tls"
     """Between members on several nodes: mutual TLS made for each run, or `trusted`: the owner says that nobody else can
-    listen to or reach the network between the nodes."""
+    listen to or reach the network between the nodes, and between them and the server if there is a mirror."""
+    mirror: Mirror | None = None
+    """None: cluster and server share the home."""
 
     @field_validator("address")
     @classmethod
@@ -75,13 +133,7 @@ class Cluster(BaseModel, extra="forbid", frozen=True):
         """
         if not self.token_file:
             return ""
-        path = Path(self.token_file).expanduser()
-        try:
-            if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise InvalidValue(f"Others can read the token file {path}.", hint=f"Run: chmod 600 {path}")
-            return path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidValue(f"The token file {path} cannot be read: {error}.") from None
+        return read_secret(Path(self.token_file), "token file")
 
 
 class Clusters(BaseModel, extra="forbid", frozen=True):

@@ -22,7 +22,7 @@ from toprope.supervisor.watchers.watcher import Watcher
 
 SILENT_AFTER_S = 30.0
 """A keeper without a sign of life for so long is called silent."""
-_BEATING_S = 10.0
+BEATING_S = 10.0
 """A keeper on a cluster that gave no sign of life for so long is gone, if its engine says so too."""
 
 
@@ -57,7 +57,7 @@ def describe_silence(folder: RunFolder, status: Status) -> str:
 def is_beating(folder: RunFolder) -> bool:
     """True if the run's keeper gave a sign of life lately, or if that cannot be found out."""
     age = _age(folder)
-    return (age is None or age < _BEATING_S) and _beats(folder)
+    return (age is None or age < BEATING_S) and _beats(folder)
 
 
 def watch_parent(parent: int, ended: Callable[[], None]) -> None:

@@ -138,7 +138,7 @@ class LocalHouse:
 @pytest.fixture
 def local_house(monkeypatch):
     """Asks and concludes faster than is wise with a real engine."""
-    monkeypatch.setattr(heartbeat, "_BEATING_S", 1.2)
+    monkeypatch.setattr(heartbeat, "BEATING_S", 1.2)
     monkeypatch.setattr(engine, "_ASK_EVERY_S", 0.05)
     house = LocalHouse()
     yield house

@@ -20,6 +20,7 @@ from typing import Any
 from toprope.atomic import fsync, write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound, TooNew, shown
 from toprope.records.run.folder import RunFolder, checkpoints_in, read_json
+from toprope.records.run.launch import ask_for
 
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
@@ -161,7 +162,9 @@ def checkpoint_of(folder: RunFolder, step: int | None = None, *, hash_bytes: int
     Raises:
         NotFound: The run has no checkpoint of that step, or no checkpoint; the hint names the others.
         Corrupt: It is damaged, or every one is.
+        NotPossibleNow: Only the run's cluster has it; it was asked for.
     """
+    ask_for(folder, step)
     if step is None:
         found, damaged = newest_sound(folder, hash_bytes=hash_bytes)
         if found is None and damaged:

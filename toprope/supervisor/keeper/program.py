@@ -22,7 +22,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,12 +40,20 @@ _SUBMITTER_S = 60.0
 """The longest that a front end holds the lock of a run that it submits."""
 
 
-def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Sequence[str]] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    programs: Mapping[str, Sequence[str]] | None = None,
+    keep: Callable[..., int] | None = None,
+    log: str = "keeper",
+) -> int:
     """Run the program and return its exit code.
 
     Args:
         arguments: Those of the command line when None.
         programs: argv of components in place of the real ones; tests pass light ones.
+        keep: Holds the run in place of `_keep`; for the program that holds a run whose keeper is elsewhere.
+        log: Name of its log.
     """
     given = _parse(sys.argv[1:] if arguments is None else arguments)
     path, lock_fd, ready_fd = given.folder.resolve(), given.lock_fd, given.ready_fd
@@ -60,7 +68,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
         _take_variables(path / given.variables)
     if not given.foreground:
         _detach()
-        _redirect(path / "logs" / "keeper.log")
+        redirect(path / "logs" / f"{log}.log")
     lock_path, wait_s = path / "keeper.lock", _SUBMITTER_S if (path / "launch.json").exists() else 0.5
     lock = RunLock.acquire(lock_path, wait_s) if lock_fd is None else RunLock.from_descriptor(lock_fd, lock_path)
     if lock is None:
@@ -70,7 +78,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     if ready_fd is not None:
         os.write(ready_fd, f"locked {os.getpid()}\n".encode())
         os.close(ready_fd)
-    return _keep(path, lock, programs, parent if given.foreground else None, given.variables or "")
+    return (keep or _keep)(path, lock, programs, parent if given.foreground else None, given.variables or "")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -105,7 +113,7 @@ def _detach() -> None:
         os._exit(0)
 
 
-def _redirect(log: Path) -> None:
+def redirect(log: Path) -> None:
     """Connect input to nothing, output and errors to the keeper's log. A large log of a former attempt is kept
     beside it."""
     if log.exists() and log.stat().st_size > _KEEPER_LOG_BYTES:

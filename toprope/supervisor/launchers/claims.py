@@ -16,7 +16,7 @@ from toprope.records.run.status import Status
 from toprope.supervisor.lock import is_held
 
 
-def claim(folder: RunFolder, attempt: int, *, by: str) -> bool:
+def claim(folder: RunFolder, attempt: int | str, *, by: str) -> bool:
     """Claim an attempt: True for the first who does, on whatever node. An exclusive creation is atomic where flock is
     not carried from node to node."""
     try:

@@ -9,35 +9,46 @@ of), the keeper is ordered to end, and the run is settled once it shows no sign 
 
 One attempt never has two keepers: the first to create the file of its claim decides. A keeper claims before it starts
 anything; a front end claims a job that waits before it cancels it.
+
+Of a run that is mirrored (`mirror`) this machine has a copy, and its lock belongs to the process that writes it.
+Silence proves nothing there: once the engine has no job of it, another one brings what the cluster kept, and the end.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 from toprope.atomic import write_json
-from toprope.errors import InvalidValue, TopropeError
+from toprope.errors import ComponentFailed, InvalidValue, TopropeError
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.launch import Launch
+from toprope.records.run.launch import Launch, wanted
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.records.walls import ENV_WALLS, Walls
-from toprope.settings.clusters import Cluster, Clusters
+from toprope.settings.clusters import Cluster, Clusters, Mirror
+from toprope.settings.sections.launcher import LauncherSection
+from toprope.supervisor.environment_variables import KEEPER as OWNERS_HOME
 from toprope.supervisor.environment_variables import OwnerVariables, far_keeper_variables
-from toprope.supervisor.heartbeat import is_beating
+from toprope.supervisor.heartbeat import BEATING_S, is_beating
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting
 from toprope.supervisor.keeper.logs import LogPage, read_page
 from toprope.supervisor.launchers import KeeperState
 from toprope.supervisor.launchers.claims import claim, claimed_by_front_end
 from toprope.supervisor.launchers.engine import Engine, EngineView, Job, JobRequest, Refused, Unreachable
-from toprope.supervisor.launchers.local import KEEPER
+from toprope.supervisor.launchers.local import KEEPER, LocalLauncher
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.orders import write_end_order, write_stop_order
 
 _SUBMITTED_WITHIN_S = 180.0
 """Longer than a submission takes, also of the first job of a Ray."""
+_DELIVERY_AGAIN_S = 30.0
+"""Seconds before the second job that brings what a cluster kept; doubled for each further one, up to two hours."""
+_FAR, _RECEIVER = "toprope.supervisor.mirror.far", "toprope.supervisor.mirror.receiver"
 
 
 class ClusterLauncher:
@@ -62,6 +73,7 @@ class ClusterLauncher:
         self._command = command
         self._clusters, self._make_engine, self._contained, self._walls = clusters, engines, contained, walls
         self._views: dict[Cluster, EngineView] = {}
+        self._receivers = LocalLauncher((*KEEPER[:-1], _RECEIVER), log="mirror")
 
     def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
         """See `Launcher.submit`. The caller holds the run's lock, so nobody else submits this attempt."""
@@ -81,28 +93,42 @@ class ClusterLauncher:
             name=f"{folder.run_id}.{attempt}",
             submitted_at=now,
             deadline=now + _SUBMITTED_WITHIN_S,
+            mirror="" if cluster.mirror is None else f"{cluster.mirror.host}:{free_port(cluster.mirror)}",
         )
-        handed_over = folder.path / _variables_name(attempt)
+        handed_over = folder.path / variables_name(attempt)
         tried = {ENV_CONTAINMENT: self._contained(), ENV_WALLS: self._walls().encode()}
+        if launch.mirror:  # the cluster has no home of the owner
+            variables = {component: given for component, given in variables.items() if component != OWNERS_HOME}
         write_json(handed_over, far_keeper_variables(variables) | tried)
         launch.write(folder)
         view = self._view(cluster)
         try:
-            view.engine.submit(request_for(folder, specification, cluster, attempt, self._command))
+            view.engine.submit(request_for(folder, specification, cluster, attempt, self._command, launch))
         except Refused:
             handed_over.unlink(missing_ok=True)
             raise
         except Unreachable:
-            return  # it may have the job; if not, the run is lost after the deadline
+            pass  # it may have the job; if not, the run is lost after the deadline
         finally:
             view.forget()
+        if launch.mirror:
+            self._receive(folder, lock)
+
+    def _receive(self, folder: RunFolder, lock: RunLock | None = None) -> None:
+        """Start the process that writes the copy of a mirrored run, unless it runs."""
+        home = {"TOPROPE_HOME": str(folder.path.parent.parent), "TOPROPE_CONFIG": str(self._clusters().path.parent)}
+        self._receivers.submit(folder, {OWNERS_HOME: home}, lock)
 
     def status(self, folder: RunFolder, *, locked: bool = False) -> KeeperState:
         """See `Launcher.status`."""
         launch = Launch.read(folder)
-        kept = (not locked and is_held(folder.lock)) or is_beating(folder)
+        mirrored = launch is not None and bool(launch.mirror)
+        kept = (not locked and not mirrored and is_held(folder.lock)) or is_beating(folder)
         if launch is None or claimed_by_front_end(folder, launch.attempt):
             return KeeperState("alive" if kept else "gone", "It was stopped before its job began.")
+        if mirrored and not locked and not is_held(folder.lock):
+            with suppress(ComponentFailed, OSError):  # its log has the reason; the next look tries again
+                self._receive(folder)
         try:
             title, job = self._look(launch)
         except Unreachable as error:
@@ -110,17 +136,43 @@ class ClusterLauncher:
         if job is None and time.time() < launch.deadline:
             return KeeperState("alive", f"It is being submitted to {title}.")
         if job is not None and (job.phase in ("waiting", "running") or (job.phase == "ending" and kept)):
-            return KeeperState("alive", f"{title}: {job.told}" if job.told else "")
+            silent = mirrored and not kept and job.phase == "running"
+            told = f"Its cluster has not been heard of for {BEATING_S:g} s; what is shown is old." if silent else ""
+            return KeeperState("alive", f"{title}: {job.told}" if job.told else told)
         word = f"{title} ended its job {job.handle}: {job.told or job.word}." if job else f"{title} knows no job of it."
         if kept and not locked:
             write_end_order(folder, launch.attempt, word)
-        return KeeperState("alive" if kept else "gone", word)
+        if kept or not mirrored:
+            return KeeperState("alive" if kept else "gone", word)
+        return self._deliver(folder, launch, word, locked=locked)
+
+    def _deliver(self, folder: RunFolder, launch: Launch, word: str, *, locked: bool) -> KeeperState:
+        """Have a job bring what the cluster kept of a run whose job is gone, unless everything has arrived."""
+        over = Status.read(folder).ended_at is not None
+        if (over and not wanted(folder)) or (not over and claim(folder, launch.attempt, by="front end")):
+            return KeeperState("gone", word)  # a job that never began left nothing
+        now, number = time.time(), launch.delivery + 1
+        if not locked and (number == 1 or now - launch.submitted_at >= _DELIVERY_AGAIN_S * 2 ** min(number, 8)):
+            name, deadline = f"{folder.run_id}.{launch.attempt}.{number}", now + _SUBMITTED_WITHIN_S
+            update = {"name": name, "delivery": number, "submitted_at": now, "deadline": deadline}
+            launch = launch.model_copy(update=update)
+            launch.write(folder)
+            try:
+                cluster, specification = self._cluster(launch), Specification.read(folder)
+                request = request_for(folder, specification, cluster, launch.attempt, self._command, launch)
+                self._view(cluster).engine.submit(request)
+                self._view(cluster).forget()
+            except TopropeError as error:
+                return KeeperState("unknown", f"{word} No job could be started that brings the rest of it: {error}")
+        return KeeperState("unknown", f"{word} Another job brings what the cluster kept of the run.")
 
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:
         """See `Launcher.stop`. A job that waits is cancelled, so that its run ends at once."""
         write_stop_order(folder, grace_s)
         launch = Launch.read(folder)
-        if launch is None or is_held(folder.lock) or not claim(folder, launch.attempt, by="front end"):
+        if launch is None or (is_held(folder.lock) and not launch.mirror):
+            return
+        if not claim(folder, launch.attempt, by="front end"):
             return
         try:
             view = self._view(self._cluster(launch))
@@ -160,18 +212,44 @@ def request_for(
     cluster: Cluster,
     attempt: int = 1,
     command: Sequence[str] | None = None,
+    launch: Launch | None = None,
 ) -> JobRequest:
-    """Return the job of a run: its keeper, by the cluster's interpreter or by `command`. No secret is in it."""
-    keeper = command or [cluster.python or sys.executable, *KEEPER[1:]]
-    return JobRequest(
-        name=f"{folder.run_id}.{attempt}",
-        command=[*keeper, str(folder.path), "--foreground", "--variables", _variables_name(attempt)],
-        folder=folder.path,
-        log=folder.log("keeper"),
-        launcher=specification.config.launcher,
-    )
+    """Return the job of a run: its keeper, by the cluster's interpreter or by `command`. No secret is in it.
+
+    Args:
+        launch: Tells the way between a mirrored run and the server; None for a preview.
+    """
+    python = cluster.python or sys.executable
+    name = f"{folder.run_id}.{attempt}" if launch is None else launch.name
+    section = specification.config.launcher
+    if cluster.mirror is None:
+        keeper = command or [python, *KEEPER[1:]]
+        command = [*keeper, str(folder.path), "--foreground", "--variables", variables_name(attempt)]
+        return JobRequest(name, command, folder.path, folder.log("keeper"), section)
+    if launch is not None and launch.delivery:  # a copy needs little room
+        keys = ("kind", "partition", "account", "features")
+        section = LauncherSection.model_validate({key: getattr(section, key) for key in keys})
+    home = Path(cluster.mirror.home)
+    way = [str(home), name, "" if launch is None else launch.mirror, cluster.mirror.key_file]
+    network = ["trusted"] if cluster.network == "trusted" else []
+    command = [*(command or [python, *KEEPER[1:-1], _FAR]), *way, *network]
+    return JobRequest(name, command, home, home / "jobs.log", section)
 
 
-def _variables_name(attempt: int) -> str:
-    # A hidden file is removed at the end of the attempt, also if its job never starts.
+def variables_name(attempt: int) -> str:
+    """Return the name of the file with an attempt's variables. A hidden file is removed at the end of the attempt, also
+    if its job never starts."""
     return f".variables-{attempt}.json"
+
+
+def free_port(mirror: Mirror) -> int:
+    """Return a free port of those that the nodes of a cluster can reach.
+
+    Raises:
+        ComponentFailed: All are taken.
+    """
+    for port in mirror.port_range():
+        with socket.socket() as trial, suppress(OSError):
+            trial.bind(("", port))
+            return int(trial.getsockname()[1])
+    raise ComponentFailed(f"All ports of the cluster's mirror ({mirror.ports}) are taken.", hint="Give it more ports.")

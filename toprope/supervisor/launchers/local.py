@@ -36,6 +36,7 @@ class LocalLauncher:
         command: The keeper's argv, before its own arguments.
         contained: Returns the owner's `containment` setting; asked at every start.
         walls: Returns the owner's decisions about the walls around workers; asked at every start.
+        log: Name of the log of what is started.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class LocalLauncher:
         command: Sequence[str] = KEEPER,
         contained: Callable[[], ContainmentSetting] = lambda: "auto",
         walls: Callable[[], Walls] = Walls,
+        log: str = "keeper",
     ) -> None:
+        self._log = log
         self.command, self._contained, self._walls = list(command), contained, walls
 
     def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
@@ -62,7 +65,7 @@ class LocalLauncher:
         environment, secret = split_keeper_variables(keeper_variables(variables))
         ready, ready_writer = os.pipe()
         keys, keys_writer = os.pipe()
-        log = os.open(folder.log("keeper"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        log = os.open(folder.log(self._log), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             # Errors before the keeper has detached, such as a missing package, reach its log too.
             process = subprocess.Popen(
@@ -97,7 +100,7 @@ class LocalLauncher:
             if process.poll() is None:
                 process.kill()
             process.wait()
-            last = "; ".join(read_tail(folder.log("keeper"), 3))
+            last = "; ".join(read_tail(folder.log(self._log), 3))
             raise ComponentFailed(
                 f"The keeper of {folder.run_id} did not start: {last or 'it printed nothing'}.",
                 hint=f"{folder.log('keeper')} has more.",

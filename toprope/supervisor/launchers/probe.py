@@ -1,6 +1,10 @@
-"""A small job that shows what a node offers to a keeper: `python -P -m toprope.supervisor.launchers.probe FOLDER`.
+"""A small job that shows what a node offers to a keeper.
 
-It writes its findings as JSON into the folder, which the front end made on storage that the nodes should share.
+    python -P -m toprope.supervisor.launchers.probe FOLDER
+    python -P -m toprope.supervisor.launchers.probe HOME JOB HOST:PORT KEY_FILE [trusted]
+
+It writes its findings as JSON into the folder, which the front end made on storage that the nodes should share; from a
+cluster that is mirrored it sends them, as its runs send theirs (see `toprope.supervisor.mirror.far`).
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,7 @@ import toprope
 from toprope.atomic import write_json
 from toprope.extras import TRAINING, missing
 from toprope.machine import gpu_names, processor_count
+from toprope.settings.clusters import cluster_key
 from toprope.supervisor.keeper.containment import choose_containment
 from toprope.supervisor.lock import RunLock, is_held
 
@@ -53,5 +59,16 @@ def facts(folder: Path) -> dict[str, Any]:
     }
 
 
+def _send(home: str, job: str, server: str, key_file: str, *network: str) -> None:
+    from toprope.supervisor.mirror.wire import Wire, run_key
+
+    wire = Wire(server, run_key(cluster_key(Path(key_file)), job, 0), trusted=network == ("trusted",))
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=home) as folder:
+        wire.ask("POST", "/facts", json=facts(Path(folder)))
+
+
 if __name__ == "__main__":
-    write_json(Path(sys.argv[1]) / FACTS, facts(Path(sys.argv[1])))
+    if len(sys.argv) > 2:
+        _send(*sys.argv[1:])
+    else:
+        write_json(Path(sys.argv[1]) / FACTS, facts(Path(sys.argv[1])))

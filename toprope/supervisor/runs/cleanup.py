@@ -18,6 +18,7 @@ from typing import Any, Literal
 from toprope.analysis.failures import named
 from toprope.records.run.checkpoints import Damage, newest_sound, no_sound_checkpoint, set_aside
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.launch import Launch
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import ENDED, LIVE, EventLog, Failure, Status, read_events
 from toprope.supervisor.capacity.reservations import Reservations
@@ -215,6 +216,8 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
     """
     specification = Specification.read(folder)
     checkpoint, damaged = _checkpoint(folder) if specification.run_kind.trains else (None, [])
+    if (launch := Launch.read(folder)) is not None and launch.mirror:
+        checkpoint = former.checkpoint or checkpoint  # the cluster has it; its keeper looks for the newest there
     kept = [f"{damage} It is kept as {set_aside(damage.path).name}." for damage in damaged]
     folder.tidy()
     late = folder.orders.glob(f"{END_ORDER}*" if by_itself else "*")

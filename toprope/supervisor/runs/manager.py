@@ -19,6 +19,7 @@ import anyio
 
 from toprope.errors import Corrupt, LockedField, NotFound, NotPossibleNow, TopropeError
 from toprope.records.run.folder import RUN_ID, RunFolder, not_a_runs_folder
+from toprope.records.run.launch import wanted
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Event, Failure, Status
 from toprope.supervisor.capacity.reservations import Machine, Reservations
@@ -267,6 +268,8 @@ class RunManager:
     def _check_status(self, folder: RunFolder, status: Status) -> Status:
         """Return the status, with a warning if the keeper is silent, or settled if the keeper is gone."""
         if _is_over(status):
+            if wanted(folder):  # the launcher sees that it comes
+                self.launcher.status(folder)
             return status
         state = self.launcher.status(folder)
         if state.life != "gone":

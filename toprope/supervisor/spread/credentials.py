@@ -8,26 +8,32 @@ import ssl
 
 _DAYS = 400
 _HOUR = datetime.timedelta(hours=1)
+_LONG_AGO = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 
 
-def make_identity() -> str:
-    """Return a new certificate with its key, in PEM. All members of a run show it, and accept no other one."""
+def make_identity(seed: bytes | None = None) -> str:
+    """Return a certificate with its key, in PEM. All members of a run show it, and accept no other one.
+
+    Args:
+        seed: 32 secret bytes, from which two machines make the same identity; None: make a new one.
+    """
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ed25519
 
-    key = ec.generate_private_key(ec.SECP256R1())
+    # Ed25519 signs without chance, so everything in the certificate comes from the seed.
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(seed or os.urandom(32))
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "toprope-run")])
-    now = datetime.datetime.now(datetime.UTC)
+    now = datetime.datetime.now(datetime.UTC) if seed is None else _LONG_AGO
     certificate = (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
+        .serial_number(x509.random_serial_number() if seed is None else 1)
         .not_valid_before(now - 24 * _HOUR)  # nodes have clocks of their own
-        .not_valid_after(now + datetime.timedelta(days=_DAYS))
-        .sign(key, hashes.SHA256())
+        .not_valid_after(now + datetime.timedelta(days=_DAYS if seed is None else 100 * 365))
+        .sign(key, None)
     )
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     private = key.private_bytes(encoding, form, serialization.NoEncryption())

@@ -20,6 +20,7 @@ from toprope.supervisor.launchers.by_kind import engine_of
 from toprope.supervisor.launchers.engine import Engine, JobRequest
 from toprope.supervisor.launchers.probe import FACTS, HELD
 from toprope.supervisor.lock import RunLock
+from toprope.supervisor.mirror.wire import run_key
 from toprope_server.cli.doctor.checks import Finding
 
 LIMIT_S = 300.0
@@ -59,7 +60,7 @@ def check_cluster(
     folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=home.runs))
     lock = RunLock.acquire(folder / HELD)
     try:
-        yield from _probe(asked, cluster, name, folder, limit_s, show)
+        yield from _prove(asked, cluster, name, folder, limit_s, show)
     except TopropeError as error:
         yield Finding(name, "broken", error.message, error.hint)
     finally:
@@ -68,13 +69,43 @@ def check_cluster(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _probe(
+def _prove(
     asked: Engine, cluster: Cluster, name: str, folder: Path, limit_s: float, show: Callable[[str], None]
 ) -> Iterator[Finding]:
-    log, job_name = folder / "job.log", f"toprope-doctor-{folder.name.rpartition('-')[2]}"
-    command = [cluster.python or sys.executable, "-P", "-m", "toprope.supervisor.launchers.probe", str(folder)]
+    """Take the findings of the job by the way that a run's files would take."""
+    mirror, job, log = cluster.mirror, f"toprope-doctor-{folder.name.rpartition('-')[2]}", folder / "job.log"
+    command = [cluster.python or sys.executable, "-P", "-m", "toprope.supervisor.launchers.probe"]
     section = LauncherSection(kind=cluster.kind)
-    asked.submit(JobRequest(job_name, command, folder, log, section))
+    if mirror is None:
+        request = JobRequest(job, [*command, str(folder)], folder, log, section)
+        remedy = f"The node needs {command[0]} with Toprope, and {folder.parent} under the same path."
+        yield from _probe(asked, request, name, folder, limit_s, show, remedy)
+        return
+    from toprope.supervisor.mirror.receiver import taking_facts  # needs packages of the extra `train`
+
+    trusted, home = cluster.network == "trusted", Path(mirror.home)
+    with taking_facts(mirror, run_key(mirror.key(), job, 0), folder / FACTS, trusted=trusted) as server:
+        way = [str(home), job, server, mirror.key_file, *(["trusted"] if trusted else [])]
+        request = JobRequest(job, [*command, *way], home, home / "jobs.log", section)
+        remedy = (
+            f"The node needs {command[0]} with Toprope, the folder {home}, the key file {mirror.key_file} as it is "
+            f"here, and a way to {server}; {request.log} there says which of them it lacks."
+        )
+        yield from _probe(asked, request, name, folder, limit_s, show, remedy, server)
+
+
+def _probe(
+    asked: Engine,
+    request: JobRequest,
+    name: str,
+    folder: Path,
+    limit_s: float,
+    show: Callable[[str], None],
+    remedy: str,
+    server: str = "",
+) -> Iterator[Finding]:
+    log, job_name = request.log, request.name
+    asked.submit(request)
     limit, ended_at = time.monotonic() + limit_s, None
     while not (folder / FACTS).exists():
         job = asked.jobs().get(job_name)
@@ -85,7 +116,6 @@ def _probe(
             if time.monotonic() - ended_at > _FILE_S:
                 said = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
                 why = f"the job ended without an answer ({told})" + (f": {said[0][:200]}" if said else "")
-                remedy = f"The node needs {command[0]} with Toprope, and {folder.parent} under the same path."
                 yield Finding(name, "broken", why, remedy)
                 return
         if time.monotonic() > limit:
@@ -93,13 +123,14 @@ def _probe(
             yield Finding(name, "broken", f"the job did not run within {limit_s:g} s: {told}", "Ask again later.")
             return
         time.sleep(_LOOK_EVERY_S)
-    yield from _judge(name, read_json(folder / FACTS))
+    yield from _judge(name, read_json(folder / FACTS), server)
 
 
-def _judge(name: str, facts: dict[str, Any]) -> Iterator[Finding]:
+def _judge(name: str, facts: dict[str, Any], server: str) -> Iterator[Finding]:
     where = f"{name}, node {facts['node']}"
     room = f"{facts['processors']} processors, {facts['memory_bytes'] / 1e9:.0f} GB, {len(facts['gpus'])} GPUs"
-    yield Finding(where, "ok", f"runs jobs, and sees the home under its path; {room}")
+    sees = f"reaches {server} with the key" if server else "sees the home under its path"
+    yield Finding(where, "ok", f"runs jobs, and {sees}; {room}")
     if facts["version"] != toprope.__version__:
         yield Finding(
             where,
@@ -110,7 +141,7 @@ def _judge(name: str, facts: dict[str, Any]) -> Iterator[Finding]:
     if facts["missing"]:
         lacking = ", ".join(facts["missing"])
         yield Finding(where, "broken", f"its interpreter lacks {lacking}", "Install toprope[train] there.")
-    if not facts["lock_carried"]:
+    if not facts["lock_carried"] and not server:
         yield Finding(
             where,
             "note",

@@ -1,0 +1,192 @@
+"""The keeper of a run on a cluster that shares no folder with the server.
+
+    python -P -m toprope.supervisor.mirror.far HOME JOB HOST:PORT KEY_FILE [trusted]
+
+HOME is the owner's folder on the cluster, JOB the name of the job: run, attempt and, if it only brings what an earlier
+job left, the number of the delivery. It asks the server for the run, keeps it as on any cluster, and meanwhile sends
+what is new. After the end it goes on until everything has arrived, or for two minutes; a later job delivers the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+
+from toprope import shipped
+from toprope.atomic import write_json
+from toprope.errors import TopropeError
+from toprope.records.run.checkpoints import newest_sound
+from toprope.records.run.folder import RUN_ID, RunFolder
+from toprope.records.run.status import Status
+from toprope.sdk.wall.kernel import hide_memory
+from toprope.settings.clusters import cluster_key
+from toprope.supervisor.heartbeat import is_beating
+from toprope.supervisor.keeper import program
+from toprope.supervisor.lock import RunLock, is_held
+from toprope.supervisor.mirror.sender import Sender
+from toprope.supervisor.mirror.wire import Refused, Wire, run_key
+from toprope.supervisor.runs.cleanup import settle_run
+from toprope.supervisor.runs.orders import write_end_order
+
+_BEGIN_S, _BEGIN_EVERY_S = 600.0, 1.0
+_REST_S = 120.0
+_OUTLIVED_S = 60.0
+"""The longest wait for a keeper whose engine gave it up."""
+_HASH_BYTES = 2 << 30
+
+
+def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Sequence[str]] | None = None) -> int:
+    """Run the program and return its exit code. See `program.main`."""
+    home, job, server, key_file, *network = sys.argv[1:] if arguments is None else arguments
+    run_id, attempt, *_ = job.split(".")
+    if not RUN_ID.fullmatch(run_id):
+        raise ValueError(f"{run_id!r} is not a run id")
+    os.umask(0o077)
+    key = run_key(cluster_key(Path(key_file)), run_id, int(attempt))
+    wire = Wire(server, key, trusted=network == ["trusted"], keeper=f"keeper {uuid.uuid4().hex}")
+    hide_memory()
+    folder = RunFolder(Path(home) / "runs" / run_id)
+    try:
+        begun = _begin(wire, folder, job)
+    except (Refused, httpx.HTTPError) as error:
+        print(f"{server} did not give the run {run_id}: {error!r}", file=sys.stderr)
+        return program.ALREADY_KEPT
+    program.redirect(folder.log("keeper"))
+    os.environ.update(begun["variables"] | os.environ)
+    # As in a keeper: signals wait for its event loop, and none reaches the thread.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
+    sender = Sender(folder, wire, begun["attempt"])
+    code = 0
+    if begun["delivery"]:
+        if not _settle(folder, begun["attempt"]):
+            return program.ALREADY_KEPT
+        sender.start()
+    else:
+        sender.start()
+        code = program.main([str(folder.path), "--foreground"], programs=programs)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+    if not sender.finish(_REST_S):
+        print("The server has not taken everything; another job will bring the rest.", file=sys.stderr, flush=True)
+    return code
+
+
+def _begin(wire: Wire, folder: RunFolder, job: str) -> dict[str, Any]:
+    """Ask the server for the run until it is here.
+
+    Raises:
+        Refused: The run has another job, or another keeper here.
+        httpx.HTTPError: The server was not there for ten minutes.
+    """
+    limit = time.monotonic() + _BEGIN_S
+    while True:
+        try:
+            begun: dict[str, Any] = wire.ask("POST", "/begin", json={"job": job}).json()
+            if not begun["delivery"] and not _is_free(folder):
+                raise Refused(f"{folder.path} has another keeper")
+            _fetch(wire, folder, begun)
+            return begun
+        except httpx.HTTPError as error:
+            if time.monotonic() >= limit:
+                raise
+            print(f"The server cannot be reached; trying on: {error!r}", file=sys.stderr, flush=True)
+            time.sleep(_BEGIN_EVERY_S)
+
+
+def _is_free(folder: RunFolder) -> bool:
+    """True if the run has no keeper on this cluster."""
+    return not (is_held(folder.lock) or is_beating(folder))
+
+
+def _fetch(wire: Wire, folder: RunFolder, begun: dict[str, Any]) -> None:
+    """Fetch from the server what this folder lacks. What the server says of a new attempt holds; if the folder has the
+    attempt already, the folder is right, and the server has a part of it."""
+    if not folder.path.is_dir():
+        RunFolder.create(folder.path.parent, folder.run_id)
+    inputs = folder.path.parent.parent / "inputs"
+    moves: dict[str, str] = {}
+    for number, path in enumerate(begun["inputs"]):
+        moves[path] = str(inputs / folder.run_id / str(number) / Path(path).name)
+        Path(moves[path]).unlink(missing_ok=True)
+        wire.fetch(f"input/{number}", Path(moves[path]))
+    moves |= {begun["environments"]: str(shipped.ENVIRONMENTS), begun["home"]: str(inputs.parent)}
+    try:
+        keeps = begun["delivery"] and Status.read(folder).attempt >= begun["attempt"]
+    except TopropeError:
+        keeps = False
+    replaced = {"events.jsonl", "status.json"} & begun["files"].keys() if not keeps else set()
+    for name in ("spec.json", "launch.json", *replaced):
+        _replace(wire, folder, name, moves if name == "spec.json" else {})
+    if keeps:
+        return
+    found, _ = newest_sound(folder, hash_bytes=_HASH_BYTES)
+    for name in begun["files"]:
+        if not (folder.path / name).exists() and not (name.startswith("checkpoints/") and found is not None):
+            _replace(wire, folder, name, {})
+    if not begun["delivery"]:
+        _prepare(folder, begun["files"])
+
+
+def _replace(wire: Wire, folder: RunFolder, name: str, moves: Mapping[str, str]) -> None:
+    target = folder.path / name
+    partial = target.with_name(f".{target.name}.partial")
+    partial.unlink(missing_ok=True)
+    wire.fetch(name, partial)
+    if moves:
+        write_json(partial, _moved(json.loads(partial.read_bytes()), moves))
+    os.replace(partial, target)
+
+
+def _moved(value: Any, moves: Mapping[str, str]) -> Any:
+    """Return a JSON value in which paths of the server's machine are those of this cluster."""
+    if isinstance(value, dict):
+        return {name: _moved(one, moves) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_moved(one, moves) for one in value]
+    for path, to in moves.items() if isinstance(value, str) else ():
+        if value == path or value.startswith(f"{path}/"):
+            return to + value[len(path) :]
+    return value
+
+
+def _prepare(folder: RunFolder, files: Mapping[str, int]) -> None:
+    """Remove what belongs to the former attempt, and begin from the newest sound checkpoint that is here."""
+    folder.tidy()
+    for path in (*folder.orders.glob("*"), *folder.evaluations.glob("*"), folder.results):
+        if path.relative_to(folder.path).as_posix() not in files:
+            path.unlink(missing_ok=True)
+    folder.crew.mkdir(mode=0o700, exist_ok=True)
+    found, _ = newest_sound(folder, hash_bytes=_HASH_BYTES)
+    status = Status.read(folder)
+    status.model_copy(update={"checkpoint": None if found is None else found.told(folder)}).write(folder)
+
+
+def _settle(folder: RunFolder, attempt: int) -> bool:
+    """Write the end of an attempt whose job has ended; False if its keeper lives on."""
+    limit = time.monotonic() + _OUTLIVED_S
+    while not _is_free(folder):
+        write_end_order(folder, attempt, "Its engine gave its job up.")
+        if time.monotonic() >= limit:
+            print(f"{folder.path} has another keeper, which does not end.", file=sys.stderr, flush=True)
+            return False
+        time.sleep(1.0)
+    lock = RunLock.acquire(folder.lock)
+    if lock is None:
+        return False
+    try:
+        settle_run(folder, told="Its job ended before its keeper had written the end.")
+    finally:
+        lock.release()
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Sends what is new in a run folder to the server, again and again, and takes orders. See `wire` for the protocol."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import httpx2 as httpx
+
+from toprope.atomic import write_text
+from toprope.records.run.folder import RunFolder, checkpoints_in, folder_bytes
+from toprope.supervisor.mirror.wire import CHUNK, WHOLE, Prefix, Refused, Wire, is_mirrored
+from toprope.supervisor.runs.orders import write_end_order
+
+_EVERY_S = 0.5
+_AGAIN_S = 2.0
+_TAIL = 256
+_REPLACED = (".json", ".png", ".diff")
+_ORDER = re.compile(r"(?:stop|end)-[A-Za-z0-9]{1,16}\.json")
+
+
+@dataclass
+class _Sent:
+    """The part of a file that the server has."""
+
+    prefix: Prefix = field(default_factory=Prefix)
+    inode: int = 0
+    tail: bytes = b""
+    """The last bytes of that part: they differ if somebody rewrote it in place."""
+    stamp: tuple[int, int, int] = (0, 0, 0)
+
+
+class Sender:
+    """Mirrors one run folder.
+
+    Args:
+        folder: The run folder on the cluster.
+        wire: The way to the server.
+        attempt: The attempt that ends if the server gives its place to another job.
+    """
+
+    def __init__(self, folder: RunFolder, wire: Wire, attempt: int) -> None:
+        self._folder, self._wire, self._attempt = folder, wire, attempt
+        self._sent: dict[str, _Sent] = {}
+        self._status = b""
+        self._taken: list[str] = []
+        self._wanted: list[str] = []
+        self._complete: list[str] = []
+        self._finishing = threading.Event()
+        self._told = ""
+        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+        self.arrived = False
+        """Everything has arrived, the end of the run included."""
+
+    def start(self) -> None:
+        """Send from now on, in a thread of its own."""
+        self._thread.start()
+
+    def finish(self, within_s: float) -> bool:
+        """Send the rest of a run that has ended; True if everything arrived in so many seconds."""
+        self._finishing.set()
+        self._thread.join(within_s)
+        return self.arrived
+
+    def _run(self) -> None:
+        while not self.arrived:
+            try:
+                self._look(last=self._finishing.is_set())
+                self._told = ""
+            except Refused as error:
+                self._say(f"The server takes nothing more from this job: {error}")
+                write_end_order(self._folder, self._attempt, f"Its server gave the run to another job: {error}")
+                return
+            except (httpx.HTTPError, OSError, ValueError, KeyError) as error:
+                self._say(f"The server cannot be reached, or not used; trying on: {error!r}")
+                time.sleep(_AGAIN_S)
+                continue
+            if not self._wanted:
+                self._finishing.wait(_EVERY_S)
+
+    def _say(self, text: str) -> None:
+        if text != self._told:
+            print(text, file=sys.stderr, flush=True)
+        self._told = text
+
+    def _look(self, *, last: bool) -> None:
+        """Send what is new, then the status as it was before: a reader who sees it finds all that it tells of."""
+        status = self._folder.status.read_bytes()
+        names = sorted(self._names())
+        for name in names:
+            if name != "status.json":
+                self._send(name, self._folder.path / name)
+        for step in self._wanted:
+            self._send_checkpoint(step)
+        if status != self._status:
+            self._wire.ask("PUT", "/file", params={"path": "status.json", "whole": 1}, content=status)
+            self._status = status
+        kept = {path.name: folder_bytes(path) for path in checkpoints_in(self._folder.checkpoints)}
+        body = {
+            "names": names,
+            "kept": kept,
+            "complete": self._complete,
+            "taken": self._taken,
+            "beat": time.time_ns() if last or not self._folder.lock.exists() else self._folder.lock.stat().st_mtime_ns,
+            "last": last and not self._wanted,
+        }
+        answer = self._wire.ask("POST", "/pass", json=body).json()
+        self._taken, self._complete = [], []
+        for name, text in answer["orders"].items():
+            if _ORDER.fullmatch(name):
+                write_text(self._folder.orders / name, text)
+                self._taken.append(name)
+        self._wanted = [step for step in answer["wanted"] if step in kept]
+        self.arrived = bool(answer["over"])
+
+    def _names(self) -> Iterator[str]:
+        for place in ("", "evaluations", "journal", "logs"):
+            with os.scandir(self._folder.path / place) as entries:
+                for entry in entries:
+                    name = f"{place}/{entry.name}" if place else entry.name
+                    if is_mirrored(name) and entry.is_file(follow_symlinks=False):
+                        yield name
+
+    def _send_checkpoint(self, step: str) -> None:
+        """Send a checkpoint under a hidden name; its manifest, without which it is unfinished, comes last."""
+        root = self._folder.checkpoints / step
+        files = [path for path in sorted(root.rglob("*")) if path.is_file() and not path.name.startswith(".")]
+        for path in sorted(files, key=lambda path: path == root / "manifest.json"):
+            self._send(f"checkpoints/.{step}/{path.relative_to(root).as_posix()}", path)
+        self._complete.append(step)
+
+    def _send(self, name: str, path: Path) -> None:
+        """Send what is new in a file. One that is gone meanwhile is left out."""
+        try:
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                sent = self._sent.setdefault(name, _Sent())
+                stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
+                if sent.stamp == stamp:
+                    return
+                if path.suffix in _REPLACED and found.st_size <= WHOLE:
+                    whole = {"path": name, "whole": 1}
+                    done = self._wire.ask("PUT", "/file", params=whole, content=file.read()).is_success
+                else:
+                    done = self._append(name, path, file, sent)
+                if done:
+                    sent.stamp = stamp
+                else:
+                    self._say(f"The server has no room for {name}.")
+        except FileNotFoundError:
+            return
+
+    def _append(self, name: str, path: Path, file: BinaryIO, sent: _Sent) -> bool:
+        """Send the bytes after those that the server has, or all if it has others; False if it has no room."""
+        found = os.fstat(file.fileno())
+        file.seek(max(0, sent.prefix.size - len(sent.tail)))
+        if sent.inode != found.st_ino or found.st_size < sent.prefix.size or file.read(len(sent.tail)) != sent.tail:
+            sent.prefix, sent.tail = Prefix(), b""  # another file: the server says what it has of it
+        sent.inode, anew, asked = found.st_ino, False, False
+        while True:
+            file.seek(sent.prefix.size)
+            data = file.read(CHUNK)
+            if name.endswith(".jsonl"):
+                data = data[: data.rfind(b"\n") + 1]  # so that readers at the server see whole lines
+            if asked and not data and not anew:
+                return True
+            known = {"path": name, "at": sent.prefix.size, "head": sent.prefix.head, "anew": int(anew)}
+            answer, asked = self._wire.ask("PUT", "/file", params=known, content=data), True
+            if answer.status_code == httpx.codes.PRECONDITION_FAILED:
+                there = answer.json()
+                common = Prefix.of(path, int(there["size"]))
+                anew = (common.size, common.head) != (there["size"], there["head"])
+                sent.prefix, sent.tail = Prefix() if anew else common, b""
+            elif answer.is_success:
+                sent.prefix.feed(data)
+                sent.tail, anew = (sent.tail + data)[-_TAIL:], False
+            else:
+                return False
