@@ -42,3 +42,23 @@ def test_files_loaded_again_leave_no_folder_and_no_longer_path(tmp_path: Path) -
     words, rest = done.stdout.strip().split("] ", 1) if done.returncode == 0 else ("", done.stderr)
     assert words == "['one', 'other'" and rest.startswith("1 ['above-") and rest.endswith("'] True"), rest
     assert list(scratch.iterdir()) == []
+
+
+def test_file_of_a_package_imports_its_neighbours_relatively(tmp_path: Path) -> None:
+    folder = tmp_path / "played" / "words"
+    folder.mkdir(parents=True)
+    for file, text in {
+        folder.parent / "__init__.py": "",
+        folder / "__init__.py": "",
+        folder / "said.py": "from ..shared import WORD\n",
+        folder.parent / "shared.py": "WORD = 'hello'\n",
+        folder / "env.py": "from .said import WORD\nprint(__name__)\n",
+        tmp_path / "alone.py": "from .said import WORD\n",
+    }.items():
+        file.write_text(text)
+    code = "import sys; from toprope.sdk.authoring.loading import module_of; from pathlib import Path\n"
+    code += "print(module_of(Path(sys.argv[1])).WORD); module_of(Path(sys.argv[2]))"
+    command = [sys.executable, "-P", "-c", code, str(folder / "env.py"), str(tmp_path / "alone.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["played.words.env", "hello"], done.stderr
+    assert "An environment's file stands alone" in done.stderr

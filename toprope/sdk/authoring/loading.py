@@ -163,7 +163,16 @@ def _import(file: Path, folder: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            package = package_of(str(file))
+            if not package or "relative import" not in str(error):
+                raise
+            module = importlib.import_module(
+                ".".join(file.absolute().with_suffix("").relative_to(Path(package).parent).parts)
+            )
+            sys.modules[name] = module
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # an author's file may raise anything, SystemExit too
