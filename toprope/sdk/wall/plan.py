@@ -229,7 +229,7 @@ def _outermost(places: Sequence[str]) -> list[str]:
     """Leave out what lies within another place; a mount on a link there would have to create its target."""
     found: list[str] = []
     for place in sorted(places, key=len):
-        if not any(paths.is_within(place, other) for other in found):
+        if not any(kernel.is_within(place, other) for other in found):
             found.append(place)
     return found
 
@@ -254,7 +254,7 @@ def variables_behind(variables: Mapping[str, str], plan: Plan, scratch: str, hom
     writable = [os.path.realpath(place) for place in plan.writes]
     for name in _CACHES:
         place = kept.get(name)
-        if place and not any(paths.is_within(os.path.realpath(place), folder) for folder in writable):
+        if place and not any(kernel.is_within(os.path.realpath(place), folder) for folder in writable):
             del kept[name]
     users = os.path.join(os.path.expanduser("~"), ".local")
     if os.path.isdir(os.path.join(users, "lib")) and users in plan.reads:
@@ -266,7 +266,7 @@ def variables_behind(variables: Mapping[str, str], plan: Plan, scratch: str, hom
             place
             for place in kept.get("PATH", os.defpath).split(os.pathsep)
             if os.path.realpath(place) in named
-            or any(paths.is_within(os.path.realpath(place), folder) for folder in folders)
+            or any(kernel.is_within(os.path.realpath(place), folder) for folder in folders)
         )
     kept |= {"TOPROPE_WALLED": "1", "GIT_CONFIG_NOSYSTEM": "1"}  # git gives up if it cannot read /etc/gitconfig
     own = {"HOME": home, "TMPDIR": scratch, "TEMP": scratch, "TMP": scratch}
