@@ -40,7 +40,7 @@ from toprope.sdk.worker.scripted_policy import scripted_session
 LIMIT, TRAIN = 11, 3
 _VERDICT = "GRADE: I"
 """The verdict of the grader on every answer: incorrect, in the form that inspect-ai asks for."""
-_KEYS = {"PRIME_API_KEY": "a-placeholder"}
+_KEYS = {"PRIME_API_KEY": "a-placeholder", "TAVILY_API_KEY": "a-placeholder"}
 """Keys that environments ask for before they call the service."""
 _GOALS = {
     "rolled_share": ">= 0.9",
