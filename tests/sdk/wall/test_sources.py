@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from toprope.records.run.specification import EnvironmentSource
 from toprope.records.walls import Walls
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.wall import Wall, kernel, paths, plan
+from toprope.sdk.wall.enclosure import Enclosure
 from toprope.training.rollouts.workers.walls import environment_wall
 
 
@@ -200,3 +202,23 @@ def test_paths_of_sources_and_targets(tmp_path: Path, monkeypatch: pytest.Monkey
     assert paths.data_paths("https://example.org/x") == paths.data_paths(None) == []
     left = paths.without([str(tmp_path)], [str(package)])
     assert set(left) == {str(tmp_path / "env.py"), str(tmp_path / ".ssh")}
+
+
+def test_packages_without_bytecode_are_compiled_once_into_home(tmp_path: Path) -> None:
+    """uv installs without bytecode, and the folder of packages is read-only: each worker compiled what it imports."""
+    package = tmp_path / "venv/lib/python3.11/site-packages/package"
+    for folder in (package, tmp_path / "venv/bin"):
+        folder.mkdir(parents=True)
+    (tmp_path / "venv/pyvenv.cfg").touch()
+    (python := tmp_path / "venv/bin/python").symlink_to(sys.executable)
+
+    def prefix(**wall: Any) -> str | None:
+        made = Enclosure.prepare(Wall(**wall), [str(python)], {}, None)
+        made.remove()
+        return made.variables.get("PYTHONPYCACHEPREFIX")
+
+    home = str(tmp_path / "home")
+    assert prefix(home=home) == f"{home}/.cache/pycache"
+    assert prefix() is None and prefix(home=home, trusted=True) is None
+    (package / "__pycache__").mkdir()
+    assert prefix(home=home) is None
