@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["COLLECTORS", "GRADER", "Candidate"]
+__all__ = ["COLLECTORS", "GRADER", "Candidate", "keys_of"]
 
 GRADER = "{grader}"
 _MORE = {
@@ -31,6 +31,12 @@ _MORE = {
     },
 }  # fmt: skip
 """Ecosystem -> imported module -> package that an owner names, because nothing beside the file requires it."""
+
+
+_KEY = re.compile(r"[\"']([A-Z][A-Z0-9_]*_API_KEY)[\"']")
+_PACKAGES_KEYS = {"PRIME_API_KEY", "TAVILY_API_KEY"}
+_OF_POLICY = {"OPENAI_API_KEY"}
+"""Keys of clients that adapters lead to the policy or the grader."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,13 @@ class Candidate:
     knobs: tuple[tuple[str, object], ...] = ()
     rows: tuple[str, ...] = ()
     submodules: tuple[str, ...] = ()
+
+
+def keys_of(drawn: Iterable[Candidate]) -> set[str]:
+    """Return the names of keys for which environments, and packages that they use, ask before they call a service."""
+    places = {Path(one.add[0]) for one in drawn if one.add}
+    files = {file for one in places for file in (one.rglob("*.py") if one.is_dir() else one.parent.glob("*.py"))}
+    return _PACKAGES_KEYS.union(*(_KEY.findall(file.read_text(errors="replace")) for file in files)) - _OF_POLICY
 
 
 def _verifiers(root: Path) -> Iterator[Candidate]:

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from toprope_server.cli.demo import server_parameters
 
-from benchmarks.foreign.candidates import COLLECTORS, Candidate
+from benchmarks.foreign.candidates import COLLECTORS, Candidate, keys_of
 from benchmarks.foreign.journey import ROLLED_CONTEXT, STAGES, Result, Traveller, variables_of
 from benchmarks.report import report
 from benchmarks.scratch import scratch
@@ -40,8 +40,6 @@ from toprope.sdk.worker.scripted_policy import scripted_session
 LIMIT, TRAIN = 11, 3
 _VERDICT = "GRADE: I"
 """The verdict of the grader on every answer: incorrect, in the form that inspect-ai asks for."""
-_KEYS = {"PRIME_API_KEY": "a-placeholder", "TAVILY_API_KEY": "a-placeholder"}
-"""Keys that environments ask for before they call the service."""
 _GOALS = {
     "rolled_share": ">= 0.9",
     "rolled_share_lowest": ">= 0.8",
@@ -137,7 +135,7 @@ async def _tried(
     trained: dict[str, int] = defaultdict(int)
     with scripted_session(_VERDICT) as grader:
         models = {"grader": {"base_url": grader.base_url, "model": "grader"}}
-        settings = {"models": models, "variables": {"environment": _KEYS}}
+        settings = {"models": models, "variables": {"environment": dict.fromkeys(keys_of(drawn), "none")}}
         (home / "config" / "settings.yaml").write_text(json.dumps(settings))
         async with (
             serve_policy(config, home / "policies", lambda said: None) as policy,

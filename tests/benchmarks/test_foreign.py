@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.foreign.candidates import COLLECTORS, Candidate
+from benchmarks.foreign.candidates import COLLECTORS, Candidate, keys_of
 from benchmarks.foreign.foreign import draw, figures_of
 from benchmarks.foreign.journey import Result
 
@@ -41,12 +41,13 @@ def test_games_that_their_author_took_out_are_not_drawn(tmp_path):
 def test_owners_add_what_files_import_and_fetch_submodules(tmp_path):
     shared = tmp_path / "NousResearch+atropos/environments"
     (shared / "words" / "library").mkdir(parents=True)
-    text = "import smolagents\nclass Words(BaseEnv):\n    ...\n"
+    text = "import smolagents\nkey = os.environ['WORDS_API_KEY'], 'OPENAI_API_KEY'\nclass Words(BaseEnv):\n    ...\n"
     (shared / "words" / "words.py").write_text(text)
     (shared / "alone.py").write_text(text.replace("import smolagents", "from base import BaseEnv"))
     alone, words = COLLECTORS["atropos"](tmp_path)
     assert alone.add[1:] == ("-r", "atropos") and not alone.submodules
     assert words.add[1:] == ("-r", "atropos", "-r", "smolagents")
+    assert keys_of([words]) - keys_of([]) == {"WORDS_API_KEY"} and "OPENAI_API_KEY" not in keys_of([])
     assert words.submodules == (str(shared / "words" / "library"),)
 
 

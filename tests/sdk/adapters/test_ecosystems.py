@@ -243,7 +243,7 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
     assert (new.name, new.target, new.description, new.problem) == ("new_env", "new_env", "About new_env", "")
     assert old.name == "old_env" and old.needs == "install" and "-r 'verifiers<0.2'" in old.problem
     (tmp_path / "verifiers").mkdir()
-    assert verifiers.more_requirements(tmp_path) == ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.3")
+    assert verifiers.more_requirements(tmp_path) == ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.2.37")
     (tmp_path / "verifiers-0.1.14.dist-info").mkdir()
     new, old, _ = verifiers.installed(tmp_path)
     assert "verifiers==0.4" in new.problem and not old.problem

@@ -27,7 +27,7 @@ from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
 __all__ = ["BEFORE", "RANGE", "LoadedEnvironment", "bounds", "loads_environment", "outside", "solved_from"]
 
-BEFORE = ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.3")
+BEFORE = ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.2.37")
 """The requirements of such packages: they import the server of mcp before 2, and start sandboxes by a text."""
 _METRIC_LIMIT = 1e6
 RANGE: tuple[tuple[str, Any, Any], ...] = (
