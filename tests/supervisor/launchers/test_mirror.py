@@ -32,8 +32,8 @@ KEEPER = "keeper one"
 class Sides:
     """A run on both sides: `here` at the server, `there` on the cluster."""
 
-    def __init__(self, path: Path, harness: RunHarness, **limits: int) -> None:
-        specification = harness.specification()
+    def __init__(self, path: Path, harness: RunHarness, *, trusted: bool = False, **limits: int) -> None:
+        self.trusted, specification = trusted, harness.specification()
         self.key = run_key("k" * 32, specification.run_id, 1)
         self.mirror = Mirror(host="127.0.0.1", home=str(path), key_file="none", **limits)
         self.here = RunFolder.create(path / "here", specification.run_id)
@@ -61,7 +61,7 @@ class Sides:
 
         async def start() -> Any:
             receiver = Receiver(self.here, self.lock, self.key, self.mirror)  # type: ignore[arg-type]
-            return await listen(receiver.app(), self.mirror, self.port, self.key, trusted=False)
+            return await listen(receiver.app(), self.mirror, self.port, self.key, trusted=self.trusted)
 
         self.runner = asyncio.run_coroutine_threadsafe(start(), self.loop).result(20)
         self.port = self.runner.addresses[0][1]
@@ -77,7 +77,7 @@ class Sides:
         self.lock.release()
 
     def wire(self, keeper: str = KEEPER) -> Wire:
-        self.wires.append(Wire(f"127.0.0.1:{self.port}", self.key, trusted=False, keeper=keeper))
+        self.wires.append(Wire(f"127.0.0.1:{self.port}", self.key, trusted=self.trusted, keeper=keeper))
         return self.wires[-1]
 
     def begin(self) -> Sender:
@@ -109,7 +109,7 @@ def same(sides: Sides) -> None:
             {path.name: path.read_bytes() for path in (folder.path / place).iterdir() if path.is_file()}
             for folder in (sides.here, sides.there)
         )
-        for owned in ("spec.json", "launch.json", "keeper.lock", "kept.json", "wanted.json"):
+        for owned in ("spec.json", "launch.json", "keeper.lock", "kept.json", "wanted.json", "mirror.log"):
             here.pop(owned, None)
             there.pop(owned, None)
         assert here == there, place
@@ -221,6 +221,27 @@ def test_link_in_the_copy_is_not_followed(sides: Sides, tmp_path: Path) -> None:
     assert (tmp_path / "outside").read_text() == "mine"
 
 
+def test_false_account_of_the_folder_touches_only_the_copy(sides: Sides) -> None:
+    write_some(sides.there, 1)
+    sides.sender._look(last=False)
+    write_json(sides.here.orders / "stop-1.json", {"order": "stop"})
+    (sides.here.log("mirror")).write_text("mine")
+    outside = sides.here.path.parent / "other.json"
+    outside.write_text("{}")
+    told = {"names": [], "complete": ["../x", "step-000001/x", ""], "kept": {"step-000001/../x": 1, "..": 2}, "beat": 1}
+    told |= {"taken": ["../spec.json", "../../other.json", "/etc/x.json"], "last": False}
+    answer = sides.wire().ask("POST", "/pass", json=told).json()
+    assert answer["wanted"] == [] and list(answer["orders"]) == ["stop-1.json"] and not answer["over"]
+    kept = {"spec.json", "launch.json", "keeper.lock", "status.json", "logs/mirror.log", "orders/stop-1.json"}
+    names = {path.relative_to(sides.here.path).as_posix() for path in sides.here.path.rglob("*") if path.is_file()}
+    assert names - {"crew/claim-1"} == kept and outside.exists()
+    for wrong in ({}, {**told, "names": None}, {**told, "kept": []}, {**told, "beat": "x"}, []):
+        assert sides.wire()._client.post("/pass", json=wrong).status_code == 400
+    sides.sender = sides.begin()
+    sides.sender._look(last=False)
+    same(sides)
+
+
 @pytest.mark.parametrize("change", [{"run_id": "run-other"}, {"attempt": 2}, {"kind": "test"}, {"checkpoint": "../x"}])
 def test_status_of_another_run_is_refused(sides: Sides, change: dict[str, Any]) -> None:
     if "checkpoint" in change:
@@ -240,6 +261,17 @@ def test_sizes_are_bounded(tmp_path: Path, harness: RunHarness) -> None:
         assert not sides.here.log("trainer").exists() or sides.here.log("trainer").stat().st_size < 1_000_000
         assert sides.here.metrics.read_bytes() == sides.there.metrics.read_bytes()  # everything else arrives
         assert sides.put("big.json", b"x" * (17 << 20), whole=1) == 413
+    finally:
+        sides.close()
+
+
+def test_trusted_network_needs_the_key_in_clear(tmp_path: Path, harness: RunHarness) -> None:
+    sides = Sides(tmp_path, harness, trusted=True)
+    try:
+        write_some(sides.there, 1)
+        sides.sender._look(last=False)
+        same(sides)
+        assert httpx.post(f"http://127.0.0.1:{sides.port}/begin", json={}).status_code == 401
     finally:
         sides.close()
 

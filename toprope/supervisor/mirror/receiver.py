@@ -88,7 +88,7 @@ class Receiver:
                 return web.Response(status=409, text="another job has the run, or none has begun")
             try:
                 answer: web.StreamResponse = await handler(request)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 return web.Response(status=400, text=f"{type(error).__name__}: {error}"[:300])
             except TopropeError as error:
                 return web.Response(status=400, text=str(error)[:300])
