@@ -69,8 +69,9 @@ for (const [name, [where, wanted]] of Object.entries(screensOf(ids))) {
     const over = await page.evaluate(() =>
       document.documentElement.scrollWidth <= innerWidth ? [] : [...document.querySelectorAll("main *")].filter((node) => node.getBoundingClientRect().right > innerWidth + 1).slice(0, 4).map((node) => `${node.tagName}.${node.className}`),
     );
+    const violations = await axeViolations(page);
     await page.setViewport({ width: 1440, height: 900 });
-    assert.deepEqual(over, []);
+    assert.deepEqual([...over, ...violations], []);
   });
 }
 

@@ -54,7 +54,7 @@ export function SettingsCard({ fixed }: { fixed: RunFixed }) {
       </dl>
       {fixed.settings.length === 0 && <Nothing>Every setting has its default.</Nothing>}
       {fixed.settings.length > 0 && (
-        <div class="wide-table">
+        <div class="wide-table" tabIndex={0} role="region" aria-label="Settings">
           <table class="settings">
             <thead>
               <tr>
