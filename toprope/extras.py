@@ -15,6 +15,9 @@ TRAINING = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "s
 HOSTED = ("tinker", "transformers", "aiohttp")
 """Modules without which no run at a service works."""
 
+MIRRORING = ("aiohttp", "cryptography")
+"""Modules without which no run works on a cluster that shares no folder with this machine."""
+
 
 def missing(modules: Iterable[str]) -> list[str]:
     """Return those of the modules that are not installed. Imports none of them."""

@@ -17,6 +17,7 @@ from toprope.supervisor.launchers import probe
 from toprope.workbench.launch.requirements import describe_job
 
 LAB = {"kind": "slurm", "python": sys.executable, "partition": "gpu"}
+MIRROR = {"host": "login", "home": "/scratch/toprope", "key_file": "~/key"}
 FARM = {"kind": "ray", "address": "http://10.0.0.1:8265"}
 
 
@@ -57,6 +58,9 @@ def test_cluster_of_a_run_is_the_named_or_the_only_one(tmp_path, launcher, named
         ({**FARM, "address": "http://me:secret@10.0.0.1"}, "without user and password"),
         ({**FARM, "setup": ["module load x"]}, "are for Slurm"),
         ({**LAB, "partitions": "x"}, "lab: partitions"),
+        ({**LAB, "mirror": {**MIRROR, "home": "relative"}}, "mirror.home"),
+        ({**LAB, "mirror": {**MIRROR, "host": "me:secret@login"}}, "mirror.host"),
+        ({**LAB, "mirror": {**MIRROR, "ports": "all"}}, "mirror.ports"),
     ],
 )
 def test_wrong_entry_is_refused_without_its_values(tmp_path, entry, says):
@@ -102,6 +106,7 @@ def test_preview_says_what_the_engine_would_be_asked_for(tmp_path, harness):
     said = describe_job(specification, home)
     for part in ("the cluster lab", "--nodes=1", "--cpus-per-task=8", "--partition=gpu", "--time=90"):
         assert part in said
+    assert describe_job(specification, owners(tmp_path / "mirrored", lab={**LAB, "mirror": MIRROR})) == said
     specification.config.launcher.kind, specification.config.launcher.nodes = "ray", 3
     assert "Ray: 7 CPUs, on each of 3 nodes, at " in describe_job(specification, owners(tmp_path / "other", farm=FARM))
     specification.config.launcher.kind = "slurm"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from toprope_server.cli.doctor.cluster import check_cluster
 from tests.support.run_harness import RunHarness, ended, eventually, until
 from tests.support.services.far_cluster import KEY, FarCluster, leave, resume, shown
 from toprope.atomic import write_json
-from toprope.errors import ComponentFailed, NotPossibleNow
+from toprope.errors import ComponentFailed, InvalidValue, NotPossibleNow
 from toprope.records.run.checkpoints import checkpoint_of
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch
@@ -167,6 +169,23 @@ def test_end_that_did_not_arrive_is_brought_by_another_job(far: FarCluster) -> N
 
 
 @whole
+def test_place_that_is_taken_back_resumes_by_itself_as_another_job(far: FarCluster) -> None:
+    runs = far.runs(variables=lambda _: {})
+    folder = far.start(runs)
+    until(runs, folder, "training")
+    os.kill(json.loads(far.there(folder).lock.read_text())["pid"], signal.SIGUSR1)
+    second = eventually(lambda: status if (status := runs.status(folder.run_id)).attempt == 2 else None)
+    assert second.attempt == 2
+    until(runs, folder, "training")
+    assert Status.read(far.there(folder)).attempt == 2
+    runs.stop(folder.run_id)
+    assert ended(runs, folder).state == "stopped"
+    gone(far, folder)
+    numbers = [event.seq for event in read_events(folder.events)]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+@whole
 def test_second_job_of_an_attempt_starts_nothing(far: FarCluster) -> None:
     runs = far.runs()
     folder = far.start(runs)
@@ -201,6 +220,10 @@ def test_refused_job_leaves_no_receiver(far: FarCluster) -> None:
         far.start(runs, account="spent")
     [folder] = [RunFolder(path) for path in (far.harness.path / "runs").iterdir() if not path.name.startswith(".")]
     assert runs.status(folder.run_id).state == "failed" and not is_held(folder.lock)
+    far.key.chmod(0o644)
+    with pytest.raises(InvalidValue, match="Others can read"):
+        far.start(runs)
+    assert not [status for status in runs.list() if status.state != "failed"]
 
 
 @whole

@@ -7,6 +7,8 @@
       events.jsonl       what happened, numbered             (keeper only, appended)
       orders/            requests to the keeper              (renamed into place, removed when carried out)
       launch.json        its job on a cluster, if any        (the front end that submits it, replaced atomically)
+      kept.json          checkpoints that a cluster keeps    (the receiver of a mirrored run)
+      wanted.json        those of them that were asked for   (front ends; the receiver)
       keeper.lock        held by the keeper while it lives   (flock; if it can be taken, the keeper is gone)
       metrics.jsonl      one row a step                      (trainer only, appended)
       evaluations/       <label>.json                        (environment's driver)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, InvalidValue, TopropeError
+from toprope.extras import MIRRORING, require
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch, wanted
 from toprope.records.run.specification import Specification
@@ -83,6 +84,9 @@ class ClusterLauncher:
         former = Launch.read(folder)
         if former is not None and former.attempt == attempt:
             return
+        if cluster.mirror is not None:
+            require("A run on a cluster that shares no folder", *MIRRORING)
+            cluster.mirror.key()  # refuses a key that cannot be used
         now = time.time()
         launch = Launch(
             kind=cluster.kind,

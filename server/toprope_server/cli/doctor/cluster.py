@@ -12,6 +12,7 @@ from typing import Any
 
 import toprope
 from toprope.errors import TopropeError
+from toprope.extras import MIRRORING, require
 from toprope.records.run.folder import read_json
 from toprope.settings.clusters import Cluster
 from toprope.settings.owner import Home
@@ -81,7 +82,8 @@ def _prove(
         remedy = f"The node needs {command[0]} with Toprope, and {folder.parent} under the same path."
         yield from _probe(asked, request, name, folder, limit_s, show, remedy)
         return
-    from toprope.supervisor.mirror.receiver import taking_facts  # needs packages of the extra `train`
+    require("A check of a cluster that shares no folder", *MIRRORING)
+    from toprope.supervisor.mirror.receiver import taking_facts
 
     trusted, home = cluster.network == "trusted", Path(mirror.home)
     with taking_facts(mirror, run_key(mirror.key(), job, 0), folder / FACTS, trusted=trusted) as server:
