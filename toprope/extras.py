@@ -55,9 +55,11 @@ def without_collector() -> Iterator[None]:
     The collector would visit all that is loaded again and again, which takes a quarter of the time of importing torch
     and transformers. What is loaded stays, so the collector does not visit it afterwards either (`gc.freeze`).
     """
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_on:
+            gc.enable()

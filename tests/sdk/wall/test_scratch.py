@@ -5,42 +5,74 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
+
+import pytest
 
 from tests.support.run_harness import eventually
+from toprope.sdk.wall import scratch
 from toprope.sdk.wall.scratch import Scratch
 
 OWNER = "import sys; from toprope.sdk.wall.scratch import Scratch; print(Scratch().path, flush=True); sys.stdin.read()"
 
 
-def test_folders_of_killed_processes_go_and_claimed_young_and_foreign_ones_stay(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    owners, old = [], time.time() - 3600
-    for _ in range(2):
-        owner = subprocess.Popen(
-            [sys.executable, "-c", OWNER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"TMPDIR": str(tmp_path)},
-        )
-        owners.append((owner, owner.stdout.readline().strip()))
-    (killed, left), (alive, claimed) = owners
-    with killed:
-        killed.kill()
-    (tmp_path / "toprope-scratch-young").mkdir()
-    (tmp_path / "another").mkdir()
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (tmp_path / "toprope-scratch-link").symlink_to(kept)
-    open(os.path.join(left, "data"), "w").close()
-    for path in (left, claimed, tmp_path / "another", kept):
+
+
+def make(place: Path, *, killed: bool) -> tuple[subprocess.Popen[str], str]:
+    """Have another process make a folder, and perhaps kill it."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(place)},
+    )
+    assert owner.stdout is not None
+    path = owner.stdout.readline().strip()
+    if killed:
+        with owner:
+            owner.kill()
+    return owner, path
+
+
+def test_folders_of_killed_processes_go_and_others_stay(tmp_path):
+    old, kept = time.time() - 3600, tmp_path / "kept"
+    _, left = make(tmp_path, killed=True)
+    alive, claimed = make(tmp_path, killed=False)
+    name = os.path.basename(left)
+    young, elsewhere = tmp_path / f"{name}-young", tmp_path / "toprope-other0-abc"  # not yet claimed; another machine's
+    for folder in (young, elsewhere, kept):
+        folder.mkdir()
+    (tmp_path / f"{name}-link").symlink_to(kept)
+    (Path(left) / "data").touch()
+    for path in (left, claimed, elsewhere, kept):
         os.utime(path, (old, old))
     mine = Scratch()
     eventually(lambda: not os.path.exists(left))
-    stay = {mine.path, claimed, *(str(tmp_path / name) for name in ("toprope-scratch-young", "another", "kept"))}
-    assert all(os.path.isdir(path) for path in stay)
+    assert all(os.path.isdir(path) for path in (mine.path, claimed, young, elsewhere, kept))
     mine.remove()
     mine.remove()
     assert not os.path.exists(mine.path)
     with alive:
         alive.communicate()
+
+
+def test_folder_of_any_depth_and_any_time_goes(tmp_path):
+    mine, here = Scratch(), os.open(".", os.O_RDONLY)
+    try:
+        os.chdir(mine.path)
+        for _ in range(1500):
+            os.mkdir("d")
+            os.chdir("d")
+    finally:
+        os.fchdir(here)
+        os.close(here)
+    mine.remove()
+    assert not os.path.exists(mine.path)
+    _, left = make(tmp_path, killed=True)
+    os.utime(left, (2**40, 2**40))
+    scratch._sweep(str(tmp_path))
+    assert not os.path.exists(left)

@@ -304,7 +304,9 @@ def build(plan: dict[str, Any]) -> None:
     rules = list(kernel.rules(plan)) if plan["landlock"] else []
     if plan["landlock"] and plan["mounts"]:
         try:
-            own = close_mounts(plan["writes"], rules, plan["scratch"])
+            own = close_mounts(
+                plan["writes"], rules, plan.get("scratch", "")
+            )  # callers from before an upgrade have none
             rules += [(place, kernel.READ | kernel.CHANGE) for place in own]
             closed = True
             limit_tasks(plan["tasks"])

@@ -5,16 +5,29 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
+import subprocess
 import tempfile
 import threading
 import time
+import zlib
+from contextlib import suppress
+from functools import cache
 
 __all__ = ["Scratch"]
 
-_PREFIX = "toprope-scratch-"
 _YOUNG_S = 60.0
 """A folder of this age may not be claimed yet."""
+
+
+@cache
+def _prefix() -> str:
+    """The names of this machine's folders: nodes may share TMPDIR, and not every file system carries a lock to them."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            machine = file.read()
+    except OSError:
+        machine = os.uname().nodename.encode()
+    return f"toprope-{zlib.crc32(machine) & 0xFFFFFF:06x}-"
 
 
 class Scratch:
@@ -26,14 +39,18 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self.path = os.path.realpath(tempfile.mkdtemp(prefix=_PREFIX))
-        self._claim = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        self.path = os.path.realpath(tempfile.mkdtemp(prefix=_prefix()))
+        try:
+            self._claim = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            os.rmdir(self.path)
+            raise
         _lock(self._claim)
-        threading.Thread(target=_sweep, args=(os.path.dirname(self.path),), name="sweep", daemon=True).start()
+        _sweep_once(os.path.dirname(self.path))
 
     def remove(self) -> None:
         """Remove the folder with everything in it, once."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove(self.path)
         if self._claim >= 0:
             os.close(self._claim)
             self._claim = -1
@@ -48,20 +65,34 @@ def _lock(folder: int) -> bool:
     return True
 
 
+def _remove(path: str) -> None:
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    except RecursionError:  # more than a thousand folders in each other; no interpreter before 3.13 removes them
+        subprocess.run(["rm", "-rf", "--", path], stderr=subprocess.DEVNULL, check=False)
+
+
+@cache
+def _sweep_once(place: str) -> None:
+    with suppress(RuntimeError):  # no further thread can be started; the next process sweeps
+        threading.Thread(target=_sweep, args=(place,), name="sweep", daemon=True).start()
+
+
 def _sweep(place: str) -> None:
-    """Remove the folders of processes that were killed."""
-    for name in os.listdir(place):
-        if not name.startswith(_PREFIX):
-            continue
-        path = os.path.join(place, name)
-        try:
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue  # it is another user's, or has just been removed
-        try:
-            told = os.fstat(folder)
-            old = time.time() - told.st_mtime > _YOUNG_S
-            if old and told.st_uid == os.geteuid() and stat.S_ISDIR(told.st_mode) and _lock(folder):
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(folder)
+    """Remove the folders of processes of this machine that were killed."""
+    with suppress(OSError):
+        for name in os.listdir(place):
+            if name.startswith(_prefix()):
+                with suppress(OSError):  # it is another user's, or has just been removed
+                    _remove_unclaimed(os.path.join(place, name))
+
+
+def _remove_unclaimed(path: str) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        told = os.fstat(folder)
+        # A worker may have set the time into the future.
+        if told.st_uid == os.geteuid() and abs(time.time() - told.st_mtime) > _YOUNG_S and _lock(folder):
+            _remove(path)
+    finally:
+        os.close(folder)

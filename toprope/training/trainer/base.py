@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from toprope.errors import DiskFull, TopropeError
-from toprope.extras import without_collector
 from toprope.records.messages import Checkpointed, Finished, NoRoom, Ready, Stepped, Warned
 from toprope.records.run.checkpoints import newest_sound, no_sound_checkpoint, set_aside
 from toprope.records.run.full_disk import NO_ROOM, PatientLines
@@ -99,8 +98,7 @@ class TrainingRun(ABC):
 
     def _train_policy(self, policy: Path, checkpoint: Path | None) -> None:
         member, config = self._member, self._config
-        with without_collector():  # it loads further libraries
-            learner, state = self._set_up(policy, checkpoint)
+        learner, state = self._set_up(policy, checkpoint)
         self._connect_api()
         if checkpoint is not None:
             state = self._agree_on_cursor(state)
