@@ -39,6 +39,7 @@ ENTER = "/api/enter"
 _API = "/api/"
 _LONGEST_BODY = 1 << 16
 _MOST_KEYS, _MOST_TOKENS = 16, 64
+_ESTABLISHED = "01"
 
 
 class Keys:
@@ -153,7 +154,8 @@ def _needs_token(path: str) -> bool:
 
 
 def user_of(scope: Scope) -> int | None:
-    """The user whose program is at the other end of a loopback connection; None where the kernel does not tell."""
+    """The user whose program is at the other end of a loopback connection; None where the kernel does not tell, and
+    nobody (-1) if that end was closed: the kernel shows root as its owner then."""
     try:
         ends = [
             f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
@@ -163,6 +165,6 @@ def user_of(scope: Scope) -> int | None:
     except (OSError, TypeError, KeyError):
         return None
     for fields in map(str.split, lines):
-        if fields[1].endswith(ends[0]) and fields[2].endswith(ends[1]):
+        if fields[1].endswith(ends[0]) and fields[2].endswith(ends[1]) and fields[3] == _ESTABLISHED:
             return int(fields[7])
-    return None
+    return -1
