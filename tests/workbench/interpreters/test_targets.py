@@ -226,7 +226,8 @@ def test_uv_is_given_what_a_project_requires_in_place_of_its_dependencies(
     for folder in (uv.parent, project):
         folder.mkdir()
     uv.write_text(
-        '#!/bin/sh\nwhile [ "$1" != --override ]; do shift; done\ncp "$2" given; echo sockets==15 > resolved\n'
+        '#!/bin/sh\n[ "$2" = install ] && echo "$@" > installed && exit\n'
+        'while [ "$1" != --override ]; do shift; done\ncp "$2" given; echo sockets==15 > resolved\n'
     )
     uv.chmod(0o755)
     (project / "pyproject.toml").write_text('[tool.uv]\noverride-dependencies = ["sockets>=15"]\n')
@@ -234,3 +235,5 @@ def test_uv_is_given_what_a_project_requires_in_place_of_its_dependencies(
     installer = Installer(tmp_path / "venv", Commands(tmp_path / "log", timeout_s=60))
     for wanted, lines in [(Wanted((str(project), "torch")), "sockets>=15\n"), (Wanted(("torch",)), "")]:
         assert installer.resolve("it", wanted) and (tmp_path / "given").read_text() == lines
+    installer.install("it", [Pin("sockets", "sockets==15")], Wanted(()))  # workers cannot write beside packages
+    assert "--compile-bytecode" in (tmp_path / "installed").read_text().split()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from toprope.sdk.errors import WorkerDied
 from toprope.sdk.wall.groups import ProcessGroup
-from toprope.sdk.wall.paths import lacks_bytecode
 from toprope.sdk.wall.plan import Plan, Wall, command_for, level_here, plan_for, variables_behind
 from toprope.sdk.wall.relay import Relay
 from toprope.sdk.wall.scratch import Scratch
@@ -79,8 +78,6 @@ class Enclosure:
                 lacks="" if wall.trusted else lacks,
                 folder=folder,
             )
-            if wall.home and not wall.trusted and lacks_bytecode(python):  # its folder is read-only
-                made.variables.setdefault("PYTHONPYCACHEPREFIX", os.path.join(home, ".cache", "pycache"))
             made._fill(plan, wall, [python, *command[1:]])
         except BaseException:
             if made is not None:

@@ -19,7 +19,6 @@ from toprope.sdk.wall.kernel import is_within
 
 __all__ = [
     *("DEVICES", "SYSTEM", "data_paths", "editable_paths", "folders_above", "imported_by", "interpreter_paths"),
-    "lacks_bytecode",
     *("package_of", "program_paths", "project_of", "source_paths", "without"),
 ]
 
@@ -88,17 +87,6 @@ def _installed(prefix: str) -> list[str]:
     if not (is_project and os.path.isfile(os.path.join(prefix, "pyvenv.cfg"))):
         return [prefix]
     return [os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "include", "share", "etc", "pyvenv.cfg")]
-
-
-def lacks_bytecode(python: str) -> bool:
-    """True if the packages of an environment were installed without bytecode, as uv does.
-
-    Args:
-        python: The absolute path of its interpreter.
-    """
-    prefix = os.path.dirname(os.path.dirname(python))
-    packages = os.path.join(glob.escape(prefix), "lib*", "python3*", "site-packages", "*", "__pycache__")
-    return os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) and next(glob.iglob(packages), None) is None
 
 
 def program_paths(search: str) -> list[str]:

@@ -166,7 +166,7 @@ class Installer:
         lock = self._file("pins.txt", (pin.line for pin in pins))
         options = ["--no-deps", "-r", str(lock), *self._sources(wanted)]
         if self._uv:
-            command = [self._uv, "pip", "install", "--python", self.python, *options]
+            command = [self._uv, "pip", "install", "--compile-bytecode", "--python", self.python, *options]
         else:
             command = [*self._pip(), "install", "--no-warn-script-location", "--progress-bar", "off", *options]
         code, lines = self._commands.run(command, self._venv.parent)
