@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from toprope.sdk import errors
-from toprope.sdk.errors import Failure, LoadError, note_unreachable_hosts
+from toprope.sdk.errors import Failure, LoadError, note_unreachable_hosts, with_unresolved
 
 
 def chain(*errors: Exception) -> Exception:
@@ -99,3 +99,5 @@ def test_host_of_a_command_that_cannot_reach_it_is_named(monkeypatch: pytest.Mon
     assert told(far) == told(far.encode()) == "no tasks; a.invalid could not be reached"
     for said in ("fatal: repository 'https://a.invalid/x/' not found", ""):
         assert "could not be reached" not in told(said)
+    assert with_unresolved("exit status 1.", far) == "exit status 1; a.invalid could not be reached"
+    assert with_unresolved("b.invalid could not be reached", far) == "b.invalid could not be reached"

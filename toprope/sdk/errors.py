@@ -196,7 +196,7 @@ def note_unreachable_hosts() -> None:
 
 def with_unresolved(message: str, said: str) -> str:
     """Add the host of a program that failed to a message, if the program said that it could not resolve it."""
-    found = _UNRESOLVED.search(said)
+    found = None if "could not be reached" in message else _UNRESOLVED.search(said)
     return f"{message.rstrip('.')}; {found[1]} could not be reached" if found else message
 
 

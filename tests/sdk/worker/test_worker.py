@@ -276,6 +276,21 @@ def test_load_error_gives_reason_and_place(tmp_path: Path, text: str, kind: str,
     with_link(body, env=worker_environment({"PYTHONPATH": root}))
 
 
+def test_failure_is_not_excused_by_the_host_of_an_earlier_call(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    said, failed = CLONE.replace("; false", ""), "\n  def tasks(self): subprocess.run('false', check=True)\n"
+    file.write_text(HEAD + said + failed)
+
+    async def body(link: WorkerClient) -> None:
+        opened = link.call("open", source={"file": str(file), "attribute": "Mine"})
+        queued = [link.call("tasks", split="train", start=0, count=1) for _ in range(2)]
+        _, *failures = await asyncio.gather(opened, *queued, return_exceptions=True)
+        for failure in failures:
+            assert isinstance(failure, WorkerError) and failure.message.endswith("exit status 1."), failure
+
+    with_link(body)
+
+
 def test_invalid_requests_are_answered(behaviour: dict[str, str]) -> None:
     requests: list[tuple[str, dict[str, Any], str, str]] = [
         ("begun", {}, "unknown_op", "Did you mean 'begin'?"),

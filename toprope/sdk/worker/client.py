@@ -115,6 +115,8 @@ class WorkerClient:
         self._timed_out: str = ""
         self._ended_for: str = ""
         self._tail: deque[bytes] = deque()
+        self._new = 0
+        """Bytes that it printed since its last answer, or since a call came to it at rest."""
         self._sealed: _Seal | None = None
         self._end: WorkerDied | WorkerTimeout | None = None
         self._closing = False
@@ -220,6 +222,8 @@ class WorkerClient:
         line = json.dumps({"id": number, "op": op, **arguments}).encode() + b"\n"
         loop = asyncio.get_running_loop()
         call = _Call(op, timeout, loop.create_future(), concurrent)
+        if not self._waiting:
+            self._new = 0
         self._waiting[number] = call
         if concurrent:
             call.timer = loop.call_later(timeout, self._out_of_time, number)
@@ -318,6 +322,8 @@ class WorkerClient:
                 number = answer["id"]
             except (ValueError, TypeError, KeyError):
                 continue  # cut off when the worker was killed
+            await asyncio.sleep(0)  # what it printed before may have come with the answer
+            new, self._new = self._new, 0
             call = self._waiting.pop(number, None)
             if call is not None and call.timer is not None:
                 call.timer.cancel()
@@ -330,7 +336,7 @@ class WorkerClient:
             else:
                 error = answer["error"]
                 if error["type"] == "CalledProcessError":  # what the program said is often not in it
-                    error["message"] = with_unresolved(error["message"], self._last_words())
+                    error["message"] = with_unresolved(error["message"], self._last_words(new))
                 call.future.set_exception(WorkerError(**error))
 
     async def _line(self, stdout: asyncio.StreamReader) -> bytes:
@@ -348,6 +354,7 @@ class WorkerClient:
                 continue
             if self._sink is not None:
                 self._sink.write(chunk)
+            self._new += len(chunk)
             self._tail.append(chunk[-_TAIL_BYTES:])
             while len(self._tail) > 1 and sum(map(len, self._tail)) - len(self._tail[0]) >= _TAIL_BYTES:
                 self._tail.popleft()
@@ -399,8 +406,9 @@ class WorkerClient:
         if transport is not None:
             transport.close()
 
-    def _last_words(self) -> str:
-        lines = b"".join(self._tail)[-_TAIL_BYTES:].decode(errors="replace").splitlines()
+    def _last_words(self, most: int = _TAIL_BYTES) -> str:
+        tail = b"".join(self._tail)
+        lines = tail[max(0, len(tail) - min(most, _TAIL_BYTES)) :].decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
 
     def _copy_of_end(self) -> WorkerDied | WorkerTimeout:
