@@ -16,7 +16,7 @@ from toprope.settings.owner import Home
 from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.interpreters.adding import Interpreters, Order
-from toprope.workbench.interpreters.installing import Installer, Pin, Wanted
+from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, _overrides
 from toprope.workbench.interpreters.naming import ecosystem_requirements, target_of
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
@@ -237,3 +237,15 @@ def test_uv_is_given_what_a_project_requires_in_place_of_its_dependencies(
         assert installer.resolve("it", wanted) and (tmp_path / "given").read_text() == lines
     installer.install("it", [Pin("sockets", "sockets==15")], Wanted(()))  # workers cannot write beside packages
     assert "--compile-bytecode" in (tmp_path / "installed").read_text().split()
+
+
+def test_overrides_of_a_project_are_requirements_without_secrets(tmp_path: Path) -> None:
+    def given(overrides: str) -> list[str]:
+        (tmp_path / "pyproject.toml").write_text(f"[tool]\n{overrides}\n")
+        return list(_overrides([str(tmp_path)]))
+
+    options = "1, {}, '-r /etc/hostname', '--index-url https://x.example/simple', \"x @ https://x.example\\n--pre\""
+    assert given(f"uv.override-dependencies = ['six>=1', {options}]") == ["six>=1"]
+    assert given("uv = 3") == given("uv.override-dependencies = 'six'") == []
+    with pytest.raises(InvalidValue, match="password are not accepted"):
+        given("uv.override-dependencies = ['x @ https://me:secret@x.example/x.whl']")

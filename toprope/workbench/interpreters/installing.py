@@ -7,6 +7,7 @@ version that Toprope runs, and a GPU build is refused if Toprope's own is a CPU 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -31,6 +32,7 @@ from toprope.records.run.manifest import site_packages_of
 from toprope.sdk.discovery import parse
 from toprope.sdk.wall.paths import imported_by
 from toprope.workbench.adapters import Adapter
+from toprope.workbench.interpreters.naming import require_no_secret
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
 from toprope.workbench.interpreters.words import excerpt, failure
@@ -222,10 +224,16 @@ def _overrides(requirements: Iterable[str]) -> Iterator[str]:
     """Yield what projects in folders require in place of what their dependencies do (`[tool.uv]`)."""
     for one in requirements:
         try:
-            tools = tomllib.loads((Path(one) / "pyproject.toml").read_text(encoding="utf-8")).get("tool", {})
-        except (OSError, ValueError):  # uv refuses a broken one
+            project = tomllib.loads((Path(one) / "pyproject.toml").read_text(encoding="utf-8"))
+            given = project["tool"]["uv"]["override-dependencies"]
+        except (OSError, ValueError, LookupError, TypeError):  # uv refuses a broken one
             continue
-        yield from tools.get("uv", {}).get("override-dependencies", ())
+        for line in given if isinstance(given, list) else ():
+            with contextlib.suppress(InvalidRequirement, TypeError):
+                Requirement(line)
+                require_no_secret(line)
+                if line.isprintable():  # a URL may hold a line break, and what follows be an option
+                    yield line
 
 
 def digest_of(pins: Sequence[Pin], python: str) -> str:
