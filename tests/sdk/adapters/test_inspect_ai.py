@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from toprope.sdk.adapters import inspect_ai
+from toprope.sdk.adapters._inspect_ai import commands
 from toprope.sdk.adapters._inspect_ai.commands import confine_commands
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Task
@@ -175,17 +176,26 @@ def test_inspect_converts_scores_to_parts(inspect: Callable[..., OwnLoop]) -> No
     assert unread.error.startswith("the scorer exact gave no score: Grade not found in: hm (environment.model_roles")
 
 
-def test_task_without_scorer_plays_and_scores_the_lowest(inspect: Callable[..., OwnLoop]) -> None:
+def test_task_without_scorer_plays_and_scores_the_lowest(
+    inspect: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
     failed = sample("b", error=Thing(message="ValueError: no", traceback=""), output=Thing(choices=[]))
     refused = "x.SandboxInjectionError: Failed to inject: Cannot create sandbox framework directory /var/tmp/.x: denied"
     unserved = sample("c", error=Thing(message="", traceback=refused))
     environment = inspect([sample("a", scores=None), failed, unserved], scorers=())
     assert "environment.rewards adds judges" in environment.parts["unscored"].description
     found = [asyncio.run(environment.group(task, [session()]))[0] for task in environment.tasks()]
-    played, error, walled = found
+    played, error, unwalled = found
+
+    def forbidden(family: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(commands, "socket", Thing(socket=forbidden, AF_UNIX=1))
+    walled = asyncio.run(environment.group(list(environment.tasks())[2], [session()]))[0]
     assert isinstance(played, Played) and played.parts == {"unscored": 0.0} and played.turns == 1
     assert isinstance(error, Played) and error.error == "ValueError: no", "a sample that ended before any answer"
     assert isinstance(walled, Played) and "refuses local sockets. Tasks without text_editor" in str(walled.error)
+    assert isinstance(unwalled, Played) and unwalled.error == refused and str(walled.error).endswith(f": {refused}")
 
 
 def test_bridged_agents_need_no_key_and_tokens_are_counted_without_a_file(

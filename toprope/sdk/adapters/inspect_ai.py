@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toprope.sdk.adapters._harbor.sandbox import require_wall
-from toprope.sdk.adapters._inspect_ai.commands import NO_TOOL_SERVER, TOOL_SERVER, confine_commands
+from toprope.sdk.adapters._inspect_ai.commands import confine_commands, with_refusal
 from toprope.sdk.adapters._inspect_ai.listing import declared, installed
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
@@ -407,8 +407,7 @@ def _reason(error: Any) -> str:
     lines = [line.strip() for line in (getattr(error, "traceback", None) or error.message or "").splitlines()]
     places = [place for place, line in enumerate(lines) if _RAISED.match(line)]
     text = " ".join(lines[places[-1] :]) if places else error.message or ""
-    text = NO_TOOL_SERVER if TOOL_SERVER.search(text) else text
-    return " ".join(text.split())[:_LONGEST_REASON] or "inspect gives no reason"
+    return " ".join(with_refusal(text).split())[:_LONGEST_REASON] or "inspect gives no reason"
 
 
 def _needed(target: str, module: str) -> str:

@@ -7,6 +7,7 @@ import contextvars
 import os
 import re
 import shutil
+import socket
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -15,12 +16,12 @@ from typing import Any
 from toprope.sdk.adapters._harbor.sandbox import KEPT_VARIABLES
 from toprope.sdk.wall.within import RolloutWall
 
-__all__ = ["NO_TOOL_SERVER", "TOOL_SERVER", "confine_commands"]
+__all__ = ["confine_commands", "with_refusal"]
 
-TOOL_SERVER = re.compile(r"SandboxInjectionError: .*(framework directory|tools server)")
+_TOOL_SERVER = re.compile(r"SandboxInjectionError: .*(framework directory|tools server)")
 """Its error if the server of its tools is not installed or does not start."""
-NO_TOOL_SERVER = (
-    "SandboxInjectionError: inspect's tool server does not run behind the wall, which refuses local sockets. Tasks "
+_NO_TOOL_SERVER = (
+    "inspect's tool server does not run behind the wall, which refuses local sockets. Tasks "
     "without text_editor, bash_session, web_browser and agents in the sandbox do without it"
 )
 
@@ -64,6 +65,17 @@ def confine_commands() -> None:
     setattr(stripped, _CONFINED, True)
     _subprocess.open_process = stripped
     Local.exec, Local.read_file, Local.write_file = confined, read_file, write_file
+
+
+def with_refusal(reason: str) -> str:
+    """Put before inspect's reason that the wall refuses its tool server local sockets, if it does."""
+    if not _TOOL_SERVER.search(reason):
+        return reason
+    try:
+        socket.socket(socket.AF_UNIX).close()
+    except OSError:
+        return f"{_NO_TOOL_SERVER}: {reason}"
+    return reason
 
 
 async def _touch(sandbox: Any, act: Callable[[], Any]) -> Any:
