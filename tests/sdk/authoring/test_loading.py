@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from toprope.sdk.authoring.loading import module_of
+from toprope.sdk.errors import LoadError
+
 PROGRAM = """
 import os, sys, tempfile
 from pathlib import Path
@@ -62,3 +67,15 @@ def test_file_of_a_package_imports_its_neighbours_relatively(tmp_path: Path) -> 
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["played.words.env", "hello"], done.stderr
     assert "An environment's file stands alone" in done.stderr
+
+
+def test_package_of_the_same_name_is_not_loaded_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for root, text in (("installed", "WORD = 'theirs'\n"), ("own", "from . import WORD\n")):
+        folder = tmp_path / root / "same_named_games"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("WORD = 'own'\n")
+        (folder / "env_of_games.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "installed"), *sys.path])
+    with pytest.raises(LoadError, match=r"taken by .*installed.*: rename it"):
+        module_of(tmp_path / "own" / "same_named_games" / "env_of_games.py")
+    assert "env_of_games" not in sys.modules

@@ -172,6 +172,8 @@ def _import(file: Path, folder: str) -> ModuleType:
             module = importlib.import_module(
                 ".".join(file.absolute().with_suffix("").relative_to(Path(package).parent).parts)
             )
+            if os.path.realpath(module.__file__ or "") != os.path.realpath(file):
+                raise ImportError(f"the name of its package is taken by {module.__file__}: rename it") from None
             sys.modules[name] = module
     except KeyboardInterrupt:
         raise
