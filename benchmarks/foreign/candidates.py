@@ -18,7 +18,7 @@ GRADER = "{grader}"
 _MORE = {
     "atropos": {
         "langdetect": "langdetect", "textworld": "textworld", "xmltodict": "xmltodict", "toml": "toml",
-        "smolagents": "smolagents", "verifiers": "verifiers==0.1.9.post2",
+        "smolagents": "smolagents", "modal": "modal", "verifiers": "verifiers==0.1.9.post2",
         "internbootcamp": "internbootcamp @ git+https://github.com/InternLM/InternBootcamp.git",
     },
     "inspect_ai": {
