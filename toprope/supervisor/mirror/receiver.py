@@ -25,7 +25,7 @@ from aiohttp import web
 
 from toprope import shipped
 from toprope.atomic import replacing, write_json
-from toprope.errors import TopropeError
+from toprope.errors import TopropeError, shown
 from toprope.records.run.checkpoints import problem_of
 from toprope.records.run.folder import RunFolder, checkpoints_in, folder_bytes, read_json
 from toprope.records.run.launch import Launch, kept_there, note_kept, want_no_more, wanted
@@ -46,6 +46,7 @@ _LEAVE_S = 30.0
 """A run that has ended and is silent for so long has nothing more to send."""
 _BODY_S = 60.0
 _MOST_FILES = 10_000
+_MOST_BODIES = 4
 _STEP = "step-"
 
 
@@ -65,7 +66,7 @@ class Receiver:
         self._bytes = folder_bytes(folder.path)
         self._files = {name for name, _ in self._offered()}
         self._beat, self._damaged, self._heard = 0, set[str](), time.monotonic()
-        self._turn = asyncio.Lock()
+        self._turn, self._bodies = asyncio.Lock(), asyncio.Semaphore(_MOST_BODIES)
         self.over = asyncio.Event()
         """Everything has arrived."""
 
@@ -82,13 +83,20 @@ class Receiver:
     async def _admit(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), self._bearer.encode()):
             return web.Response(status=401)
-        await asyncio.wait_for(request.read(), _BODY_S)  # a connection that broke unseen keeps nobody waiting
+        async with self._bodies:
+            try:
+                await asyncio.wait_for(request.read(), _BODY_S)  # a connection that broke unseen keeps nobody waiting
+            except TimeoutError:
+                return web.Response(status=408)
+            return await self._answer(request, handler)
+
+    async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
         async with self._turn:  # one after the other: a job has one sender
             if request.path != "/begin" and self._holder() != request.headers.get("X-Keeper"):
                 return web.Response(status=409, text="another job has the run, or none has begun")
             try:
                 answer: web.StreamResponse = await handler(request)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
                 return web.Response(status=400, text=f"{type(error).__name__}: {error}"[:300])
             except TopropeError as error:
                 return web.Response(status=400, text=str(error)[:300])
@@ -127,7 +135,7 @@ class Receiver:
         answer: dict[str, Any] = {
             "delivery": launch.delivery,
             "attempt": launch.attempt,
-            "files": dict(self._offered()),
+            "files": await asyncio.to_thread(lambda: dict(self._offered())),
             "environments": str(shipped.ENVIRONMENTS),
             "home": str(self._folder.path.parent.parent),
             "inputs": [str(path) for path in self._inputs()],
@@ -179,12 +187,14 @@ class Receiver:
         if name.startswith("checkpoints/") and name.split("/")[1].removeprefix(".") not in self._wanted(last=True):
             raise ValueError(f"nobody wants {name[:80]}")
         if name == "status.json":
+            if not request.query.get("whole"):
+                raise ValueError("the status is replaced at once")
             self._check_status(data)
         elif self._bytes + len(data) > self._mirror.most_mb * 1_000_000:
             return web.Response(status=507, text=f"mirror.most_mb allows {self._mirror.most_mb} MB")
-        self._files.add(name)
-        if len(self._files) > _MOST_FILES:
+        if len(self._files) >= _MOST_FILES and name not in self._files:
             return web.Response(status=507, text=f"a run has at most {_MOST_FILES} files")
+        self._files.add(name)
         path = self._folder.path / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if request.query.get("whole"):
@@ -229,12 +239,13 @@ class Receiver:
         told = await request.json()
         folder, names = self._folder, set(map(str, told["names"]))
         (folder.path / variables_name(self._launch().attempt)).unlink(missing_ok=True)  # they have arrived
-        for name, size in list(self._offered()):
-            if is_mirrored(name) and name not in names and name != "status.json":
-                (folder.path / name).unlink()
+        for name in self._files - names - {"status.json"}:
+            if not name.startswith("checkpoints/"):
+                with suppress(FileNotFoundError):
+                    self._bytes -= (folder.path / name).stat().st_size
+                    (folder.path / name).unlink()
                 self._prefixes.pop(name, None)
                 self._files.discard(name)
-                self._bytes -= size
         for step in map(str, told["complete"]):
             await self._complete(step)
         for name in map(str, told["taken"]):
@@ -270,12 +281,15 @@ class Receiver:
         hidden, place = self._folder.checkpoints / f".{step}", self._folder.checkpoints / step
         if not is_step(step) or not hidden.is_dir() or place.exists():
             return
-        problem = await asyncio.to_thread(problem_of, hidden)
+        try:
+            problem = await asyncio.to_thread(problem_of, hidden)
+        except TopropeError as error:  # a newer version wrote it
+            problem = error.message
         if problem is None:
             hidden.rename(place)
         else:
             self._damaged.add(step)
-            print(f"The checkpoint {step} did not arrive whole: {problem}", file=sys.stderr, flush=True)
+            print(f"The checkpoint {step} did not arrive whole: {shown(problem)}", file=sys.stderr, flush=True)
         want_no_more(self._folder, step)
 
     async def wait(self) -> None:

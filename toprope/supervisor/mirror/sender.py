@@ -19,8 +19,10 @@ from toprope.records.run.folder import RunFolder, checkpoints_in, folder_bytes
 from toprope.supervisor.mirror.wire import CHUNK, WHOLE, Prefix, Refused, Wire, is_mirrored
 from toprope.supervisor.runs.orders import write_end_order
 
-_EVERY_S = 0.5
+_EVERY_S, _LAST_EVERY_S = 0.5, 0.1
 _AGAIN_S = 2.0
+_ROOM_S = 60.0
+"""Until a file for which the server had no room is tried again."""
 _TAIL = 256
 _REPLACED = (".json", ".png", ".diff")
 _ORDER = re.compile(r"(?:stop|end)-[A-Za-z0-9]{1,16}\.json")
@@ -35,6 +37,7 @@ class _Sent:
     tail: bytes = b""
     """The last bytes of that part: they differ if somebody rewrote it in place."""
     stamp: tuple[int, int, int] = (0, 0, 0)
+    refused_at: float = -_ROOM_S
 
 
 class Sender:
@@ -49,7 +52,7 @@ class Sender:
     def __init__(self, folder: RunFolder, wire: Wire, attempt: int) -> None:
         self._folder, self._wire, self._attempt = folder, wire, attempt
         self._sent: dict[str, _Sent] = {}
-        self._status = b""
+        self._status, self._bytes = b"", dict[tuple[Path, int], int]()
         self._taken: list[str] = []
         self._wanted: list[str] = []
         self._complete: list[str] = []
@@ -71,8 +74,9 @@ class Sender:
 
     def _run(self) -> None:
         while not self.arrived:
+            last = self._finishing.is_set()
             try:
-                self._look(last=self._finishing.is_set())
+                self._look(last=last)
                 self._told = ""
             except Refused as error:
                 self._say(f"The server takes nothing more from this job: {error}")
@@ -82,7 +86,9 @@ class Sender:
                 self._say(f"The server cannot be reached, or not used; trying on: {error!r}")
                 time.sleep(_AGAIN_S)
                 continue
-            if not self._wanted:
+            if last:
+                time.sleep(_LAST_EVERY_S)
+            elif not self._wanted:
                 self._finishing.wait(_EVERY_S)
 
     def _say(self, text: str) -> None:
@@ -100,9 +106,11 @@ class Sender:
         for step in self._wanted:
             self._send_checkpoint(step)
         if status != self._status:
-            self._wire.ask("PUT", "/file", params={"path": "status.json", "whole": 1}, content=status)
+            answer = self._wire.ask("PUT", "/file", params={"path": "status.json", "whole": 1}, content=status)
+            if not answer.is_success:
+                raise OSError(f"no room for the status: {answer.text[:300]}")
             self._status = status
-        kept = {path.name: folder_bytes(path) for path in checkpoints_in(self._folder.checkpoints)}
+        kept = self._kept()
         body = {
             "names": names,
             "kept": kept,
@@ -119,6 +127,12 @@ class Sender:
                 self._taken.append(name)
         self._wanted = [step for step in answer["wanted"] if step in kept]
         self.arrived = bool(answer["over"])
+
+    def _kept(self) -> dict[str, int]:
+        """Return the bytes of the checkpoints by name. A finished one is measured once, as it never changes."""
+        found = {(path, path.stat().st_mtime_ns) for path in checkpoints_in(self._folder.checkpoints)}
+        self._bytes = {key: self._bytes.get(key) or folder_bytes(key[0]) for key in found}
+        return {path.name: size for (path, _), size in self._bytes.items()}
 
     def _names(self) -> Iterator[str]:
         for place in ("", "evaluations", "journal", "logs"):
@@ -139,12 +153,11 @@ class Sender:
     def _send(self, name: str, path: Path) -> None:
         """Send what is new in a file. One that is gone meanwhile is left out."""
         try:
+            found, sent = path.stat(), self._sent.setdefault(name, _Sent())
+            stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
+            if sent.stamp == stamp or time.monotonic() < sent.refused_at + _ROOM_S:
+                return
             with path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                sent = self._sent.setdefault(name, _Sent())
-                stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
-                if sent.stamp == stamp:
-                    return
                 if path.suffix in _REPLACED and found.st_size <= WHOLE:
                     whole = {"path": name, "whole": 1}
                     done = self._wire.ask("PUT", "/file", params=whole, content=file.read()).is_success
@@ -153,6 +166,7 @@ class Sender:
                 if done:
                     sent.stamp = stamp
                 else:
+                    sent.refused_at = time.monotonic()
                     self._say(f"The server has no room for {name}.")
         except FileNotFoundError:
             return
@@ -168,7 +182,8 @@ class Sender:
             file.seek(sent.prefix.size)
             data = file.read(CHUNK)
             if name.endswith(".jsonl"):
-                data = data[: data.rfind(b"\n") + 1]  # so that readers at the server see whole lines
+                # So that readers at the server see whole lines; one that is longer than a chunk comes in parts.
+                data = data[: data.rfind(b"\n") + 1] or (data if len(data) == CHUNK else b"")
             if asked and not data and not anew:
                 return True
             known = {"path": name, "at": sent.prefix.size, "head": sent.prefix.head, "anew": int(anew)}

@@ -28,11 +28,12 @@ WHOLE = 16 << 20
 _ANSWER_S = 20.0
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}"
 _MIRRORED = re.compile(
-    r"(?!(?:spec\.json|launch\.json|keeper\.lock|kept\.json|wanted\.json|logs/mirror\.log(?:\.1)?)\Z)"
-    r"(?!(?:orders|crew|evaluations|journal|checkpoints|logs)\Z)"
+    r"(?!(?i:spec\.json|launch\.json|keeper\.lock|kept\.json|wanted\.json|logs/mirror\.log(?:\.1)?)\Z)"
+    r"(?!(?i:orders|crew|evaluations|journal|checkpoints|logs)\Z)"
     rf"(?:{_NAME}|(?:evaluations|journal|logs)/{_NAME}|checkpoints/\.step-[0-9]{{6,12}}(?:/{_NAME}){{1,4}})"
 )
-"""Paths that the cluster's side may write. The server owns all others, hidden ones and those of orders among them."""
+"""Paths that the cluster's side may write. The server owns all others, hidden ones and those of orders among
+them, in capitals too: some file systems take them for the same."""
 
 
 is_step = re.compile(r"step-[0-9]{6,12}").fullmatch
