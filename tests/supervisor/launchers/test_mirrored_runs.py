@@ -22,6 +22,7 @@ from toprope.records.run.checkpoints import checkpoint_of
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch
 from toprope.records.run.status import Status, read_events
+from toprope.settings.clusters import Mirror
 from toprope.settings.owner import Home
 from toprope.supervisor import heartbeat
 from toprope.supervisor.launchers import cluster
@@ -224,6 +225,20 @@ def test_refused_job_leaves_no_receiver(far: FarCluster) -> None:
     with pytest.raises(InvalidValue, match="Others can read"):
         far.start(runs)
     assert not [status for status in runs.list() if status.state != "failed"]
+
+
+def test_job_that_nobody_would_answer_is_cancelled(far: FarCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_RECEIVER", "toprope.no_receiver")
+    runs, far.engine.waits = far.runs(), True
+    with pytest.raises(ComponentFailed, match="no_receiver"):
+        far.start(runs)
+    assert [job.phase for job in far.engine.jobs().values()] == ["ended"]
+
+
+def test_port_of_a_run_is_chosen_by_chance() -> None:
+    """The first free one may be that of a run whose receiver was lost, or of one that is submitted meanwhile."""
+    mirror = Mirror(host="login", home="/far", key_file="key", ports="47000-47099")
+    assert len({cluster.free_port(mirror) for _ in range(20)}) > 1
 
 
 @whole

@@ -16,6 +16,7 @@ Silence proves nothing there: once the engine has no job of it, another one brin
 
 from __future__ import annotations
 
+import random
 import socket
 import sys
 import time
@@ -116,7 +117,11 @@ class ClusterLauncher:
         finally:
             view.forget()
         if launch.mirror:
-            self._receive(folder, lock)
+            try:
+                self._receive(folder, lock)
+            except (ComponentFailed, OSError):
+                self._cancel(launch)  # nobody would answer it
+                raise
 
     def _receive(self, folder: RunFolder, lock: RunLock | None = None) -> None:
         """Start the process that writes the copy of a mirrored run, unless it runs."""
@@ -178,12 +183,13 @@ class ClusterLauncher:
             return
         if not claim(folder, launch.attempt, by="front end"):
             return
-        try:
+        self._cancel(launch)
+
+    def _cancel(self, launch: Launch) -> None:
+        with suppress(TopropeError):  # nothing lets the job do anything when it starts
             view = self._view(self._cluster(launch))
             view.engine.cancel(launch.name)
             view.forget()
-        except TopropeError:
-            pass  # the claim keeps the job from doing anything when it starts
 
     def logs(
         self, folder: RunFolder, component: str, *, lines: int, before: int | None = None, secrets: Iterable[str] = ()
@@ -247,12 +253,14 @@ def variables_name(attempt: int) -> str:
 
 
 def free_port(mirror: Mirror) -> int:
-    """Return a free port of those that the nodes of a cluster can reach.
+    """Return a free port of those that the nodes of a cluster can reach, by chance: the first one may be another run's
+    whose receiver was lost, or of a run that is submitted at the same time.
 
     Raises:
         ComponentFailed: All are taken.
     """
-    for port in mirror.port_range():
+    ports = mirror.port_range()
+    for port in random.sample(ports, len(ports)):
         with socket.socket() as trial, suppress(OSError):
             trial.bind(("", port))
             return int(trial.getsockname()[1])
