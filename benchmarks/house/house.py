@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("toprope", "server", "tools")
 PACKAGES = ("toprope", "toprope_server", "toprope_tools")
 LINES_BEFORE = 56_217 + 11_946
-"""Lines of the product at commit 74c0148, before its rooms were rebuilt: toprope, then server and tools. Afterwards they
-were 67,638. What has come since then (clusters, engines, the page, walls) is told, and has no goal."""
+"""Lines of the product at commit 74c0148, before its rooms were rebuilt: toprope, then server and tools. Afterwards
+they were 67,638. What has come since then (clusters, engines, the page, walls) is told, and has no goal."""
 
 LARGEST_FOLDER, LARGEST_FILE, THIN_LINES = 16, 450, 40
 EXEMPT_FOLDERS: dict[str, str] = {}
