@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["COLLECTORS", "GRADER", "Candidate", "keys_of"]
+__all__ = ["COLLECTORS", "GRADER", "PACKAGES_KEYS", "Candidate", "keys_of"]
 
 GRADER = "{grader}"
 _MORE = {
@@ -34,7 +34,8 @@ _MORE = {
 
 
 _KEY = re.compile(r"[\"']([A-Z][A-Z0-9_]*_API_KEY)[\"']")
-_PACKAGES_KEYS = {"PRIME_API_KEY", "TAVILY_API_KEY"}
+PACKAGES_KEYS = {"PRIME_API_KEY", "TAVILY_API_KEY"}
+"""Keys for which packages that environments use ask before they call a service."""
 _OF_POLICY = {"OPENAI_API_KEY"}
 """Keys of clients that adapters lead to the policy or the grader."""
 
@@ -63,10 +64,10 @@ class Candidate:
 
 
 def keys_of(drawn: Iterable[Candidate]) -> set[str]:
-    """Return the names of keys for which environments, and packages that they use, ask before they call a service."""
-    places = {Path(one.add[0]) for one in drawn if one.add}
-    files = {file for one in places for file in (one.rglob("*.py") if one.is_dir() else one.parent.glob("*.py"))}
-    return _PACKAGES_KEYS.union(*(_KEY.findall(file.read_text(errors="replace")) for file in files)) - _OF_POLICY
+    """Return the names of keys in the files of environments; a package with many has keys of other programs too."""
+    places = {Path(one.add[0]) for one in drawn if one.add and not one.entry}
+    files = {file for one in places for file in (one.rglob("*.py") if one.is_dir() else [one])}
+    return set[str]().union(*(_KEY.findall(file.read_text(errors="replace")) for file in files)) - _OF_POLICY
 
 
 def _verifiers(root: Path) -> Iterator[Candidate]:

@@ -5,7 +5,8 @@
 
 FOLDER has fetched repositories, one folder each, called <owner>+<name>. Each environment is added as its owner would,
 into an interpreter of its own where it needs one. Shares count what needs no missing data of the internet: left out is
-only what failed with a recorded error that names a refused connection to a host.
+only what failed with a recorded error that names a refused connection to a host. Environments with a key of their own,
+which has the value "none" here, and those whose submodules could not be fetched count as failed, and apart.
 
 `--home` keeps the installed interpreters for another draw. Estimated time: an hour for a draw of 90, without
 installations; needs the package index. Environments with graders ask a model that always gives the same verdict,
@@ -31,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from toprope_server.cli.demo import server_parameters
 
-from benchmarks.foreign.candidates import COLLECTORS, Candidate, keys_of
+from benchmarks.foreign.candidates import COLLECTORS, PACKAGES_KEYS, Candidate, keys_of
 from benchmarks.foreign.journey import ROLLED_CONTEXT, STAGES, Result, Traveller, variables_of
 from benchmarks.report import report
 from benchmarks.scratch import scratch
@@ -93,6 +94,8 @@ def figures_of(results: Sequence[Result]) -> dict[str, Any]:
         "environments": len(results),
         "left_out": whole["left_out"],
         "left_out_share": _share(whole["left_out"], len(results)),
+        "needs_key": whole["needs_key"],
+        "unfetched": whole["unfetched"],
         "rolled_share": whole["rolled_share"],
         "trained_share": whole["trained_share"],
         "rolled_share_lowest": min((one["rolled_share"] for one in each.values() if one["counted"]), default=0.0),
@@ -102,12 +105,14 @@ def figures_of(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _counted(results: Sequence[Result]) -> dict[str, Any]:
-    counted = [one for one in results if not one.refused_host]
+    counted = [one for one in results if not one.left_out]
     tried = [one for one in counted if "trained" in (*one.reached, one.failed_at)]
     trained = sum("trained" in one.reached for one in tried)
     return {
         "drawn": len(results),
         "left_out": len(results) - len(counted),
+        "needs_key": sum(one.needs_key for one in results),
+        "unfetched": sum(one.unfetched for one in results),
         "counted": len(counted),
         **{stage: sum(stage in one.reached for one in counted) for stage in STAGES},
         "rolled_share": _share(sum("rolled" in one.reached for one in counted), len(counted)),
@@ -135,7 +140,10 @@ async def _tried(
     trained: dict[str, int] = defaultdict(int)
     with scripted_session(_VERDICT) as grader:
         models = {"grader": {"base_url": grader.base_url, "model": "grader"}}
-        settings = {"models": models, "variables": {"environment": dict.fromkeys(keys_of(drawn), "none")}}
+        settings = {
+            "models": models,
+            "variables": {"environment": dict.fromkeys(PACKAGES_KEYS | keys_of(drawn), "none")},
+        }
         (home / "config" / "settings.yaml").write_text(json.dumps(settings))
         async with (
             serve_policy(config, home / "policies", lambda said: None) as policy,
@@ -157,18 +165,18 @@ async def _tried(
 
 def _print(results: Sequence[Result], console: Console) -> None:
     table = Table(title="Environments of other authors")
-    columns = ("drawn", "left_out", *STAGES, "rolled_share", "trained_share")
+    columns = ("drawn", "left_out", "needs_key", "unfetched", *STAGES, "rolled_share", "trained_share")
     for column in ("ecosystem", *columns):
         table.add_column(column, justify="left" if column == "ecosystem" else "right")
     for name, counts in figures_of(results)["by_ecosystem"].items():
         table.add_row(name, *(str(counts[column]) for column in columns))
     console.print(table)
     for one in results:
-        if one.refused_host:
+        if one.left_out:
             console.print(f"left out: {one.candidate.name} ({one.failed_at}): no connection to {one.refused_host}")
     for one in results:
-        if one.failed_at and not one.refused_host:
-            marks = " UNHELPFUL" if one.unhelpful else ""
+        if one.failed_at and not one.left_out:
+            marks = f"{' UNHELPFUL' * one.unhelpful}{' (needs a key)' * one.needs_key}"
             text = f"{one.candidate.name} was not {one.failed_at}{marks}: {one.error[:1500]}"
             console.print(text, markup=False, highlight=False)
 

@@ -17,7 +17,7 @@ from mcp import Client
 from toprope_tools.planning.opening import options_of
 from toprope_tools.workshop import Workshop
 
-from benchmarks.foreign.candidates import GRADER, Candidate
+from benchmarks.foreign.candidates import GRADER, Candidate, keys_of
 from toprope.errors import TopropeError
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.settings.endpoints import Endpoint
@@ -38,8 +38,6 @@ CONTEXT = 4096
 ROLLED_CONTEXT = 32_768
 """For a few answers, as another policy would have it; training has the smaller one."""
 _TASKS, _GROUP, _TOKENS, _TURNS = 2, 2, 64, 3
-_TRIES = 2
-"""Samples of a task: the embedded policy's answers are random, and the code of some authors fails on empty ones."""
 _ADD_S, _CALL_S, _ROLL_S, _TRAIN_S = 1800.0, 120.0, 300.0, 1500.0
 _ENDED = ("completed", "failed", "lost", "stopped")
 _REFUSED = re.compile(
@@ -77,9 +75,25 @@ class Result:
 
     @property
     def refused_host(self) -> str:
-        """The host whose refused connection the recorded error names; empty if it names none."""
-        host = _UNREACHED.search(self.error) or _HOST.search(self.error)
-        return host.group(1) if host is not None and _REFUSED.search(self.error) else ""
+        """The host whose refused connection the error names; last words of one that hangs are none. May be empty."""
+        error = self.error.partition(" It printed last: ")[0]
+        host = _UNREACHED.search(error) or _HOST.search(error)
+        return host.group(1) if host is not None and _REFUSED.search(error) else ""
+
+    @property
+    def needs_key(self) -> bool:
+        """True if it reached no host only because it has a key that is none."""
+        return bool(self.refused_host and keys_of([self.candidate]))
+
+    @property
+    def unfetched(self) -> bool:
+        """True if its repository's submodules could not be fetched."""
+        return self.failed_at == "fetched"
+
+    @property
+    def left_out(self) -> bool:
+        """True if it lacks data of the internet, so that no share counts it."""
+        return bool(self.refused_host) and not self.needs_key and not self.unfetched
 
     @property
     def unhelpful(self) -> bool:
@@ -99,6 +113,7 @@ class Result:
             "failed_at": self.failed_at,
             "error": self.error[:3000],
             "refused_host": self.refused_host,
+            "left_out": self.left_out,
             "unhelpful": self.unhelpful,
         }
 
@@ -127,6 +142,9 @@ class Traveller:
         result = Result(candidate)
         knobs = {name: self._grader if value == GRADER else value for name, value in candidate.knobs}
         try:
+            result.failed_at = "fetched"
+            for place in candidate.submodules:
+                await self._run("git", "-C", str(Path(place).parent), "submodule", "update", "--init", "--", place)
             result.failed_at = "listed"
             result.names = await self._listed(candidate)
             result.reached.append("listed")
@@ -152,8 +170,6 @@ class Traveller:
 
     async def _listed(self, candidate: Candidate) -> list[str]:
         before = await asyncio.to_thread(self._usable, candidate.ecosystem)
-        for place in candidate.submodules:
-            await self._run("git", "-C", str(Path(place).parent), "submodule", "update", "--init", "--", place)
         add = self._with_rows(candidate) if candidate.rows else candidate.add
         told = await self._command("env", "add", *add) if add else ""
         after = await asyncio.to_thread(self._usable, candidate.ecosystem)
@@ -250,15 +266,7 @@ class Traveller:
                 if isinstance(maker, EnvManagedSampler) and MODEL_ROLES in card.tags:
                     endpoint = Endpoint(base_url=self._grader, model="grader")
                     maker.roles = {"grader": EndpointClient(endpoint, None, None)}
-                for index in range(_TASKS):
-                    error = ""
-                    for _ in range(_TRIES):
-                        made = await maker.sample(TaskRef("train", index), _GROUP, Sampling(1.0, 1.0, _TOKENS))
-                        if not (error := next((one.error for one in made.outcomes if one.error), "")):
-                            break
-                    if error:
-                        raised, _, text = error.partition(": ")
-                        raise WorkerError("raised", raised, f"a rollout ended with an error: {text}")
+                await sample(maker)
             return MODEL_ROLES in card.tags
         except WorkerFailure as failure:
             told = failed(entry, failure)
@@ -284,6 +292,15 @@ class Traveller:
         if run["state"] != "completed":
             told = await self._client.call_tool("check_status", {"run_ids": [run_id]})
             raise Refused("\n".join(block.text for block in told.content if block.type == "text"))
+
+
+async def sample(maker: GroupSampler) -> None:
+    """Sample two rollouts of two tasks, once. Raises WorkerError if one ends with an error."""
+    for index in range(_TASKS):
+        made = await maker.sample(TaskRef("train", index), _GROUP, Sampling(1.0, 1.0, _TOKENS))
+        if error := next((one.error for one in made.outcomes if one.error), ""):
+            raised, _, text = error.partition(": ")
+            raise WorkerError("raised", raised, f"a rollout ended with an error: {text}")
 
 
 def _modules(place: Path) -> set[str]:

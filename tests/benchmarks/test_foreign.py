@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
-from benchmarks.foreign.candidates import COLLECTORS, Candidate, keys_of
+import pytest
+
+from benchmarks.foreign.candidates import COLLECTORS, PACKAGES_KEYS, Candidate, keys_of
 from benchmarks.foreign.foreign import draw, figures_of
-from benchmarks.foreign.journey import Result
+from benchmarks.foreign.journey import Refused, Result, Traveller, sample
+from toprope.records.journal.groups import Outcome
+from toprope.sdk.errors import WorkerError, WorkerTimeout
+from toprope.workbench.catalog.describe import failed
 
 REFUSED = "It did not load: couldn't connect to 'https://data.example.org/x'.\nAllow the host."
 
@@ -47,7 +54,9 @@ def test_owners_add_what_files_import_and_fetch_submodules(tmp_path):
     alone, words = COLLECTORS["atropos"](tmp_path)
     assert alone.add[1:] == ("-r", "atropos") and not alone.submodules
     assert words.add[1:] == ("-r", "atropos", "-r", "smolagents")
-    assert keys_of([words]) - keys_of([]) == {"WORDS_API_KEY"} and "OPENAI_API_KEY" not in keys_of([])
+    (shared / "words" / "beside.py").write_text("key = os.environ['OTHER_API_KEY']\n")
+    one_of_many = Candidate("gem", "a game", (str(shared),), "gem/game")
+    assert keys_of([words]) == {"WORDS_API_KEY"} and not keys_of([one_of_many]) | PACKAGES_KEYS & {"OPENAI_API_KEY"}
     assert words.submodules == (str(shared / "words" / "library"),)
 
 
@@ -68,6 +77,51 @@ def test_only_a_refused_connection_to_a_host_is_left_out():
     assert results[2].refused_host == "data.example.org" and not results[3].refused_host
     assert (found["left_out"], found["left_out_share"]) == (1, 0.25)
     assert (found["rolled_share"], found["trained_share"], found["unhelpful_errors"]) == (0.667, 0.5, 1)
+
+
+def test_environments_with_keys_and_without_submodules_are_not_left_out(tmp_path):
+    file = tmp_path / "searches.py"
+    file.write_text("key = os.environ['SEARCHES_API_KEY']\n")
+    keyed = Result(Candidate("trl", "k", (str(file),)), reached=["listed"], failed_at="rolled", error=REFUSED)
+    unfetched = Result(Candidate("atropos", "s"), failed_at="fetched", error=REFUSED)
+    rolled = Result(Candidate("trl", "r", (str(file),)), reached=["listed", "described", "checked", "rolled"])
+    found = figures_of([keyed, unfetched, rolled])
+    assert (found["needs_key"], found["unfetched"], found["left_out"], found["rolled_share"]) == (1, 1, 0, 0.333)
+    assert found["by_ecosystem"]["trl"]["needs_key"] == 1 and not keyed.record()["left_out"]
+
+
+def test_failed_submodule_is_no_failed_listing(tmp_path, monkeypatch):
+    async def offline(self, *words):
+        raise Refused(
+            f"{' '.join(words[3:5])}: fatal: unable to access 'https://example.org/x': Could not resolve host"
+        )
+
+    monkeypatch.setattr(Traveller, "_run", offline)
+    traveller = Traveller(tmp_path, None, None, "")
+    candidate = Candidate("atropos", "x", submodules=(str(tmp_path / "library"),))
+    result = asyncio.run(traveller.go(candidate, train=False))
+    assert result.unfetched and result.error.startswith("submodule update") and not result.left_out
+
+
+def test_last_words_of_what_hangs_are_no_refused_connection():
+    hang = WorkerTimeout("open took longer than 5 s.")
+    hang.stderr = "Connecting to https://data.example.org"
+    told = failed(SimpleNamespace(name="x", ecosystem="trl"), hang)
+    error = f"{told.message}\n{told.hint}"
+    assert "https://data.example.org" in error
+    assert not Result(Candidate("trl", "x"), failed_at="rolled", error=error).refused_host
+
+
+def test_rollout_with_an_error_is_not_repeated():
+    class Maker:
+        outcomes = [Outcome(0.0), Outcome(0.0, error="ValueError: bad")], [Outcome(1.0)] * 2
+        asked = iter(outcomes)
+
+        async def sample(self, *_):
+            return SimpleNamespace(outcomes=next(self.asked))
+
+    with pytest.raises(WorkerError, match="a rollout ended with an error: bad"):
+        asyncio.run(sample(Maker()))
 
 
 def test_advice_to_authors_is_no_help_for_code_of_others():
