@@ -29,7 +29,7 @@ class Judged(SimpleResourcesServer):
     def setup_webserver(self):
         [[known]] = [one.values() for one in self.server_client.global_config_dict["grader"].values()]
         if self.config.asks_at_once:
-            assert self.server_client._build_server_base_url(known).startswith("http://")
+            assert self.server_client._build_server_base_url(known) == self.config.asks_at_once
 
         async def seed(request):
             return JSONResponse({})
@@ -52,7 +52,7 @@ from pydantic import BaseModel, ConfigDict
 class Config(BaseModel):
     model_config = ConfigDict(extra="allow")
     points: float = 0.0
-    asks_at_once: bool = False
+    asks_at_once: str = ""
 class SimpleResourcesServer(BaseModel):
     config: Config
     server_client: object
@@ -103,10 +103,11 @@ def test_server_of_a_folder_is_listed_started_and_judged_by_a_named_endpoint(tmp
         assert played(judge_url=judge.url, judge_model="j")["reward"] == 0.5
         assert [one["content"] for one in judge.seen[-1][2]["messages"]] == ["Is fine right?"]
         assert played(judge_url=judge.url, settings={"points": 0.25})["reward"] == 0.25
-        assert played(judge_url=judge.url, settings={"asks_at_once": True})["reward"] == 0.5
+        assert judge.url.endswith("/v1")
+        assert played(judge_url=judge.url, settings={"asks_at_once": judge.url.removesuffix("/v1")})["reward"] == 0.5
     assert "'grader': name an endpoint by the knob judge_url" in played()["error"]
     with pytest.raises(LoadError, match="'grader': name an endpoint by the knob judge_url"):
-        played(settings={"asks_at_once": True})
+        played(settings={"asks_at_once": "http://judge"})
     with pytest.raises(LoadError, match=r"knob `settings` must set what its configuration lacks \(points: .* number"):
         played(settings={"points": "many"})
 

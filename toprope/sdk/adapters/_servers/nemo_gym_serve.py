@@ -136,7 +136,7 @@ def _client(settings: dict[str, Any]) -> Any:
             if not os.environ.get(JUDGE):
                 name = str(server_config_dict["name"])
                 raise RuntimeError(f"it asks the model {name!r}: name an endpoint by the knob judge_url")
-            return os.environ[JUDGE]
+            return os.environ[JUDGE].rstrip("/").removesuffix("/v1")  # callers append it
 
     names = [str(one["name"]) for one in settings.values() if isinstance(one, dict) and one.get("name")]
     known = DictConfig({name: {"responses_api_models": {"endpoint": {"name": name}}} for name in names})
