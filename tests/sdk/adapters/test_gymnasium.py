@@ -155,6 +155,12 @@ class Settings:
     environment = opened(tmp_path / "guess.py", text, high=5)
     assert environment.knobs.address == "http://127.0.0.1:8000" and environment.knobs.mood == "calm"
     assert "1 to 5" in next(environment.tasks()).messages[0]["content"]
+    several = text.replace("Union[Settings, Any]", "list[Settings]")
+    with pytest.raises(LoadError, match="is not made with mood: str: .*'settings'"):
+        opened(tmp_path / "several.py", several)
+    two = text.replace("Union[Settings, Any]", "Settings, more: Settings | None")
+    with pytest.raises(LoadError, match=r"The knob high would set more\.high and another argument: rename"):
+        opened(tmp_path / "two.py", two)
 
 
 def test_setting_that_an_author_left_open_is_a_knob(tmp_path: Path) -> None:

@@ -34,9 +34,10 @@ import itertools
 import json
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Union, get_args, get_origin
 
 from toprope.sdk.adapters._gymnasium import verifiable
 from toprope.sdk.adapters._shared.listing import Listed, why_not, with_nltk_data
@@ -293,7 +294,7 @@ def _maker(target: Mapping[str, Any]) -> tuple[Callable[..., Any], UserFile | No
 
 
 def _knobs(maker: Callable[..., Any], given: Mapping[str, Any]) -> type:
-    """A dataclass of our knob `turns` and of the arguments with plain values."""
+    """A dataclass of our knob `turns` and of the arguments with plain values. Raises LoadError if two share a name."""
     fields: list[tuple[str, Any, Any]] = [
         ("turns", int, knob(0, ge=0, le=_LARGEST_LIMIT, help="most answers; 0: the environment's own limit"))
     ]
@@ -301,9 +302,13 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any]) -> type:
     for one in _parameters(maker):
         if one.default is not one.empty:
             defaults.setdefault(one.name, one.default)
-    for kind in _configurations(maker, given).values():
+    for argument, kind in _configurations(maker, given).items():
         for field in dataclasses.fields(kind):
-            defaults.setdefault(field.name, field.default)
+            if field.name in defaults:
+                raise LoadError(
+                    f"The knob {field.name} would set {argument}.{field.name} and another argument: rename one of them."
+                )
+            defaults[field.name] = field.default
     for name, value in defaults.items():
         unset = value is None and name in given
         if (unset or type(value) in (bool, int, float, str)) and name.isidentifier() and name != "turns":
@@ -316,7 +321,8 @@ def _configurations(maker: Callable[..., Any], given: Mapping[str, Any]) -> dict
     found: dict[str, Any] = {}
     for one in _parameters(maker):
         if one.default is one.empty and one.name not in given:
-            for kind in get_args(one.annotation) or (one.annotation,):
+            is_union = get_origin(one.annotation) in (Union, types.UnionType)
+            for kind in get_args(one.annotation) if is_union else (one.annotation,):
                 if dataclasses.is_dataclass(kind) and all(
                     field.default is not dataclasses.MISSING for field in dataclasses.fields(kind)
                 ):
