@@ -68,11 +68,13 @@ class RayHouse:
             kill_all(self.net.processes(name))
             if name in self._daemons.running:
                 self._daemons.kill(name)
+            address = self.net.addresses[name]
+            before = set() if name == _HEAD else self._alive(address)  # the head lists a killed node for a while
             self._start(name)
             if name == _HEAD:
                 wait_until(self._answers, "Ray's dashboard", 2 * START_S)
             # Of two nodes with one /tmp that start at the same moment, one does not come up.
-            wait_until(partial(self._has, self.net.addresses[name]), f"Ray's node {name}")
+            wait_until(partial(self._joined, address, before), f"Ray's node {name}")
 
     def _start(self, name: str) -> None:
         cpus, gpus = (0, 0) if name == _HEAD else (_CPUS, _GPUS)
@@ -110,10 +112,18 @@ class RayHouse:
             return False
         return True
 
-    def _has(self, address: str) -> bool:
+    def _joined(self, address: str, before: set[str]) -> bool:
+        return not self._alive(address) <= before
+
+    def _alive(self, address: str) -> set[str]:
+        """Return the ids of the nodes that the head lists as alive with this address."""
         listed = self.engine._ask("GET", "/nodes?view=summary").json()["data"]["summary"]
         states = [one["raylet"] for one in listed]
-        return any(one.get("nodeManagerAddress") == address and one.get("state") == "ALIVE" for one in states)
+        return {
+            str(one["nodeId"])
+            for one in states
+            if one.get("nodeManagerAddress") == address and one.get("state") == "ALIVE"
+        }
 
     def cancel(self, folder: RunFolder) -> None:
         """See `House.cancel`."""

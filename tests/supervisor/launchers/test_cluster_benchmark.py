@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from benchmarks.cluster import bench
+from benchmarks.cluster import bench, ray_house
 from benchmarks.cluster.house import kill_all
 from benchmarks.cluster.matrix import FAULTS, launcher_for, processes_of_run
 from tests.support import supervisor_stand_ins
@@ -55,3 +55,29 @@ def test_run_that_never_steps_is_doubted(start, monkeypatch):
     tally.play("stop order", lambda: tally.strike(harness, "stop order", FAULTS["stop order"]))
     assert tally.figures()["wrong_endings"] == 1
     assert tally.doubts() == "1 of 1 runs took no step"
+
+
+def test_killed_node_of_a_ray_is_no_mended_one(monkeypatch):
+    """The head still lists it as alive when the new one starts."""
+    house = object.__new__(ray_house.RayHouse)
+    processes = {name: [SimpleNamespace(name=lambda: "raylet")] for name in ("head", "n1")} | {"n2": []}
+    house.net = SimpleNamespace(addresses={name: f"10.0.0.{name}" for name in processes}, processes=processes.get)
+    house._daemons = SimpleNamespace(running={})
+    listed = [("old", "10.0.0.n2", "ALIVE"), ("other", "10.0.0.n1", "ALIVE")]
+
+    def asked(method, path):
+        names = ("nodeId", "nodeManagerAddress", "state")
+        summary = [{"raylet": dict(zip(names, one, strict=True))} for one in listed]
+        return SimpleNamespace(json=lambda: {"data": {"summary": summary}})
+
+    def waited(holds, what):
+        assert what == "Ray's node n2" and not holds()
+        listed.append(("new", "10.0.0.n2", "ALIVE"))
+        assert holds()
+
+    house.engine = SimpleNamespace(_ask=asked)
+    started = []
+    house._start = started.append
+    monkeypatch.setattr(ray_house, "wait_until", waited)
+    house.mend()
+    assert started == ["n2"]
