@@ -22,11 +22,13 @@ from toprope.records.run.checkpoints import checkpoint_of
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch
 from toprope.records.run.status import Status, read_events
+from toprope.records.walls import ENV_WALLS, Walls
 from toprope.settings.clusters import Mirror
 from toprope.settings.owner import Home
 from toprope.supervisor import heartbeat
 from toprope.supervisor.launchers import cluster
 from toprope.supervisor.lock import is_held
+from toprope.supervisor.mirror.far import _walls
 
 CANARY = "canary-4f1b77a0c2"
 whole = pytest.mark.engines
@@ -90,6 +92,7 @@ def test_keys_stand_in_no_argument_and_reach_their_component(far: FarCluster) ->
     assert not [one for one in words if KEY in one or CANARY in one or "PRIVATE KEY" in one]
     member = psutil.Process(runs.status(folder.run_id).crew["environment"].pid or 0)
     assert CANARY in json.dumps(member.environ())
+    assert Walls.from_variables(member.environ()).closed == (str(far.home), str(far.key))
     eventually(lambda: not list(folder.path.glob(".variables-*")))
     assert not list(far.there(folder).path.glob(".variables-*"))
     runs.stop(folder.run_id)
@@ -233,6 +236,14 @@ def test_job_that_nobody_would_answer_is_cancelled(far: FarCluster, monkeypatch:
     with pytest.raises(ComponentFailed, match="no_receiver"):
         far.start(runs)
     assert [job.phase for job in far.engine.jobs().values()] == ["ended"]
+
+
+def test_walls_close_the_folders_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/far/me")
+    here = Walls(closed=("/here/home", "/here/configuration"), homes="/here/home/homes", rights={"dice": {}})
+    made = Walls.from_variables(_walls({ENV_WALLS: here.encode()}, Path("/far/toprope"), Path("~/key")))
+    assert made.closed == ("/far/toprope", "/far/me/key") and made.rights == here.rights
+    assert (made.homes, made.required) == ("/far/toprope/homes", here.required)
 
 
 def test_port_of_a_run_is_chosen_by_chance() -> None:

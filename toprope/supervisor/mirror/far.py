@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from toprope.errors import TopropeError
 from toprope.records.run.checkpoints import newest_sound
 from toprope.records.run.folder import RUN_ID, RunFolder
 from toprope.records.run.status import Status
+from toprope.records.walls import ENV_WALLS, Walls
 from toprope.sdk.wall.kernel import hide_memory
 from toprope.settings.clusters import cluster_key
 from toprope.supervisor.heartbeat import is_beating
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
         print(f"{server} did not give the run {run_id}: {error!r}", file=sys.stderr)
         return program.ALREADY_KEPT
     program.redirect(folder.log("keeper"))
-    os.environ.update(begun["variables"] | os.environ)
+    os.environ.update(begun["variables"] | os.environ | _walls(begun["variables"], Path(home), Path(key_file)))
     # As in a keeper: signals wait for its event loop, and none reaches the thread.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
     sender = Sender(folder, wire, begun["attempt"])
@@ -77,6 +79,13 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     if not sender.finish(_REST_S):
         print("The server has not taken everything; another job will bring the rest.", file=sys.stderr, flush=True)
     return code
+
+
+def _walls(variables: Mapping[str, str], home: Path, key_file: Path) -> dict[str, str]:
+    """Return the owner's decisions about walls with the folders of this cluster in place of the server's."""
+    walls = Walls.from_variables(variables)
+    homes = None if walls.homes is None else str(home / "homes")
+    return {ENV_WALLS: replace(walls, closed=(str(home), str(key_file.expanduser())), homes=homes).encode()}
 
 
 def _begin(wire: Wire, folder: RunFolder, job: str) -> dict[str, Any]:
