@@ -105,7 +105,7 @@ def test_failed_submodule_is_no_failed_listing(tmp_path, monkeypatch):
 
 def test_last_words_of_what_hangs_are_no_refused_connection():
     hang = WorkerTimeout("open took longer than 5 s.")
-    hang.stderr = "Connecting to https://data.example.org"
+    hang.stderr = "Opening a connection to https://data.example.org"
     told = failed(SimpleNamespace(name="x", ecosystem="trl"), hang)
     error = f"{told.message}\n{told.hint}"
     assert "https://data.example.org" in error
