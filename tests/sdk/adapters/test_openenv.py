@@ -376,6 +376,13 @@ def test_reason_of_an_environment_that_cannot_be_created_is_told(server: Served,
     assert plain["data"] == {"message": "Invalid message"}
 
 
+def test_server_whose_program_reached_no_host_is_told_with_the_host() -> None:
+    code = "print('fatal: Could not resolve host: git.example.org', file=__import__('sys').stderr)\n"
+    code += "raise SystemExit('CalledProcessError: git clone failed.')"
+    with pytest.raises(LoadError, match=r"git clone failed; git\.example\.org could not be reached$"):
+        StartedServer("server", "", ["{python}", "-c", code], "", {})
+
+
 def test_server_finds_the_programs_of_its_interpreter_first() -> None:
     code = (
         "import os, sys; raise LookupError(os.environ['PATH'].split(os.pathsep)[0] == os.path.dirname(sys.executable))"

@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.sdk.errors import LoadError
+from toprope.sdk.errors import LoadError, with_unresolved
 
 __all__ = ["StartedServer"]
 
@@ -90,7 +90,9 @@ class StartedServer:
     def _last_words(self) -> str:
         """Return what a server that ended has said last."""
         self._silent.wait(2)
-        return self.raised() or next((line for line in reversed(self._lines) if line), "it printed nothing")[:_LONGEST]
+        told = self.raised() or next((line for line in reversed(self._lines) if line), "it printed nothing")[:_LONGEST]
+        # What a program said is often not in the exception.
+        return with_unresolved(told, "\n".join(self._lines)) if "CalledProcessError" in told else told
 
     def raised(self) -> str:
         """Return the last exception that a server started here has printed; empty if it printed no exception."""
