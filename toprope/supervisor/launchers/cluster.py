@@ -135,7 +135,12 @@ class ClusterLauncher:
         kept = (not locked and not mirrored and is_held(folder.lock)) or is_beating(folder)
         if launch is None or claimed_by_front_end(folder, launch.attempt):
             return KeeperState("alive" if kept else "gone", "It was stopped before its job began.")
-        if mirrored and not locked and not is_held(folder.lock) and _is_free(launch.mirror):
+        if (
+            mirrored
+            and not locked
+            and not is_held(folder.lock)
+            and can_listen("", int(launch.mirror.rpartition(":")[2]))
+        ):
             with suppress(ComponentFailed, OSError):  # its log has the reason; the next look tries again
                 self._receive(folder)
         try:
@@ -267,10 +272,10 @@ def free_port(mirror: Mirror) -> int:
     raise ComponentFailed(f"All ports of the cluster's mirror ({mirror.ports}) are taken.", hint="Give it more ports.")
 
 
-def _is_free(address: str) -> bool:
-    """True if a process of this machine can listen on the port of HOST:PORT."""
+def can_listen(host: str, port: int) -> bool:
+    """True if a process of this machine can listen there; the host may be empty."""
     with socket.socket() as trial, suppress(OSError):
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections do not count
-        trial.bind(("", int(address.rpartition(":")[2])))
+        trial.bind((host, port))
         return True
     return False

@@ -124,14 +124,13 @@ def _fetch(wire: Wire, folder: RunFolder, begun: dict[str, Any]) -> None:
     moves: dict[str, str] = {}
     for number, path in enumerate(begun["inputs"]):
         moves[path] = str(inputs / folder.run_id / str(number) / Path(path).name)
-        Path(moves[path]).unlink(missing_ok=True)
         wire.fetch(f"input/{number}", Path(moves[path]))
     moves |= {begun["environments"]: str(shipped.ENVIRONMENTS), begun["home"]: str(inputs.parent)}
     try:
         keeps = begun["delivery"] and Status.read(folder).attempt >= begun["attempt"]
     except TopropeError:
         keeps = False
-    replaced = {"events.jsonl", "status.json"} & begun["files"].keys() if not keeps else set()
+    replaced = {"events.jsonl", "status.json"}.intersection(begun["files"]) if not keeps else set()
     for name in ("spec.json", "launch.json", *replaced):
         _replace(wire, folder, name, moves if name == "spec.json" else {})
     if keeps:
@@ -147,7 +146,6 @@ def _fetch(wire: Wire, folder: RunFolder, begun: dict[str, Any]) -> None:
 def _replace(wire: Wire, folder: RunFolder, name: str, moves: Mapping[str, str]) -> None:
     target = folder.path / name
     partial = target.with_name(f".{target.name}.partial")
-    partial.unlink(missing_ok=True)
     wire.fetch(name, partial)
     if moves:
         write_json(partial, _moved(json.loads(partial.read_bytes()), moves))
@@ -166,7 +164,7 @@ def _moved(value: Any, moves: Mapping[str, str]) -> Any:
     return value
 
 
-def _prepare(folder: RunFolder, files: Mapping[str, int]) -> None:
+def _prepare(folder: RunFolder, files: Sequence[str]) -> None:
     """Remove what belongs to the former attempt, and begin from the newest sound checkpoint that is here."""
     folder.tidy()
     for path in (*folder.orders.glob("*"), *folder.evaluations.glob("*"), folder.results):

@@ -12,7 +12,6 @@ import asyncio
 import hmac
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -36,7 +35,7 @@ from toprope.settings.clusters import Mirror
 from toprope.settings.owner import Home
 from toprope.supervisor.keeper import program
 from toprope.supervisor.launchers.claims import claim, claimed_by_front_end
-from toprope.supervisor.launchers.cluster import free_port, variables_name
+from toprope.supervisor.launchers.cluster import can_listen, free_port, variables_name
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.mirror.wire import CHUNK, WHOLE, Prefix, bearer, is_mirrored, is_step, run_key, tls
 from toprope.supervisor.notices import home_of_keeper, tell_end
@@ -64,7 +63,7 @@ class Receiver:
         self._folder, self._lock, self._bearer, self._mirror = folder, lock, bearer(key), mirror
         self._prefixes: dict[str, Prefix] = {}
         self._bytes = folder_bytes(folder.path)
-        self._files = {name for name, _ in self._offered()}
+        self._files = set(self._offered())
         self._beat, self._damaged, self._heard = 0, set[str](), time.monotonic()
         self._turn, self._bodies = asyncio.Lock(), asyncio.Semaphore(_MOST_BODIES)
         self.over = asyncio.Event()
@@ -135,7 +134,7 @@ class Receiver:
         answer: dict[str, Any] = {
             "delivery": launch.delivery,
             "attempt": launch.attempt,
-            "files": await asyncio.to_thread(lambda: dict(self._offered())),
+            "files": await asyncio.to_thread(lambda: list(self._offered())),
             "environments": str(shipped.ENVIRONMENTS),
             "home": str(self._folder.path.parent.parent),
             "inputs": [str(path) for path in self._inputs()],
@@ -148,13 +147,13 @@ class Receiver:
     def _hold(self, attempt: int, *, beats: bool = False) -> None:
         self._lock.write_holder(pid=os.getpid(), since=time.time(), attempt=attempt, beats=beats)
 
-    def _offered(self) -> Iterator[tuple[str, int]]:
-        """Yield the files that the far side may lack, with their sizes."""
+    def _offered(self) -> Iterator[str]:
+        """Yield the files that the far side may lack."""
         for path in sorted(self._folder.path.rglob("*")):
             name = path.relative_to(self._folder.path).as_posix()
             hidden = any(part.startswith(".") for part in path.relative_to(self._folder.path).parts)
             if path.is_file() and not hidden and (is_mirrored(name) or name.startswith(f"checkpoints/{_STEP}")):
-                yield name, path.stat().st_size
+                yield name
 
     def _inputs(self) -> list[Path]:
         """Return the files of the owner that the run names and that do not come with Toprope."""
@@ -313,22 +312,13 @@ class Receiver:
         return Status.read(self._folder).ended_at is not None and not wanted(self._folder)
 
 
-def _address(mirror: Mirror, port: int) -> str:
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind((mirror.host, port))
-            return mirror.host
-        except OSError:
-            return "0.0.0.0"
-
-
 async def listen(app: web.Application, mirror: Mirror, port: int, key: bytes, *, trusted: bool) -> web.AppRunner:
     """Serve an app on the owner's address, or on all if that is none of this machine's."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     context = None if trusted else tls(key)[0]
-    await web.TCPSite(runner, _address(mirror, port), port, ssl_context=context, reuse_address=True).start()
+    host = mirror.host if can_listen(mirror.host, port) else "0.0.0.0"
+    await web.TCPSite(runner, host, port, ssl_context=context, reuse_address=True).start()
     return runner
 
 

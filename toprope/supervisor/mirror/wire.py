@@ -130,9 +130,9 @@ class Wire:
         return answer
 
     def fetch(self, path: str, target: Path) -> None:
-        """Copy a file of the server's to `target`, going on behind what is there of it."""
+        """Copy a file of the server's to `target`."""
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with target.open("ab") as file:
+        with target.open("wb") as file:
             while True:
                 answer = self.ask("GET", "/file", params={"path": path, "at": file.tell()})
                 file.write(answer.content)
