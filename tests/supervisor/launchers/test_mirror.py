@@ -422,6 +422,16 @@ def test_finished_checkpoint_is_measured_once(sides: Sides, monkeypatch: pytest.
     assert measured == [first, second] and kept_there(sides.here) == {"step-000020": 7}
 
 
+def test_checkpoint_that_nobody_wants_any_more_stops_nothing(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender, "_AGAIN_S", 0.01)
+    make_checkpoint(sides.there, 10)
+    make_checkpoint(sides.there, 20)
+    sides.status.model_copy(update={"state": "stopped", "ended_at": 2.0}).write(sides.there)
+    sides.sender._wanted = ["step-000010"]  # the answer that took it back was lost
+    sides.sender.start()
+    assert sides.sender.finish(20) and checkpoint_of(sides.here).step == 20
+
+
 def test_checkpoint_of_a_newer_version_stops_nothing(sides: Sides) -> None:
     path = make_checkpoint(sides.there, 10)
     write_json(path / "manifest.json", {"version": 99})

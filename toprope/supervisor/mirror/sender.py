@@ -84,6 +84,7 @@ class Sender:
                 return
             except (httpx.HTTPError, OSError, ValueError, KeyError) as error:
                 self._say(f"The server cannot be reached, or not used; trying on: {error!r}")
+                self._wanted = []  # the next answer names what is wanted then
                 time.sleep(_AGAIN_S)
                 continue
             if last:
