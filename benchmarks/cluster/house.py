@@ -151,10 +151,10 @@ class Daemons:
                 start_new_session=True,
             )
 
-    def kill(self, name: str) -> None:
-        """SIGKILL one and wait for its end."""
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send one a signal that ends it, and wait for its end."""
         process = self.running.pop(name)
-        process.kill()
+        process.send_signal(number)
         process.wait()
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -180,7 +181,7 @@ class SlurmHouse:
     @contextmanager
     def unreachable(self) -> Iterator[None]:
         """See `House.unreachable`."""
-        self._daemons.kill("slurmctld")
+        self._daemons.kill("slurmctld", signal.SIGTERM)  # killed, it forgets the jobs of the last seconds
         try:
             yield
         finally:
