@@ -82,7 +82,7 @@ class Result:
 
     @property
     def needs_key(self) -> bool:
-        """True if it reached no host only because it has a key that is none."""
+        """True if it reached no host and was given a placeholder for a key."""
         return bool(self.refused_host and keys_of([self.candidate]))
 
     @property

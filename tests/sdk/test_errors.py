@@ -39,7 +39,7 @@ def test_place_of_an_error_is_no_file_of_python_s_library() -> None:
         json.loads("x")
     assert "test_errors.py:" in Failure.of(told.value).where
     assert told.value.__traceback__ is not None
-    told.value.__traceback__ = told.value.__traceback__.tb_next  # what is left are frames of json
+    told.value.__traceback__ = told.value.__traceback__.tb_next  # the rest are frames of json
     assert Failure.of(told.value).where == ""
 
 

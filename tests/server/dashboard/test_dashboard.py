@@ -306,7 +306,7 @@ def test_kernel_tells_whose_program_is_at_the_other_end() -> None:
                 client.connect(here)
                 peer = listening.accept()
                 assert user_of({"client": peer[1], "server": here}) == 65534
-                client.close()  # what is left of it belongs to nobody, which the kernel shows as root
+                client.close()  # its rest belongs to nobody, which the kernel shows as root
                 assert user_of({"client": peer[1], "server": here}) == -1
                 peer[0].close()
         assert user_of({"client": ("127.0.0.1", 1), "server": here}) == -1

@@ -286,7 +286,7 @@ def test_sizes_are_bounded(tmp_path: Path, harness: RunHarness, monkeypatch: pyt
         with sides.there.log("trainer").open("ab") as file:
             file.write(b"more")
         sides.sender._look(last=False)
-        assert sent == [None]  # what has no room is not sent again and again
+        assert sent == [None]  # a file without room is not sent again and again
         monkeypatch.setattr(sender, "_ROOM_S", 0.0)
         sides.sender._look(last=False)
         assert "logs/trainer.log" in sent

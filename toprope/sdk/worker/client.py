@@ -322,7 +322,7 @@ class WorkerClient:
                 number = answer["id"]
             except (ValueError, TypeError, KeyError):
                 continue  # cut off when the worker was killed
-            await asyncio.sleep(0)  # what it printed before may have come with the answer
+            await asyncio.sleep(0)  # its last output may have come with the answer
             new, self._new = self._new, 0
             call = self._waiting.pop(number, None)
             if call is not None and call.timer is not None:
@@ -335,7 +335,7 @@ class WorkerClient:
                 call.future.set_result(answer["result"])
             else:
                 error = answer["error"]
-                if error["type"] == "CalledProcessError":  # what the program said is often not in it
+                if error["type"] == "CalledProcessError":  # the error often lacks the output of the program
                     error["message"] = with_unresolved(error["message"], self._last_words(new))
                 call.future.set_exception(WorkerError(**error))
 

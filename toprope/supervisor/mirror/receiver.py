@@ -313,7 +313,7 @@ class Receiver:
 
 
 async def listen(app: web.Application, mirror: Mirror, port: int, key: bytes, *, trusted: bool) -> web.AppRunner:
-    """Serve an app on the owner's address, or on all if that is none of this machine's."""
+    """Serve an app on the owner's address, or on all addresses if this machine does not have it."""
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     context = None if trusted else tls(key)[0]

@@ -91,7 +91,7 @@ class StartedServer:
         """Return what a server that ended has said last."""
         self._silent.wait(2)
         told = self.raised() or next((line for line in reversed(self._lines) if line), "it printed nothing")[:_LONGEST]
-        # What a program said is often not in the exception.
+        # The exception often lacks the output of the program.
         return with_unresolved(told, "\n".join(self._lines)) if "CalledProcessError" in told else told
 
     def raised(self) -> str:
