@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not log.exists():
                 continue
             one = read_outcome(name, log.read_text(encoding="utf-8", errors="replace"), 0)
+            one = replace(one, words=one.words or "read from its output")  # which does not say how it ended
         else:
             console.rule(name)
             one = _run(name)
@@ -134,6 +135,7 @@ def with_figures(page: str, kept: Mapping[str, Any]) -> str:
         plain = [key for key, value in figures.items() if _is_number(value) and key not in _IGNORED]
         told = [f"{key} {_short(figures[key])} ({goal})" for key, goal in goals.items()]
         told = told or [f"{key} {_short(figures[key])}" for key in plain[:_FEW]]
+        told += ["the machine was not quiet"] if figures.get("quiet") is False else []
         lines.append(f"| `{name.replace('_', '-')}` | {', '.join(told)} | {one['on']} | {one['machine']} |")
     before, mark, _ = page.partition(_MARK)
     return f"{before}{mark}\n" + "\n".join(lines) + "\n"

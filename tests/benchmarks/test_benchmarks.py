@@ -126,9 +126,11 @@ def test_stored_outputs_are_compared_and_written(tmp_path, monkeypatch, capsys):
     assert list(kept) == ["server"] and kept["server"]["figures"]["list_ratio"] == 1.1 and kept["server"]["on"]
     page = (tmp_path / "README.md").read_text()
     assert page.startswith("# Benchmarks") and "old" not in page and "| `server` | list_ratio 1.1 (<= 1.2) |" in page
-    (tmp_path / "server.log").write_text('{"list_ratio": 1.9}\n')
-    compare_figures.main(["server", "--from", str(tmp_path)])
-    assert "list_ratio: 1.1 -> 1.9" in capsys.readouterr().out
+    (tmp_path / "server.log").write_text('{"list_ratio": 1.9, "quiet": false}\n')
+    compare_figures.main(["server", "--from", str(tmp_path), "--write"])
+    told = capsys.readouterr().out
+    assert "list_ratio: 1.1 -> 1.9" in told and "goals met" not in told  # a stored output does not say how it ended
+    assert "the machine was not quiet" in (tmp_path / "README.md").read_text()
     with pytest.raises(SystemExit):
         compare_figures.main(["no-such"])
 
