@@ -38,7 +38,7 @@ from urllib.parse import quote
 
 from toprope.sdk.adapters._servers.nemo_gym import messages_of, response_of
 from toprope.sdk.adapters._servers.nemo_gym_files import command, declared, installed
-from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, JUDGE_MODEL, SETTINGS
+from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, JUDGE_MODEL, SETTINGS, TOGETHER
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.adapters._shared import rows as _rows
 from toprope.sdk.adapters._shared.json_http import Answer, JsonServer, Unreachable
@@ -78,6 +78,8 @@ class NemoGymKnobs:
     judge_url: str = knob("", help="endpoint with OpenAI's chat completions for the models that the server asks")
     judge_model: str = knob("", help="name of the model there")
     settings: dict[str, Any] = knob({}, help="settings in place of those of the server's configuration; no secrets")
+    range: list[float] | None = knob(None, help="lowest and highest reward; null: 0 and 1, or not known with /step")
+    clip: bool = knob(False, help="clip rewards outside, which are errors of their rollouts otherwise")
 
 
 class NemoGym(ToolEnvironment):
@@ -131,8 +133,11 @@ class NemoGym(ToolEnvironment):
                 printed = " ".join(one.raised() for one in self._started.values())
                 raise LoadError(f"{error} The server printed: {printed or 'no error'}.") from None
             raise LoadError(f"{error} Start the resources server first, or fix `url` in the target.") from None
-        unknown = target.get("range") is None and any(self._stepped.values())
-        self._bounds = Bounds(_UNDECLARED if unknown else target.get("range"), bool(target.get("clip")), "`range`")
+        given, clip = target.get("range"), bool(target.get("clip"))
+        if self._folder:
+            given, clip = self.knobs.range or given, self.knobs.clip or clip
+        unknown = given is None and any(self._stepped.values())
+        self._bounds = Bounds(_UNDECLARED if unknown else given, clip, "`range`")
         self._solved = float(target.get("success", 1.0 if unknown else self._bounds.high))
         self._shown = [str(name) for name in target.get("shown") or ()]
         shown = {name: Part(0.0, -_MANY, _MANY, "from /verify; shown") for name in self._shown}
@@ -238,7 +243,7 @@ class NemoGym(ToolEnvironment):
         if not played:
             return []
         with ThreadPoolExecutor(min(_BESIDE, len(played)), thread_name_prefix="verify") as threads:
-            return list(threads.map(_verified, played))
+            return list(threads.map(lambda one: _verified(one, len(played)), played))
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["reward"] >= self._solved - 1e-9
@@ -297,8 +302,8 @@ class NemoGym(ToolEnvironment):
         schema = given.get("inputSchema") or {"type": "object", "properties": {}}
         return Tool(name, str(given.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
 
-    def verify(self) -> dict[str, float]:
-        """Request the reward of this rollout.
+    def verify(self, together: int = 1) -> dict[str, float]:
+        """Request the reward of this rollout, one of `together` that are verified at a time.
 
         Raises:
             EnvironmentMistake: The server does not answer, or gives no reward.
@@ -308,7 +313,8 @@ class NemoGym(ToolEnvironment):
             return {"reward": self._bounds.value(self._total, "the sum of steps"), **dict.fromkeys(self._shown, 0.0)}
         row = self.task.data["row"]
         response = response_of(self.messages[self._first :], row[_PARAMETERS], self.task.id, self.truncated)
-        found = self._post("verify", {**row, "response": response}).value("/verify")
+        asked = {**row, "response": response}
+        found = self._server.post("verify", asked, self._cookies, {TOGETHER: str(together)}).value("/verify")
         if not isinstance(found, Mapping) or found.get("reward") is None:
             raise EnvironmentMistake(f"/verify returned no reward: {str(found)[:200]}")
         if found.get("mask_sample"):
@@ -352,8 +358,8 @@ def _info(found: Any) -> Mapping[str, Any]:
     return info if isinstance(info, Mapping) else {}
 
 
-def _verified(rollout: NemoGym) -> Any:
+def _verified(rollout: NemoGym, together: int) -> Any:
     try:
-        return rollout.verify()
+        return rollout.verify(together)
     except Exception as error:  # is the rollout's own
         return error

@@ -18,6 +18,7 @@ from toprope.sdk.errors import LoadError
 from toprope.sdk.worker.service import Service
 
 APP = """
+import asyncio
 import json
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
@@ -34,7 +35,15 @@ class Judged(SimpleResourcesServer):
         async def seed(request):
             return JSONResponse({})
 
+        waiting, ready = [], asyncio.Event()
+
         async def verify(request):
+            if self.config.num_rollouts_per_prompt > 1:
+                waiting.append(request)
+                if len(waiting) == self.config.num_rollouts_per_prompt:
+                    ready.set()
+                await ready.wait()
+                return JSONResponse({"reward": len(waiting)})
             said = (await request.json())["response"]["output"][0]["content"][0]["text"]
             asked = {"input": [{"role": "user", "content": f"Is {said} {RIGHT}?"}], "max_output_tokens": 5}
             answer = await self.server_client.post(server_name="grader", url_path="/v1/responses", json=asked)
@@ -53,6 +62,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="allow")
     points: float = 0.0
     asks_at_once: str = ""
+    num_rollouts_per_prompt: int = 1
 class SimpleResourcesServer(BaseModel):
     config: Config
     server_client: object
@@ -110,6 +120,24 @@ def test_server_of_a_folder_is_listed_started_and_judged_by_a_named_endpoint(tmp
         played(settings={"asks_at_once": "http://judge"})
     with pytest.raises(LoadError, match=r"knob `settings` must set what its configuration lacks \(points: .* number"):
         played(settings={"points": "many"})
+
+
+def test_server_that_compares_a_group_waits_for_the_rollouts_there_are(tmp_path: Path) -> None:
+    rows = [{"responses_create_params": {"input": f"Question {number}"}} for number in range(30)]
+    file = published(tmp_path, rows)
+    target = json.loads(nemo_gym.declared(file, parse(file))[0].target)
+    target["packages"].append(str(tmp_path / "omegaconf"))
+
+    def played(**knobs: Any) -> list[dict[str, Any]]:
+        service = Service()
+        source = {"adapter": "nemo_gym", "target": json.dumps({**target, "timeout_s": 10})}
+        service.answer("open", {"source": source, "knobs": {"settings": {"num_rollouts_per_prompt": 16}, **knobs}})
+        handles, _ = begun(service, 3)
+        return [one["outcome"] for one in say(service, *([handle, "fine"] for handle in handles))]
+
+    assert [one["reward"] for one in played(range=[0, 4])] == [3.0] * 3
+    assert [one["reward"] for one in played(clip=True)] == [1.0] * 3
+    assert "gave 3, beyond 0 to 1: declare `range`: [low, high], or `clip`: true" in played()[0]["error"]
 
 
 def test_server_whose_rows_have_images_is_listed_with_the_reason(tmp_path: Path) -> None:

@@ -24,6 +24,10 @@ from typing import Any
 JUDGE, JUDGE_MODEL, KEY = "TOPROPE_JUDGE_URL", "TOPROPE_JUDGE_MODEL", "OPENAI_API_KEY"
 SETTINGS = "TOPROPE_SERVER_SETTINGS"
 """JSON of settings in place of those of the configuration."""
+TOGETHER = "X-Toprope-Together"
+"""Header of a verification: the number of rollouts that are verified at the same time."""
+_COHORT = "num_rollouts_per_prompt"
+"""The setting with which a server waits for so many rollouts before it compares them."""
 _OWNERS_ENDPOINT = "OPENAI_BASE_URL"
 _WAIT_S = 300.0
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
@@ -63,6 +67,8 @@ def _serve(errors: Any) -> None:
         from nemo_gym.mcp_auto_exposure import maybe_auto_expose  # type: ignore[import-not-found,unused-ignore]
 
         maybe_auto_expose(server, app)
+    if hasattr(server.config, _COHORT):
+        _compare_groups(app, server.config)
     _tell_failures(app, errors)
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
@@ -221,6 +227,18 @@ def _messages(body: dict[str, Any]) -> list[dict[str, str]]:
         text = "".join(str(part.get("text") or "") for part in parts)
         told.append({"role": _ROLES.get(one.get("role"), "user"), "content": text})
     return told
+
+
+def _compare_groups(app: Any, config: Any) -> None:
+    """Let a server wait for the rollouts that are verified together, not for a number of its own."""
+    from starlette.middleware.base import BaseHTTPMiddleware  # type: ignore[import-not-found,unused-ignore]
+
+    async def compared(request: Any, go_on: Any) -> Any:
+        if TOGETHER in request.headers:
+            setattr(config, _COHORT, int(request.headers[TOGETHER]))
+        return await go_on(request)
+
+    app.add_middleware(BaseHTTPMiddleware, dispatch=compared)
 
 
 def _tell_failures(app: Any, errors: Any) -> None:

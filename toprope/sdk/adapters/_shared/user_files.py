@@ -163,8 +163,8 @@ class Bounds:
             return min(max(number, self.low), self.high)
         if not self.low - 1e-9 <= number <= self.high + 1e-9:
             raise EnvironmentMistake(
-                f"{whose} gave {number:g}, beyond {self.low:g} to {self.high:g}: declare {self._key}: [low, high] in "
-                "the target, or `clip`: true."
+                f"{whose} gave {number:g}, beyond {self.low:g} to {self.high:g}: declare {self._key}: [low, high], or "
+                "`clip`: true."
             )
         return min(max(number, self.low), self.high)
 
