@@ -61,12 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             heavy = [
                 play_real(real, REAL_ENDS[number % len(REAL_ENDS)], dice, leftovers) for number in range(given.real)
             ]
+            resumed, control = max(curve_error(whole, one) for one in curves), curve_error(whole, other)
         finally:
             for one in (harness, real):
                 if one is not None:
                     one.close()
     errors = [story.step_error for story in heavy if story.step_error is not None]
-    control = curve_error(whole, other)
     figures: dict[str, Any] = {
         "death_to_state_ms_max": round(max(took), 1),
         "death_to_state_ms_median": round(statistics.median(took), 1),
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "leftover_files": len(leftovers.files),
         "resumes": sum("resumed" in story.end for story in light + heavy),
         "resume_step_error": max(errors) if errors else None,
-        "resume_curve_error": max(curve_error(whole, one) for one in curves),
+        "resume_curve_error": resumed,
         "other_seed_curve_error": control,
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),

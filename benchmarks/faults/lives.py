@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ def eventually(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S
 def harness_at(path: Path) -> RunHarness:
     """A home whose runs put their temporary files where they can be counted."""
     (path / "tmp").mkdir(parents=True)
-    os.environ["TMPDIR"] = str(path / "tmp")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(path / "tmp")
     return RunHarness(path)
 
 
@@ -325,7 +326,8 @@ def _look(harness: RunHarness, folder: RunFolder, ports: Ports, leftovers: Lefto
     places = [folder.path, harness.path / "tmp"]
     files = [path for place in places for path in place.rglob(".*")]
     files += [folder.crew] if folder.crew.exists() else []
-    files += list((harness.path / "tmp").iterdir())
+    # torch makes a cache of its own, one for all processes of a user.
+    files += [path for path in (harness.path / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
     files += [path for path in (folder.path.parent / ".reservations").glob(f"*{folder.run_id}*")]
     names = [str(path.relative_to(harness.path)) for path in files]
     leftovers.files += [name for name in dict.fromkeys(names) if name not in leftovers.files]

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -39,19 +38,20 @@ def make(place: Path, *, killed: bool) -> tuple[subprocess.Popen[str], str]:
 
 
 def test_folders_of_killed_processes_go_and_others_stay(tmp_path):
-    old, kept = time.time() - 3600, tmp_path / "kept"
-    _, left = make(tmp_path, killed=True)
+    kept = tmp_path / "kept"
     alive, claimed = make(tmp_path, killed=False)
+    _, left = make(tmp_path, killed=True)
     name = os.path.basename(left)
-    young, elsewhere = tmp_path / f"{name}-young", tmp_path / "toprope-other0-abc"  # not yet claimed; another machine's
+    prefix = name.rpartition("-")[0]
+    young, elsewhere = tmp_path / f"{prefix}-new-y", tmp_path / "toprope-other0-abc"  # unclaimed; another machine's
     for folder in (young, elsewhere, kept):
         folder.mkdir()
     (tmp_path / f"{name}-link").symlink_to(kept)
-    (Path(left) / "data").touch()
-    for path in (left, claimed, elsewhere, kept):
-        os.utime(path, (old, old))
+    unclaimed = tmp_path / f"{prefix}-new-o"
+    unclaimed.mkdir()
+    os.utime(unclaimed, (1, 1))
     mine = Scratch()
-    eventually(lambda: not os.path.exists(left))
+    eventually(lambda: not os.path.exists(left) and not unclaimed.exists())
     assert all(os.path.isdir(path) for path in (mine.path, claimed, young, elsewhere, kept))
     mine.remove()
     mine.remove()

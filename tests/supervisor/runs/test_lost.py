@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -40,6 +42,14 @@ def lose(harness, folder) -> None:
     eventually(lambda: not is_held(folder.lock))
 
 
+def scratch_of_killed(place) -> Path:
+    """Leave the scratch folder of a killed process."""
+    code = "from toprope.sdk.wall.scratch import Scratch; import os; print(Scratch().path, flush=True); os._exit(9)"
+    variables = os.environ | {"TMPDIR": str(place)}
+    found = subprocess.run([sys.executable, "-c", code], env=variables, stdout=subprocess.PIPE, text=True)
+    return Path(found.stdout.strip())
+
+
 def pairs(folder) -> list[tuple[str, str]]:
     return [(event.data["from"], event.data["to"]) for event in read_events(folder.events) if event.kind == "state"]
 
@@ -55,6 +65,23 @@ def left(harness, specification=None, state="training", **fields) -> RunFolder:
     EventLog(folder).append("state", **{"from": "queued", "to": state, "reason": ""})
     folder.lock.touch()
     return folder
+
+
+def test_scratch_folders_of_killed_workers_go_with_their_run(harness, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    runs, folder = harness.start({"trainer": {"endless": True}})
+    until(runs, folder, "training")
+    left = scratch_of_killed(tmp_path)
+    assert left.is_dir()
+    runs.stop(folder.run_id, 0)
+    eventually(lambda: not left.exists())
+    runs, folder = harness.start(ENDLESS)
+    until(runs, folder, "training")
+    lose(harness, folder)
+    left = scratch_of_killed(tmp_path)
+    assert left.is_dir() and runs.status(folder.run_id).state == "lost"
+    eventually(lambda: not left.exists())
 
 
 def test_lost_run_resumes_with_owner_variables(harness):

@@ -13,10 +13,12 @@ import zlib
 from contextlib import suppress
 from functools import cache
 
-__all__ = ["Scratch"]
+__all__ = ["Scratch", "sweep_scratch"]
 
+_NEW = "new-"
+"""Begins the rest of a name whose folder may not be claimed yet."""
 _YOUNG_S = 60.0
-"""A folder of this age may not be claimed yet."""
+"""Age up to which such a folder stays."""
 
 
 @cache
@@ -31,21 +33,26 @@ def _prefix() -> str:
 
 
 class Scratch:
-    """A new folder below TMPDIR. It is claimed by a lock, which ends with this process: with `remove`, or with the
-    first one that a later process makes, the folder goes.
+    """A new folder below TMPDIR. It is claimed by a lock, which ends with this process: with `remove`, with
+    `sweep_scratch`, or with the first one that a later process makes, the folder goes.
 
     Raises:
         OSError: The folder cannot be made.
     """
 
     def __init__(self) -> None:
-        self.path = os.path.realpath(tempfile.mkdtemp(prefix=_prefix()))
+        made = os.path.realpath(tempfile.mkdtemp(prefix=_prefix() + _NEW))
+        self._claim = -1
         try:
-            self._claim = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            self._claim = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+            _lock(self._claim)
+            self.path = made.replace(_prefix() + _NEW, _prefix())
+            os.rename(made, self.path)
         except OSError:
-            os.rmdir(self.path)
+            if self._claim >= 0:
+                os.close(self._claim)
+            os.rmdir(made)
             raise
-        _lock(self._claim)
         _sweep_once(os.path.dirname(self.path))
 
     def remove(self) -> None:
@@ -54,6 +61,18 @@ class Scratch:
         if self._claim >= 0:
             os.close(self._claim)
             self._claim = -1
+
+
+def sweep_scratch(wait_s: float = 0.0) -> None:
+    """Remove the folders whose owners on this machine were killed, in a thread.
+
+    Args:
+        wait_s: Seconds to wait for it, before the caller ends.
+    """
+    with suppress(RuntimeError):  # no further thread can be started; the next process sweeps
+        thread = threading.Thread(target=_sweep, args=(os.path.realpath(tempfile.gettempdir()),), daemon=True)
+        thread.start()
+        thread.join(wait_s)
 
 
 def _lock(folder: int) -> bool:
@@ -74,8 +93,7 @@ def _remove(path: str) -> None:
 
 @cache
 def _sweep_once(place: str) -> None:
-    with suppress(RuntimeError):  # no further thread can be started; the next process sweeps
-        threading.Thread(target=_sweep, args=(place,), name="sweep", daemon=True).start()
+    sweep_scratch()
 
 
 def _sweep(place: str) -> None:
@@ -91,8 +109,10 @@ def _remove_unclaimed(path: str) -> None:
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         told = os.fstat(folder)
-        # A worker may have set the time into the future.
-        if told.st_uid == os.geteuid() and abs(time.time() - told.st_mtime) > _YOUNG_S and _lock(folder):
+        # A worker may have set the time of its own into the future.
+        new = os.path.basename(path).startswith(_prefix() + _NEW)
+        young = new and abs(time.time() - told.st_mtime) <= _YOUNG_S
+        if told.st_uid == os.geteuid() and not young and _lock(folder):
             _remove(path)
     finally:
         os.close(folder)

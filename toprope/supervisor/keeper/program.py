@@ -38,6 +38,7 @@ ALREADY_KEPT = 75
 _KEEPER_LOG_BYTES = 1 << 20
 _SUBMITTER_S = 60.0
 """The longest that a front end holds the lock of a run that it submits."""
+_SWEEP_S = 2.0
 
 
 def main(
@@ -149,6 +150,7 @@ def _keep(
     from toprope.records.run.specification import Specification
     from toprope.records.run.status import Status
     from toprope.sdk.wall.kernel import hide_memory
+    from toprope.sdk.wall.scratch import sweep_scratch
     from toprope.supervisor.keeper.containment import choose_on_node
     from toprope.supervisor.keeper.lifecycle import RunLifecycle, failure_of_keeper
     from toprope.supervisor.launchers.claims import claim
@@ -191,4 +193,5 @@ def _keep(
         lock.release()
         if (home := home_of_keeper(os.environ)) is not None:
             tell_end(folder, home)
+        sweep_scratch(_SWEEP_S)  # of workers that were killed
     return 0

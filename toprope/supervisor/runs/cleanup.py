@@ -21,6 +21,7 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import ENDED, LIVE, EventLog, Failure, Status, read_events
+from toprope.sdk.wall.scratch import sweep_scratch
 from toprope.supervisor.capacity.reservations import Reservations
 from toprope.supervisor.launchers import Launcher
 from toprope.supervisor.lock import RunLock, is_held
@@ -92,6 +93,7 @@ def settle_run(folder: RunFolder, reaped: int | None = None, told: str = "") -> 
         return status
     if reaped is None:
         reaped = reap_crew(folder, status.attempt)
+    sweep_scratch()
     reason = told or describe_keeper_loss(folder, status)
     if reaped == 1:
         reason += " 1 process of its crew was still alive and was killed."
