@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faults.lives import Ports, eventually
+from benchmarks.faults.lives import Ports, eventually, temporary_files
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import TRANSITIONS, Status, read_events
 from toprope.supervisor.lock import is_held
@@ -80,7 +80,7 @@ def look(
         tally.processes += [f"{folder.run_id}: {_words(process)}" for process in processes()]
         tally.locks += [f"{folder.run_id}: its lock is held"] if is_held(folder.lock) else []
     tally.ports += [f"{folder.run_id}: port {port}" for port in ports.open()]
-    files = [*folder.path.rglob(".*"), *(harness / "tmp").iterdir()]
+    files = [*folder.path.rglob(".*"), *temporary_files(harness)]
     files += [folder.crew] if folder.crew.exists() else []
     files += list((harness / "runs" / ".reservations").glob(f"*{folder.run_id}*"))
     known = set(tally.files)

@@ -97,6 +97,11 @@ def harness_at(path: Path) -> RunHarness:
     return RunHarness(path)
 
 
+def temporary_files(home: Path) -> list[Path]:
+    """Files that runs left in their TMPDIR. torch makes a folder there for all processes of a user."""
+    return [path for path in (home / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+
+
 class RealHarness(RunHarness):
     """Runs with the real programs, a policy with random weights, and an environment that ships with Toprope."""
 
@@ -326,8 +331,7 @@ def _look(harness: RunHarness, folder: RunFolder, ports: Ports, leftovers: Lefto
     places = [folder.path, harness.path / "tmp"]
     files = [path for place in places for path in place.rglob(".*")]
     files += [folder.crew] if folder.crew.exists() else []
-    # torch makes a cache of its own, one for all processes of a user.
-    files += [path for path in (harness.path / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+    files += temporary_files(harness.path)
     files += [path for path in (folder.path.parent / ".reservations").glob(f"*{folder.run_id}*")]
     names = [str(path.relative_to(harness.path)) for path in files]
     leftovers.files += [name for name in dict.fromkeys(names) if name not in leftovers.files]
