@@ -317,7 +317,7 @@ def main() -> int:
     )
 
 
-def _concatenate(cache: Any, source: Any = None) -> None:
+def _concatenate(cache: Any, source: Any = None, longest: int = 0) -> None:
     if source is not None:
         cache.reorder_cache(source)
 

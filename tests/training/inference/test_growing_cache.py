@@ -128,3 +128,15 @@ def test_growing_buffers_copy_each_token_a_few_times_only(monkeypatch: pytest.Mo
         if layer._buffers is not before:
             copied.append(layer.get_seq_length())
     assert 0 < sum(copied) < 6 * 4000
+
+
+def test_buffers_have_no_room_that_answers_cannot_fill() -> None:
+    from transformers.cache_utils import DynamicCache
+
+    cache, token = DynamicCache(), torch.ones(2, 1, 1, 4)
+    cache.update(torch.zeros(2, 1, 6, 4), torch.zeros(2, 1, 6, 4), 0)
+    grow_by_blocks(cache, longest=9)
+    for length in range(7, 12):  # two tokens more than were announced: the buffers grow all the same
+        keys, _ = cache.update(token, token, 0)
+        assert [buffer.shape[-2] for buffer in cache.layers[0]._buffers] == [max(length, 9)] * 2
+        assert keys.sum() == 2 * 4 * (length - 6)

@@ -244,9 +244,9 @@ class EmbeddedEngine:
         longest, pad = max(map(len, places)), self._pad_id()
         padding = [longest - len(prompt) for prompt in places]
         ids = torch.tensor([[pad] * count + list(prompt) for count, prompt in zip(padding, places, strict=True)])
+        width = longest + min(self.max_context, max(request.max_new_tokens for request in requests))
         mask = None
         if any(padding):
-            width = longest + min(self.max_context, max(request.max_new_tokens for request in requests))
             mask = (torch.arange(width) >= torch.tensor(padding).unsqueeze(1)).to(device)
         positions = (torch.arange(longest) - torch.tensor(padding).unsqueeze(1)).clamp(min=0)
         output = self._model(
@@ -257,7 +257,7 @@ class EmbeddedEngine:
             logits_to_keep=1,
         )
         index = torch.tensor(source, device=device)
-        grow_by_blocks(output.past_key_values, None if source == list(range(len(places))) else index)
+        grow_by_blocks(output.past_key_values, None if source == list(range(len(places))) else index, width)
         lengths = positions[:, -1:].to(device) + 1
         return (
             output.logits[:, -1][index],

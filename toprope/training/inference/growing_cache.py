@@ -11,6 +11,7 @@ are and take part through their own methods, so every architecture with a cache 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ class GrowingLayer(DynamicLayer):
     """Position after the last token in the buffers."""
     _view: torch.Tensor | None = None
     """`keys` as this class left it; another tensor there means that a method of the library replaced it."""
+    _longest = sys.maxsize
+    """Tokens for which a buffer needs room at most."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -89,6 +92,7 @@ class GrowingLayer(DynamicLayer):
         rows, tokens, held = added[0].shape[0], added[0].shape[-2], self._held()
         if self.keys is not self._view or not self._buffers or self._end + tokens > self._buffers[0].shape[-2]:
             room = held + tokens + max(_BLOCK, (held + tokens) // 4)
+            room = max(min(room, self._longest), held + tokens)  # unused room spreads rows over more memory pages
             former: tuple[Any, Any] = self.keys, self.values
             self._buffers = tuple(new.new_empty(rows, new.shape[1], room, new.shape[-1]) for new in added)
             if held:
@@ -125,11 +129,12 @@ _GROWING: dict[type, type[GrowingLayer]] = {
 }
 
 
-def grow_by_blocks(cache: Any, source: torch.Tensor | None = None) -> None:
+def grow_by_blocks(cache: Any, source: torch.Tensor | None = None, longest: int = sys.maxsize) -> None:
     """Let the buffers of a cache that a model filled grow by blocks from now on.
 
     Args:
         cache: A cache of transformers, changed in place.
+        longest: Most tokens that a row will hold, if that is known.
         source: (rows,): the present row of each new row, to repeat or reorder rows; None keeps them.
     """
     if source is not None:
@@ -138,7 +143,7 @@ def grow_by_blocks(cache: Any, source: torch.Tensor | None = None) -> None:
     for place, layer in enumerate(layers):
         if (kind := _GROWING.get(type(layer))) is not None and layer.is_initialized:
             growing = kind.__new__(kind)
-            growing.__dict__.update(layer.__dict__)
+            growing.__dict__.update(layer.__dict__, _longest=longest)
             layers[place] = growing
 
 
