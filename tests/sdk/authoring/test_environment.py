@@ -6,6 +6,7 @@ import datetime
 import enum
 import hashlib
 import math
+import random
 from dataclasses import asdict, fields
 from typing import Any, Literal
 
@@ -194,6 +195,16 @@ def test_rollout_random_depends_on_task_and_seed() -> None:
     }
     assert len(set(draws.values())) == 4
     assert copy_for(ready(Echo, seed=1), other).random.random() == draws[1, "b"]
+
+
+def test_rollout_goes_on_with_one_generator_that_is_seeded_on_first_use() -> None:
+    environment = ready(Echo)
+    first, second = copy_for(environment, Task("a")), copy_for(environment, Task("a"))
+    assert "random" not in vars(first)
+    drawn = [first.random.random() for _ in range(3)]
+    assert len(set(drawn)) == 3
+    assert [second.random.random() for _ in range(3)] == drawn
+    assert environment.random.random() == random.Random("tasks").random()
 
 
 def test_task_id_depends_on_content() -> None:

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import math
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any, ClassVar, TypeVar
 
 from toprope.sdk.authoring.knobs import nearest
@@ -181,8 +182,6 @@ class Environment:
     """Values of `Knobs` in force."""
     seed: int = 0
     """Seed of the run. Rollouts may depend on it; tasks must not."""
-    random: random.Random
-    """In `tasks`: a generator with the same seed in every run. In a rollout: seeded by its task and `seed`."""
     task: Task
     """In a rollout: its task."""
     messages: Messages
@@ -202,6 +201,11 @@ class Environment:
         knobs = cls.__dict__.get("Knobs")
         if isinstance(knobs, type) and "__dataclass_fields__" not in knobs.__dict__:
             dataclasses.dataclass(kw_only=True)(knobs)  # in place, so that authors can leave out the decorator
+
+    @functools.cached_property
+    def random(self) -> Random:
+        """In `tasks`: a generator with the same seed in every run. In a rollout: seeded by its task and `seed`."""
+        return Random(f"{self.seed}:{self.task.id}")  # only for those who use it: seeding costs more than a small task
 
     def setup(self) -> None:
         """Prepare the environment, once the knobs are set: load data, choose `max_turns` or `parts`."""
@@ -259,8 +263,16 @@ class Scoring:
 
     def __init__(self, parts: dict[str, Part]) -> None:
         self.parts = parts
-        self.max_reward = sum(max(part.weight * part.low, part.weight * part.high) for part in parts.values())
-        self.min_reward = sum(min(part.weight * part.low, part.weight * part.high) for part in parts.values())
+
+    @property
+    def max_reward(self) -> float:
+        """The highest possible reward."""
+        return sum(max(part.weight * part.low, part.weight * part.high) for part in self.parts.values())
+
+    @property
+    def min_reward(self) -> float:
+        """The lowest possible reward."""
+        return sum(min(part.weight * part.low, part.weight * part.high) for part in self.parts.values())
 
     @classmethod
     def of(cls, environment: Environment) -> Scoring:
@@ -360,5 +372,5 @@ def copy_for(environment: AnyEnvironment, task: Task) -> AnyEnvironment:
     rollout.answer = ""
     rollout.turns = 0
     rollout.truncated, rollout.tokens = False, []
-    rollout.random = random.Random(f"{environment.seed}:{task.id}")
+    vars(rollout).pop("random", None)
     return rollout
