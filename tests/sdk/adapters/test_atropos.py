@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -194,6 +195,8 @@ def test_atropos_file_imports_its_neighbours_by_package_and_from_its_repositorys
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys.modules["atroposlib.envs.base"], "BaseEnv", Collects, raising=False)
     assert atropos.make(f"{package / 'server.py'}:Poker").name == "atropos/poker-1104"
+    # Behind a wall nothing beside the package can be listed, and a module of its own has its name.
+    assert os.listdir(sys.path[0]) == [package.name]
 
 
 @pytest.mark.parametrize(

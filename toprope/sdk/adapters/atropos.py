@@ -28,9 +28,10 @@ from toprope.sdk.adapters._servers.atropos_tokenizer import BYTES_PER_TOKEN, tok
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
-from toprope.sdk.authoring.loading import find_above
+from toprope.sdk.authoring.loading import find_above, import_root
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import InvalidRequest, LoadError, MissingKnobs
+from toprope.sdk.wall.paths import package_of
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "Atropos", "declared", "make"]
 
@@ -240,11 +241,9 @@ def make(target: str) -> Atropos:
     if path.suffix != ".py" or not path.is_file():
         raise LoadError(f"{target!r} is not a file with an Atropos environment: give /path/environment.py:Class.")
     # A file in a package is imported by its full name, so that relative imports work.
-    module_name, root = path.stem, path.parent.absolute()
-    while (root / "__init__.py").is_file():
-        module_name, root = f"{root.name}.{module_name}", root.parent
-    folder = str(path.parent.absolute())
-    sys.path[:] = [str(root), *(one for one in sys.path if one not in (str(root), folder)), folder]
+    root, folder, whole = import_root(path), str(path.parent.absolute()), path.absolute()
+    module_name = ".".join(whole.with_suffix("").relative_to(Path(package_of(str(path)) or whole).parent).parts)
+    sys.path[:] = [root, *(one for one in sys.path if one not in (root, folder)), folder]
     find_above(path)
     module = importlib.import_module(module_name)
     if Path(getattr(module, "__file__", "") or "").resolve() != path.resolve():

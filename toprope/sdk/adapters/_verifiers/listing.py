@@ -52,11 +52,10 @@ def more_requirements(place: Path) -> tuple[str, ...]:
     return BEFORE if "before" in kinds and "taskset" not in kinds else ()
 
 
-def _top_level(files: Iterable[str]) -> Iterator[str]:
-    for name in files:
-        parts = name.split("/")
-        if (len(parts) == 1 and name.endswith(".py")) or (len(parts) == 2 and parts[1] == "__init__.py"):
-            yield name
+def _top_level(files: Iterable[str]) -> Iterable[str]:
+    """Return a wheel's modules, and the `__init__.py` of its packages, which may have been copied beside the wheel."""
+    parts = [name.split("/") for name in files if name.endswith(".py")]
+    return dict.fromkeys(one[0] if len(one) == 1 else f"{one[0]}/__init__.py" for one in parts)
 
 
 def _is_before(site_packages: Path) -> bool:
