@@ -25,6 +25,8 @@ def chain(*errors: Exception) -> Exception:
                "Max retries exceeded"), ConnectionError("refused")), "data.example.org"),
         (OSError("We couldn't connect to 'https://models.example.org' to load the files"), "models.example.org"),
         (ConnectionError("Couldn't reach 'someone/rows' on the Hub (LocalEntryNotFoundError)"), "huggingface.co"),
+        (OSError("Cannot find the files, and outgoing traffic has been disabled"), "huggingface.co"),
+        (OSError("Cannot reach https://hub.example.org/x: offline mode is enabled"), "hub.example.org"),
         (ConnectionError("Cannot connect to host api.example.org:443 ssl:default"), "api.example.org"),
         (RuntimeError("Failed to clone: fatal: Could not resolve host: git.example.org\n"), "git.example.org"),
     ],

@@ -44,9 +44,10 @@ _UNRESOLVED = re.compile(r"(?i)could not resolve host(?:name)?:? ['\"]?([\w.-]*\
 _LONGEST_CHAIN = 30
 _REFUSED = re.compile(
     r"(?i)ConnectionError|ConnectError|ConnectTimeout|MaxRetryError|name resolution|name or service|"
-    r"connection refused|network is unreachable|URLError|gaierror|connect call failed|could ?n.t (connect|reach)"
+    r"connection refused|network is unreachable|URLError|gaierror|connect call failed|could ?n.t (connect|reach)|"
+    r"offline mode is enabled|outgoing traffic has been disabled"
 )
-_HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled")
+_HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled|outgoing traffic has been disabled")
 _MISSING = re.compile(
     r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)"
 )

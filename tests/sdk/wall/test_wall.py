@@ -292,6 +292,10 @@ def test_variables_that_name_folders_to_write_to_pass_only_if_they_are_writable(
     assert found.get("HF_HOME") == given["HF_HOME"] and "XDG_CACHE_HOME" not in found
     assert (found["HOME"], found["TMPDIR"], found["LANG"]) == ("/home/x", "/scratch", "C")
     assert plan.variables_behind(given, plan.Plan(trusted=True), "/scratch", "/home/x") == given
+    alone = plan.Plan(trusted=True, network="own")
+    assert plan.variables_behind(given, alone, "/scratch", "/home/x") == {**given, "HF_HUB_OFFLINE": "1"}
+    online = {**given, "HF_HUB_OFFLINE": "0"}
+    assert plan.variables_behind(online, alone, "/scratch", "/home/x") == online
 
 
 @landlock

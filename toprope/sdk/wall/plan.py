@@ -249,6 +249,8 @@ def variables_behind(variables: Mapping[str, str], plan: Plan, scratch: str, hom
         home: Its HOME.
     """
     kept = dict(variables)
+    if plan.network != "allow":  # Its library asks the Hub again and again, 23 s for each missing file.
+        kept.setdefault("HF_HUB_OFFLINE", "1")
     if plan.trusted:
         return kept
     writable = [os.path.realpath(place) for place in plan.writes]
