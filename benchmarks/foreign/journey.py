@@ -47,6 +47,7 @@ _REFUSED = re.compile(
 )
 _UNREACHED = re.compile(r"(?i)((?:[a-z0-9-]+\.)+[a-z]{2,}) could not be reached")
 _HOST = re.compile(r"(?i)(?:https?://|host='|host |to )((?:[a-z0-9-]+\.)+[a-z]{2,})\b")
+_PRINTED = re.compile(r"\bIt printed last: |\bIts last lines:")
 _AUTHORS = re.compile(r"(?i)write solve\(\)|fix the environment's code|in a reset\(")
 _TRAINING = {
     "policy.max_context": CONTEXT,
@@ -75,8 +76,8 @@ class Result:
 
     @property
     def refused_host(self) -> str:
-        """The host whose refused connection the error names; last words of one that hangs are none. May be empty."""
-        error = self.error.partition(" It printed last: ")[0]
+        """The host whose refused connection the error names; what a hang or a crash printed is none. May be empty."""
+        error = _PRINTED.split(self.error)[0]
         host = _UNREACHED.search(error) or _HOST.search(error)
         return host.group(1) if host is not None and _REFUSED.search(error) else ""
 

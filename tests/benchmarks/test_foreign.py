@@ -123,6 +123,8 @@ def test_last_words_of_what_hangs_are_no_refused_connection():
     error = f"{told.message}\n{told.hint}"
     assert "https://data.example.org" in error
     assert not Result(Candidate("trl", "x"), failed_at="rolled", error=error).refused_host
+    crash = f"x ended its own process. The worker was ended by SIGSEGV. Its last lines:\n{REFUSED}"
+    assert not Result(Candidate("trl", "x"), failed_at="rolled", error=crash).refused_host
 
 
 def test_rollout_with_an_error_is_not_repeated():
