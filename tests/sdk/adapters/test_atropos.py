@@ -19,7 +19,7 @@ from toprope.sdk.adapters._servers.atropos import GROUP
 from toprope.sdk.adapters._servers.atropos_tokenizer import tokenizer_here
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.knobs import describe_knobs
-from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import configure
 
 
@@ -80,6 +80,11 @@ def collects(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> 
         return environment
 
     return make
+
+
+def test_environment_that_hands_out_no_items_is_refused(collects: Callable[..., OwnLoop]) -> None:
+    with pytest.raises(EnvironmentMistake, match="None 512 times, as environments do whose data are missing"):
+        list(collects(items=()).tasks())
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
 from toprope.sdk.authoring.loading import find_above, import_root
 from toprope.sdk.discovery import first_line
-from toprope.sdk.errors import InvalidRequest, LoadError, MissingKnobs
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
 from toprope.sdk.wall.paths import package_of
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "Atropos", "declared", "make"]
@@ -84,11 +84,18 @@ class Atropos(OwnLoop):
 
     def tasks(self) -> Iterator[Task]:
         assert self._loop is not None  # setup has made it
+        empty = True
         for _ in range(self.knobs.items):
             item = self._loop.result(self._env.get_next_item())
             if item is None:
                 continue
+            empty = False
             yield Task(_shown(item), reference=_reference(item), data={"item": item}, key=repr(item))
+        if empty:
+            raise EnvironmentMistake(
+                f"get_next_item returned None {self.knobs.items} times, as environments do whose data are missing: "
+                "what its file says about data must be done first"
+            )
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         wanted = self.knobs.success_reward
