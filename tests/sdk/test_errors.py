@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from toprope.sdk import errors
-from toprope.sdk.errors import Failure, LoadError, note_unreachable_hosts, with_unresolved
+from toprope.sdk.errors import Failure, LoadError, no_hosts_noted, note_unreachable_hosts, with_unresolved
 
 
 def chain(*errors: Exception) -> Exception:
@@ -83,6 +85,33 @@ def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch
     answered = OSError("Unable to find 'https://docs.example.org/rows.json'")
     assert Failure.of(answered).message == str(answered), "its host was not among them"
     assert Failure.of(ValueError("3 is not a colour")).message == "3 is not a colour"
+    with no_hosts_noted(), pytest.raises(OSError):
+        socket.create_connection(("replaced.example.org", 443))
+    assert Failure.of(ValueError("No training items available")).message.endswith(
+        "; later.example.org could not be reached"
+    )
+
+
+@pytest.mark.parametrize(("code", "offline"), [(socket.EAI_NONAME, True), (socket.EAI_AGAIN, False)])
+def test_hub_that_does_not_exist_here_is_not_asked_again(
+    code: int, offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unresolved(host: object, *given: object) -> None:
+        raise socket.gaierror(code, "no name")
+
+    constants = SimpleNamespace(HF_HUB_OFFLINE=False)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+    monkeypatch.setattr(errors, "_unreached", [])
+    note_unreachable_hosts()
+    for host in ("huggingface.co", "data.example.org"):  # without its library
+        with pytest.raises(OSError):
+            socket.create_connection((host, 443))
+    monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
+    for host, expected in (("data.example.org", False), ("huggingface.co", offline)):
+        with pytest.raises(OSError):
+            socket.create_connection((host, 443))
+        assert constants.HF_HUB_OFFLINE is expected
 
 
 def test_host_of_a_command_that_cannot_reach_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,12 @@ SdkError
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import sys
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +52,8 @@ _REFUSED = re.compile(
 )
 _HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled|outgoing traffic has been disabled")
 _MISSING = re.compile(
-    r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)"
+    r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)|is empty|"
+    r"\bno (\w+ )?(items|rows|examples|samples)"
 )
 _LINK = re.compile(r"(?i)\bsee:? +<?https?://\S+")
 """A link to help, whose host nobody asked."""
@@ -187,12 +191,25 @@ def note_unreachable_hosts() -> None:
     def noted(host: Any, *given: Any, **named: Any) -> Any:
         try:
             return resolve(host, *given, **named)
-        except OSError:
+        except OSError as error:
             if isinstance(host, str) and "." in host:
                 _unreached.append(host)
+                hub: Any = sys.modules.get("huggingface_hub.constants")
+                if hub is not None and host == _hub() and error.errno == socket.EAI_NONAME:
+                    hub.HF_HUB_OFFLINE = True  # It asks five times for each file, with waits of 23 s in all.
             raise
 
     socket.getaddrinfo = noted
+
+
+@contextlib.contextmanager
+def no_hosts_noted() -> Iterator[None]:
+    """Forget the hosts that are asked meanwhile for what has a stand-in."""
+    known = len(_unreached)
+    try:
+        yield
+    finally:
+        del _unreached[known:]
 
 
 def with_unresolved(message: str, said: str) -> str:
@@ -243,12 +260,16 @@ def _with_host(message: str, error: BaseException) -> str:
         host = host or str(getattr(getattr(request, "url", None), "host", "") or "")
         seen = seen.__cause__ or seen.__context__
     if not host and _HUB.search(message):  # its library drops the cause that has the host
-        host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rpartition("/")[2]
+        host = _hub()
     if _unreached and host in ("", *_unreached) and (refused or _MISSING.search(message)):
         refused, host = True, host or _unreached[-1]
     if not refused or not host or "could not be reached" in message:
         return message
     return f"{message[: _LONGEST_MESSAGE - 200].rstrip('.')}; {host} could not be reached"
+
+
+def _hub() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rpartition("/")[2]
 
 
 def _where(error: BaseException, near: str) -> str:

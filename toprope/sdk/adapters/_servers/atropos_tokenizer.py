@@ -10,6 +10,8 @@ import functools
 import sys
 import tempfile
 
+from toprope.sdk.errors import no_hosts_noted
+
 __all__ = ["BYTES_PER_TOKEN", "tokenizer_here"]
 
 BYTES_PER_TOKEN = 4
@@ -26,8 +28,9 @@ def tokenizer_here(name: str) -> str:
     from transformers import AutoTokenizer  # type: ignore[import-not-found,unused-ignore]
 
     try:
-        if AutoTokenizer.from_pretrained(name).chat_template:
-            return name
+        with no_hosts_noted():
+            if AutoTokenizer.from_pretrained(name).chat_template:
+                return name
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())[:200]
         print(f"The tokenizer {name!r} does not load, so one of bytes stands in: {why}", file=sys.stderr)
