@@ -88,7 +88,8 @@ def _atropos(root: Path) -> Iterator[Candidate]:
     for file in _with(root / "NousResearch+atropos/environments", r"^class \w+\((\w+\.)?BaseEnv\)"):
         if not {"community", "eval_environments"} & set(file.parts):
             empty = (place for place in file.parent.iterdir() if place.is_dir() and not any(place.iterdir()))
-            add = _added(file, "atropos", "environments")
+            projects = sorted(one.parent for one in file.parent.glob("*/pyproject.toml"))
+            add = _added(file, "atropos", "environments") + tuple(w for one in projects for w in ("-r", str(one)))
             name = f"NousResearch+atropos/{file.name}"
             yield Candidate("atropos", name, add, submodules=tuple(map(str, empty)))
 
