@@ -278,5 +278,7 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
     assert "asks for" not in (other.hint or ""), "any text can say pip install"
     ended = failed(entry, WorkerError("load", "LoadError", f"The server ended: ModuleNotFoundError: {told}"))
     assert cure in ended.hint
+    keyed = failed(entry, WorkerError("raised", "ValueError", "Missing key. Set FAR_API_KEY"))
+    assert "settings.yaml gives it to environments, variables: {environment: {FAR_API_KEY: ...}}" in keyed.hint
     late = failed(entry, WorkerTimeout("The worker did not answer 'open' within 120 s and was killed."))
     assert "load_timeout_s" in late.hint and "choose another environment" in late.hint

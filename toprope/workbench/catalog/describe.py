@@ -49,6 +49,7 @@ _JUDGES_ITSELF = (
     "If its scorer asks a model, the policy in training judges itself unless environment.model_roles names a grader."
 )
 _SHUT = re.compile(r"\[Errno (?:13|30)\]|Read-only file system|PermissionError")
+_KEY = re.compile(r"\b[A-Z][A-Z0-9_]*(?:API_KEY|ACCESS_KEY|_TOKEN)\b")
 _IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): ")
 _LACKS = re.compile(
     r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
@@ -304,36 +305,16 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
             asked = call("select_environment", name=entry.name, knobs={"NAME": "VALUE"})
             return InvalidValue(f"{entry.name}: {marked(failure.message, _LONGEST)}", hint=f"{hint}take {asked}.")
         place = f" at {failure.where}" if failure.where else ""
-        unreachable = failure.message.endswith("could not be reached")
-        if unreachable and entry.ecosystem != "toprope":
-            return EnvironmentFailed(
-                f"{entry.name} raised {named(failure.type)}: {marked(failure.message, _LONGEST)}{place}.",
-                hint="It needs data from there. Load it once where that host can be reached, with HF_HOME or a folder "
-                "that this machine reads, name data of your own by its knobs, or choose another environment.",
-            )
-        imports = _IMPORT.search(f"{failure.type}: {failure.message}")
-        if imports and (lacks := _LACKS.search(failure.message)) and entry.ecosystem != "toprope":
-            what = named(lacks["package"]) if lacks["package"] else f"the package of {named(lacks['module'])}"
-            return EnvironmentFailed(
-                f"{entry.name} raised {named(failure.type)}: {marked(failure.message, _LONGEST)}{place}.",
-                hint=f"Its text asks for {what}. If the owner agrees, they repeat its toprope env add with "
-                "--requirement and that package.",
-            )
-        if _SHUT.search(failure.message) and entry.ecosystem != "toprope":
-            return EnvironmentFailed(
-                f"{entry.name} raised {named(failure.type)}: {marked(failure.message, _LONGEST)}{place}.",
-                hint="Behind its wall it writes only below its HOME and TMPDIR, and to a /tmp of its own unless code "
-                "lies there. The owner may make the folder and list it in settings.yaml, environment: "
-                f"{{{entry.name}: {{writes: [FOLDER]}}}}, or trust it.",
-            )
+        raised = f"{entry.name} raised {named(failure.type)}: {marked(failure.message.rstrip('.'), _LONGEST)}{place}."
+        if entry.ecosystem != "toprope" and (cure := _cure(entry, failure)):
+            return EnvironmentFailed(raised, hint=cure)
         if failure.kind == "load":
             cure = "Fix this first." if entry.ecosystem == "toprope" else _FOREIGN
             return EnvironmentFailed(
                 f"{marked(failure.message, _LONGEST)}{place}", hint=f"{entry.name} was not loaded. {cure}"
             )
         return EnvironmentFailed(
-            f"{entry.name} raised {named(failure.type)}: {marked(failure.message.rstrip('.'), _LONGEST)}{place}.",
-            hint="Fix the environment's code." if entry.ecosystem == "toprope" else _FOREIGN,
+            raised, hint="Fix the environment's code." if entry.ecosystem == "toprope" else _FOREIGN
         )
     if isinstance(failure, WorkerTimeout):
         own = "Look for an endless loop, a download, or slow task generation."
@@ -349,3 +330,31 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
         )
     died = f"{entry.name} ended its own process. {failure}" if isinstance(failure, WorkerDied) else str(failure)
     return EnvironmentFailed(died, hint="Look for os._exit, a crash in native code, or too little memory.")
+
+
+def _cure(entry: Entry, failure: WorkerError) -> str:
+    """Return what helps against a failure of other authors' code; empty if its text does not tell."""
+    text = failure.message
+    if text.endswith("could not be reached"):
+        return (
+            "It needs data from there. Load it once where that host can be reached, with HF_HOME or a folder that this "
+            "machine reads, name data of your own by its knobs, or choose another environment."
+        )
+    if _IMPORT.search(f"{failure.type}: {text}") and (lacks := _LACKS.search(text)):
+        what = named(lacks["package"]) if lacks["package"] else f"the package of {named(lacks['module'])}"
+        return (
+            f"Its text asks for {what}. If the owner agrees, they repeat its toprope env add with --requirement and "
+            "that package."
+        )
+    if _SHUT.search(text):
+        return (
+            "Behind its wall it writes only below its HOME and TMPDIR, and to a /tmp of its own unless code lies there."
+            f" The owner may make the folder and list it in settings.yaml, environment: {{{entry.name}: {{writes: "
+            "[FOLDER]}}, or trust it."
+        )
+    if key := _KEY.search(text):
+        return (
+            f"Its text asks for a key. If the owner agrees, settings.yaml gives it to environments, variables: "
+            f"{{environment: {{{named(key[0])}: ...}}}}; or choose another environment."
+        )
+    return ""
