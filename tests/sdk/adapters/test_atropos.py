@@ -82,6 +82,15 @@ def collects(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> 
     return make
 
 
+def test_unscored_rollouts_are_told_by_their_cause(collects: Callable[..., OwnLoop]) -> None:
+    async def unscored(self: Any, item: Any) -> Any:
+        return [("messages", "answer")], []
+
+    environment = collects(collect_trajectories=unscored)
+    found = asyncio.run(environment.group(next(iter(environment.tasks())), [Session("http://x/v1", "k", "m")] * 3))
+    assert all("returned tuple without tokens and scores" in str(one) for one in found), found
+
+
 def test_environment_that_hands_out_no_items_is_refused(collects: Callable[..., OwnLoop]) -> None:
     with pytest.raises(EnvironmentMistake, match="None 512 times, as environments do whose data are missing"):
         list(collects(items=()).tasks())

@@ -164,6 +164,11 @@ class Atropos(OwnLoop):
             known = [one for one in scored if one is not None]
             scored = known[-1] if known else None
         scored = scored or group.scores
+        if scored is not None and not isinstance(scored, Mapping):
+            raise EnvironmentMistake(
+                f"collect_trajectories returned {type(scored).__name__} without tokens and scores: written for another "
+                "version of atroposlib"
+            )
         if scored is None:
             why = "the environment dropped the group (Atropos does so if all scores are equal, among other reasons)"
             return [Played({}, messages=one.messages, turns=len(one.said), error=why) for one in group.rollouts]
