@@ -11,7 +11,7 @@ import transformers
 
 from tests.training.inference.conftest import reference_logprobs, sample
 from toprope.training.inference import growing_cache
-from toprope.training.inference.embedded_engine import EmbeddedEngine
+from toprope.training.inference.embedded_engine import EmbeddedEngine, takes_wide_masks
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.inference.growing_cache import GrowingLayer, RowMoves, grow_by_blocks, keep_rows
 
@@ -84,6 +84,31 @@ def test_logprobs_match_a_plain_pass_while_rows_leave(
             assert not engine.end_ids & set(answer.token_ids[:-1])
             lengths.add(len(answer.token_ids))
     assert len(lengths) > 5
+
+
+def _biased_by_distance() -> Any:
+    config = transformers.FalconConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True, eos_token_id=None
+    )
+    return transformers.FalconForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "wide"),
+    [
+        (_llama, True),
+        (_learned_positions, True),
+        (_sliding, False),
+        (_convolutional, False),
+        (_biased_by_distance, False),
+    ],
+)
+def test_only_models_of_plain_attention_get_masks_ready_made(build: Any, wide: bool) -> None:
+    torch.manual_seed(0)
+    model = build().eval().requires_grad_(False)
+    assert takes_wide_masks(model) == wide
+    model.config._attn_implementation = "eager"
+    assert not takes_wide_masks(model)
 
 
 def test_layer_equals_the_librarys_layer_when_rows_leave_and_methods_of_the_library_are_used() -> None:

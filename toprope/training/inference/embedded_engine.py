@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from toprope.training.inference.decode_batch import DecodeBatch
 from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
@@ -65,6 +66,7 @@ class EmbeddedEngine:
         self._gather_s, self._max_rows, self.max_context = gather_s, max_rows, max_context
         self._in_flight = in_flight
         self._generator = torch.Generator(device=model.device).manual_seed(seed)
+        self._takes_wide_masks: bool | None = None
         self.end_ids = find_end_ids(model, tokenizer)
         self._queue: queue.SimpleQueue[tuple[SamplingRequest, Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -217,7 +219,7 @@ class EmbeddedEngine:
                 width += 1
                 output = self._model(
                     input_ids=token.unsqueeze(1),
-                    attention_mask=None if mask is None else mask[:, :width],
+                    attention_mask=None if mask is None else mask[..., :width],
                     position_ids=lengths,
                     past_key_values=cache,
                     use_cache=True,
@@ -232,8 +234,9 @@ class EmbeddedEngine:
         """Run the model over the prompts, each different one once.
 
         Returns:
-            Logits of the first tokens (rows, vocabulary), the filled cache, the mask (rows, longest prompt and answer)
-            or None if all prompts are equally long, and the lengths of the prompts (rows, 1).
+            Logits of the first tokens (rows, vocabulary), the filled cache, the mask (rows, longest prompt and answer;
+            with two axes of 1 between if the model takes such masks) or None if all prompts are equally long, and the
+            lengths of the prompts (rows, 1).
         """
         device, places = self._model.device, dict[tuple[int, ...], int]()
         source = [
@@ -259,16 +262,46 @@ class EmbeddedEngine:
         index = torch.tensor(source, device=device)
         grow_by_blocks(output.past_key_values, None if source == list(range(len(places))) else index, width)
         lengths = positions[:, -1:].to(device) + 1
-        return (
-            output.logits[:, -1][index],
-            output.past_key_values,
-            None if mask is None else mask[index],
-            lengths[index],
-        )
+        if mask is not None:
+            if self._takes_wide_masks is None:
+                self._takes_wide_masks = takes_wide_masks(self._model)
+            mask = mask[index, None, None] if self._takes_wide_masks else mask[index]
+        return output.logits[:, -1][index], output.past_key_values, mask, lengths[index]
 
     def _pad_id(self) -> int:
         pad: int | None = self._tokenizer.pad_token_id
         return pad if pad is not None else next(iter(self.end_ids), 0)
+
+
+def takes_wide_masks(model: Any) -> bool:
+    """True if one new token may be masked by (rows, 1, 1, tokens), which the model then need not make in every pass.
+
+    Masks of layers that look back a limited distance, or that are no attention, depend on more; other models make
+    positions or biases of the mask. So the layers have to be of full attention, and the logits have to be equal.
+    """
+    if getattr(model.config, "_attn_implementation", None) != "sdpa":
+        return False
+    device, found = model.device, []
+    mask = torch.tensor([[False, True, True, True], [True] * 4], device=device)
+    prompts, places = torch.tensor([[0, 1, 2], [2, 1, 0]], device=device), mask.cumsum(-1) - 1
+    try:
+        for wide in (False, True):
+            cache = model(
+                input_ids=prompts, attention_mask=mask[:, :3], position_ids=places[:, :3].clamp(min=0), use_cache=True
+            ).past_key_values
+            if any(type(layer) is not DynamicLayer for layer in cache.layers):
+                return False
+            output = model(
+                input_ids=prompts[:, :1],
+                attention_mask=mask[:, None, None] if wide else mask,
+                position_ids=places[:, 3:],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            found.append(output.logits)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+        return False  # the model does not take such a mask
+    return torch.equal(*found)
 
 
 def find_end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
