@@ -75,10 +75,10 @@ class Runs:
             pause = 0.1 if seconds is None else 2.0
             first = await self._at_step(folder, WARM, pause)
             last = await self._at_step(folder, steps, pause)
-            while (state := read_status(folder).get("state")) not in _ENDED:
+            while (status := read_status(folder)).get("state") not in _ENDED:
                 await asyncio.sleep(0.2)
-        if state != "completed":
-            raise SystemExit(f"{run_id} is {state}; its folder is {folder}")
+        if status["state"] != "completed":
+            raise SystemExit(f"{run_id} is {status['state']}: {status.get('reason')} {status.get('failure')}")
         rows = _rows(folder)
         found = {
             "elapsed_s": [row["train_seconds"] for row in rows],
