@@ -129,11 +129,14 @@ def _model(case: Case) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from toprope.training.policy.loading import describe_device
+
     written = {**case.shape, "max_position_embeddings": 4096, "pad_token_id": 0, "eos_token_id": 1}
     config, dtype = case.config, torch.float32
-    if config.launcher.device == "cuda" and (config.policy.lora or case.part == "sampler"):
+    device = describe_device(config)
+    if device == "cuda" and (config.policy.lora or case.part == "sampler"):
         dtype = torch.bfloat16  # as `load_model` does
-    return LlamaForCausalLM(LlamaConfig(**written)).to(config.launcher.device, dtype)
+    return LlamaForCausalLM(LlamaConfig(**written)).to(device, dtype)
 
 
 def _prompt(case: Case) -> list[int]:
@@ -187,7 +190,7 @@ def _train(case: Case) -> int:
     with tempfile.TemporaryDirectory(prefix="toprope-fit-") as folder:
         weights = WeightFile(Path(folder), trained)
         hooks = StepHooks(batch, lambda step, metrics: weights.publish())
-        options: Any = {"pad": 0, "device": config.launcher.device, "optimizers": (optimizer, scheduler)}
+        options: Any = {"pad": 0, "device": model.device.type, "optimizers": (optimizer, scheduler)}
         GrpoLearner(config, model, reference, hooks=hooks, **options).train()
     return counted
 

@@ -69,6 +69,9 @@ def test_cases_of_memory_leave_room_for_prompt_and_answer():
     for case in fit.CASES:
         config = case.config
         assert config.policy.max_context == case.prompt + config.rollout.max_new_tokens
+    tiny = fit.Case("tiny", fit._shape(128, 2, 512), "trainer", 8, fit._batch(2, 2, 8))
+    peak, shape = fit.measure(tiny)
+    assert peak > 1e8 and shape.parameters > 128 * 512
 
 
 def test_engine_beside_a_trainer_is_measured_and_the_control_sees_a_change(tmp_path, monkeypatch):
