@@ -130,3 +130,23 @@ def test_eight_bit_fields_are_refused_without_gpu(untrained: Path) -> None:
 def test_all_finite_ignores_integer_moments() -> None:
     assert all_finite([torch.tensor([3], dtype=torch.uint8), torch.ones(2)])
     assert not all_finite([torch.tensor([3], dtype=torch.uint8), torch.tensor([float("nan")])])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_all_finite_sees_one_bad_value_in_any_tensor(bad: float) -> None:
+    tensors = [
+        torch.randn(7, 5, requires_grad=True),
+        torch.randn(33).bfloat16(),
+        torch.full((2, 2), 1e300, dtype=torch.float64),
+        torch.tensor(3.0e38),
+        torch.empty(0),
+    ]
+    assert all_finite([]) and all_finite(tensors)
+    for tensor in tensors[:4]:
+        for place in {0, tensor.numel() - 1}:
+            flat = tensor.detach().view(-1)
+            before = flat[place].item()
+            flat[place] = bad
+            assert not all_finite(tensors)
+            flat[place] = before
+    assert all_finite(tensors)

@@ -55,6 +55,10 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     import torch
 
     with torch.no_grad():
-        # The largest magnitude: one pass without a copy, and NaN and infinity propagate.
+        # One pass without a copy, and NaN and infinity propagate. A CPU finds the largest magnitude ten times slower
+        # than the two ends, a GPU finds it for all tensors together.
         floating = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
+        if floating and all(tensor.device.type == "cpu" for tensor in floating):
+            ends = [end for tensor in floating for end in torch.aminmax(tensor)]
+            return bool(torch.stack(ends).isfinite().all())
         return bool(torch.nn.utils.get_total_norm(floating, float("inf")).isfinite())
