@@ -135,7 +135,7 @@ def _inspect_ai(root: Path) -> Iterator[Candidate]:
             text = "".join(file.read_text(errors="replace") for file in (registry.parent / module).rglob("*.py"))
             knobs = (("sandbox", "local"),) if '"docker"' in text else ()
             name = f"inspect_evals/{task}"
-            yield Candidate("inspect_ai", name, ("inspect-evals",), re.escape(name), knobs=knobs)
+            yield Candidate("inspect_ai", name, ("inspect-evals",), f"inspect_ai/{name}", knobs=knobs)
 
 
 def _nemo_gym(root: Path) -> Iterator[Candidate]:

@@ -72,8 +72,8 @@ def test_inspect_evals_gives_one_task_of_each_evaluation(tmp_path):
         "from inspect_evals.hacks.tasks import hacks\nfrom .sums.more import sums_more\n"
     )
     sums, hacks = COLLECTORS["inspect_ai"](tmp_path)
-    assert sums.add == ("inspect-evals",) and sums.entry == "inspect_evals/sums_easy" and not sums.knobs
-    assert hacks.entry == "inspect_evals/hacks" and hacks.knobs == (("sandbox", "local"),)
+    assert sums.add == ("inspect-evals",) and sums.entry == "inspect_ai/inspect_evals/sums_easy" and not sums.knobs
+    assert hacks.entry == "inspect_ai/inspect_evals/hacks" and hacks.knobs == (("sandbox", "local"),)
 
 
 def test_only_a_refused_connection_to_a_host_is_left_out():
