@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import sys
 from contextlib import asynccontextmanager, nullcontext
 
 import pytest
@@ -80,58 +79,6 @@ def test_slow_requests_are_given_up(protocol, data):
             return found
 
     assert asyncio.run(work()).endswith(b"content-length: 0\r\n\r\n")
-
-
-@pytest.mark.parametrize("protocol", [AutoHTTPProtocol, H11Protocol])
-def test_a_small_answer_is_written_at_once(protocol):
-    written = []
-
-    class Recorded(protocol):
-        def connection_made(self, transport):
-            write = transport.write
-            transport.write = lambda data: [written.append(bytes(data)), write(data)]
-            super().connection_made(transport)
-
-    async def work():
-        async with served(Recorded) as port:
-            reader, writer = await connect(port, WHOLE)
-            for _ in range(3):
-                assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
-                writer.write(WHOLE)
-            await reader.readuntil(b"ok")
-            writer.close()
-
-    asyncio.run(work())
-    assert len(written) == 4 and all(one.startswith(b"HTTP/1.1 200") and one.endswith(b"ok") for one in written)
-
-
-def test_a_client_that_does_not_read_holds_a_large_answer_back(monkeypatch):
-    piece, count, sent = b"x" * 9000, 4000, []
-
-    async def large(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for number in range(count):
-            await send({"type": "http.response.body", "body": piece, "more_body": number < count - 1})
-            sent.append(number)
-
-    monkeypatch.setattr(sys.modules[__name__], "application", large)
-
-    async def work():
-        async with served() as port:
-            reader, writer = await connect(port, WHOLE.replace(b"Host", b"Connection: close\r\nHost"))
-            before = -1
-            while not sent or before < len(sent):
-                before = len(sent)
-                await asyncio.sleep(0.1)
-            assert len(sent) < count
-            size = 0
-            while part := await asyncio.wait_for(reader.read(1 << 20), 10):
-                size += len(part)
-            writer.close()
-            return size
-
-    assert asyncio.run(work()) > len(piece) * count
-    assert len(sent) == count
 
 
 def test_strangers_make_room_before_clients_with_a_key():

@@ -26,8 +26,6 @@ _MOST_DESCRIPTORS = 16_384
 _MOST_CONNECTIONS = 4096
 _SPARE = 256
 """Descriptors for files, databases and processes."""
-_GATHERED = 1 << 16
-"""Bytes that are written at once."""
 _ADMITTED = "toprope.admitted"
 _TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -63,43 +61,6 @@ def listen_long(sockets: Iterable[socket.socket]) -> None:
         one.listen(_QUEUED)
 
 
-class _Gathered:
-    """A transport that writes once per turn of the loop what was written in pieces.
-
-    uvicorn writes headers and body apart. For a small answer the second system call, and the second time that the
-    client is woken up, cost more than all else about sending it.
-    """
-
-    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._pieces: list[bytes] = []
-        self._size = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if not self._pieces:
-            self._loop.call_soon(self._flush)
-        self._pieces.append(data)
-        self._size += len(data)
-        if self._size > _GATHERED:  # the transport has to see when its client reads too slowly
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def abort(self) -> None:
-        self._flush()
-        self._transport.abort()
-
-    def _flush(self) -> None:
-        if self._pieces:
-            pieces, self._pieces, self._size = self._pieces, [], 0
-            self._transport.write(b"".join(pieces))
-
-
 def bounded(protocol: type[Any], most: int, *, head_s: float = HEAD_S, body_s: float = BODY_S) -> type[Any]:
     """Extend a uvicorn HTTP protocol by deadlines and a limit of connections.
 
@@ -120,7 +81,6 @@ def bounded(protocol: type[Any], most: int, *, head_s: float = HEAD_S, body_s: f
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.transport = _Gathered(transport, self.loop)
             if len(self.connections) > most:
                 victim = next(iter(strangers), None) or next(iter(acquaintances), self)
                 victim._leave()
