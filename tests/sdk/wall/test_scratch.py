@@ -76,3 +76,20 @@ def test_folder_of_any_depth_and_any_time_goes(tmp_path):
     os.utime(left, (2**40, 2**40))
     scratch._sweep(str(tmp_path))
     assert not os.path.exists(left)
+
+
+def test_sweep_without_a_place_for_files_is_none(tmp_path, monkeypatch):
+    def refuse() -> str:
+        raise FileNotFoundError("No usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    scratch.sweep_scratch()
+
+
+def test_short_program_ends_after_its_sweep(tmp_path):
+    _, left = make(tmp_path, killed=True)
+    for number in range(300):
+        (Path(left) / str(number)).mkdir()
+    code = "from toprope.sdk.wall.scratch import sweep_scratch; sweep_scratch()"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, check=True)
+    assert not os.path.exists(left)

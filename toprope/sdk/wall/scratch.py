@@ -53,7 +53,7 @@ class Scratch:
                 os.close(self._claim)
             os.rmdir(made)
             raise
-        _sweep_once(os.path.dirname(self.path))
+        _sweep_once(os.path.dirname(self.path))  # once for each TMPDIR
 
     def remove(self) -> None:
         """Remove the folder with everything in it, once."""
@@ -63,14 +63,15 @@ class Scratch:
             self._claim = -1
 
 
-def sweep_scratch(wait_s: float = 0.0) -> None:
+def sweep_scratch(wait_s: float = 2.0) -> None:
     """Remove the folders whose owners on this machine were killed, in a thread.
 
     Args:
-        wait_s: Seconds to wait for it, before the caller ends.
+        wait_s: The longest to wait for it; a caller that ends leaves the rest to the next one.
     """
-    with suppress(RuntimeError):  # no further thread can be started; the next process sweeps
-        thread = threading.Thread(target=_sweep, args=(os.path.realpath(tempfile.gettempdir()),), daemon=True)
+    with suppress(RuntimeError, OSError):  # no thread, or no folder for temporary files, as on a full disk
+        place = os.path.realpath(tempfile.gettempdir())
+        thread = threading.Thread(target=_sweep, args=(place,), name="sweep", daemon=True)
         thread.start()
         thread.join(wait_s)
 
@@ -93,7 +94,7 @@ def _remove(path: str) -> None:
 
 @cache
 def _sweep_once(place: str) -> None:
-    sweep_scratch()
+    sweep_scratch(wait_s=0.0)
 
 
 def _sweep(place: str) -> None:

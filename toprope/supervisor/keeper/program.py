@@ -38,7 +38,6 @@ ALREADY_KEPT = 75
 _KEEPER_LOG_BYTES = 1 << 20
 _SUBMITTER_S = 60.0
 """The longest that a front end holds the lock of a run that it submits."""
-_SWEEP_S = 2.0
 
 
 def main(
@@ -193,5 +192,5 @@ def _keep(
         lock.release()
         if (home := home_of_keeper(os.environ)) is not None:
             tell_end(folder, home)
-        sweep_scratch(_SWEEP_S)  # of workers that were killed
+        sweep_scratch()  # of killed workers, where a run's own TMPDIR would have too long a path
     return 0
