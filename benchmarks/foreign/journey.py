@@ -47,6 +47,8 @@ _REFUSED = re.compile(
 )
 _UNREACHED = re.compile(r"(?i)((?:[a-z0-9-]+\.)+[a-z]{2,}) could not be reached")
 _HOST = re.compile(r"(?i)(?:https?://|host='|host |to )((?:[a-z0-9-]+\.)+[a-z]{2,})\b")
+_BESIDES = re.compile(r"; besides, \S+ could not be reached")
+"""A host that the failed call itself did not name."""
 _PRINTED = re.compile(r"\bIt printed last: |\bIts last lines:")
 _AUTHORS = re.compile(r"(?i)write solve\(\)|fix the environment's code|in a reset\(")
 _TRAINING = {
@@ -77,7 +79,7 @@ class Result:
     @property
     def refused_host(self) -> str:
         """The host whose refused connection the error names; what a hang or a crash printed is none. May be empty."""
-        error = _PRINTED.split(self.error)[0]
+        error = _BESIDES.sub("", _PRINTED.split(self.error)[0])
         host = _UNREACHED.search(error) or _HOST.search(error)
         return host.group(1) if host is not None and _REFUSED.search(error) else ""
 

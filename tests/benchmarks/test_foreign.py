@@ -90,6 +90,8 @@ def test_only_a_refused_connection_to_a_host_is_left_out():
     found = figures_of(results)
     told = "«Couldn't reach 'someone/rows' on the Hub; data.example.org could not be reached»."
     assert result(failed_at="described", error=told).refused_host == "data.example.org"
+    guessed = "«rows.txt not found; besides, data.example.org could not be reached»."
+    assert not result(failed_at="described", error=guessed).left_out
     assert results[2].refused_host == "data.example.org" and not results[3].refused_host
     assert (found["left_out"], found["left_out_share"]) == (1, 0.25)
     assert (found["rolled_share"], found["trained_share"], found["unhelpful_errors"]) == (0.667, 0.5, 1)

@@ -11,7 +11,14 @@ from types import SimpleNamespace
 import pytest
 
 from toprope.sdk import errors
-from toprope.sdk.errors import Failure, LoadError, no_hosts_noted, note_unreachable_hosts, with_unresolved
+from toprope.sdk.errors import (
+    EnvironmentMistake,
+    Failure,
+    LoadError,
+    no_hosts_noted,
+    note_unreachable_hosts,
+    with_unresolved,
+)
 
 
 def chain(*errors: Exception) -> Exception:
@@ -73,6 +80,7 @@ def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch
 
     monkeypatch.setattr(socket, "getaddrinfo", unresolved)
     monkeypatch.setattr(errors, "_unreached", [])
+    monkeypatch.delitem(sys.modules, "huggingface_hub.constants", raising=False)
     note_unreachable_hosts()
     missing = LookupError("Resource words not found. See https://help.example.org.")
     assert Failure.of(missing).message == str(missing)
@@ -81,15 +89,36 @@ def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch
     with pytest.raises(OSError):
         socket.create_connection(("later.example.org", 443))
     for one, host in ((missing, "later"), (OSError("Unable to find 'https://data.example.org/rows.json'"), "data")):
-        assert Failure.of(one).message.endswith(f"; {host}.example.org could not be reached")
+        assert Failure.of(one).message.endswith(f"{host}.example.org could not be reached")
+    assert Failure.of(missing).message.endswith("; besides, later.example.org could not be reached")
     answered = OSError("Unable to find 'https://docs.example.org/rows.json'")
     assert Failure.of(answered).message == str(answered), "its host was not among them"
     assert Failure.of(ValueError("3 is not a colour")).message == "3 is not a colour"
     with no_hosts_noted(), pytest.raises(OSError):
         socket.create_connection(("replaced.example.org", 443))
-    assert Failure.of(ValueError("No training items available")).message.endswith(
-        "; later.example.org could not be reached"
-    )
+    lacking = EnvironmentMistake("It gave None, as environments do whose data are missing")
+    assert Failure.of(lacking).message.endswith("; besides, later.example.org could not be reached")
+    for own in (LoadError("/data/mine.csv holds no rows."), LoadError("No file 'x' (not found)."), ValueError("")):
+        assert Failure.of(own).message == str(own)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host"),
+    [(None, "huggingface.co"), ("", "huggingface.co"), ("https://hub.example.org:8080/mirror/", "hub.example.org")],
+)
+def test_hub_that_is_switched_off_counts_as_unreached(
+    endpoint: str | None, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_unreached", [])
+    if endpoint is None:
+        monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    else:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    for offline in (False, True):
+        monkeypatch.setitem(sys.modules, "huggingface_hub.constants", SimpleNamespace(HF_HUB_OFFLINE=offline))
+        told = Failure.of(LookupError("The words are missing")).message
+        assert told == "The words are missing" + f"; besides, {host} could not be reached" * offline
+        assert Failure.of(ConnectionError("refused")).message == "refused"
 
 
 @pytest.mark.parametrize(("code", "offline"), [(socket.EAI_NONAME, True), (socket.EAI_AGAIN, False)])

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 __all__ = [
     "EnvironmentMistake",
@@ -52,9 +53,10 @@ _REFUSED = re.compile(
 )
 _HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled|outgoing traffic has been disabled")
 _MISSING = re.compile(
-    r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)|is empty|"
-    r"\bno (\w+ )?(items|rows|examples|samples)"
+    r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)"
 )
+_DATA_MISSING = "data are missing"
+"""The words of our own errors for data of others, which may have been asked for and not reached."""
 _LINK = re.compile(r"(?i)\bsee:? +<?https?://\S+")
 """A link to help, whose host nobody asked."""
 _unreached: list[str] = []
@@ -242,7 +244,10 @@ def _with_reason(error: BaseException) -> str:
 
 
 def _with_host(message: str, error: BaseException) -> str:
-    """Name the host that could not be reached: libraries often tell only which file they miss."""
+    """Name the host that could not be reached: libraries often tell only which file they miss.
+
+    A host that the error does not come from, but that was not reached before, is added with the word `besides`.
+    """
     seen: BaseException | None = error
     refused, host = False, ""
     for _ in range(_LONGEST_CHAIN):
@@ -261,15 +266,22 @@ def _with_host(message: str, error: BaseException) -> str:
         seen = seen.__cause__ or seen.__context__
     if not host and _HUB.search(message):  # its library drops the cause that has the host
         host = _hub()
-    if _unreached and host in ("", *_unreached) and (refused or _MISSING.search(message)):
-        refused, host = True, host or _unreached[-1]
+    ours = isinstance(error, SdkError) and (error.__cause__ or error.__context__) is None
+    missing = bool(_MISSING.search(message)) and (not ours or _DATA_MISSING in message)
+    constants: Any = sys.modules.get("huggingface_hub.constants")
+    offline = missing and getattr(constants, "HF_HUB_OFFLINE", False)  # It is not asked then.
+    unreached = [*([_hub()] if offline else ()), *_unreached]
+    besides = ""
+    if unreached and host in ("", *unreached) and (refused or missing):
+        besides = "" if refused or host else "besides, "
+        refused, host = True, host or unreached[-1]
     if not refused or not host or "could not be reached" in message:
         return message
-    return f"{message[: _LONGEST_MESSAGE - 200].rstrip('.')}; {host} could not be reached"
+    return f"{message[: _LONGEST_MESSAGE - 200].rstrip('.')}; {besides}{host} could not be reached"
 
 
 def _hub() -> str:
-    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rpartition("/")[2]
+    return urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or "huggingface.co"
 
 
 def _where(error: BaseException, near: str) -> str:
