@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,6 @@ KEYS = ("url", "folder", "packages", "rows", "range", "clip", "success", "shown"
 """Keys of a target, and of an owner's YAML file."""
 _PARAMETERS = "responses_create_params"
 _REFERENCES = ("expected_answer", "answer", "reference", "ground_truth")
-_BESIDE = 16
 _WITHOUT_INPUT = "Begin."
 """Shown for a row without input if the server gives no observation either."""
 _REFUSED = (400, 422)
@@ -137,7 +136,8 @@ class NemoGym(ToolEnvironment):
         if self._folder:
             given, clip = self.knobs.range or given, self.knobs.clip or clip
         unknown = given is None and any(self._stepped.values())
-        self._bounds = Bounds(_UNDECLARED if unknown else given, clip, "`range`")
+        place = "among the knobs" if self._folder else "in the target"
+        self._bounds = Bounds(_UNDECLARED if unknown else given, clip, "`range`", place)
         self._solved = float(target.get("success", 1.0 if unknown else self._bounds.high))
         self._shown = [str(name) for name in target.get("shown") or ()]
         shown = {name: Part(0.0, -_MANY, _MANY, "from /verify; shown") for name in self._shown}
@@ -238,12 +238,14 @@ class NemoGym(ToolEnvironment):
         return [*tools, *(self._over_mcp(given) for given in listed if given["name"] not in known)]
 
     def score_group(self, rollouts: Sequence[Environment]) -> list[Any]:
-        """Verify rollouts concurrently; a failed verification is an error of its rollout alone."""
+        """Verify rollouts concurrently, since a server may wait for all; a failure is an error of its rollout alone."""
         played = [one for one in rollouts if isinstance(one, NemoGym)]
         if not played:
             return []
-        with ThreadPoolExecutor(min(_BESIDE, len(played)), thread_name_prefix="verify") as threads:
-            return list(threads.map(lambda one: _verified(one, len(played)), played))
+        asked = [_tried(one.asked) for one in played]
+        together = sum(isinstance(one, dict) for one in asked)
+        with ThreadPoolExecutor(len(played), thread_name_prefix="verify") as threads:
+            return list(threads.map(lambda one, what: _tried(one.verify, what, together), played, asked))
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["reward"] >= self._solved - 1e-9
@@ -302,18 +304,29 @@ class NemoGym(ToolEnvironment):
         schema = given.get("inputSchema") or {"type": "object", "properties": {}}
         return Tool(name, str(given.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
 
-    def verify(self, together: int = 1) -> dict[str, float]:
-        """Request the reward of this rollout, one of `together` that are verified at a time.
+    def asked(self) -> dict[str, Any] | None:
+        """Return the body of the request for this rollout's reward; None if the steps gave it."""
+        row = self.task.data["row"]
+        if self._stepped[self.task.data["server"]]:
+            return None
+        response = response_of(self.messages[self._first :], row[_PARAMETERS], self.task.id, self.truncated)
+        return {**row, "response": response}
+
+    def verify(self, asked: Any, together: int) -> dict[str, float]:
+        """Request the reward of this rollout.
+
+        Args:
+            asked: See `asked`, or the error that it raised.
+            together: Requests that are sent at a time.
 
         Raises:
             EnvironmentMistake: The server does not answer, or gives no reward.
         """
-        if self._stepped[self.task.data["server"]]:
+        if isinstance(asked, Exception):
+            raise asked
+        if asked is None:
             self._close()
             return {"reward": self._bounds.value(self._total, "the sum of steps"), **dict.fromkeys(self._shown, 0.0)}
-        row = self.task.data["row"]
-        response = response_of(self.messages[self._first :], row[_PARAMETERS], self.task.id, self.truncated)
-        asked = {**row, "response": response}
         found = self._server.post("verify", asked, self._cookies, {TOGETHER: str(together)}).value("/verify")
         if not isinstance(found, Mapping) or found.get("reward") is None:
             raise EnvironmentMistake(f"/verify returned no reward: {str(found)[:200]}")
@@ -358,8 +371,8 @@ def _info(found: Any) -> Mapping[str, Any]:
     return info if isinstance(info, Mapping) else {}
 
 
-def _verified(rollout: NemoGym, together: int) -> Any:
+def _tried(call: Callable[..., Any], *given: Any) -> Any:
     try:
-        return rollout.verify(together)
+        return call(*given)
     except Exception as error:  # is the rollout's own
         return error

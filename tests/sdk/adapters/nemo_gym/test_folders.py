@@ -137,7 +137,9 @@ def test_server_that_compares_a_group_waits_for_the_rollouts_there_are(tmp_path:
 
     assert [one["reward"] for one in played(range=[0, 4])] == [3.0] * 3
     assert [one["reward"] for one in played(clip=True)] == [1.0] * 3
-    assert "gave 3, beyond 0 to 1: declare `range`: [low, high], or `clip`: true" in played()[0]["error"]
+    assert (
+        "gave 3, beyond 0 to 1: declare `range`: [low, high], or `clip`: true, among the knobs" in played()[0]["error"]
+    )
 
 
 def test_server_whose_rows_have_images_is_listed_with_the_reason(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.sdk.adapters.nemo_gym.conftest import TOOL, Gym, begun, opened, row, say
+from toprope.sdk.adapters import nemo_gym
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
 CALL = '<tool_call>{"name": "increment", "arguments": {"by": %s}}</tool_call>'
@@ -45,6 +46,32 @@ def test_nemo_gym_verifies_group_concurrently(gym: Gym, tmp_path: Path) -> None:
     assert all(turn["outcome"]["error"] is None for turn in turns)
 
 
+def test_nemo_gym_promises_only_the_verifications_that_it_sends(
+    gym: Gym, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, promised = nemo_gym.NemoGym.asked, []
+
+    def failing(self: nemo_gym.NemoGym) -> dict[str, Any] | None:
+        if self.messages[-1]["content"] == "broken":
+            raise ValueError("no response")
+        return asked(self)
+
+    def posted(self: nemo_gym.JsonServer, path: str, body: Any, cookies: Any, headers: Any = None) -> Any:
+        if path == "verify":
+            promised.append(int(headers[nemo_gym.TOGETHER]))
+        return post(self, path, body, cookies, headers)
+
+    post = nemo_gym.JsonServer.post
+    monkeypatch.setattr(nemo_gym.NemoGym, "asked", failing)
+    monkeypatch.setattr(nemo_gym.JsonServer, "post", posted)
+    gym.together = threading.Barrier(20)
+    service = opened(gym, tmp_path)
+    handles, _ = begun(service, 21)
+    broken, *others = say(service, [handles[0], "broken"], *([handle, "3"] for handle in handles[1:]))
+    assert "no response" in broken["outcome"]["error"] and promised == [20] * 20
+    assert all(turn["outcome"]["error"] is None for turn in others), "they waited for each other"
+
+
 def test_nemo_gym_marks_truncated_answer_incomplete(gym: Gym, tmp_path: Path) -> None:
     service = opened(gym, tmp_path)
     (a,), _ = begun(service, 1)
@@ -60,7 +87,11 @@ def test_nemo_gym_marks_truncated_answer_incomplete(gym: Gym, tmp_path: Path) ->
         ("/verify", (500, "boom"), "/verify answered 500: boom"),
         ("/verify", (200, "<html>"), "/verify did not answer with JSON"),
         ("/verify", (200, {"score": 1}), "/verify returned no reward"),
-        ("/verify", (200, {"reward": 3}), "/verify gave 3, beyond 0 to 1"),
+        (
+            "/verify",
+            (200, {"reward": 3}),
+            "/verify gave 3, beyond 0 to 1: declare `range`: [low, high], or `clip`: true, in the target",
+        ),
         ("/verify", (200, {"reward": 0, "mask_sample": True, "failure_reason": "judge is out"}), "judge is out"),
     ],
 )

@@ -128,13 +128,14 @@ class Bounds:
     Args:
         given: `[low, high]`; None for 0 to 1.
         clip: Clip values outside instead of failing the rollout.
-        key: Key in the target, for messages.
+        key: Its name, for messages.
+        place: The place of the key, for messages.
 
     Raises:
         LoadError: Not two finite numbers.
     """
 
-    def __init__(self, given: Any, clip: bool, key: str) -> None:
+    def __init__(self, given: Any, clip: bool, key: str, place: str = "in the target") -> None:
         pair = [0.0, 1.0] if given is None else given
         numbers = isinstance(pair, list | tuple) and len(pair) == 2 and all(
             isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in pair
@@ -142,7 +143,7 @@ class Bounds:
         if not numbers or pair[0] >= pair[1]:
             raise LoadError(f"{key} must be [low, high], two finite numbers, not {given!r}.")
         self.low, self.high = float(pair[0]), float(pair[1])
-        self.clip, self._key = bool(clip), key
+        self.clip, self._key, self._place = bool(clip), key, place
 
     def part(self, weight: float, description: str) -> Part:
         """Return the reward part with these bounds."""
@@ -164,7 +165,7 @@ class Bounds:
         if not self.low - 1e-9 <= number <= self.high + 1e-9:
             raise EnvironmentMistake(
                 f"{whose} gave {number:g}, beyond {self.low:g} to {self.high:g}: declare {self._key}: [low, high], or "
-                "`clip`: true."
+                f"`clip`: true, {self._place}."
             )
         return min(max(number, self.low), self.high)
 
