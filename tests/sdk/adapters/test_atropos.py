@@ -208,7 +208,7 @@ def test_atropos_file_imports_its_neighbours_by_package_and_from_its_repositorys
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys.modules["atroposlib.envs.base"], "BaseEnv", Collects, raising=False)
-    assert atropos.make(f"{package / 'server.py'}:Poker").name == "atropos/poker-1104"
+    assert atropos.make(f"{package}/../{package.name}/server.py:Poker").name == "atropos/poker-1104"
     # Behind a wall nothing beside the package can be listed, and a module of its own has its name.
     assert os.listdir(sys.path[0]) == [package.name]
 

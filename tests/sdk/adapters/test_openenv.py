@@ -335,7 +335,7 @@ def test_server_reads_and_writes_beside_its_code_without_changing_it(package: Pa
 
 def test_app_is_imported_from_a_folder_with_its_package_alone(package: Path) -> None:
     file = package / "maze_env" / "server" / "app.py"
-    words, folder = openenv.started(file, "app")
+    words, folder = openenv.started(file.parent / ".." / "server" / "app.py", "app")
     root = Path(words[5])
     assert words[3] == "maze_env.server.app:app" and [one.name for one in root.iterdir()] == ["maze_env"]
     assert (Path(folder) / "app.py").samefile(file)

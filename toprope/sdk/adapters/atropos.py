@@ -253,8 +253,9 @@ def make(target: str) -> Atropos:
     if path.suffix != ".py" or not path.is_file():
         raise LoadError(f"{target!r} is not a file with an Atropos environment: give /path/environment.py:Class.")
     # A file in a package is imported by its full name, so that relative imports work.
-    root, folder, whole = import_root(path), str(path.parent.absolute()), path.absolute()
-    module_name = ".".join(whole.with_suffix("").relative_to(Path(package_of(str(path)) or whole).parent).parts)
+    path = Path(os.path.abspath(path))
+    root, folder = import_root(path), str(path.parent)
+    module_name = ".".join(path.with_suffix("").relative_to(Path(package_of(str(path)) or path).parent).parts)
     sys.path[:] = [root, *(one for one in sys.path if one not in (root, folder)), folder]
     find_above(path)
     module = importlib.import_module(module_name)

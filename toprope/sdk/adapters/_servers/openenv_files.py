@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,8 +31,9 @@ def started(file: Path, attribute: str, root: Path | None = None) -> tuple[tuple
         root: Folder that its packages are in; by default that of its own package.
     """
     if root is None:
+        file = Path(os.path.abspath(file))
         root = Path(import_root(file))
-        file = root / file.absolute().relative_to(Path(package_of(str(file)) or file.absolute()).parent)
+        file = root / file.relative_to(Path(package_of(str(file)) or file).parent)
     module = ".".join(file.relative_to(root).with_suffix("").parts)
     further = [str(folder) for folder in file.parents if folder.is_relative_to(root) and folder != root]
     if file.parent == root and root.name == "server":
