@@ -280,5 +280,11 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
     assert cure in ended.hint
     keyed = failed(entry, WorkerError("raised", "ValueError", "Missing key. Set FAR_API_KEY"))
     assert "settings.yaml gives it to environments, variables: {environment: {FAR_API_KEY: ...}}" in keyed.hint
+    for name in ("HF_TOKEN", "MY_ACCESS_TOKEN", "CLIENT_SECRET"):
+        assert f"{{{name}: ...}}" in failed(entry, WorkerError("raised", "KeyError", f"'{name}'")).hint
+    for name in ("PAD_TOKEN", "EOS_TOKEN", "MAX_NEW_TOKEN", "INVALID_API_KEY", "ERROR_INVALID_API_KEY"):
+        assert "asks for a key" not in failed(entry, WorkerError("raised", "KeyError", f"'{name}'")).hint
+    unreached = failed(entry, WorkerError("raised", "OSError", "rows not found; a.example could not be reached"))
+    assert "environment.network: allow" in unreached.hint
     late = failed(entry, WorkerTimeout("The worker did not answer 'open' within 120 s and was killed."))
     assert "load_timeout_s" in late.hint and "choose another environment" in late.hint

@@ -49,7 +49,10 @@ _JUDGES_ITSELF = (
     "If its scorer asks a model, the policy in training judges itself unless environment.model_roles names a grader."
 )
 _SHUT = re.compile(r"\[Errno (?:13|30)\]|Read-only file system|PermissionError")
-_KEY = re.compile(r"\b[A-Z][A-Z0-9_]*(?:API_KEY|ACCESS_KEY|_TOKEN)\b")
+_KEY = re.compile(
+    r"\b(?!(?:[A-Z0-9]+_)*(?:INVALID|MISSING|EXPIRED|WRONG|BAD|NO)_)(?:[A-Z][A-Z0-9_]*_(?:API_KEY|ACCESS_KEY|SECRET)|"
+    r"(?:[A-Z0-9]+_)*(?:HF|HUB|GITHUB|GH|GITLAB|BOT|ACCESS|AUTH|API)_TOKEN)\b"
+)
 _IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): ")
 _LACKS = re.compile(
     r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
@@ -338,7 +341,8 @@ def _cure(entry: Entry, failure: WorkerError) -> str:
     if text.endswith("could not be reached"):
         return (
             "It needs data from there. Load it once where that host can be reached, with HF_HOME or a folder that this "
-            "machine reads, name data of your own by its knobs, or choose another environment."
+            "machine reads, name data of your own by its knobs, set environment.network: allow, or choose another "
+            "environment."
         )
     if _IMPORT.search(f"{failure.type}: {text}") and (lacks := _LACKS.search(text)):
         what = named(lacks["package"]) if lacks["package"] else f"the package of {named(lacks['module'])}"
