@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from tests.training.inference.conftest import reference_logprobs, sample
 from toprope.training.inference import growing_cache
@@ -93,6 +94,31 @@ def _biased_by_distance() -> Any:
     return transformers.FalconForCausalLM(config)
 
 
+def _window_in_a_cache_of_its_own() -> Any:
+    types = ["full_attention"] * 3
+    config = transformers.MiniMaxConfig(**_SIZES, head_dim=8, num_local_experts=2, sliding_window=8, layer_types=types)
+    return transformers.MiniMaxForCausalLM(config)
+
+
+def _window_that_no_layer_tells() -> Any:
+    """Without the configuration, all layers of a cache are of full attention."""
+    model = _llama()
+    model.config.sliding_window = 8
+    model.register_forward_pre_hook(
+        lambda _, args, given: (args, {"past_key_values": DynamicCache()} | given), with_kwargs=True
+    )
+    return model
+
+
+def _other_logits_under_wide_masks() -> Any:
+    def change(model: Any, args: Any, given: dict[str, Any], output: Any) -> None:
+        output.logits += given["attention_mask"].ndim == 4
+
+    model = _llama()
+    model.register_forward_hook(change, with_kwargs=True)
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "wide"),
     [
@@ -101,6 +127,9 @@ def _biased_by_distance() -> Any:
         (_sliding, False),
         (_convolutional, False),
         (_biased_by_distance, False),
+        (_window_in_a_cache_of_its_own, False),
+        (_window_that_no_layer_tells, False),
+        (_other_logits_under_wide_masks, False),
     ],
 )
 def test_only_models_of_plain_attention_get_masks_ready_made(build: Any, wide: bool) -> None:
@@ -112,8 +141,6 @@ def test_only_models_of_plain_attention_get_masks_ready_made(build: Any, wide: b
 
 
 def test_layer_equals_the_librarys_layer_when_rows_leave_and_methods_of_the_library_are_used() -> None:
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
     torch.manual_seed(1)
     chooser = random.Random(1)
     plain, growing = DynamicCache(), DynamicCache()

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from toprope.training.inference.decode_batch import DecodeBatch
 from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
@@ -277,10 +277,15 @@ def takes_wide_masks(model: Any) -> bool:
     """True if one new token may be masked by (rows, 1, 1, tokens), which the model then need not make in every pass.
 
     Masks of layers that look back a limited distance, or that are no attention, depend on more; other models make
-    positions or biases of the mask. So the layers have to be of full attention, and the logits have to be equal.
+    positions or biases of the mask. So the layers have to be of full attention, without state beside them, and the
+    logits have to be equal.
     """
     if getattr(model.config, "_attn_implementation", None) != "sdpa":
         return False
+    config = model.config.get_text_config(decoder=True)
+    if any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size")):
+        if set(getattr(config, "layer_types", None) or ()) != {"full_attention"}:
+            return False  # a mask may differ only beyond the few tokens tried here
     device, found = model.device, []
     mask = torch.tensor([[False, True, True, True], [True] * 4], device=device)
     prompts, places = torch.tensor([[0, 1, 2], [2, 1, 0]], device=device), mask.cumsum(-1) - 1
@@ -289,7 +294,7 @@ def takes_wide_masks(model: Any) -> bool:
             cache = model(
                 input_ids=prompts, attention_mask=mask[:, :3], position_ids=places[:, :3].clamp(min=0), use_cache=True
             ).past_key_values
-            if any(type(layer) is not DynamicLayer for layer in cache.layers):
+            if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
                 return False
             output = model(
                 input_ids=prompts[:, :1],

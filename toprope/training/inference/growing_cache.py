@@ -6,7 +6,8 @@ attention; a full buffer is copied into one that is a quarter longer, so n token
 the batch when the last row is written over it, which copies one row instead of all.
 
 `grow_by_blocks` replaces the layers of a filled cache. Other layers (recurrent states, quantized ones) stay as they
-are and take part through their own methods, so every architecture with a cache of transformers works.
+are and take part through their own methods. State beside `layers`, as MiniMax has, is not moved: such a model fails
+when rows are repeated or leave.
 """
 
 from __future__ import annotations
