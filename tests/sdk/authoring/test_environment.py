@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import datetime
 import enum
 import hashlib
 import math
 import random
 from dataclasses import asdict, fields
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
@@ -15,6 +18,8 @@ import pytest
 
 from toprope.records.journal import groups
 from toprope.sdk import Environment, Outcome, Part, Task, knob, play
+from toprope.sdk.authoring import environment as authoring
+from toprope.sdk.authoring.env_managed import OwnLoop
 from toprope.sdk.authoring.environment import Scoring, copy_for
 from toprope.sdk.authoring.knobs import describe_knobs, make_knobs
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
@@ -205,6 +210,43 @@ def test_rollout_goes_on_with_one_generator_that_is_seeded_on_first_use() -> Non
     assert len(set(drawn)) == 3
     assert [second.random.random() for _ in range(3)] == drawn
     assert environment.random.random() == random.Random("tasks").random()
+
+
+def test_generator_is_decided_when_the_rollout_is_copied() -> None:
+    rollout = copy_for(ready(Echo), Task([{"role": "user", "content": "a"}]))
+    rollout.task.prompt[0]["content"] = "changed by reset"
+    beside = copy.copy(rollout)
+    expected = random.Random(f"0:{Task('a').id}")
+    assert [rollout.random.random(), beside.random.random()] == [expected.random(), expected.random()]
+
+
+def test_threads_that_draw_first_share_one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout, inner = copy_for(ready(Echo), Task("a")), []
+
+    def seeded(seed: str) -> random.Random:
+        if not inner:  # another thread is faster, without a lock on the property
+            inner.append(None)
+            inner[0] = Echo.random.func(rollout)
+        return random.Random(seed)
+
+    monkeypatch.setattr(authoring, "Random", seeded)
+    assert rollout.random is inner[0]
+
+
+def test_generator_before_the_configuration_is_refused_in_words() -> None:
+    with pytest.raises(AttributeError, match="before setup"):
+        _ = Echo().random
+
+
+def test_rollouts_of_a_group_are_seeded_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Draws(OwnLoop):
+        async def rollout(self, session: Any) -> Any:
+            return self.random.random()
+
+    monkeypatch.setattr(authoring, "Random", None)
+    task, session = Task("a"), SimpleNamespace(timeout_s=9.0)
+    played = asyncio.run(Draws().group(task, [session] * 2))
+    assert played == [random.Random(f"0:{task.id}:{number}").random() for number in range(2)]
 
 
 def test_task_id_depends_on_content() -> None:

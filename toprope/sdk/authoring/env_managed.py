@@ -16,6 +16,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, copy_for
@@ -111,7 +112,7 @@ class OwnLoop(Environment):
         """Sample a task once per session, each on its own copy; an exception stands in place of a failed result."""
         copies = [copy_for(self, task) for _ in sessions]
         for number, copied in enumerate(copies):
-            copied.random.seed(f"{self.seed}:{task.id}:{number}")
+            copied.random = Random(f"{self.seed}:{task.id}:{number}")
         return list(
             await asyncio.gather(
                 *(_timed(one.rollout(session), session) for one, session in zip(copies, sessions, strict=True)),

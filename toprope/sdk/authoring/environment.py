@@ -178,6 +178,8 @@ class Environment:
     class Knobs:
         """Settings, as annotated fields: `length: int = knob(5, ge=1, help="letters in a word")`."""
 
+    _later: tuple[str, dict[str, Random]] | None = None
+    """In a rollout: the seed of its generator, and a place for it that copies of the rollout share."""
     knobs: Any
     """Values of `Knobs` in force."""
     seed: int = 0
@@ -205,7 +207,10 @@ class Environment:
     @functools.cached_property
     def random(self) -> Random:
         """In `tasks`: a generator with the same seed in every run. In a rollout: seeded by its task and `seed`."""
-        return Random(f"{self.seed}:{self.task.id}")  # only for those who use it: seeding costs more than a small task
+        if (later := self._later) is None:
+            raise AttributeError("self.random is set before setup(): use it there, in tasks() or in a rollout.")
+        seed, made = later  # seeded only for those who use it: that costs more than a small task
+        return made.setdefault("random", Random(seed))  # in one go, so that threads and copies get the same one
 
     def setup(self) -> None:
         """Prepare the environment, once the knobs are set: load data, choose `max_turns` or `parts`."""
@@ -373,4 +378,5 @@ def copy_for(environment: AnyEnvironment, task: Task) -> AnyEnvironment:
     rollout.turns = 0
     rollout.truncated, rollout.tokens = False, []
     vars(rollout).pop("random", None)
+    rollout._later = f"{environment.seed}:{task.id}", {}
     return rollout
