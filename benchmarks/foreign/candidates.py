@@ -6,6 +6,7 @@ files that their authors ship.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,6 @@ _MORE = {
 
 
 _KEY = re.compile(r"[\"']([A-Z][A-Z0-9_]*_API_KEY)[\"']")
-_TASK = re.compile(r"(?m)^from (?:inspect_evals)?\.([a-z]\w*)[\w.]* import \(?\s*(\w+)")
 PACKAGES_KEYS = {"PRIME_API_KEY", "TAVILY_API_KEY"}
 """Keys for which packages that environments use ask before they call a service."""
 _OF_POLICY = {"OPENAI_API_KEY"}
@@ -128,14 +128,18 @@ def _inspect_ai(root: Path) -> Iterator[Candidate]:
         name = f"inspect_ai/{file.relative_to(file.parents[1])}"
         yield Candidate("inspect_ai", name, _added(file, "inspect_ai", "examples"), knobs=knobs)
     for registry in sorted(root.glob("UKGovernmentBEIS+inspect_evals/**/inspect_evals/_registry.py")):
-        first = dict[str, str]()  # evaluation -> the first of its tasks
-        for module, task in _TASK.findall(registry.read_text()):
-            first.setdefault(module, task)
-        for module, task in first.items():
-            text = "".join(file.read_text(errors="replace") for file in (registry.parent / module).rglob("*.py"))
+        for line in ast.parse(registry.read_text()).body:
+            place = "." * getattr(line, "level", 0) + (getattr(line, "module", "") or "")
+            within = re.match(r"(?:inspect_evals)?\.([a-z]\w*)", place)
+            if not isinstance(line, ast.ImportFrom) or not within:
+                continue
+            folder = registry.parent / within[1]
+            text = "".join(file.read_text(errors="replace") for file in folder.rglob("*.py"))
             knobs = (("sandbox", "local"),) if '"docker"' in text else ()
-            name = f"inspect_evals/{task}"
-            yield Candidate("inspect_ai", name, ("inspect-evals",), f"inspect_ai/{name}", knobs=knobs)
+            for task in (one.name for one in line.names):
+                if not re.search(rf"(?m)^@scorer\b.*\ndef {task}\b", text):  # exported beside the tasks
+                    name = f"inspect_evals/{task}"
+                    yield Candidate("inspect_ai", name, ("inspect-evals",), f"inspect_ai/{name}", knobs=knobs)
 
 
 def _nemo_gym(root: Path) -> Iterator[Candidate]:

@@ -63,15 +63,16 @@ def test_owners_add_what_files_import_and_fetch_submodules(tmp_path):
     assert words.submodules == (str(shared / "words" / "library"),)
 
 
-def test_inspect_evals_gives_one_task_of_each_evaluation(tmp_path):
+def test_inspect_evals_gives_all_tasks_of_each_evaluation(tmp_path):
     package = tmp_path / "UKGovernmentBEIS+inspect_evals/src/inspect_evals"
     (package / "hacks").mkdir(parents=True)
-    (package / "hacks/hacks.py").write_text('SANDBOX = "docker"\n')
+    (package / "hacks/hacks.py").write_text('SANDBOX = "docker"\n@scorer(metrics=[])\ndef judge(): ...\n')
     (package / "_registry.py").write_text(
-        "from ._tools import hidden\nfrom .sums import (\n    sums_easy,\n    sums_hard,\n)\n"
-        "from inspect_evals.hacks.tasks import hacks\nfrom .sums.more import sums_more\n"
+        "import os\nfrom ._tools import hidden\nfrom .sums import (  # two of them\n    sums_easy,\n    sums_hard,\n)\n"
+        "from inspect_evals.hacks.tasks import hacks, judge\nfrom .sums.more import sums_more\n"
     )
-    sums, hacks = COLLECTORS["inspect_ai"](tmp_path)
+    sums, hard, hacks, more = COLLECTORS["inspect_ai"](tmp_path)
+    assert [hard.name, more.name] == ["inspect_evals/sums_hard", "inspect_evals/sums_more"]
     assert sums.add == ("inspect-evals",) and sums.entry == "inspect_ai/inspect_evals/sums_easy" and not sums.knobs
     assert hacks.entry == "inspect_ai/inspect_evals/hacks" and hacks.knobs == (("sandbox", "local"),)
 
