@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 
 from toprope.errors import TooNew
+from toprope.records.run import status
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import header, last_row, read_history, read_rows
 from toprope.records.run.status import EventLog, read_events
@@ -91,10 +91,8 @@ def test_events_are_read_from_the_end_of_the_file(tmp_path: Path, monkeypatch: p
     for number in range(3_000):
         log.append("checkpoint" if number % 10 else "state", path="p" * 60)
     read = []
-    monkeypatch.setattr(
-        "toprope.records.run.status.json.loads",
-        lambda line: read.append(line) or json.JSONDecoder().decode(line.decode()),
-    )
+    decode = status._decode
+    monkeypatch.setattr(status, "_decode", lambda line: read.append(line) or decode(line))
     assert [event.seq for event in read_events(folder.events, 2_990)] == list(range(2_991, 3_001))
     assert len(read) < 500
     assert [event.seq for event in read_events(folder.events, 2_970, ["state"])] == [2_971, 2_981, 2_991]

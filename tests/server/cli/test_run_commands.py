@@ -7,6 +7,7 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from toprope_server.cli.app import build
 from toprope_server.cli.context import showing_work
@@ -181,5 +182,5 @@ def test_event_line_shows_states_and_evaluations(tmp_path: Path) -> None:
         log.append("evaluation", label="after", summary={}),
         log.append("checkpoint", step=3, path="x", cursor=9),
     ]
-    lines = [event_line(event.model_dump()) for event in events]
+    lines = [event_line(msgspec.to_builtins(event)) for event in events]
     assert lines == ["queued -> validating", "evaluation after: accuracy 0.812", None, None]

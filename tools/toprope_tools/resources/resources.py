@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import yaml
 from anyio import to_thread
 
@@ -191,7 +192,7 @@ def _run(workshop: Workshop, run_id: str) -> str:
                 label: status.evaluations[label] for label in labels_to_tell(status.evaluations, _EVALUATIONS)
             },
             "failure": None if failure is None else {**failure.model_dump(mode="json"), **_marked(failure)},
-            "events": [event.model_dump(mode="json") for event in look.news[-_EVENTS:]],
+            "events": [msgspec.to_builtins(event) for event in look.news[-_EVENTS:]],
         },
         ensure_ascii=False,
     )

@@ -98,7 +98,7 @@ class EventCache:
         most: Most events to keep, over all runs.
     """
 
-    def __init__(self, most: int = 20_000) -> None:
+    def __init__(self, most: int = 10_000) -> None:
         self._known: dict[str, _Events] = {}
         self._most, self._kept = most, 0
 
