@@ -133,7 +133,7 @@ def with_figures(page: str, kept: Mapping[str, Any]) -> str:
         figures = one["figures"]
         goals = {key: goal for key, goal in figures.get("goals", {}).items() if key in figures}
         plain = [key for key, value in figures.items() if _is_number(value) and key not in _IGNORED]
-        told = [f"{key} {_short(figures[key])} ({goal})" for key, goal in goals.items()]
+        told = [f"{key} {_short(figures[key])} ({goal})" for key, goal in sorted(goals.items())]
         told = told or [f"{key} {_short(figures[key])}" for key in plain[:_FEW]]
         told += ["the machine was not quiet"] if figures.get("quiet") is False else []
         lines.append(f"| `{name.replace('_', '-')}` | {', '.join(told)} | {one['on']} | {one['machine']} |")
