@@ -92,6 +92,10 @@ def test_changes_that_make_it_fit_are_named_and_do():
             setattr(getattr(changed, section), key, value)
         assert fit(changed, shape, 30e9).fits
     assert fit(config, shape, 900e9).fits and not fit(config, shape, 900e9).mends
+    small = {"policy__lora": True, "optimizer__micro_batch_size": 1, "rollout__concurrency": 1}
+    for engine, offered in (("embedded", True), ("vllm", False)):
+        mends = fit(config_of(inference__engine=engine, **small), shape, 1e9).mends
+        assert any("policy.load_in_4bit" in changes for _, changes, _ in mends) is offered
     assert fit(config, shape, None).fits is None
     assert "no GPU was measured" in fit(config, shape, 80e9, gpus=1).sure
 

@@ -409,6 +409,13 @@ class Config(BaseModel, extra="forbid", validate_assignment=True):
             found.append("inference.transfer gpu needs launcher.num_processes 1, or adapters (policy.lora).")
         if engine == "vllm" and self.algorithm.name == "custom":
             found.append("inference.engine vllm takes no weights from a trainer of the owner (algorithm.name custom).")
+        bits = "4" if self.policy.load_in_4bit else "8"
+        if engine == "vllm" and (self.policy.load_in_4bit or self.policy.load_in_8bit):
+            found.append(
+                f"policy.load_in_{bits}bit needs inference.engine embedded or transformers; it is vllm, which serves "
+                "the whole weights, so the trainer's check of them would fail. Change the engine, or set "
+                f"policy.load_in_{bits}bit to false."
+            )
         given = self.rollout.in_flight
         if given == "drop" and engine != "embedded" or given == "keep" and engine == "transformers":
             found.append(f"rollout.in_flight {given} is not possible with inference.engine {engine}.")

@@ -359,7 +359,7 @@ def _mends(
             section, _, key = name.partition(".")
             setattr(getattr(changed, section), key, value)
         total = _together(changed, *estimate(changed, shape, prompt=prompt, gpu=gpus > 0), gpus > 0)
-        if total < now.total:
+        if total < now.total and set(changed.conflicts()) <= set(config.conflicts()):
             found.append((words, changes, total))
     enough = [one for one in found if now.available is not None and one[2] <= now.available]
     return tuple(enough[:3] or sorted(found, key=lambda one: one[2])[:2])

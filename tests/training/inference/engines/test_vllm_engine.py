@@ -390,6 +390,8 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(tiny_policy: Path, field: str, val
         ({"inference.engine": "vllm", "algorithm.name": "custom"}, "takes no weights from a trainer of the owner"),
         ({"inference.engine": "transformers", "algorithm.deterministic": True}, "needs inference.engine embedded"),
         ({"inference.engine": "vllm", "launcher.nodes": 2}, "needs launcher.nodes 1"),
+        ({"inference.engine": "vllm", "policy.lora": True, "policy.load_in_4bit": True}, "load_in_4bit to false."),
+        ({"inference.engine": "vllm", "policy.lora": True, "policy.load_in_8bit": True}, "load_in_8bit to false."),
         (
             {"inference.engine": "vllm", "inference.transfer": "gpu", "launcher.num_processes": 2},
             "inference.transfer gpu needs launcher.num_processes 1",
