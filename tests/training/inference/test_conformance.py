@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.training_api_server import until
 from tests.training.inference.conftest import SECRET, reference_logprobs, sample
+from toprope.errors import InvalidValue
 from toprope.settings.schema import Config
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.engine import Cancelled, Engine, Sample, SamplingRequest
@@ -320,3 +321,20 @@ def test_stopped_engine_answers_every_request_with_an_error(rig: Rig) -> None:
     until(lambda: len(outcomes) == 4, 30)
     assert isinstance(outcomes[-1], Exception)
     assert not rig.engine.is_progressing()
+
+
+def test_continuous_batching_refuses_keys_and_values_of_different_width(tmp_path: Path) -> None:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    tokenizer = load_tokenizer(make_tiny_policy(tmp_path))
+    shape = DeepseekV3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+    )  # fmt: skip
+    DeepseekV3ForCausalLM(shape).save_pretrained(tmp_path)
+    config = Config()
+    config.inference.engine, config.launcher.device = "transformers", "cpu"
+    with pytest.raises(InvalidValue, match=r"DeepseekV3ForCausalLM continuously: .* \[8, 16\]") as refused:
+        make_engine(config, tmp_path, tokenizer)
+    assert "embedded" in str(refused.value.hint)

@@ -163,7 +163,11 @@ class ContinuousEngine:
             use_async_batching=False,
             use_cuda_graph=False,  # a captured step could not sample by the rows' settings
         )
+        text = self._model.config.get_text_config()
         try:
+            widths = {getattr(text, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim")} - {None}
+            if len(widths) > 1:  # the library notices at the first answer only
+                raise ValueError(f"its pages hold heads of one width, and this model's have {sorted(widths)}")
             return _Manager(self._model, settings, self._step, self._sample, self._fail)
         except Exception as error:  # the library raises what its parts raise for layers that they do not know
             raise InvalidValue(
