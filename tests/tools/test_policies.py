@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from openai import AuthenticationError, OpenAI
 from toprope_server.cli.app import build
+from toprope_server.cli.runs import standard_tasks
 from toprope_tools import data
 from typer.testing import CliRunner
 
@@ -25,6 +26,8 @@ from tests.support.tiny_policy import make_tiny_policy
 from tests.support.tools_house import become, make_workshop, start_run
 from toprope.errors import ComponentFailed, InvalidValue, LockedField, NotFound
 from toprope.records.run.checkpoints import checkpoint_of, seal
+from toprope.records.run.manifest import Manifest, Policy
+from toprope.records.run.specification import Specification
 from toprope.settings.schema import Config
 from toprope.workbench.launch.lineage import base_of, policy_named
 
@@ -391,6 +394,21 @@ def test_standard_tasks_ask_the_policy_before_and_after(shop, full, owner, base,
     assert line in done.output
     broken = toprope("eval", full.run_id, "--tasks", "broken", "--python", str(wrapper))
     assert broken.exit_code == 1 and "no task is called broken; key ***" in broken.output
+
+
+def test_standard_tasks_begin_at_the_commit_that_the_run_began_with(shop, full, monkeypatch, tmp_path):
+    asked = []
+
+    async def run(interpreter, tasks, config, *_):
+        asked.append((config.policy.model, config.policy.revision))
+
+    monkeypatch.setattr(standard_tasks, "_run", run)
+    monkeypatch.setattr(standard_tasks, "read_scores", lambda logs: [])
+    begun = Manifest.model_construct(run_id=full.run_id, policy=Policy(model="me/model", revision="a" * 40))
+    monkeypatch.setattr(Manifest, "read", lambda folder: begun if folder.run_id == full.run_id else None)
+    model = Specification.read(full).config.policy.model
+    standard_tasks.measure_tasks(shop, full.run_id, ["gsm8k"], limit=1, python=tmp_path)
+    assert asked == [(model, "a" * 40), (str(full.checkpoints / "step-000004" / "model"), None)]
 
 
 @pytest.mark.engines

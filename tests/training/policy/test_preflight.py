@@ -9,15 +9,20 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.services.hub_stand_in import HubStandIn
 from tests.support.tiny_policy import make_tiny_policy
 from toprope.errors import DiskFull, InvalidValue
-from toprope.settings.schema import PolicySection
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.manifest import Code, Configuration, EnvironmentInputs, Hardware, Manifest, Policy
+from toprope.settings.schema import Config, PolicySection
 from toprope.supervisor.watchers.provenance import hash_policy
+from toprope.training.policy import __main__ as component
 from toprope.training.policy.preflight import check_hub_model, context_warning
+from toprope.trajectories.capture import texts
 
 PLACE = """
 import sys
@@ -89,3 +94,24 @@ def test_context_beyond_the_model_is_warned_of(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 256}))
     assert "made for 256 tokens" in context_warning(tmp_path, PolicySection(model="m", max_context=512))
     assert not context_warning(tmp_path, PolicySection(model="m", max_context=256))
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_run_keeps_to_the_commit_that_it_began_with(monkeypatch, tmp_path, saved, damaged):
+    folder, used = RunFolder(tmp_path), []
+    config = Config(policy=PolicySection(model="me/model"))
+    Manifest(
+        run_id="r", kind="train", made_at=1.0, code=Code(version="0"), python="3", hardware=Hardware(),
+        configuration=Configuration(sha256="0", locks_sha256="0", seed=0), environment=EnvironmentInputs(name="dice"),
+        policy=Policy(model="me/model", revision="a" * 40),
+    ).write(folder)  # fmt: skip
+    if damaged:
+        Manifest.path(folder).write_text("{")
+    spec = SimpleNamespace(config=config, policy_cache=str(tmp_path))
+    member = SimpleNamespace(spec=spec, folder=folder, attempt=2, report=lambda said: None)
+    monkeypatch.setattr(component.CrewMember, "join", lambda: member)
+    monkeypatch.setattr(component, "place", lambda policy, *_: used.append(policy.revision) or saved)
+    monkeypatch.setattr(texts, "_from_hub", lambda model, revision: used.append(revision))
+    assert component.main() == 0
+    texts.tokenizer_folder(folder, spec)
+    assert used == [None if damaged else "a" * 40] * 2

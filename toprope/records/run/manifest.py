@@ -13,7 +13,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from toprope.atomic import write_json
+from toprope.errors import Corrupt
 from toprope.records.run.folder import RunFolder, find_record
+from toprope.settings.schema import PolicySection
 
 RUN_MANIFEST_VERSION = 1
 _NAME = "manifest.json"
@@ -154,6 +156,16 @@ class Manifest(BaseModel):
     def write(self, folder: RunFolder) -> None:
         """Replace the manifest on disk, indented for people."""
         write_json(self.path(folder), self.model_dump(mode="json"), indent=1)
+
+
+def pinned(policy: PolicySection, folder: RunFolder) -> PolicySection:
+    """A run's configured policy, at the commit that the run began with if its manifest can be read and has one."""
+    try:
+        manifest = Manifest.read(folder)
+    except Corrupt:
+        manifest = None
+    commit = manifest.policy.revision if manifest is not None else None
+    return policy if commit is None else policy.model_copy(update={"revision": commit})
 
 
 def site_packages_of(python: str | Path) -> Path | None:

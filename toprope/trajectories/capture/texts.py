@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.manifest import pinned
 from toprope.records.run.specification import Specification
 from toprope.trajectories.capture.templates import ChatTemplate
 from toprope.trajectories.items import Message
@@ -50,7 +51,7 @@ def tokenizer_folder(folder: RunFolder, specification: Specification) -> Path | 
         places += [embedded_folder(Path(specification.policy_cache), model)] if model in EMBEDDED else []
     else:
         places.append(Path(model).expanduser())
-        if (cached := _from_hub(model, specification.config.policy.revision)) is not None:
+        if (cached := _from_hub(model, pinned(specification.config.policy, folder).revision)) is not None:
             places.append(cached)
     return next((place for place in places if (place / "tokenizer.json").is_file()), None)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from toprope.errors import ComponentFailed, NotFound, visible
 from toprope.records.run.checkpoints import split_step
+from toprope.records.run.manifest import pinned
 from toprope.records.run.specification import Specification
 from toprope.supervisor.environment_variables import secret_values, worker_variables
 from toprope.workbench.interpreters.known import known_interpreters
@@ -68,8 +69,9 @@ def measure_tasks(
     """
     interpreter = str(python) if python is not None else find_interpreter(workshop)
     after, run_id = trained_policy(workshop, named), split_step(named)[0]
-    before = Specification.read(workshop.runs.folder(run_id)).config
-    started = before.policy.model_copy(update={"lora": False})  # new adapters change nothing
+    run = workshop.runs.folder(run_id)
+    before = Specification.read(run).config
+    started = pinned(before.policy, run).model_copy(update={"lora": False})  # new adapters change nothing
     before = before.model_copy(update={"policy": started}, deep=True)
     folder = workshop.home.ensure().exports / f"{named.replace('@', '-step-')}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
     variables = {name: value for name, value in os.environ.items() if not secret_values({name: value})}
