@@ -165,7 +165,8 @@ class ContinuousEngine:
         )
         text = self._model.config.get_text_config()
         try:
-            widths = {getattr(text, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim")} - {None}
+            named = (getattr(text, name, None) for name in ("head_dim", "qk_head_dim", "v_head_dim"))
+            widths = {width for width in named if width is not None}
             if len(widths) > 1:  # the library notices at the first answer only
                 raise ValueError(f"its pages hold heads of one width, and this model's have {sorted(widths)}")
             return _Manager(self._model, settings, self._step, self._sample, self._fail)
