@@ -9,7 +9,7 @@ import pytest
 from toprope_tools.planning.fit import memory_lines
 
 from toprope.settings.schema import Config
-from toprope.workbench.memory import ModelShape, estimate, fit, read_shape, shape_of
+from toprope.workbench.memory import CUDA_BASE, ModelShape, estimate, fit, read_shape, shape_of
 
 QWEN = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -122,6 +122,20 @@ def test_another_gpu_makes_it_fit_if_one_process_holds_too_much():
     together = fit(config, shape, max(trainer, sampler), gpus=1)
     assert together.fits is False and together.total == trainer + sampler
     assert ("a GPU for the sampler", {"launcher.inference_gpus": 1}) in [one[:2] for one in together.mends]
+
+
+def test_vllm_takes_its_share_of_a_gpu_unless_it_sleeps():
+    shape, fields = ModelShape.of(QWEN), {"policy__max_context": 1024, "inference__engine": "vllm"}
+    half = fit(config_of(inference__memory_share=0.5, **fields), shape, 60e9, gpus=1)
+    assert half.sampler.total == pytest.approx(30e9) and half.total == pytest.approx(half.trainer.total + 30e9)
+    for micro, asleep in ((0, CUDA_BASE), (1, None)):  # passes take more than vLLM's share, and less
+        fields["optimizer__micro_batch_size"] = micro
+        slept = fit(config_of(inference__memory_share=0.5, inference__sleep=True, **fields), shape, 60e9, gpus=1)
+        passes = sum(slept.trainer.parts[name] for name in ("activations", "logits"))
+        assert slept.total - slept.trainer.total == pytest.approx(asleep or 30e9 - passes)
+    fields["optimizer__micro_batch_size"] = 0
+    apart = fit(config_of(launcher__inference_gpus=2, launcher__num_processes=2, **fields), shape, 60e9, gpus=4)
+    assert apart.sampler.total == pytest.approx(2 * 0.4 * 60e9)
 
 
 def test_answers_name_parts_and_unknown_models(tmp_path, monkeypatch):

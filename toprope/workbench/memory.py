@@ -174,17 +174,18 @@ def _values(path: Path) -> int:
 
 
 def estimate(
-    config: Config, shape: ModelShape, *, prompt: int | None = None, gpu: bool = False
+    config: Config, shape: ModelShape, *, prompt: int | None = None, gpu: bool = False, available: float | None = None
 ) -> tuple[Memory, Memory]:
     """Return the peaks of one process of the trainer, and of the sampler.
 
     Args:
         prompt: Tokens of a prompt; what policy.max_context leaves beside the answer if None.
         gpu: Weights, activations and caches lie on a GPU.
+        available: Bytes of a GPU, of which vLLM takes a share; its cache is as of the other engines if None.
     """
     answer = config.rollout.max_new_tokens
     prompt = max(1, config.policy.max_context - answer) if prompt is None else prompt
-    return _trainer(config, shape, prompt, answer, gpu), _sampler(config, shape, prompt, answer, gpu)
+    return _trainer(config, shape, prompt, answer, gpu), _sampler(config, shape, prompt, answer, gpu, available)
 
 
 def _trainer(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: bool) -> Memory:
@@ -231,7 +232,7 @@ def _trainer(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     return Memory(parts)
 
 
-def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: bool) -> Memory:
+def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: bool, available: float | None) -> Memory:
     weight = _bytes(config, gpu, trained_in_full=False)
     if config.algorithm.name == "sft":
         return Memory({})
@@ -243,9 +244,12 @@ def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     reading = prompts * weight * (2 * shape.hidden + 3 * shape.intermediate + 3 * shape.heads * shape.head_dim)
     sampling = 4.0 * _SAMPLE_COPIES * rows * shape.vocabulary
     parts = {"libraries": CUDA_BASE if gpu else SAMPLER_BASE, "weights": _weights(config, shape, weight)}
-    parts["cache"] = cache
     if config.policy.lora:
         parts["adapters"] = 4.0 * _adapters(config, shape)
+    if gpu and available and config.inference.engine == "vllm":  # its cache takes what its share leaves
+        share = config.inference.memory_share * available * max(1, config.launcher.inference_gpus)
+        return Memory(parts | {"cache": max(0.0, share - sum(parts.values()))})
+    parts["cache"] = cache
     parts["reading and sampling"] = max(reading, sampling)
     return Memory(parts)
 
@@ -314,7 +318,7 @@ def fit(config: Config, shape: ModelShape, available: float | None, *, prompt: i
         config.launcher.num_processes, config.launcher.inference_gpus = gpus - 1, 1
     if gpus:
         gpus = config.launcher.num_processes + config.launcher.inference_gpus
-    trainer, sampler = estimate(config, shape, prompt=prompt, gpu=gpus > 0)
+    trainer, sampler = estimate(config, shape, prompt=prompt, gpu=gpus > 0, available=available)
     sure = "within about 15 % on CPUs (make bench-fit)" if not gpus else "arithmetic: no GPU was measured"
     if not shape.measured:
         sure += "; the parameters are computed from the shape"
@@ -327,8 +331,12 @@ def fit(config: Config, shape: ModelShape, available: float | None, *, prompt: i
 def _together(config: Config, trainer: Memory, sampler: Memory, gpu: bool) -> float:
     if not gpu:
         return config.launcher.num_processes * trainer.total + sampler.total
-    apart = config.launcher.inference_gpus
-    return max(trainer.total, sampler.total / apart) if apart else trainer.total + sampler.total
+    if apart := config.launcher.inference_gpus:
+        return max(trainer.total, sampler.total / apart)
+    if not (config.inference.sleep and sampler.parts):
+        return trainer.total + sampler.total
+    passes = sum(trainer.parts.get(name, 0.0) for name in ("activations", "logits"))
+    return trainer.total + max(CUDA_BASE, sampler.total - passes)  # they take turns
 
 
 def _mends(
@@ -358,7 +366,8 @@ def _mends(
         for name, value in changes.items():
             section, _, key = name.partition(".")
             setattr(getattr(changed, section), key, value)
-        total = _together(changed, *estimate(changed, shape, prompt=prompt, gpu=gpus > 0), gpus > 0)
+        peaks = estimate(changed, shape, prompt=prompt, gpu=gpus > 0, available=now.available)
+        total = _together(changed, *peaks, gpus > 0)
         if total < now.total and set(changed.conflicts()) <= set(config.conflicts()):
             found.append((words, changes, total))
     enough = [one for one in found if now.available is not None and one[2] <= now.available]
