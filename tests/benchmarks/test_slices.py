@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import anyio
 import psutil
 import pytest
+from packaging.requirements import Requirement
 
 from benchmarks.environments.worker_overhead import measure, sources
 from benchmarks.faults import disk, lifecycle
@@ -107,6 +110,20 @@ def test_benchmark_of_a_gpu_says_that_there_is_none(capsys):
     if gpu.torch.cuda.is_available():
         pytest.skip("there is one")
     assert gpu.main([]) == 3 and "no NVIDIA GPU" in capsys.readouterr().out
+
+
+def test_commands_for_a_gpu_have_options_and_versions_that_exist(monkeypatch, capsys):
+    root = Path(__file__).resolve().parents[2]
+    [_, block, *_] = re.split(r"^```(?:bash)?\n", (root / "docs" / "gpu.md").read_text(encoding="utf-8"), flags=re.M)
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    calls = [line.split()[5:] for line in block.splitlines() if "-m benchmarks gpu" in line]
+    assert len(calls) == 2 and [gpu.main(words) for words in calls] == [3, 3]
+    assert "--trl" in calls[0] and "no NVIDIA GPU" in capsys.readouterr().out
+    pins = dict(re.findall(r"([a-z_]+)(?:\[vllm\])?==([0-9.]+)", block))
+    supported = [one for one in map(Requirement, requires("trl")) if one.name == "vllm"]
+    assert supported and all(pins["vllm"] in one.specifier for one in supported)
+    locked = (root / "constraints.txt").read_text().splitlines()
+    assert [f"{name}=={pins[name]}" in locked for name in ("trl", "peft", "reasoning_gym")] == [True] * 3
 
 
 def test_server_without_torch_is_told_from_one_with_it(tmp_path):
