@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,14 @@ import pytest
 import torch
 
 from tests.support.trainer_stand_ins import PreparedGroups, rollout_group, small_config
+from tests.training.inference.conftest import sample
 from toprope.errors import InvalidValue
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
 from toprope.settings.changes import apply_changes
 from toprope.settings.schema import Config
 from toprope.settings.sections.algorithms import ALGORITHMS
+from toprope.training.inference.embedded_engine import EmbeddedEngine
+from toprope.training.inference.engine import SamplingRequest
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, advantages, build_rows
 from toprope.training.trainer.collate import collate
@@ -101,6 +106,30 @@ def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(tiny_policy: 
     _, parts = trained_loss(tiny_policy, groups, small_config(**kind, optimizer__micro_batch_size=2))
     for name, value in whole.items():
         assert torch.allclose(value, parts[name], atol=1e-6), name
+
+
+def test_policy_without_a_padding_token_samples_and_trains_alike(tiny_policy: Path, tmp_path: Path) -> None:
+    """The end token pads then: real end tokens count in the loss, and padding in neither."""
+    bare = shutil.copytree(tiny_policy, tmp_path / "bare")
+    settings = json.loads((bare / "tokenizer_config.json").read_bytes())
+    assert settings.pop("pad_token") == "<pad>"
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    engine = EmbeddedEngine(load_model(bare, small_config()), load_tokenizer(bare), max_context=64)
+    engine.start()
+    try:
+        asked = [SamplingRequest([5] * length, max_new_tokens=6, temperature=0.0) for length in (2, 17)]
+        together, alone = sample(engine, *asked), [sample(engine, one)[0] for one in asked]
+    finally:
+        engine.stop()
+    assert [one[0].token_ids for one in together] == [one[0].token_ids for one in alone]
+    groups = [rollout_group([0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")]
+    assert groups[0].inference_logprobs is not None
+    for rows in (groups[0].tokens, groups[0].masks, groups[0].inference_logprobs):
+        del rows[0][-1]  # type: ignore[arg-type]
+    groups[0].tokens[0][-1] = groups[1].tokens[0][-1] = load_tokenizer(bare).eos_token_id
+    _, without = trained_loss(bare, groups, small_config())
+    _, usual = trained_loss(tiny_policy, groups, small_config())
+    assert all(torch.allclose(value, without[name], atol=1e-7) for name, value in usual.items())
 
 
 @pytest.mark.parametrize("name", [one.name for one in ALGORITHMS.values() if one.program.endswith(":GrpoRun")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from toprope.records.run.kinds import KINDS
 from toprope.settings.changes import apply_changes
 from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
-from toprope.training.policy.loading import load_model, load_tokenizer
+from toprope.training.policy.loading import load_model
 from toprope.training.trainer import program as trainer
 from toprope.training.trainer.batch_source import BatchSource, GroupBatch, TrainingRow, build_rows
 from toprope.training.trainer.grpo import GrpoRun
@@ -210,10 +209,6 @@ def test_training_on_groups_imports_neither_trl_nor_its_companions():
     code = f"import sys, {modules}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_policy_tokenizer_has_padding_token(tiny_policy: Path):
-    assert load_tokenizer(tiny_policy).pad_token_id == 0
 
 
 def test_algorithm_name_selects_ppo():
