@@ -132,6 +132,7 @@ def test_hub_that_does_not_exist_here_is_not_asked_again(
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
     monkeypatch.setattr(socket, "getaddrinfo", unresolved)
     monkeypatch.setattr(errors, "_unreached", [])
+    monkeypatch.delitem(sys.modules, "huggingface_hub.constants", raising=False)  # another test may have loaded it
     note_unreachable_hosts()
     for host in ("huggingface.co", "data.example.org"):  # without its library
         with pytest.raises(OSError):
