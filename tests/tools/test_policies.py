@@ -407,7 +407,11 @@ def test_standard_tasks_begin_at_the_commit_that_the_run_began_with(shop, full, 
     begun = Manifest.model_construct(run_id=full.run_id, policy=Policy(model="me/model", revision="a" * 40))
     monkeypatch.setattr(Manifest, "read", lambda folder: begun if folder.run_id == full.run_id else None)
     model = Specification.read(full).config.policy.model
-    standard_tasks.measure_tasks(shop, full.run_id, ["gsm8k"], limit=1, python=tmp_path)
+    monkeypatch.setattr(standard_tasks.time, "strftime", lambda form: "now")
+    logs, _ = standard_tasks.measure_tasks(shop, full.run_id, ["gsm8k"], limit=1, python=tmp_path)
+    again, _ = standard_tasks.measure_tasks(shop, full.run_id, ["gsm8k"], limit=1, python=tmp_path)
+    assert logs != again and len(asked) == 4
+    del asked[2:]
     assert asked == [(model, "a" * 40), (str(full.checkpoints / "step-000004" / "model"), None)]
 
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,13 +74,16 @@ def measure_tasks(
     before = Specification.read(run).config
     started = pinned(before.policy, run).model_copy(update={"lora": False})  # new adapters change nothing
     before = before.model_copy(update={"policy": started}, deep=True)
-    folder = workshop.home.ensure().exports / f"{named.replace('@', '-step-')}-eval-{time.strftime('%Y%m%d-%H%M%S')}"
+    began = f"{named.replace('@', '-step-')}-eval-{time.strftime('%Y%m%d-%H%M%S')}-"
+    exports = workshop.home.ensure().exports
+    exports.mkdir(mode=0o700, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=began, dir=exports))  # another one may begin in the same second
     variables = {name: value for name, value in os.environ.items() if not secret_values({name: value})}
     variables |= worker_variables(workshop.home.settings().variables)
     found = {}
     for side, config in (("before", before), ("after", after)):
         logs = folder / side
-        logs.mkdir(parents=True, mode=0o700)
+        logs.mkdir(mode=0o700)
         print(f"{side}: {', '.join(tasks)}", file=sys.stderr, flush=True)
         asyncio.run(_run(interpreter, tasks, config, workshop.home.policies, logs, limit, variables))
         found[side] = read_scores(logs)
