@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not log.exists():
                 continue
             one = read_outcome(name, log.read_text(encoding="utf-8", errors="replace"), 0)
-            one = replace(one, words=one.words or "read from its output")  # which does not say how it ended
+            one = replace(one, words=one.words or "read from its output")  # an output lacks the exit code
         else:
             console.rule(name)
             one = _run(name)

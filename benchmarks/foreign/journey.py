@@ -78,7 +78,7 @@ class Result:
 
     @property
     def refused_host(self) -> str:
-        """The host whose refused connection the error names; what a hang or a crash printed is none. May be empty."""
+        """The host whose refused connection the error names, outside of the output of a hang or crash. May be empty."""
         error = _BESIDES.sub("", _PRINTED.split(self.error)[0])
         host = _UNREACHED.search(error) or _HOST.search(error)
         return host.group(1) if host is not None and _REFUSED.search(error) else ""

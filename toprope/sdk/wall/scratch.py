@@ -110,7 +110,6 @@ def _remove_unclaimed(path: str) -> None:
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         told = os.fstat(folder)
-        # A worker may have set the time of its own into the future.
         new = os.path.basename(path).startswith(_prefix() + _NEW)
         young = new and abs(time.time() - told.st_mtime) <= _YOUNG_S
         if told.st_uid == os.geteuid() and not young and _lock(folder):
