@@ -7,12 +7,16 @@ let source: Source;
 const listeners = new Set<(change: Change) => void>();
 const connections = new Set<(lost: string) => void>();
 const kept = new Map<string, Answer>();
+let lostNow = "";
 const MOST_KEPT = 40;
 const SOON_MS = 60;
 
 export function startFollowing(from: Source): void {
   source = from;
-  from.follow(told, (words) => connections.forEach((listener) => listener(words)));
+  from.follow(told, (words) => {
+    lostNow = words;
+    connections.forEach((listener) => listener(words));
+  });
 }
 
 export function theSource(): Source {
@@ -31,9 +35,10 @@ export function onChange(listener: (change: Change) => void): () => void {
 
 /** Words about a connection that is lost; none while it is there. */
 export function useLost(): string {
-  const [lost, set] = useState("");
+  const [lost, set] = useState(lostNow);
   useEffect(() => {
     connections.add(set);
+    set(lostNow); // the connection may have been lost between the drawing and this effect
     return () => void connections.delete(set);
   }, []);
   return lost;

@@ -220,8 +220,11 @@ test("limits that the owner edits are shown at once, and also that they cannot b
 
 test("a tab that the dashboard does not know any more is told what to do", async () => {
   const other = await tab(chrome.browser, { origins: [origin], expected: [/401/] });
-  await other.page.setRequestInterception(true);
-  other.page.on("request", (request) => void (request.url().includes("/api/events") ? request.respond({ status: 401 }) : request.continue()));
+  // At once: the answer may be there before anything is drawn.
+  await other.page.evaluateOnNewDocument(() => {
+    const ask = globalThis.fetch;
+    globalThis.fetch = (where, ...rest) => (String(where).includes("/api/events") ? Promise.resolve(new Response("", { status: 401 })) : ask(where, ...rest));
+  });
   await other.page.goto(`${origin}/#key=${await freshKey()}`);
   await settled(other.page, "the dashboard was started again");
   assert.match(await textOf(other.page, ".told"), /Run 'toprope dashboard'/);
