@@ -119,3 +119,17 @@ def test_event_cache_is_bounded(tmp_path, monkeypatch):
     assert all(len(cache.read(folder)) == 3 for folder in reversed(folders))
     # Each run takes four places, so that two of six stay in the cache.
     assert len(reads) == 4
+
+
+def test_event_cache_keeps_the_newest_events_of_a_long_run(tmp_path, monkeypatch):
+    folder, cache, asked, read = made(tmp_path), EventCache(most=10), [], module.read_events
+    monkeypatch.setattr(module, "read_events", lambda path, after: asked.append(after) or read(path, after))
+    log = EventLog(folder)
+    for _ in range(12):
+        log.append("evaluation")
+    assert [event.seq for event in cache.read(folder)] == [*range(1, 13)]
+    log.append("evaluation")
+    assert [event.seq for event in cache.read(folder, 10)] == [11, 12, 13]
+    assert asked == [0, 12]
+    assert [event.seq for event in cache.read(folder, 2)] == [*range(3, 14)]
+    assert asked == [0, 12, 2]

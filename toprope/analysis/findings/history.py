@@ -55,6 +55,7 @@ class Series:
     __slots__ = (
         "_recent",
         "_total",
+        "_spread",
         "_window",
         "best",
         "best_at",
@@ -70,6 +71,7 @@ class Series:
         self._window = window
         self._recent: deque[float] = deque(maxlen=window)
         self._total = 0.0
+        self._spread: float | None = None
         self.count = 0
         self.first: float | None = None
         self.last: float | None = None
@@ -90,6 +92,7 @@ class Series:
             self._total -= recent[0]
         recent.append(value)
         self._total += value
+        self._spread = None
         self.count += 1
         self.last = value
         if self.first is None:
@@ -113,11 +116,11 @@ class Series:
     @property
     def spread(self) -> float:
         """Standard deviation of single rows within the last window."""
-        values = self._recent
-        if len(values) < 2:
-            return 0.0
-        mean = sum(values) / len(values)
-        return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+        if self._spread is None:  # Several rules ask in each row.
+            values = self._recent
+            n = len(values)
+            self._spread = math.dist(values, [math.fsum(values) / n] * n) / math.sqrt(n - 1) if n > 1 else 0.0
+        return self._spread
 
     @property
     def values(self) -> tuple[float, ...]:

@@ -95,7 +95,7 @@ class EventCache:
     """The newest events of runs, as last read. Safe to use from any number of threads.
 
     Args:
-        most: Most events to keep, over all runs.
+        most: Most events to keep, over all runs; of one run, the newest half as many. Older ones are read again.
     """
 
     def __init__(self, most: int = 10_000) -> None:
@@ -119,9 +119,12 @@ class EventCache:
             last = known.events[-1].seq if known.events else known.after
             # A new list, because another thread may be reading the old one.
             events = [*known.events, *read_events(folder.events, last)]
-            known = _Events(found.st_ino, found.st_size, known.after, events)
-            self._keep(folder.run_id, known)
-        return known.events[bisect_right(known.events, after, key=lambda event: event.seq) :]
+            dropped = len(events) - self._most // 2
+            kept, start = (events[dropped:], events[dropped - 1].seq) if dropped > 0 else (events, known.after)
+            self._keep(folder.run_id, _Events(found.st_ino, found.st_size, start, kept))
+        else:
+            events = known.events
+        return events[bisect_right(events, after, key=lambda event: event.seq) :]
 
     def _keep(self, run_id: str, known: _Events) -> None:
         former = self._known.pop(run_id, None)
