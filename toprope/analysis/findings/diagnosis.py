@@ -104,6 +104,7 @@ class Diagnosis:
         self._states = {
             rule.id: _State(patience=min(rule.patience, max(1, window // 2)), calm=2 * window) for rule in self._rules
         }
+        self._watched = [(rule, self._states[rule.id]) for rule in self._rules]
 
     @property
     def open(self) -> list[Finding]:
@@ -136,13 +137,17 @@ class Diagnosis:
         Args:
             row: Metrics by name. Unknown ones are ignored; a rule whose metric is missing stays silent.
         """
-        self.history.add(row)
+        history = self.history
+        history.add(row)
         told = []
-        for rule in self._rules:
-            symptom = rule.look(self.history)
+        for rule, state in self._watched:
+            symptom = rule.look(history)
+            if symptom is None and state.told is None:
+                state.rising = 0
+                continue
             if rule.id == FAR_FROM_PRESET.id and symptom is not None and not self._names_more(symptom):
                 symptom = None
-            finding = self._judge(rule, self._states[rule.id], symptom)
+            finding = self._judge(rule, state, symptom)
             if finding is not None:
                 told.append(finding)
         placed = {finding.rule: finding for finding in self.open} if told else {}

@@ -182,7 +182,9 @@ class TrainingHistory:
         self.step = int(row.get("step") or self.rows)
         for name, series in self._series.items():
             value = row.get(name)
-            if value is None and name in _OTHER_NAMES:
+            if value is None:
+                if name not in _OTHER_NAMES:
+                    continue
                 value = next((row[other] for other in _OTHER_NAMES[name] if row.get(other) is not None), None)
             if value is not None and math.isfinite(value):
                 series.add(value, self.rows)
@@ -199,6 +201,8 @@ class TrainingHistory:
 
     def _add_environments(self, row: Mapping[str, Any]) -> None:
         for key, value in row.items():
+            if not key.startswith(_ENVIRONMENT):
+                continue
             head, _, name = key.rpartition("/")
             label = head.removeprefix(_ENVIRONMENT)
             if label == head or name not in BY_ENVIRONMENT or value is None or not math.isfinite(value):
