@@ -23,7 +23,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,12 +218,18 @@ def growth(model: Any, tokenizer: Any, groups: int, rounds: int) -> float:
         engine.stop()
 
 
-def concatenating_growth(model: Any, tokenizer: Any, groups: int) -> float:
-    """The control: `growth` of an engine whose cache is transformers' own."""
+@contextmanager
+def concatenated_cache() -> Iterator[None]:
+    """The control: the engine's cache is transformers' own."""
     kept = embedded_engine.grow_by_blocks
+
+    def reorder(cache: Any, source: torch.Tensor | None = None, _longest: int = 0) -> None:
+        if source is not None:
+            cache.reorder_cache(source)
+
+    embedded_engine.grow_by_blocks = reorder
     try:
-        embedded_engine.grow_by_blocks = lambda cache, source=None: source is None or cache.reorder_cache(source)
-        return growth(model, tokenizer, groups, 1)
+        yield
     finally:
         embedded_engine.grow_by_blocks = kept
 
@@ -255,7 +262,8 @@ def main() -> int:
         figures["continuous_ratio"] = compare_with_continuous(model, tokenizer, 6, 64, options.rounds)
         console.print("growth of the embedded policy")
         figures["embedded_growth_1024_over_256"] = growth(model, tokenizer, 2, min(3, options.rounds))
-        figures["control_growth_1024_over_256"] = concatenating_growth(model, tokenizer, 2)
+        with concatenated_cache():
+            figures["control_growth_1024_over_256"] = growth(model, tokenizer, 2, 1)
         if not options.small:
             model, tokenizer = make_model(root / "40m", "40m")
             figures["40m_parameters"] = sum(parameter.numel() for parameter in model.parameters())

@@ -33,7 +33,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.performance.decode import GROUP, decode, make_prompts, processor_seconds, start_engine
+from benchmarks.performance.decode import (
+    GROUP,
+    concatenated_cache,
+    decode,
+    make_prompts,
+    processor_seconds,
+    start_engine,
+)
 from benchmarks.report import report
 from benchmarks.scratch import scratch
 from benchmarks.server.many_runs import make_run, row
@@ -46,7 +53,6 @@ from toprope.records.run.metrics import header, read_history
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
 from toprope.training.api.storage.store import TrajectoryStore
-from toprope.training.inference import embedded_engine
 from toprope.training.policy.loading import load_pretrained, load_tokenizer
 from toprope.training.policy.tiny_model import RECIPES, build
 
@@ -287,12 +293,8 @@ def main() -> int:
                 console.print(json.dumps({f"{size:.4g}": round(cost, 4) for size, cost in curves[axis].items()}))
             if "answer_tokens" in options.axes:
                 console.print("control: a cache that is concatenated")
-                kept = embedded_engine.grow_by_blocks
-                embedded_engine.grow_by_blocks = _concatenate
-                try:
+                with concatenated_cache():
                     control = exponent(measure(answer_tokens(engines), 1))
-                finally:
-                    embedded_engine.grow_by_blocks = kept
         finally:
             engines.close()
     exponents = {name: exponent(costs) for name, costs in curves.items()}
@@ -315,11 +317,6 @@ def main() -> int:
         control="an engine that concatenates its cache must have an exponent above the goal.",
         control_failed="a cache that is concatenated met the goal" if control is not None and control <= GOAL else "",
     )
-
-
-def _concatenate(cache: Any, source: Any = None, longest: int = 0) -> None:
-    if source is not None:
-        cache.reorder_cache(source)
 
 
 def _ends(values: Sequence[float]) -> str:

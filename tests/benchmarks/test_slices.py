@@ -45,10 +45,12 @@ def test_decoding_reports_the_logprobs_of_the_model(tmp_path):
     engine = decode.start_engine(model, tokenizer, 32)
     try:
         found = decode.decode(engine, decode.make_prompts(2), 4)
+        with decode.concatenated_cache():
+            concatenated = decode.decode(engine, decode.make_prompts(2), 4)
         assert decode.check_logprobs(model, engine) < 1e-3
     finally:
         engine.stop()
-    assert len(found) == 2
+    assert len(found) == len(concatenated) == 2
 
 
 def test_exponents_are_told_apart():
