@@ -184,6 +184,11 @@ def _sum(number: int) -> dict[str, object]:
     return {"prompt": prompt, "reward_spec": truth, "reward_model": truth, "max_turns": 2, "extra_info": {}, **database}
 
 
+def _harbor(root: Path) -> Iterator[Candidate]:
+    for task in sorted(root.glob("zjysteven+terminal-bench-env/environments_harbor/*/task.toml")):
+        yield Candidate("harbor", f"terminal-bench-env/{task.parent.name}", (str(task.parent),))
+
+
 def _reasoning_gym(root: Path) -> Iterator[Candidate]:
     from importlib.util import find_spec
 
@@ -213,6 +218,7 @@ COLLECTORS: dict[str, Callable[[Path], Iterator[Candidate]]] = {
     "textarena": _textarena,
     "gem": _gem,
     "gymnasium": _gymnasium,
+    "harbor": _harbor,
     "reasoning_gym": _reasoning_gym,
 }
 """Ecosystem -> its candidates in a folder of repositories."""

@@ -45,6 +45,14 @@ def test_games_that_their_author_took_out_are_not_drawn(tmp_path):
     assert game.entry == "textarena/Hex-v0" and game.add == (str(tmp_path / "LeonGuertler+TextArena"),)
 
 
+def test_tasks_of_harbor_are_drawn_each_alone(tmp_path):
+    task = tmp_path / "zjysteven+terminal-bench-env/environments_harbor/sort_words"
+    task.mkdir(parents=True)
+    (task / "task.toml").write_text("")
+    [one] = COLLECTORS["harbor"](tmp_path)
+    assert one.add == (str(task),) and one.name == "terminal-bench-env/sort_words"
+
+
 def test_owners_add_what_files_import_and_fetch_submodules(tmp_path):
     shared = tmp_path / "NousResearch+atropos/environments"
     (shared / "words" / "library").mkdir(parents=True)

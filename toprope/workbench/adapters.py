@@ -62,6 +62,11 @@ class Adapter:
         """List the environments in a file. Raises whatever the adapter raises."""
         return _listed(self.module.declared(file, tree)) if self.module is not None and self.reads_files else []
 
+    def in_folder(self, folder: Path) -> list[Listed]:
+        """List the environments that a folder is as a whole. Raises whatever the adapter raises."""
+        ask = getattr(self.module, "in_folder", None)
+        return _listed(ask(folder)) if callable(ask) else []
+
     def more_requirements(self, place: Path) -> tuple[str, ...]:
         """Return what the packages in a folder need besides their own requirements. Raises what the adapter raises."""
         ask = getattr(self.module, "more_requirements", None)

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toprope.sdk.adapters._harbor.container import Container, engine
-from toprope.sdk.adapters._harbor.folders import TaskFolder, task_folders
+from toprope.sdk.adapters._harbor.folders import TaskFolder, holds_task, task_folders
 from toprope.sdk.adapters._harbor.sandbox import Sandbox, require_wall
+from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.tooled import ToolEnvironment, tool
 
-__all__ = ["Harbor", "make"]
+__all__ = ["Harbor", "in_folder", "make"]
 
 _TOLD = "\n\nUse the tool `bash` to work on it. When you are done, answer without calling a tool."
 _SHOWN = 5
@@ -151,6 +152,13 @@ class Harbor(ToolEnvironment):
         if found is None:
             raise EnvironmentMistake(f"the tests wrote no reward; they printed: {printed[-300:]}")
         return min(max(float(found), 0.0), 1.0)
+
+
+def in_folder(folder: Path) -> list[Listed]:
+    """List a folder of tasks, or a task, as one environment; nothing if it is neither."""
+    if not (holds_task(folder) or any(holds_task(one) for one in folder.iterdir())):
+        return []
+    return [Listed(folder.name, str(folder), f"Tasks of {folder.name} in a shell", tools=True, tags=Harbor.tags)]
 
 
 def make(target: str) -> Harbor:

@@ -5,6 +5,7 @@ Changed files are read again. An unreadable file becomes an entry with the reaso
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,6 +51,14 @@ class FileReader:
         if known is None or known[0] != stamp:
             known = self._read[file] = (stamp, self._fresh(file))
         return known[1]
+
+    def read_whole(self, folder: Path) -> list[tuple[Adapter, Listed]]:
+        """Return the environments that a folder is as a whole, whose files are no others."""
+        found: list[tuple[Adapter, Listed]] = []
+        for adapter in self._adapters():
+            with contextlib.suppress(Exception):  # Its files are read instead.
+                found += [(adapter, one) for one in adapter.in_folder(folder)]
+        return found
 
     def _fresh(self, file: Path) -> _Read:
         found = tuple(discover_file(file))
@@ -97,6 +106,9 @@ class FolderSource:
 
     def entries(self, names: Names) -> list[Entry]:
         """Return the environments by file and line."""
+        place = self._place
+        if self._deep and place.is_dir() and (whole := self._reader.read_whole(place)):
+            return [self._theirs(adapter, listed, place, names) for adapter, listed in whole]
         entries = []
         for file in [self._place] if self._place.is_file() else environment_files(self._place, deep=self._deep):
             read = self._reader.read(file)

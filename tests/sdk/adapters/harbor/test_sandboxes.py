@@ -51,6 +51,15 @@ LEFT_S = f"300.{os.getpid()}"
 """Seconds by which the process of this test is known, in whatever namespace it runs."""
 
 
+def test_a_task_and_a_folder_of_tasks_are_listed_as_one_environment(tmp_path: Path) -> None:
+    task = written(tmp_path / "sums", "small")
+    (tmp_path / "sums" / "readme.py").write_text("def score(prompt, completion): ...\n")
+    for place in (task, task.parent):
+        [listed] = harbor.in_folder(place)
+        assert (listed.name, listed.target) == (place.name, str(place)) and harbor.make(listed.target)
+    assert harbor.in_folder(tmp_path) == []
+
+
 def test_slow_commands_and_what_they_leave_behind_are_ended(tasks: Path) -> None:
     async def body(link: EnvironmentWorker) -> Any:
         return await worked(link, "sleep 60", f"nohup sleep {LEFT_S} >/dev/null 2>&1 &\necho started", SUM)

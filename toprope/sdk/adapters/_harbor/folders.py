@@ -21,7 +21,7 @@ from typing import Any
 
 from toprope.sdk.errors import LoadError
 
-__all__ = ["PYTEST_FILES", "Image", "TaskFolder", "Verifier", "task_folders", "told"]
+__all__ = ["PYTEST_FILES", "Image", "TaskFolder", "Verifier", "holds_task", "task_folders", "told"]
 
 PYTEST_FILES = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "setup.py"),
@@ -178,11 +178,17 @@ def told(code: int | None, printed: str, seconds: float) -> str:
     return printed.strip() or "(no output)"
 
 
+def holds_task(folder: Path) -> bool:
+    """Return True if a folder is a task, of either format."""
+    formats = ("task.toml", "instruction.md"), ("task.yaml", "run-tests.sh")
+    return any(all((folder / name).is_file() for name in names) for names in formats)
+
+
 def _task(folder: Path) -> TaskFolder | None:
-    if not folder.is_dir():
+    if not holds_task(folder):
         return None
     try:
-        if (folder / "task.toml").is_file() and (folder / "instruction.md").is_file():
+        if (folder / "task.toml").is_file():
             settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
             solution = folder / "solution" / "solve.sh"
             machine, verifier = settings.get("environment") or {}, settings.get("verifier") or {}
@@ -199,22 +205,20 @@ def _task(folder: Path) -> TaskFolder | None:
             is_built = (folder / "environment" / "Dockerfile").is_file()
             task = _on(task, {**machine, "docker_image": ""} if is_built else machine)
             return replace(task, verifier=_verifier(task, verifier, settings.get("artifacts") or []))
-        if (folder / "task.yaml").is_file() and (folder / "run-tests.sh").is_file():
-            said = _simple_yaml((folder / "task.yaml").read_text("utf-8"))
-            solution = folder / "solution.sh"
-            return TaskFolder(
-                folder,
-                said.get("instruction", "").strip(),
-                "run-tests.sh",
-                folder,
-                solution if solution.is_file() else None,
-                False,
-                float(said.get("max_test_timeout_sec") or 180),
-                said.get("difficulty", ""),
-            )
+        said = _simple_yaml((folder / "task.yaml").read_text("utf-8"))
+        solution = folder / "solution.sh"
+        return TaskFolder(
+            folder,
+            said.get("instruction", "").strip(),
+            "run-tests.sh",
+            folder,
+            solution if solution.is_file() else None,
+            False,
+            float(said.get("max_test_timeout_sec") or 180),
+            said.get("difficulty", ""),
+        )
     except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise LoadError(f"{folder} is not a readable task: {error}") from error
-    return None
 
 
 def _on(task: TaskFolder, machine: dict[str, Any]) -> TaskFolder:

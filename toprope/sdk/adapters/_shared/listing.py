@@ -9,6 +9,7 @@ An adapter module declares:
 
     def installed(site_packages: Path) -> list[Listed]      environments in installed packages
     def declared(file: Path, tree: ast.Module) -> list[Listed]      environments in a user's file
+    def in_folder(folder: Path) -> list[Listed]             environments that a folder is as a whole
 
     def more_requirements(place: Path) -> tuple[str, ...]   for a project, or an interpreter's packages, that need more
 
