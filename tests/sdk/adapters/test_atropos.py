@@ -91,6 +91,32 @@ def test_unscored_rollouts_are_told_by_their_cause(collects: Callable[..., OwnLo
     assert all("returned tuple without tokens and scores" in str(one) for one in found), found
 
 
+def test_rollouts_that_the_environment_leaves_to_others_to_score_are_scored(collects: Callable[..., OwnLoop]) -> None:
+    async def unscored(self: Any, item: Any) -> Any:
+        found, _ = await Collects.collect_trajectories(self, item)
+        return list(zip(found["tokens"], self.given, strict=True)), []
+
+    async def score(self: Any, told: Any) -> Any:
+        return {"tokens": [tokens for tokens, _ in told], "scores": [given for _, given in told]}
+
+    environment = collects(scores=0, given=[0.5, -1.0], collect_trajectories=unscored, score=score)
+    [task] = environment.tasks()
+    found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
+    assert [one.parts for one in found if isinstance(one, Played)] == [{"score": -1.0}, {}, {"score": 0.5}]
+
+
+def test_older_files_find_the_class_of_a_server_by_its_former_name(
+    stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in("atroposlib.envs.base", APIServerConfig=Thing, BaseEnv=Collects)
+    file = tmp_path / "older_server_name.py"
+    file.write_text(
+        "from atroposlib.envs.base import BaseEnv, OpenaiConfig\nclass Sums(BaseEnv):\n    kind = OpenaiConfig\n"
+    )
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    assert atropos.make(f"{file}:Sums")._cls.kind is Thing
+
+
 def test_environment_that_hands_out_no_items_is_refused(collects: Callable[..., OwnLoop]) -> None:
     with pytest.raises(EnvironmentMistake, match="None 512 times, as environments do whose data are missing"):
         list(collects(items=()).tasks())

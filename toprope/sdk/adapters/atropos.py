@@ -160,6 +160,9 @@ class Atropos(OwnLoop):
         env.config = env.config.model_copy(update={"group_size": len(sessions)})
         scored, _ = await env.collect_trajectories(item)
         scored = await env.postprocess_histories(scored)
+        if isinstance(scored, list) and scored and not any(isinstance(one, Mapping) for one in scored):
+            score = getattr(env, "score", None)  # Some leave the call of it to who runs them.
+            scored = await score(scored) if score is not None else scored
         if isinstance(scored, list):
             known = [one for one in scored if one is not None]
             scored = known[-1] if known else None
@@ -242,12 +245,14 @@ def make(target: str) -> Atropos:
     """
     os.environ.setdefault("WANDB_MODE", "disabled")
     try:
-        from atroposlib.envs.base import BaseEnv
+        from atroposlib.envs import base
     except ModuleNotFoundError as error:
         raise LoadError(
             f"atroposlib is not complete for {sys.executable} ({error}). Make it an interpreter of its own with "
             f"{', '.join(REQUIREMENTS)}."
         ) from error
+    if not hasattr(base, "OpenaiConfig"):
+        base.OpenaiConfig = base.APIServerConfig  # its name in older files
     file, _, name = target.rpartition(":")
     path = Path(file or target)
     if path.suffix != ".py" or not path.is_file():
@@ -264,7 +269,7 @@ def make(target: str) -> Atropos:
     own = {
         key: value
         for key, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
+        if isinstance(value, type) and issubclass(value, base.BaseEnv) and value.__module__ == module.__name__
     }
     if name not in own:
         raise LoadError(f"{path.name} has no Atropos environment {name!r}. Environments: {', '.join(own) or 'none'}.")
