@@ -14,6 +14,7 @@ from toprope.sdk import errors
 from toprope.sdk.errors import (
     EnvironmentMistake,
     Failure,
+    InvalidRequest,
     LoadError,
     no_hosts_noted,
     note_unreachable_hosts,
@@ -96,8 +97,13 @@ def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch
     assert Failure.of(ValueError("3 is not a colour")).message == "3 is not a colour"
     with no_hosts_noted(), pytest.raises(OSError):
         socket.create_connection(("replaced.example.org", 443))
-    lacking = EnvironmentMistake("It gave None, as environments do whose data are missing")
-    assert Failure.of(lacking).message.endswith("; besides, later.example.org could not be reached")
+    for lacking in (
+        EnvironmentMistake("It gave None, as environments do whose data are missing"),
+        InvalidRequest("The train split has no tasks: its data are missing, or its knobs leave none."),
+        ValueError("No training items available. Its setup may have failed"),
+        RuntimeError("the dataset is empty"),
+    ):
+        assert Failure.of(lacking).message.endswith("; besides, later.example.org could not be reached")
     for own in (LoadError("/data/mine.csv holds no rows."), LoadError("No file 'x' (not found)."), ValueError("")):
         assert Failure.of(own).message == str(own)
 

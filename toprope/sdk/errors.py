@@ -53,7 +53,8 @@ _REFUSED = re.compile(
 )
 _HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled|outgoing traffic has been disabled")
 _MISSING = re.compile(
-    r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)"
+    r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)|"
+    r"\bdata ?set is empty|\bno (\w+ ){0,2}(items|examples|samples|rows) (available|found|loaded)"
 )
 _DATA_MISSING = "data are missing"
 """The words of our own errors for data of others, which may have been asked for and not reached."""

@@ -245,6 +245,9 @@ def test_two_listed_tasks_are_too_few_and_a_failure_keeps_those_before_it(monkey
     with pytest.raises(InvalidRequest, match="split has no tasks"):
         [splits_of(ListedRows).get(split, 0) for split in SPLITS]
     assert len(splits_of(ListedRows).page("train", 0, 5)) == 2, "they can be trained on"
+    monkeypatch.setattr(ListedRows, "rows", 0)
+    with pytest.raises(InvalidRequest, match="^The train split has no tasks: its data are missing, or its knobs"):
+        splits_of(ListedRows).get("train", 0)
     monkeypatch.setattr(ListedRows, "rows", 9)
     monkeypatch.setattr(ListedRows, "broken_at", 6)
     splits = splits_of(ListedRows)

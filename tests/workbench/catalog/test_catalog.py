@@ -286,5 +286,7 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
         assert "asks for a key" not in failed(entry, WorkerError("raised", "KeyError", f"'{name}'")).hint
     unreached = failed(entry, WorkerError("raised", "OSError", "rows not found; a.example could not be reached"))
     assert "environment.network: allow" in unreached.hint
+    empty = failed(entry, WorkerError("invalid", "InvalidRequest", "no tasks; besides, a.example could not be reached"))
+    assert "environment.network: allow" in empty.hint and "knobs=" in empty.hint
     late = failed(entry, WorkerTimeout("The worker did not answer 'open' within 120 s and was killed."))
     assert "load_timeout_s" in late.hint and "choose another environment" in late.hint

@@ -138,6 +138,8 @@ class TaskSplits:
             return found[index], 0
         if not found:
             sizes = ", ".join(f"{len(self._found[name])} {name}" for name in SPLITS)
+            if not any(self._found.values()):
+                raise InvalidRequest(f"The {split} split has no tasks: its data are missing, or its knobs leave none.")
             raise InvalidRequest(
                 f"The {split} split has no tasks ({sizes}). Give the environment more distinct tasks, or its own "
                 "splits by writing tasks(self, split)."

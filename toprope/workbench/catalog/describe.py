@@ -48,6 +48,8 @@ _FOREIGN = (
 _JUDGES_ITSELF = (
     "If its scorer asks a model, the policy in training judges itself unless environment.model_roles names a grader."
 )
+_UNREACHED = "could not be reached"
+"""The end of the text of a failure for which data of the internet are missing."""
 _SHUT = re.compile(r"\[Errno (?:13|30)\]|Read-only file system|PermissionError")
 _KEY = re.compile(
     r"\b(?!(?:[A-Z0-9]+_)*(?:INVALID|MISSING|EXPIRED|WRONG|BAD|NO)_)(?:[A-Z][A-Z0-9_]*_(?:API_KEY|ACCESS_KEY|SECRET)|"
@@ -305,8 +307,10 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
     if isinstance(failure, WorkerError):
         if failure.kind == "invalid":
             hint = "Its settings are given as knobs: select_environment, describe_environment and check_environment "
-            asked = call("select_environment", name=entry.name, knobs={"NAME": "VALUE"})
-            return InvalidValue(f"{entry.name}: {marked(failure.message, _LONGEST)}", hint=f"{hint}take {asked}.")
+            hint += f"take {call('select_environment', name=entry.name, knobs={'NAME': 'VALUE'})}."
+            if failure.message.endswith(_UNREACHED):
+                hint = f"{_cure(entry, failure)} {hint}"
+            return InvalidValue(f"{entry.name}: {marked(failure.message, _LONGEST)}", hint=hint)
         place = f" at {failure.where}" if failure.where else ""
         raised = f"{entry.name} raised {named(failure.type)}: {marked(failure.message.rstrip('.'), _LONGEST)}{place}."
         if entry.ecosystem != "toprope" and (cure := _cure(entry, failure)):
@@ -338,7 +342,7 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
 def _cure(entry: Entry, failure: WorkerError) -> str:
     """Return what helps against a failure of other authors' code; empty if its text does not tell."""
     text = failure.message
-    if text.endswith("could not be reached"):
+    if text.endswith(_UNREACHED):
         return (
             "It needs data from there. Load it once where that host can be reached, with HF_HOME or a folder that this "
             "machine reads, name data of your own by its knobs, set environment.network: allow, or choose another "
