@@ -135,14 +135,18 @@ def test_run_of_earlier_version_restarts_stops_resumes(installation: Installatio
     guard = " ".join(psutil.Process(trainer).parent().cmdline())
     assert str(installation.code) in guard or str(installation.old) in guard, "the old code runs"
     installation.upgrade()
+    os.kill(trainer, signal.SIGSTOP)  # Until the new server is there: its start takes as long as many steps.
 
-    os.kill(trainer, signal.SIGKILL)
-    until(lambda: Status.read(folder).crew["trainer"].pid != trainer)
-    step = Status.read(folder).progress["step"]
-    until(lambda: Status.read(folder).ended or Status.read(folder).progress["step"] > step)
-    assert Status.read(folder).state == "training", Status.read(folder).failure
+    async def kill_trainer_and_stop() -> dict[str, Any]:
+        async with installation.new_server() as client:
+            os.kill(trainer, signal.SIGKILL)
+            until(lambda: Status.read(folder).crew["trainer"].pid != trainer)
+            step = Status.read(folder).progress["step"]
+            until(lambda: Status.read(folder).ended or Status.read(folder).progress["step"] > step)
+            assert Status.read(folder).state == "training", Status.read(folder).failure
+            return await call(client, "stop_training", run_id=run_id)
 
-    stopped = anyio.run(lambda: with_new("stop_training", run_id=run_id))
+    stopped = anyio.run(kill_trainer_and_stop)
     assert stopped["was_live"]
     assert finished(run_id).state == "stopped"
     resumed = anyio.run(lambda: with_new("resume_training", run_id=run_id))
