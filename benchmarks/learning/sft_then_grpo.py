@@ -2,11 +2,11 @@
 
     python -P -m benchmarks.learning.sft_then_grpo [--seeds N] [--steps N] [--source-steps N] [--home FOLDER]
 
-One run of GRPO gives rollouts; `build_dataset` takes the best right answer of each task. Then, seed by seed, from the
-same starting policy: SFT on that data set followed by GRPO, against GRPO alone. The source run is part of the first
-side's cost: GRPO alone gets as many optimizer steps as source, SFT and GRPO together (`gain_points`), and in another
-run as many seconds of training (`gain_points_seconds`). Accuracy is measured on held-out tasks, which no data set
-holds. Everything goes through the server by the official client: the embedded policy, a CPU, words of three to five
+One run of GRPO gives rollouts; `build_dataset` takes the best right answer of each task. Then, seed by seed: SFT of
+that run's policy on its data set followed by GRPO, against GRPO alone from the start. The source run is part of the
+first side's cost: GRPO alone gets as many optimizer steps as source, SFT and GRPO together (`gain_points`), and in
+another run as many seconds of training (`gain_points_seconds`). Accuracy is measured on held-out tasks, which no data
+set holds. Everything goes through the server by the official client: the embedded policy, a CPU, words of three to five
 letters. Estimated time: half an hour; needs nothing else.
 """
 
@@ -58,10 +58,11 @@ async def measured(home: Path, seeds: int, steps: int, source_steps: int, consol
         )
         wrong = {"name": "worst", "sources": [source.run_id], "where": {"max_reward": 0.5, "limit": _ITEMS}}
         await agent.call("build_dataset", **wrong)
-        control = await train("SFT on wrong answers", {**_SFT, "sft.dataset": "worst", "algorithm.seed": 0})
+        from_source = {**_SFT, "policy.model": f"run:{source.run_id}"}
+        control = await train("SFT on wrong answers", {**from_source, "sft.dataset": "worst", "algorithm.seed": 0})
         tuned, alone, timed, after_sft, spent = [], [], [], [], []
         for seed in range(seeds):
-            sft = await train(f"SFT, seed {seed}", {**_SFT, "algorithm.seed": seed})
+            sft = await train(f"SFT, seed {seed}", {**from_source, "algorithm.seed": seed})
             left = steps - sft.results["steps"]
             if left < 1:
                 raise SystemExit(f"SFT alone takes {sft.results['steps']} steps, of {steps}: raise --steps")
