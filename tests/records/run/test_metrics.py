@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,18 @@ def test_events_are_read_from_the_end_of_the_file(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     assert len(list(read_events(folder.events))) == 3_000
     assert EventLog(folder).append("end").seq == 3_001
+
+
+def test_events_of_one_kind_are_read_without_holding_the_others(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    EventLog(folder).append("finding", what="x")
+    line = folder.events.read_bytes()
+    with folder.events.open("ab") as file:
+        for seq in range(2, 20_000):
+            file.write(line.replace(b'"seq":1', b'"seq":%d' % seq).replace(b'"finding"', b'"warning"'))
+    tracemalloc.start()
+    try:
+        assert [event.seq for event in read_events(folder.events, kinds=["finding"])] == [1]
+        assert tracemalloc.get_traced_memory()[1] < folder.events.stat().st_size / 10
+    finally:
+        tracemalloc.stop()

@@ -17,7 +17,7 @@ from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification
-from toprope.records.run.status import Status
+from toprope.records.run.status import Status, read_events
 from toprope.records.run.tested_models import AnsweredConversation
 from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
@@ -103,7 +103,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     repeated = compared_with_original(workshop, specification)
     if repeated is not None:
         lines.append(repeated.says)
-    events = workshop.runs.events(run_id)
+    events = list(read_events(folder.events, kinds=("finding",)))
     causes = explain_run(folder, specification, status)
     lines += findings_lines(status, events, causes)
     lines += time_line(report.time)

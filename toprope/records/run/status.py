@@ -260,27 +260,28 @@ def read_events(path: Path, after: int = 0, kinds: Collection[str] | None = None
             yield event
 
 
-def _lines_after(path: Path, after: int) -> list[bytes]:
-    """Whole lines of the file, at least those of events above `after`."""
+def _lines_after(path: Path, after: int) -> Iterator[bytes]:
+    """Whole lines of the file, at least those of events above `after`. Never holds all of a long file."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            length = size if after <= 0 else _TAIL_BYTES
+            if after <= 0:
+                yield from (line for line in file if line.endswith(b"\n"))
+                return
+            size, length = file.seek(0, os.SEEK_END), _TAIL_BYTES
             while True:
                 start = max(0, size - length)
                 file.seek(start)
                 lines = file.read(size - start).splitlines(keepends=True)
                 if lines and not lines[-1].endswith(b"\n"):
                     lines.pop()
-                if start == 0:
-                    return lines
-                lines = lines[1:]  # the rest of a line that begins before
+                lines = lines[1:] if start else lines  # the first is the rest of a line that begins before
                 first = next((number for line in lines if (number := _number(line)) is not None), None)
-                if first is not None and first <= after:
-                    return lines
+                if start == 0 or (first is not None and first <= after):
+                    yield from lines
+                    return
                 length *= 8
     except FileNotFoundError:
-        return []
+        return
 
 
 def _last_number(path: Path) -> int:
