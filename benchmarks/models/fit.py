@@ -26,7 +26,8 @@ from rich.table import Table
 
 from benchmarks.report import report
 from toprope.settings.schema import Config
-from toprope.workbench.memory import ModelShape, estimate
+from toprope.workbench.memory import estimate
+from toprope.workbench.model_shapes import ModelShape
 
 LIMIT_PERCENT = 15.0
 CONTROL_MB = 200

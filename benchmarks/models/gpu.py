@@ -44,7 +44,8 @@ from benchmarks.scratch import scratch
 from benchmarks.training_agent import training_agent
 from tests.training.inference.test_conformance import HOME, start_rig
 from toprope.errors import InvalidValue
-from toprope.workbench.memory import ModelShape, estimate
+from toprope.workbench.memory import estimate
+from toprope.workbench.model_shapes import ModelShape
 
 _TINY = {"hidden_size": 64, "num_attention_heads": 2, "head_dim": 32, "vocab_size": 320, "tie_word_embeddings": False}
 GOALS = {

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 
 import pytest
-from toprope_tools.planning.fit import memory_lines
+from toprope_tools.planning.fit import memory_lines, memory_warning
 
+from tests.support.services.hub_stand_in import HubStandIn
+from tests.support.tools_house import make_workshop
+from toprope.errors import NotPossibleNow
+from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
-from toprope.workbench.memory import CUDA_BASE, ModelShape, estimate, fit, read_shape, shape_of
+from toprope.supervisor.environment_variables import hub_variables
+from toprope.training.policy.preflight import look_up
+from toprope.workbench import model_shapes
+from toprope.workbench.launch.start import RunStarter
+from toprope.workbench.memory import CUDA_BASE, estimate, fit
+from toprope.workbench.model_shapes import ModelShape, read_shape, shape_of
 
 QWEN = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -35,7 +45,7 @@ def config_of(**changes):
     return config
 
 
-def test_shape_is_read_from_files_without_loading_them(tmp_path):
+def test_shape_is_read_from_files_without_loading_them(tmp_path, monkeypatch):
     folder = saved(tmp_path / "m", {"a": [1000, 10], "b": [7]})
     shape = read_shape(folder)
     assert shape.parameters == 10_007 and shape.measured and shape.vocabulary == 151936
@@ -43,19 +53,26 @@ def test_shape_is_read_from_files_without_loading_them(tmp_path):
     adapters.mkdir()
     (adapters / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder)}))
     assert read_shape(adapters) == shape
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    assert not read_shape(folder).measured, "a part of the weights"
+    (folder / "model.safetensors.index.json").unlink()
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     cache = tmp_path / "hub" / "models--me--m" / "snapshots"
     cache.mkdir(parents=True)
     saved(cache / "abc", {"a": [5]})
-    assert shape_of(config_of(policy__model="me/m"), tmp_path / "hub").parameters == 5
-    assert shape_of(config_of(policy__model="me/other"), tmp_path / "hub") is None
+    assert shape_of(config_of(policy__model="me/m").policy).parameters == 5
+    assert shape_of(config_of(policy__model="me/other").policy) == "me/other is not on this machine"
+    for model in ("./nowhere", "m" * 9999, "~nobody-here/m"):
+        assert "neither a folder nor" in shape_of(config_of(policy__model=model).policy)
     (folder / "model.safetensors").write_bytes(b"short")
     assert read_shape(folder) is None
 
 
 def test_parameters_of_known_models_are_computed_from_their_shape():
     assert abs(ModelShape.of(QWEN).parameters / 596e6 - 1) < 0.01, "Qwen3-0.6B has 596 million"
-    assert abs(shape_of(Config()).parameters / 124_000 - 1) < 0.05, "the embedded policy"
-    assert not ModelShape.of(QWEN).measured and ModelShape.of({"hidden_size": 4}) is None
+    assert abs(shape_of(Config().policy).parameters / 124_000 - 1) < 0.05, "the embedded policy"
+    assert not ModelShape.of(QWEN).measured
+    assert ModelShape.of({"hidden_size": 4}) is ModelShape.of([]) is ModelShape.of(QWEN | {"vocab_size": 1e999}) is None
 
 
 def test_settings_change_the_parts_that_they_concern():
@@ -142,9 +159,107 @@ def test_answers_name_parts_and_unknown_models(tmp_path, monkeypatch):
     lines = memory_lines(Config(), gpus=0)
     assert lines[0].startswith("Memory: about") and "fits" in lines[0] and "trainer" in lines[1]
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert "unknown until me/none is on this machine" in memory_lines(config_of(policy__model="me/none"))[0]
-    monkeypatch.setattr("toprope_tools.planning.fit._available", lambda gpus: 1e9)
+    told = memory_lines(config_of(policy__model="me/none"))
+    assert told == ["Memory: unknown, because me/none is not on this machine."]
+    monkeypatch.setattr("toprope.workbench.memory._memory_here", lambda gpus: (1e9, 2e9))
     (tmp_path / "models--me--m" / "snapshots").mkdir(parents=True)
     saved(tmp_path / "models--me--m" / "snapshots" / "x", {"a": [596_000_000]})
     told = memory_lines(config_of(policy__model="me/m"), gpus=0)
     assert "does not fit" in told[0] and any("policy.lora to true" in line for line in told)
+
+
+def test_gpus_apart_take_the_settings_for_a_shared_one_along():
+    shape = ModelShape.of(QWEN)
+    fields = {"policy__max_context": 1024, "policy__lora": True, "inference__engine": "vllm", "inference__sleep": True}
+    fields["optimizer__micro_batch_size"] = 1
+    two = fit(config_of(**fields), shape, 60e9, gpus=2)
+    assert two.total == max(two.trainer.total, two.sampler.total), "nobody takes turns"
+    config = config_of(**fields)
+    mends = fit(config, shape, 1.02 * two.trainer.total, gpus=1).mends
+    mends = [changes for words, changes, _ in mends if "for the sampler" in words]
+    assert mends == [{"inference.sleep": False, "launcher.inference_gpus": 1}] and config.inference.sleep
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    with HubStandIn() as hub:
+        for name, value in (("HF_ENDPOINT", hub.url), ("HF_HUB_CACHE", str(tmp_path / "cache"))):
+            monkeypatch.setenv(name, value)
+        model_shapes._ask_hub.cache_clear()
+        weights = (saved(tmp_path / "m", {"a": [600, 10], "b": [7]}) / "model.safetensors").read_bytes()
+        hub.repositories["me/m"] = {"config.json": json.dumps(QWEN).encode(), "model.safetensors": weights}
+        yield hub
+
+
+def test_model_that_is_not_here_is_read_from_the_hub(hub, tmp_path):
+    config = config_of(policy__model="me/m")
+    shape = shape_of(config.policy, hub_variables({"policy": {"HF_TOKEN": "hf_owners"}}))
+    assert (shape.parameters, shape.measured, shape.layers) == (6007, True, 28), "from headers"
+    assert not (tmp_path / "cache").exists(), "no snapshot that would look like a download"
+    hub.repositories["me/m"].pop("model.safetensors")
+    hub.counted["me/m"] = 596_000_000
+    model_shapes._ask_hub.cache_clear()
+    found = shape_of(config.policy, hub_variables({}))
+    assert found == ModelShape.of(QWEN, 596_000_000), "as the Hub counts"
+    snapshot = tmp_path / "cache" / "models--me--m" / "snapshots" / "x"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(QWEN | {"vocab_size": 9}))
+    assert shape_of(config.policy, hub_variables({})) == found, "the configuration alone counts nothing"
+    off = hub_variables({"policy": {"HF_HUB_OFFLINE": "1"}})
+    assert shape_of(config.policy, off) == ModelShape.of(QWEN | {"vocab_size": 9})
+
+
+def test_silence_of_the_hub_is_limited_and_told(hub, monkeypatch):
+    monkeypatch.setattr(model_shapes, "_HUB_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asked = hub_variables({"policy": {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}})
+        [told] = memory_lines(config_of(policy__model="me/m"), asked)
+    assert told == "Memory: unknown, because me/m is not on this machine, and the Hub did not answer within 1 s."
+
+
+def test_words_tell_why_the_hub_shows_nothing(hub, monkeypatch):
+    for module in ("constants", "hf_api.constants"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", hub.url)
+    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    hub.gated.add("me/m")
+    hub.repositories["me/bare"] = {}
+    for model, said in (("me/m", "it is gated"), ("me/none", "has no such model"), ("me/bare", "no config.json")):
+        assert said in look_up(model, None)["problem"]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "switched off" in look_up("me/m", None)["problem"]
+
+
+def test_only_weights_beyond_all_memory_are_refused(tmp_path, monkeypatch):
+    shop, launcher = make_workshop(tmp_path)
+    shop.home.configuration.mkdir(parents=True, exist_ok=True)
+    model = saved(tmp_path / "m", {"a": [596_000_000]})
+
+    def start(number, **changes):
+        config = config_of(policy__model=str(model), policy__max_context=1024, **changes)
+        source = EnvironmentSource(name="sort", file="/nowhere.py", attribute="Sort")
+        made = Specification(
+            run_id=f"run-{number}", kind="train", created_at=1.0, toprope_version="0", environment=source,
+            config=config, policy_cache=str(tmp_path),
+        )  # fmt: skip
+        RunStarter(shop.home, shop.runs).start_frozen([made])
+        return memory_warning(shop, config)
+
+    try:
+        monkeypatch.setattr("toprope.workbench.memory._memory_here", lambda gpus: (1e9, 2.3e9))
+        with pytest.raises(
+            NotPossibleNow, match=r"alone take 2\.38 GB, .* have 2\.3 GB in all. Nothing was"
+        ) as refused:
+            start(1)
+        assert "smaller one" in refused.value.hint and not list(shop.home.runs.glob("run-*"))
+        monkeypatch.setattr("toprope.workbench.memory._memory_here", lambda gpus: (1e9, 2.4e9))
+        [warned] = start(2)
+        assert warned.startswith("Warning (memory): about ") and "does not fit (within about 15 %" in warned
+        assert "policy.lora to true" in warned
+        monkeypatch.setattr("toprope.workbench.memory._memory_here", lambda gpus: (1e12, 1e12))
+        assert start(3) == []
+        (model / "model.safetensors").unlink()
+        monkeypatch.setattr("toprope.workbench.memory._memory_here", lambda gpus: (1e9, 2.3e9))
+        assert "computed from the shape" in start(4)[0], "a number that nobody counted refuses nothing"
+    finally:
+        launcher.close()

@@ -109,12 +109,18 @@ def take_keys(variables: dict[str, str]) -> dict[str, str]:
     return {name: variables.pop(name) for name in names}
 
 
-def worker_variables(owners: OwnerVariables) -> dict[str, str]:
-    """Return the owner's variables for user code: those for all components, except keys that another component uses,
-    and those named for `environment`."""
+def worker_variables(owners: OwnerVariables, component: str = "environment") -> dict[str, str]:
+    """Return the owner's variables for a component, by default for user code: those for all components, except keys
+    that another component uses, and those named for it."""
     common = owners.get(ALL_COMPONENTS, {})
-    kept = {name: value for name, value in common.items() if name not in _USERS and name not in _OF_SERVICE}
-    return kept | dict(owners.get("environment", {}))
+    own = (name for name in common if _USERS.get(name, component) == component and name not in _OF_SERVICE)
+    return {name: common[name] for name in own} | dict(owners.get(component, {}))
+
+
+def hub_variables(owners: OwnerVariables) -> dict[str, str]:
+    """Return the variables of a program outside of a run that asks the Hub as the component `policy` does."""
+    keys = {name: value for name, value in os.environ.items() if _USERS.get(name) == "policy"}
+    return _allowed(os.environ) | keys | worker_variables(owners, "policy")
 
 
 def secret_values(*variables: Mapping[str, str]) -> list[str]:

@@ -1,21 +1,22 @@
 """Estimate the memory of a run's trainer and sampler before its start, from the model's shape and the configuration.
 
-Nothing is loaded: the shape is read from config.json, the number of parameters from the headers of safetensors files.
-The terms are those of a forward and backward pass through a Llama-like model, with what the libraries themselves take
-on a CPU; `make bench-fit` compares them with measured peaks.
+Nothing is loaded. The terms are those of a forward and backward pass through a Llama-like model, with what the
+libraries themselves take on a CPU; `make bench-fit` compares them with measured peaks.
 """
 
 from __future__ import annotations
 
-import json
-import struct
+import shutil
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from toprope.settings.schema import EMBEDDED, Config
-from toprope.training.policy.tiny_model import RECIPES
+import psutil
+
+from toprope.analysis.findings.rules import said
+from toprope.settings.schema import Config
+from toprope.workbench.model_shapes import ModelShape, shape_of
 
 MB = 1e6
 TRAINER_BASE = SAMPLER_BASE = 380 * MB
@@ -32,50 +33,8 @@ _SAMPLE_COPIES = 7
 """Logits of this token and the next, scaled ones, weights and their cumulative sum in float64."""
 SAMPLED_AT_ONCE = 256
 """Rows of the sampler's largest decode batch."""
-_MOST_HEADER = 100_000_000
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Properties that decide memory. `parameters` counts tied weights once."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    parameters: int
-    measured: bool = True
-    """True if the parameters were counted in the weights, False if computed from the shape."""
-    dense: bool = True
-    """False for a mixture of experts or recurrent layers, of which the activations are not known as well."""
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> ModelShape | None:
-        """Return the shape in a config.json; None if it lacks a field."""
-        text = config.get("text_config") or config
-        try:
-            hidden, layers, heads = (
-                int(text[key]) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
-            )
-            vocabulary = int(text["vocab_size"])
-            intermediate = int(text.get("intermediate_size") or 4 * hidden)
-            kv_heads = int(text.get("num_key_value_heads") or heads)
-            head_dim = int(text.get("head_dim") or hidden // heads)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            return None
-        strange = ("num_experts", "num_local_experts", "n_routed_experts", "mamba_d_ssm", "layer_types_ssm")
-        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        computed = layers * (attention + 3 * hidden * intermediate + 2 * hidden) + hidden
-        computed += (
-            vocabulary * hidden * (1 if text.get("tie_word_embeddings", config.get("tie_word_embeddings")) else 2)
-        )
-        return cls(
-            hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary,
-            parameters or computed, parameters is not None, not any(text.get(name) for name in strange),
-        )  # fmt: skip
+_APART = {"inference.sleep": False, "inference.transfer": "disk"}
+"""Goes with GPUs of inference's own: both settings are for one that trainer and sampler share."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +63,12 @@ class Fit:
     """GPUs of the run; 0: on the CPU."""
     sure: str
     """The trust that the estimate deserves, in words."""
+    counted: bool = True
+    """True if the parameters were counted in the weights."""
+    installed: float | None = None
+    """Bytes of all RAM with swap, or of one whole GPU; None if unknown."""
+    weights: float = 0.0
+    """Bytes of the weights that one process needs on its device, without which nothing runs."""
     mends: tuple[tuple[str, Mapping[str, Any], float], ...] = field(default=())
     """Changes that make it fit, or lower it most: words, fields, bytes after it."""
 
@@ -112,65 +77,66 @@ class Fit:
         """None if the available memory is unknown."""
         return None if self.available is None else self.total <= self.available
 
+    @property
+    def where(self) -> str:
+        return {0: "RAM", 1: "the GPU"}.get(self.gpus, f"the fullest of {self.gpus} GPUs")
 
-def read_shape(folder: Path) -> ModelShape | None:
-    """Return the shape of a saved model (or of the base of saved adapters); None if it cannot be read."""
-    try:
-        adapters = folder / "adapter_config.json"
-        if adapters.is_file():
-            folder = Path(str(json.loads(adapters.read_bytes())["base_model_name_or_path"]))
-        config = json.loads((folder / "config.json").read_bytes())
-        files = sorted(folder.glob("*.safetensors"))
-        counted = sum(_values(path) for path in files) if files else None
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
-        return None
-    return ModelShape.of(config, counted)
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        fits = {None: "how much is free is unknown", True: "fits", False: "does not fit"}[self.fits]
+        free = "" if self.available is None else f" of {in_gb(self.available)} free"
+        return f"about {in_gb(self.total)}{free} in {self.where}: {fits} ({self.sure})."
+
+    @property
+    def mended(self) -> list[str]:
+        """The changes as sentences."""
+        return [
+            f"{words[:1].upper()}{words[1:]} take it to {in_gb(total)}: {said(changes)}."
+            for words, changes, total in self.mends
+        ]
 
 
-def shape_of(config: Config, hub_cache: Path | None = None) -> ModelShape | None:
-    """Return the shape of a configuration's model from what is on this machine; None if it is unknown.
+def in_gb(size: float) -> str:
+    """Return a number of bytes in words."""
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def fit_here(
+    config: Config,
+    variables: Mapping[str, str] | None = None,
+    *,
+    gpus: int | None = None,
+    prompt: int | None = None,
+) -> Fit | str:
+    """Estimate a configuration on this machine; in words, why that is impossible.
 
     Args:
-        hub_cache: The Hub's cache, in which earlier downloads lie.
+        variables: As `shape_of` takes them.
+        gpus: Number of GPUs; 0: the CPU; None: as launcher.device and this machine say.
+        prompt: Tokens of a prompt; the most that policy.max_context allows if None.
     """
-    model = config.policy.model
-    if model in EMBEDDED:
-        return _embedded(model)
-    if Path(model).expanduser().is_dir():
-        return read_shape(Path(model).expanduser())
-    if hub_cache is not None:
-        folders = sorted((hub_cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*"))
-        return next((shape for folder in reversed(folders) if (shape := read_shape(folder)) is not None), None)
-    return None
+    shape = shape_of(config.policy, variables)
+    if isinstance(shape, str):
+        return shape
+    if gpus is None:
+        gpus = 0 if config.launcher.device == "cpu" or not shutil.which("nvidia-smi") else 1
+    free, installed = _memory_here(gpus)
+    return replace(fit(config, shape, free, prompt=prompt, gpus=gpus), installed=installed)
 
 
-def _embedded(name: str) -> ModelShape:
-    recipe = RECIPES[name]
-    vocabulary = 256 + 2 + len(recipe.role_tokens) + len(recipe.phrase_tokens)
-    written = {
-        "hidden_size": recipe.hidden_size, "intermediate_size": recipe.intermediate_size, "vocab_size": vocabulary,
-        "num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "tie_word_embeddings": True,
-    }  # fmt: skip
-    shape = ModelShape.of(written)
-    assert shape is not None
-    return shape
-
-
-def _values(path: Path) -> int:
-    """Numbers stored in a safetensors file, from its header."""
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        if size > _MOST_HEADER:
-            raise ValueError(f"{path} has a header of {size} bytes")
-        header = json.loads(file.read(size))
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            count = 1
-            for length in tensor["shape"]:
-                count *= length
-            total += count
-    return total
+def _memory_here(gpus: int) -> tuple[float | None, float | None]:
+    """Free and installed bytes of RAM, the latter with swap, or of the emptiest and the largest GPU."""
+    if not gpus:
+        found = psutil.virtual_memory()
+        return float(found.available), float(found.total + psutil.swap_memory().total)
+    asked = ["nvidia-smi", "--query-gpu=memory.free,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
+        free, whole = zip(*(map(float, line.split(",")) for line in done.stdout.splitlines()), strict=True)
+        return max(free) * 2**20, max(whole) * 2**20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None, None
 
 
 def estimate(
@@ -314,8 +280,7 @@ def fit(config: Config, shape: ModelShape, available: float | None, *, prompt: i
             unless the configuration says otherwise.
     """
     if gpus > 1 and config.launcher.num_processes == 1 and not config.launcher.inference_gpus:
-        config = config.model_copy(deep=True)
-        config.launcher.num_processes, config.launcher.inference_gpus = gpus - 1, 1
+        config = _with(config, _APART | {"launcher.num_processes": gpus - 1, "launcher.inference_gpus": 1})
     if gpus:
         gpus = config.launcher.num_processes + config.launcher.inference_gpus
     trainer, sampler = estimate(config, shape, prompt=prompt, gpu=gpus > 0, available=available)
@@ -324,7 +289,12 @@ def fit(config: Config, shape: ModelShape, available: float | None, *, prompt: i
         sure += "; the parameters are computed from the shape"
     if not shape.dense:
         sure += "; the activations of this architecture are not known well"
-    found = Fit(trainer, sampler, _together(config, trainer, sampler, gpus > 0), available, gpus, sure)
+    held = (
+        trainer.parts.get("weights", 0.0),
+        sampler.parts.get("weights", 0.0) / max(1, config.launcher.inference_gpus),
+    )
+    total = _together(config, trainer, sampler, gpus > 0)
+    found = Fit(trainer, sampler, total, available, gpus, sure, shape.measured, weights=max(held))
     return replace(found, mends=_mends(config, shape, found, prompt, gpus)) if found.fits is False else found
 
 
@@ -337,6 +307,14 @@ def _together(config: Config, trainer: Memory, sampler: Memory, gpu: bool) -> fl
         return trainer.total + sampler.total
     passes = sum(trainer.parts.get(name, 0.0) for name in ("activations", "logits"))
     return trainer.total + max(CUDA_BASE, sampler.total - passes)  # they take turns
+
+
+def _with(config: Config, changes: Mapping[str, Any]) -> Config:
+    config = config.model_copy(deep=True)
+    for name, value in changes.items():
+        section, _, key = name.partition(".")
+        setattr(getattr(config, section), key, value)
+    return config
 
 
 def _mends(
@@ -358,17 +336,16 @@ def _mends(
     ]  # fmt: skip
     if gpus:
         processes = config.launcher.num_processes
-        tried.insert(0, ("a GPU for the sampler", {"launcher.inference_gpus": config.launcher.inference_gpus + 1}))
+        apart = {name: value for name, value in _APART.items() if _with(config, {name: value}) != config}
+        more = config.launcher.inference_gpus + 1
+        tried.insert(0, ("a GPU for the sampler", {**apart, "launcher.inference_gpus": more}))
         tried.insert(1, ("twice as many GPUs for the trainer", {"launcher.num_processes": 2 * processes}))
     found = []
     for words, changes in tried:
-        changed = config.model_copy(deep=True)
-        for name, value in changes.items():
-            section, _, key = name.partition(".")
-            setattr(getattr(changed, section), key, value)
-        peaks = estimate(changed, shape, prompt=prompt, gpu=gpus > 0, available=now.available)
-        total = _together(changed, *peaks, gpus > 0)
-        if total < now.total and set(changed.conflicts()) <= set(config.conflicts()):
+        other = _with(config, changes)
+        peaks = estimate(other, shape, prompt=prompt, gpu=gpus > 0, available=now.available)
+        total = _together(other, *peaks, gpus > 0)
+        if total < now.total and set(other.conflicts()) <= set(config.conflicts()):
             found.append((words, changes, total))
     enough = [one for one in found if now.available is not None and one[2] <= now.available]
     return tuple(enough[:3] or sorted(found, key=lambda one: one[2])[:2])

@@ -68,10 +68,11 @@ def counter_of(model: str, runs: Path | None = None) -> TokenCounter | None:
     return None
 
 
-def hub_cache() -> Path:
-    """Return the folder in which the Hub's client keeps downloads."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+def hub_cache(variables: Mapping[str, str] | None = None) -> Path:
+    """Return the folder in which the Hub's client keeps downloads, by these variables or this process's own."""
+    given = os.environ if variables is None else variables
+    home = given.get("HF_HOME") or Path(given.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(given.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 
 
 def _embedded(text: str, recipe: Recipe) -> int:

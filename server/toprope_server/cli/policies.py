@@ -111,7 +111,7 @@ def export(
 
 
 def fit(
-    model: Annotated[str | None, typer.Argument(help="A folder, a Hub id that is here, or 'embedded'.")] = None,
+    model: Annotated[str | None, typer.Argument(help="A folder, a Hub id, or 'embedded'.")] = None,
     preset: Annotated[str | None, typer.Option(help="Start from this preset. Default: the owner's.")] = None,
     change: Annotated[
         list[str] | None,
@@ -130,6 +130,7 @@ def fit(
 
         from toprope.settings.changes import apply_changes
         from toprope.settings.presets import load_preset
+        from toprope.supervisor.environment_variables import hub_variables
 
         home = workshop.home
         config = load_preset(preset or home.settings().preset, home.preset_folders).config("")
@@ -140,4 +141,5 @@ def fit(
                 raise typer.BadParameter(f"{written} is not of the form FIELD=VALUE.")
             changes[name.strip()] = value.strip()
         config, _ = apply_changes(config, changes)
-        typer.echo("\n".join(memory_lines(config, gpus=gpus, prompt=prompt)))
+        asking = hub_variables(home.settings().variables)
+        typer.echo("\n".join(memory_lines(config, asking, gpus=gpus, prompt=prompt)))

@@ -17,6 +17,8 @@ class HubStandIn:
     Attributes:
         repositories: Files by name, by repository.
         private: Repositories that were made private.
+        gated: Repositories whose files only approved accounts may read.
+        counted: Number of values in the weights of repositories, as the Hub counts them for most.
         tokens: The bearer tokens of all requests.
         accepts: The one token that may write.
     """
@@ -24,6 +26,8 @@ class HubStandIn:
     def __init__(self, accepts: str = "hf_right") -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.private: set[str] = set()
+        self.gated: set[str] = set()
+        self.counted: dict[str, int] = {}
         self.messages: list[str] = []
         self.tokens: set[str] = set()
         self.accepts = accepts
@@ -149,8 +153,11 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
             files = hub.repositories[found[1]]
             siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+            count = hub.counted.get(found[1])
+            counted = {} if count is None else {"safetensors": {"parameters": {"BF16": count}, "total": count}}
             return self._send(
-                {
+                counted
+                | {
                     "id": found[1],
                     "sha": hub.revision(found[1]),
                     "private": found[1] in hub.private,
@@ -168,6 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(rows)
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             content = hub.repositories.get(found[1], {}).get(found[2])
+            if found[1] in hub.gated:
+                return self._send({"error": "Access is restricted"}, 403, X_Error_Code="GatedRepo")
             if content is None:
                 return self._send({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound")
             return self._send(

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from toprope.analysis.findings.rules import said
 from toprope.errors import InvalidValue, NotFound
 from toprope.settings.presets import load_preset
 from toprope.settings.schema import Config
+from toprope.supervisor.environment_variables import hub_variables
 from toprope.workbench.catalog.describe import Description
 from toprope.workbench.drafts import Draft
 from toprope.workbench.fit import Misfit, TaskSample, misfits
 from toprope.workbench.launch.baseline import baseline_of
-from toprope.workbench.memory import Memory, fit, shape_of
-from toprope.workbench.token_counts import counter_of, hub_cache
+from toprope.workbench.memory import Memory, fit_here, in_gb
+from toprope.workbench.token_counts import counter_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -96,52 +92,39 @@ def _key(environment: str, knobs: dict[str, Any]) -> str:
     return json.dumps([environment, knobs], sort_keys=True, default=str)
 
 
-def memory_lines(config: Config, *, gpus: int | None = None, prompt: int | None = None) -> list[str]:
+def memory_lines(
+    config: Config, variables: Mapping[str, str] | None = None, *, gpus: int | None = None, prompt: int | None = None
+) -> list[str]:
     """Say what memory a configuration's trainer and sampler take, if it is there, and what would make it fit.
 
-    Args:
-        gpus: Number of GPUs; 0: the CPU; None: as launcher.device and this machine say.
-        prompt: Tokens of a prompt; the most that policy.max_context allows if None.
+    Args: See `fit_here`.
     """
     if config.is_hosted:
         return ["Memory: the service holds the policy; this machine needs none for it."]
-    shape = shape_of(config, hub_cache())
-    if shape is None:
-        return [f"Memory: unknown until {config.policy.model} is on this machine; its shape is read from its files."]
-    if gpus is None:
-        gpus = 0 if config.launcher.device == "cpu" or not shutil.which("nvidia-smi") else 1
-    found = fit(config, shape, _available(gpus), prompt=prompt, gpus=gpus)
-    where = {0: "RAM", 1: "the GPU"}.get(found.gpus, f"the fullest of {found.gpus} GPUs")
-    verdict = {None: "how much is free is unknown", True: "fits", False: "does not fit"}[found.fits]
-    free = "" if found.available is None else f" of {_gb(found.available)} free"
-    lines = [f"Memory: about {_gb(found.total)}{free} in {where}: {verdict} ({found.sure})."]
-    lines += [_parts("trainer", found.trainer), _parts("sampler", found.sampler)]
-    lines += [
-        f"{words[:1].upper()}{words[1:]} take it to {_gb(total)}: {said(changes)}."
-        for words, changes, total in found.mends
-    ]
+    found = fit_here(config, variables, gpus=gpus, prompt=prompt)
+    if isinstance(found, str):
+        return [f"Memory: unknown, because {found}."]
+    lines = [f"Memory: {found.verdict}", _parts("trainer", found.trainer), _parts("sampler", found.sampler)]
+    lines += found.mended
     if config.inference.engine == "vllm":
+        gpus = found.gpus
         share = f"reserves {config.inference.memory_share:.0%} of a GPU (inference.memory_share) and " if gpus else ""
         lines.append(f"  vLLM {share}takes a minute or more to start.")
     return [line for line in lines if line]
 
 
+def memory_warning(workshop: Workshop, config: Config) -> list[str]:
+    """Return a warning if the estimate exceeds what is free on this machine, with what would make it fit."""
+    if config.is_hosted or config.launcher.kind != "local":
+        return []
+    found = fit_here(config, hub_variables(workshop.settings().variables))
+    if isinstance(found, str) or found.fits is not False:
+        return []
+    return [" ".join([f"Warning (memory): {found.verdict}", *found.mended])]
+
+
 def _parts(name: str, memory: Memory) -> str:
     shown = sorted(((part, size) for part, size in memory.parts.items() if size >= 1e6), key=lambda one: -one[1])
-    return f"  {name} {_gb(memory.total)}: " + ", ".join(f"{part} {_gb(size)}" for part, size in shown) if shown else ""
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
-
-
-def _available(gpus: int) -> float | None:
-    """Free bytes of RAM, or of the emptiest GPU; None if unknown."""
-    if not gpus:
-        return float(psutil.virtual_memory().available)
-    asked = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)
-        return max(float(line) for line in done.stdout.split()) * 2**20
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
+    if not shown:
+        return ""
+    return f"  {name} {in_gb(memory.total)}: " + ", ".join(f"{part} {in_gb(size)}" for part, size in shown)

@@ -11,6 +11,7 @@ from anyio import to_thread
 from toprope.records.run.specification import Specification, training_plan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import members_in
+from toprope.supervisor.environment_variables import hub_variables
 from toprope.supervisor.runs.orders import stop_members
 from toprope.text_format import call, duration, plural
 from toprope.workbench.fit import warning_lines
@@ -21,7 +22,7 @@ from toprope.workbench.launch.seeds import expand
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how_to_approve
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
-from toprope_tools.planning.fit import memory_lines, misfits_of_config
+from toprope_tools.planning.fit import memory_lines, memory_warning, misfits_of_config
 from toprope_tools.planning.preview_text import ask_to_confirm, said, structured
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ async def start_training(
     if started.repeated:
         status = await to_thread.run_sync(workshop.runs.status, started.specifications[0].run_id)
         return _answer_repeated(started.specifications, status)
-    warned = await to_thread.run_sync(_warnings, workshop, request)
+    warned = await to_thread.run_sync(
+        lambda: _warnings(workshop, request) + memory_warning(workshop, started.specifications[0].config)
+    )
     return _answer_started(started.specifications, warned)
 
 
@@ -251,7 +254,7 @@ def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
         why = f"\n{why} {how_to_approve(found.hash)}"
     warnings = [f"Warning (key_missing): {one}" for one in lacking] + _warnings(workshop, request)
     warned = "".join(f"\n{line}" for line in warnings)
-    memory = "\n".join(memory_lines(specifications[0].config))
+    memory = "\n".join(memory_lines(specifications[0].config, hub_variables(home.settings().variables)))
     text = f"Nothing was started.\n{said(found)}\n{memory}{warned}{why}\nNext: {call('start_training', **arguments)}"
     data = _started(specifications[:1]).model_copy(
         update={"run_id": None, "group_id": None, "run_ids": None, "state": "not started", "preview": structured(found)}

@@ -1,7 +1,8 @@
 """Checks before a model of the Hub is downloaded: its files, its licence, and the room on the disk.
 
 The commit that is found here is what is downloaded, so that a branch that moves meanwhile, or until a resume, changes
-nothing.
+nothing. As a program, `python -m toprope.training.policy.preflight MODEL REVISION`, it prints what the Hub tells of a
+model for an estimate of its memory, so that the server need not load the Hub's library, nor wait for it without limit.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import fnmatch
 import json
 import shutil
+import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +22,8 @@ from toprope.settings.schema import PolicySection
 
 _SPARE = 256_000_000
 """Bytes that must stay free after a download."""
+_ANSWER_S = 5.0
+"""Seconds to wait for each answer of the Hub."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +95,46 @@ def context_warning(folder: Path, policy: PolicySection) -> str:
         f"policy.max_context is {policy.max_context}, and {policy.model} was made for {longest} tokens: answers may "
         "get worse beyond that."
     )
+
+
+def look_up(model: str, revision: str | None) -> dict[str, Any]:
+    """Return what the Hub tells of a model's size: its config.json as `config`, and the number of values in its weights
+    as `parameters`, None if that is unknown. If there is no config.json to read: why, as `problem`.
+    """
+    try:
+        from huggingface_hub import HfApi, errors
+    except ImportError:
+        return {"problem": "the package huggingface_hub, which asks the Hub, is not installed"}
+    api: Any = HfApi()
+    try:
+        info = api.model_info(model, revision=revision, timeout=_ANSWER_S)
+        with tempfile.TemporaryDirectory() as place:  # a snapshot in the cache would look like a downloaded model
+            found = api.hf_hub_download(
+                model, "config.json", revision=info.sha, local_dir=place, etag_timeout=_ANSWER_S
+            )
+            config = json.loads(Path(found).read_bytes())
+    except errors.GatedRepoError:
+        return {"problem": "it is gated: accept its terms on the Hub, and give an HF_TOKEN of that account (owner)"}
+    except errors.RevisionNotFoundError:
+        return {"problem": f"it has no revision {revision} on the Hub"}
+    except errors.RepositoryNotFoundError:
+        return {"problem": "the Hub has no such model, or it is private and HF_TOKEN is missing or wrong (owner)"}
+    except errors.EntryNotFoundError:
+        return {"problem": "it has no config.json on the Hub"}
+    except errors.OfflineModeIsEnabled:
+        return {"problem": "the Hub is switched off (HF_HUB_OFFLINE)"}
+    except Exception as error:  # errors of several libraries
+        text = str(error).strip().splitlines() or [""]
+        return {"problem": f"the Hub did not answer ({type(error).__name__}: {text[0][:200]})"}
+    counted = getattr(info.safetensors, "total", None)
+    if counted is None:
+        try:
+            read = api.get_safetensors_metadata(model, revision=info.sha, timeout=_ANSWER_S)
+            counted = sum(read.parameter_count.values())
+        except Exception:  # no safetensors, or a header that cannot be read: the caller computes from the shape
+            counted = None
+    return {"config": config, "parameters": counted}
+
+
+if __name__ == "__main__":
+    print(json.dumps(look_up(sys.argv[1], sys.argv[2] or None)))

@@ -10,15 +10,17 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.extras import missing
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.settings.schema import Config
 from toprope.settings.sections.hosted import KEY
+from toprope.supervisor.environment_variables import hub_variables
 from toprope.supervisor.launchers.by_kind import engine_of
 from toprope.supervisor.launchers.cluster import request_for
+from toprope.workbench.memory import fit_here, in_gb
 
 _WANDB = "WANDB_API_KEY"
 _HOST = "wandb"
@@ -79,6 +81,28 @@ def require_wandb(
         f"logging.wandb is online, and there is no {_WANDB}. Nothing was started.",
         hint=f"edit_config sets logging.wandb to offline, which writes the same files without a key (unless it is "
         f"locked). Or the owner puts the key into {settings_file}: variables: {{tracker: {{{_WANDB}: <the key>}}}}.",
+    )
+
+
+def require_memory(specification: Specification, settings: OwnerSettings) -> None:
+    """Require that this machine can hold the weights of a policy that is to be trained.
+
+    The rest of the estimate refuses nothing, nor does a number of parameters that nobody counted.
+
+    Raises:
+        NotPossibleNow: The weights of one process alone exceed all memory.
+    """
+    config = specification.config
+    if not specification.run_kind.trains or config.is_hosted or config.launcher.kind != "local":
+        return
+    found = fit_here(config, hub_variables(settings.variables))
+    if isinstance(found, str) or not found.counted or found.installed is None or found.weights <= found.installed:
+        return
+    place = "this machine's RAM and swap have" if found.gpus == 0 else "a GPU of this machine has"
+    raise NotPossibleNow(
+        f"The weights of {config.policy.model} alone take {in_gb(found.weights)}, and {place} "
+        f"{in_gb(found.installed)} in all. Nothing was started.",
+        hint=" ".join([*found.mended, "Or set policy.model to a smaller one (edit_config)."]),
     )
 
 

@@ -34,7 +34,7 @@ from toprope.workbench.launch.budgets.token_costs import token_costs
 from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.open_runs import variables_of
 from toprope.workbench.launch.preview import Preview, details_of, needs_confirmation, preview, summarize
-from toprope.workbench.launch.requirements import describe_job
+from toprope.workbench.launch.requirements import describe_job, require_memory
 from toprope.workbench.launch.seeds import as_group, check_seeds, members, seeded
 
 _APPEARS_WITHIN_S = 10.0
@@ -112,7 +112,8 @@ class RunStarter:
         Raises:
             NotFound, LockedField, InvalidValue: The draft cannot run, or the key belongs to another draft.
             ConfirmationNeeded: A person must confirm it first.
-            NotPossibleNow: A limit forbids it, or the revision is running already.
+            NotPossibleNow: A limit forbids it, the policy's weights exceed the memory, or the revision is running
+                already.
             ComponentFailed: A keeper did not come up.
         """
         if (earlier := self.find_earlier(request.key, request.draft.id)) is not None:
@@ -131,6 +132,7 @@ class RunStarter:
             require("A run at a service", *HOSTED, extra="tinker")
         else:
             require("A run", *TRAINING)
+        require_memory(specifications[0], self._home.settings())
         with ExitStack() as stack:
             with ledger_lock(self._home.ensure().runs):
                 specifications, make_preview = self._reserve(specifications, request, stack)
@@ -164,6 +166,7 @@ class RunStarter:
         Raises: As `start`; a limit that forbids the start is found here, too.
         """
         specifications = self._frozen(request, with_keys=with_keys)
+        require_memory(specifications[0], self._home.settings())
         with ExitStack() as stack, ledger_lock(self._home.ensure().runs):
             specifications, make_preview = self._reserve(specifications, request, stack)
             found = make_preview()
