@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -148,6 +149,13 @@ def test_hub_that_does_not_exist_here_is_not_asked_again(
         with pytest.raises(OSError):
             socket.create_connection((host, 443))
         assert constants.HF_HUB_OFFLINE is expected
+    monkeypatch.setattr(errors, "_HUB_AGAIN_S", 0.01)
+    constants.HF_HUB_OFFLINE = False
+    with pytest.raises(OSError):
+        socket.create_connection(("huggingface.co", 443))
+    limit = time.monotonic() + 30.0
+    while constants.HF_HUB_OFFLINE:
+        assert time.monotonic() < limit, "the Hub stays switched off"
 
 
 def test_host_of_a_command_that_cannot_reach_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

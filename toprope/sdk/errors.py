@@ -17,6 +17,7 @@ import contextlib
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ _LONGEST_TRACEBACK = 8000
 _UNRESOLVED = re.compile(r"(?i)could not resolve host(?:name)?:? ['\"]?([\w.-]*\w)")
 """The words of git, curl and ssh."""
 _LONGEST_CHAIN = 30
+_HUB_AGAIN_S = 300.0
+"""Seconds after which a Hub whose name did not resolve is asked again."""
 _REFUSED = re.compile(
     r"(?i)ConnectionError|ConnectError|ConnectTimeout|MaxRetryError|name resolution|name or service|"
     r"connection refused|network is unreachable|URLError|gaierror|connect call failed|could ?n.t (connect|reach)|"
@@ -198,8 +201,12 @@ def note_unreachable_hosts() -> None:
             if isinstance(host, str) and "." in host:
                 _unreached.append(host)
                 hub: Any = sys.modules.get("huggingface_hub.constants")
-                if hub is not None and host == _hub() and error.errno == socket.EAI_NONAME:
+                known = hub is not None and host == _hub() and error.errno == socket.EAI_NONAME
+                if known and not hub.HF_HUB_OFFLINE:
                     hub.HF_HUB_OFFLINE = True  # It asks five times for each file, with waits of 23 s in all.
+                    again = threading.Timer(_HUB_AGAIN_S, setattr, (hub, "HF_HUB_OFFLINE", False))
+                    again.daemon = True
+                    again.start()
             raise
 
     socket.getaddrinfo = noted
