@@ -52,7 +52,13 @@ def _learned_positions() -> Any:
     )
 
 
-@pytest.mark.parametrize("build", [_llama, _sliding, _convolutional, _learned_positions])
+def _linear_beside_layers() -> Any:
+    types = ["full_attention", "linear_attention", "full_attention"]
+    config = transformers.MiniMaxConfig(**_SIZES, head_dim=8, num_local_experts=2, layer_types=types)
+    return transformers.MiniMaxForCausalLM(config)
+
+
+@pytest.mark.parametrize("build", [_llama, _sliding, _convolutional, _learned_positions, _linear_beside_layers])
 def test_logprobs_match_a_plain_pass_while_rows_leave(
     build: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

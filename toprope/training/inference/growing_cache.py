@@ -6,8 +6,8 @@ attention; a full buffer is copied into one that is a quarter longer, so n token
 the batch when the last row is written over it, which copies one row instead of all.
 
 `grow_by_blocks` replaces the layers of a filled cache. Other layers (recurrent states, quantized ones) stay as they
-are and take part through their own methods. State beside `layers`, as MiniMax has, is not moved: such a model fails
-when rows are repeated or leave.
+are and take part through their own methods. MiniMax keeps states of its linear attention beside `layers`, which its
+cache does not reorder; that is done here.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ def grow_by_blocks(cache: Any, source: torch.Tensor | None = None, longest: int 
     """
     if source is not None:
         cache.reorder_cache(source)
+        _reorder_states(cache, source)
     layers: list[Any] = getattr(cache, "layers", [])
     for place, layer in enumerate(layers):
         if (kind := _GROWING.get(type(layer))) is not None and layer.is_initialized:
@@ -150,6 +151,7 @@ def grow_by_blocks(cache: Any, source: torch.Tensor | None = None, longest: int 
 
 def keep_rows(cache: Any, moves: RowMoves) -> None:
     """Drop the rows of a cache that leave its batch."""
+    _reorder_states(cache, moves.index)
     layers = getattr(cache, "layers", None)
     if layers is None:
         cache.reorder_cache(moves.index)
@@ -159,3 +161,8 @@ def keep_rows(cache: Any, moves: RowMoves) -> None:
             layer.keep_rows(moves)
         else:
             layer.reorder_cache(moves.index)
+
+
+def _reorder_states(cache: Any, rows: torch.Tensor) -> None:
+    states: list[Any] = getattr(cache, "linear_cache", [])
+    states[:] = [one[rows] if isinstance(one, torch.Tensor) else one for one in states]
