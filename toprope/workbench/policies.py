@@ -107,6 +107,7 @@ def policy_order(
         form=form,
         dtype=dtype,
         base=hub_id(root_model(exported)),
+        revision=exported.began.revision if exported.began is not None else None,
         converter=_converter(settings) if form == "gguf" else [],
         card=model_card(exported),
         origin=origin,
@@ -139,15 +140,22 @@ def _exported(home: Home, folder: RunFolder, found: Checkpoint, form: str) -> Ex
             lineage = DatasetStore(home.datasets).find(specification.dataset.name).record.lineage
         except (NotFound, Corrupt):
             lineage = {}  # deleted since: the specification still has its digest
+    manifest, ancestors = Manifest.read(folder), lineage_of(folder, specification.config.policy.model)
+    first = next((str(one["run"]) for one in reversed(ancestors) if "run" in one), folder.run_id)
+    try:
+        began = Manifest.read(RunFolder(home.runs / first))
+    except Corrupt:
+        began = None
     return Exported(
         results=gather(folder, specification, status),
         specification=specification,
-        manifest=Manifest.read(folder),
+        manifest=manifest,
         step=found.step,
         policy_version=int(state.get("policy_version", found.step)),
         form=form,
-        ancestors=lineage_of(folder, specification.config.policy.model),
+        ancestors=ancestors,
         dataset=lineage,
+        began=None if began is None else began.policy,
     )
 
 

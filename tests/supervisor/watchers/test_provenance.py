@@ -108,6 +108,31 @@ def test_hash_policy_uses_sizes_for_huge_policies(tmp_path, monkeypatch):
     assert hash_policy("m", tmp_path).hashed == "names and sizes"
 
 
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ("---\nlicense: mit\ntags: [a]\n---\n# Model\n---\n", "mit"),
+        ("---\nlicense: other\nlicense_name: ours\n---\n", "other: ours"),
+        ("---\r\nlicense: [mit, bsd]\r\n---\r\n", "mit, bsd"),
+        ("---\ntags: a\n---\n", ""),
+        ("---\nlicense: [", ""),
+        ("---\n{\n---\n", ""),
+        ("text", ""),
+    ],
+)
+def test_licence_is_read_from_the_models_card(tmp_path, card, licence):
+    folder = tmp_path / "snapshots" / ("a" * 40)
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"abc")
+    before = hash_policy("m", folder)
+    (folder / "README.md").write_bytes(card.encode())
+    found = hash_policy("m", folder)
+    assert (before.licence, found.licence, found.sha256) == ("", licence, before.sha256), "weights and text are apart"
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "README.md").write_bytes(card.encode())
+    assert hash_policy("m", tmp_path / "local").licence == licence
+
+
 def test_manifest_is_complete_after_loading(folder, tmp_path):
     policy = tmp_path / "policy"
     policy.mkdir()

@@ -5,6 +5,7 @@ A pure function over a run's records. Local paths do not appear in it, because c
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ import yaml
 
 from toprope.analysis.reports.page import escape_markdown
 from toprope.analysis.reports.results import Accuracy, Evaluation, Results
-from toprope.records.run.manifest import Manifest
+from toprope.records.run.manifest import Manifest, Policy
 from toprope.records.run.specification import Specification
 from toprope.settings.schema import EMBEDDED
 from toprope.text_format import accuracy, clip, number, plural
@@ -46,6 +47,8 @@ class Exported:
     """As `toprope.analysis.integrity.lineage_of` returns them."""
     dataset: Mapping[str, Any] = field(default_factory=dict)
     """The lineage of the data set's version; empty without one."""
+    began: Policy | None = None
+    """The model that the first run of the line of descent started from, as its manifest has it."""
 
 
 def hub_id(model: str) -> str:
@@ -68,6 +71,9 @@ def model_card(one: Exported) -> str:
     front: dict[str, Any] = {"library_name": _LIBRARIES[one.form], "pipeline_tag": "text-generation"}
     if hub_id(root):
         front |= {"base_model": root, "base_model_relation": _RELATIONS[one.form]}
+    if one.began is not None and one.began.licence:
+        front["license"], _, name = one.began.licence.partition(": ")
+        front |= {"license_name": name} if name else {}
     front["tags"] = ["toprope", one.specification.config.algorithm.name]
     if index := _index(one, own):
         front["model-index"] = [{"name": name, "results": index}]
@@ -170,6 +176,8 @@ def _training(one: Exported) -> list[str]:
         for name in names:
             value = getattr(getattr(config, section), name)
             lines.append(f"| `{section}.{name}` | {number(value) if isinstance(value, float) else value} |")
+    if config.policy.chat_template_kwargs:
+        lines.append(f"| `policy.chat_template_kwargs` | {_code(json.dumps(config.policy.chat_template_kwargs))} |")
     if config.policy.lora:
         rank, scale = config.policy.lora_rank, number(config.policy.lora_alpha)
         lines.append(f"| `policy.lora_rank`, `policy.lora_alpha` | {rank}, {scale} |")
@@ -206,6 +214,8 @@ def _origin(one: Exported) -> list[str]:
     if one.manifest is None:
         return ["The run has no manifest."]
     found, lines = one.manifest, []
+    if one.began is not None and one.began.licence:
+        lines.append(f"- licence of the model that training began with: {_code(one.began.licence)}")
     lines.append(f"- Toprope {found.code.version}" + (f", commit `{found.code.commit}`" if found.code.commit else ""))
     if found.code.changes_sha256:
         lines[-1] += ", with uncommitted changes"

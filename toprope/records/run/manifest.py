@@ -76,6 +76,8 @@ class Policy(BaseModel):
     model: str
     revision: str | None = None
     """Commit of a model of the Hub."""
+    licence: str = ""
+    """As the model's card states it, such as `apache-2.0` or `other: its name`; empty if it states none."""
     sha256: str | None = None
     hashed: str = ""
     """`contents`, or `names and sizes` if the contents are too large to read."""
@@ -135,6 +137,7 @@ class Manifest(BaseModel):
         }
         data = self.model_dump(mode="json", include=chosen)
         data["code"].pop("changes_file")
+        data["policy"].pop("licence")
         for one in (data["environment"], *data["mixture"].values()):
             one.pop("source")
         return data

@@ -20,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 import toprope
 from toprope.analysis.reproduction import differing_inputs
 from toprope.machine import gpu_names, processor_name
@@ -40,6 +42,7 @@ from toprope.records.run.manifest import (
 from toprope.records.run.specification import DatasetSource, EnvironmentSource, Specification
 from toprope.settings.sections.environment import members_of
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
+from toprope.text_format import clip
 
 CHANGES = "toprope.diff"
 """File in the run folder with the differences between the code and its commit."""
@@ -52,6 +55,7 @@ _MOST_CHANGES = 512 * 1024
 _MOST_FILE = 1 << 30
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MOST_POLICY = 4 << 30
+_CARD, _MOST_FRONT = "README.md", 64 * 1024
 _GIT_TIMEOUT_S = 15.0
 _LAST_WAIT_S = 3.0
 
@@ -155,14 +159,15 @@ def _dataset(source: DatasetSource) -> DatasetInputs:
 
 
 def hash_policy(model: str, folder: Path) -> Policy:
-    """Hash the files of a policy. Above 4 GB only their names and sizes are hashed, and the folder's own name, which is
-    the commit in the Hub's cache.
+    """Hash the files of a policy, but the card of a model of the Hub. Above 4 GB only their names and sizes are hashed,
+    and the folder's own name, which is the commit in the Hub's cache.
 
     Args:
         model: Its name in the configuration.
         folder: Holds its files.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    commit = folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not (commit and path.name == _CARD))
     total = sum(path.stat().st_size for path in files)
     whole = hashlib.sha256()
     contents = total <= _MOST_POLICY
@@ -173,8 +178,21 @@ def hash_policy(model: str, folder: Path) -> Policy:
         own = sha256_of(path) if contents else str(path.stat().st_size)
         whole.update(f"{name}\0{own}\n".encode())
     hashed = "contents" if contents else "names and sizes"
-    commit = folder.name if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name) else None
-    return Policy(model=model, revision=commit, sha256=whole.hexdigest(), hashed=hashed, bytes=total)
+    licence, digest = _licence(folder / _CARD), whole.hexdigest()
+    return Policy(model=model, revision=commit, licence=licence, sha256=digest, hashed=hashed, bytes=total)
+
+
+def _licence(card: Path) -> str:
+    """Return the licence in the front matter of a model's card; empty if it states none."""
+    try:
+        with card.open(encoding="utf-8", errors="replace") as file:
+            _, front, _ = re.split(r"^---$", file.read(_MOST_FRONT), maxsplit=2, flags=re.MULTILINE)
+        front = yaml.safe_load(front)
+        found, name = front.get("license"), front.get("license_name")
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
+        return ""
+    found = ", ".join(map(str, found)) if isinstance(found, list) else str(found or "")
+    return clip(f"other: {name}" if found == "other" and name else found, 100)
 
 
 def _digest(value: Any) -> str:

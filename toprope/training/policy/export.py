@@ -28,7 +28,16 @@ _CONVERTER_S = 3600.0
 _SAID = 400
 
 
-def export_policy(model: Path, target: Path, form: Form, *, dtype: str, base: str, converter: Sequence[str]) -> None:
+def export_policy(
+    model: Path,
+    target: Path,
+    form: Form,
+    *,
+    dtype: str,
+    base: str,
+    revision: str | None = None,
+    converter: Sequence[str],
+) -> None:
     """Write the policy in `model` into the empty folder `target`.
 
     Args:
@@ -36,6 +45,7 @@ def export_policy(model: Path, target: Path, form: Form, *, dtype: str, base: st
         form: merged: a model that `from_pretrained` loads without peft; adapter: LoRA adapters; gguf: one file.
         dtype: Number format of merged weights, one of DTYPES.
         base: Hub id of the starting policy, which an adapter then names in place of a local path; empty if it has none.
+        revision: Commit of that model.
         converter: Command line of llama.cpp's `convert_hf_to_gguf.py`, without its arguments.
 
     Raises:
@@ -48,7 +58,9 @@ def export_policy(model: Path, target: Path, form: Form, *, dtype: str, base: st
             raise InvalidValue("This run trained full weights, so there are no adapters.", hint="Export form merged.")
         _copy(model, target)
         if base:
-            _name_base(target, base)
+            written = json.loads((target / _ADAPTER).read_bytes())
+            named = written | {"base_model_name_or_path": base, "revision": revision}
+            (target / _ADAPTER).write_text(json.dumps(named, indent=2) + "\n")
         return
     merged = target if form == "merged" else target / ".merged"
     if adapters or dtype != DTYPES[0]:
@@ -65,11 +77,6 @@ def _copy(source: Path, target: Path) -> None:
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and path.name != "README.md":  # peft writes an empty card
             shutil.copyfile(path, target / path.name)
-
-
-def _name_base(target: Path, base: str) -> None:
-    written = json.loads((target / _ADAPTER).read_bytes())
-    (target / _ADAPTER).write_text(json.dumps(written | {"base_model_name_or_path": base}, indent=2) + "\n")
 
 
 def _save_merged(model: Path, target: Path, dtype: str) -> None:

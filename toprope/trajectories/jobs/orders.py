@@ -31,6 +31,8 @@ class PolicyExport(_Data):
     dtype: str = "as saved"
     base: str = ""
     """Hub id of the starting policy, if it has one."""
+    revision: str | None = None
+    """Its commit."""
     converter: list[str] = []
     """Command line of llama.cpp's converter."""
     card: str

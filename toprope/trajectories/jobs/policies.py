@@ -77,6 +77,7 @@ def _write(order: PolicyExport, checkpoint: Path, target: Path, tell: Callable[[
             order.form,
             dtype=order.dtype,
             base=order.base,
+            revision=order.revision,
             converter=order.converter,
         )
         (aside / "README.md").write_text(order.card, encoding="utf-8")
