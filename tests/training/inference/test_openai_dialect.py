@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,60 @@ def test_answer_is_text_without_allowed_tools(http: TestClient, engine: Scripted
 def test_unparsable_tool_call_is_text(text: str, calls: int) -> None:
     content, found = parse_tool_calls(text)
     assert len(found) == calls and content == ("" if calls else text)
+
+
+def _tool(name: str, **kinds: str) -> dict[str, Any]:
+    properties = {parameter: {"type": kind} for parameter, kind in kinds.items()}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+_OFFERED = [_tool("add", a="integer", unit="string", many="array"), _tool("now")]
+_ADD, _NOW = ("add", {"a": 1}), ("now", {})
+
+
+@pytest.mark.parametrize(
+    ("raw", "content", "calls"),
+    [
+        ('{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "", [_ADD]),  # Llama 3
+        ('<|python_tag|>{"name": "add", "parameters": {"a": 1}}; {"name": "now"}<|eom_id|>', "", [_ADD, _NOW]),
+        ('{"name": "Ada", "parameters": {}}<|eot_id|>', '{"name": "Ada", "parameters": {}}', []),
+        ('{"name": "add"} is how<|eot_id|>', '{"name": "add"} is how', []),
+        ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]</s>', "", [_ADD, _NOW]),  # Mistral
+        ('I add.[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[CALL_ID]x1[ARGS]{}</s>', "I add.", [_ADD, _NOW]),
+        ('[TOOL_CALLS]add{"a": 1}</s>', "", [_ADD]),
+        (
+            "So:\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=unit>\n12\nm\n</parameter>\n"
+            "<parameter=many>\n[2, 3]\n</parameter>\n</function>\n</tool_call>\n"
+            "<tool_call>\n<function=now>\n</function>\n</tool_call><|im_end|>",
+            "So:", [("add", {"a": 1, "unit": "12\nm", "many": [2, 3]}), _NOW],
+        ),  # Qwen3-Coder
+        ("<function=add>\n<parameter=a>\nx\n</parameter>\n</function>", "", [("add", {"a": "x"})]),
+        (
+            "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+            '{"a": 1}\n```<｜tool▁call▁end｜>',
+            "", [_ADD],
+        ),  # DeepSeek V3, then V3.1
+        ("<｜tool▁call▁begin｜>add<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>", "", [_ADD]),
+        ("[TOOL_CALLS]add[ARGS]{broken</s>", "add{broken", []),
+        ("{" * 5000, "{" * 5000, []),
+    ],
+)  # fmt: skip
+def test_calls_of_other_models_are_parsed(raw: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    special = r"<\|[a-z_]+\|>|</s>|\[(?:TOOL_CALLS|ARGS|CALL_ID)\]"  # of those models' tokenizers
+    said, found = parse_tool_calls(re.sub(special, "", raw), _OFFERED, raw)
+    assert (said, [(one["name"], json.loads(one["arguments"])) for one in found]) == (content, calls)
+
+
+def test_marks_that_are_special_tokens_are_seen(tiny_policy: Path) -> None:
+    tokenizer = load_tokenizer(tiny_policy)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
+    engine = ScriptedEngine(tokenizer)
+    engine.texts.append('[TOOL_CALLS]add[ARGS]{"a": 1}')
+    server = InferenceServer(engine, tokenizer, model_name="tiny", secret=SECRET)
+    with TestClient(server.app) as client:
+        client.headers["authorization"] = f"Bearer {SECRET}.g0/0"
+        [choice] = ask(client, [{"role": "user", "content": "x"}], tools=TOOLS)["choices"]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
 
 
 def test_stream_contains_the_whole_answer(http: TestClient, engine: ScriptedEngine) -> None:

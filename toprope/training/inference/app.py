@@ -222,7 +222,8 @@ class InferenceServer:
             for index, sample in enumerate(samples)
         ]
         for entry, sample in zip(choices, samples, strict=True) if tools else ():
-            attach_tool_calls(entry, sample.text, answer_id(prompt_ids, sample.token_ids))
+            raw = self._tokenizer.decode(sample.token_ids, skip_special_tokens=False)
+            attach_tool_calls(entry, sample.text, answer_id(prompt_ids, sample.token_ids), tools or (), raw)
         return self._answer("chat.completion", body, choices, [prompt_ids], [samples])
 
     async def _completions(self, request: HttpRequest, session: str) -> Response:

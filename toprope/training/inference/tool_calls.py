@@ -1,6 +1,13 @@
 """Tool calls in the OpenAI dialect: parsed from the policy's text, and put back unchanged.
 
-Open models write a call as text, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (the Hermes and Qwen form).
+Open models write a call as text, in the form that their template taught them:
+
+    Hermes, Qwen    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+    Qwen3-Coder     <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+    Llama 3         {"name": "add", "parameters": {"a": 1}}, several with semicolons between them
+    Mistral         [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}], or [TOOL_CALLS]add[ARGS]{"a": 1}
+    DeepSeek        <｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>
+
 Clients expect `message.tool_calls`, and send them back in the next turn. The next prompt must contain the sampled text
 unchanged, else its tokens would differ from those of the turn before. So a call's id names the sampled answer it came
 from, and an assistant message with such a call is rendered from the text of that answer.
@@ -8,17 +15,27 @@ from, and an assistant message with such a call is rendered from the text of tha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from toprope.training.inference.dialect import BadRequest
 from toprope.training.inference.sessions import Turn
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_MISTRAL = "[TOOL_CALLS]"
+_NAMED = re.compile(
+    r"\[TOOL_CALLS\]\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)"
+    r"|(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)\s*(?=\{)"
+)
+"""The name of a call whose arguments follow, of Mistral and of DeepSeek."""
+_DECODER = json.JSONDecoder()
 _INTRODUCTION = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{tools}\n</tools>\n\n"
@@ -28,25 +45,71 @@ _INTRODUCTION = (
 """Introduces tools as the templates of Qwen and Hermes do, for templates that do not."""
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+def parse_tool_calls(
+    text: str, tools: Sequence[Mapping[str, Any]] = (), raw: str = ""
+) -> tuple[str, list[dict[str, Any]]]:
     """Split an answer into the text before its first call and its calls, {"name", "arguments": JSON text}.
 
     If a call cannot be parsed, the whole answer is text.
+
+    Args:
+        text: The answer without special tokens.
+        tools: Those that were offered, in OpenAI's form: bare JSON is a call only if it names one of them.
+        raw: The answer with special tokens, if it is known.
     """
-    start = text.find("<tool_call>")
-    if start < 0:
+    offered = {
+        str(one["function"].get("name")): one["function"] for one in tools if isinstance(one.get("function"), dict)
+    }
+    whole = text
+    try:
+        if (start := text.find("<tool_call>")) >= 0:
+            bodies = [closed or left_open for closed, left_open in _CALL.findall(text)]
+            calls = [_of_xml(body, offered) or _of_object(json.loads(body)) for body in bodies]
+        elif (start := text.find("<function=")) >= 0:
+            calls = [_of_xml(text[start:], offered)]
+        elif (found := _NAMED.search(raw)) is not None:
+            whole, start = raw, found.start()
+            calls = [(one[1] or one[2], _DECODER.raw_decode(raw, one.end())[0]) for one in _NAMED.finditer(raw)]
+        elif (start := raw.find(_MISTRAL)) >= 0:
+            whole, listed = raw, _DECODER.raw_decode(raw[start:].removeprefix(_MISTRAL).lstrip())[0]
+            calls = [_of_object(one) for one in (listed if isinstance(listed, list) else [listed])]
+        elif text.lstrip().startswith("{"):
+            start, calls, rest = 0, [], text.strip()
+            while rest:
+                one, end = _DECODER.raw_decode(rest)
+                calls.append(_of_object(one))
+                rest = rest[end:].lstrip("; \n")
+            if any(name not in offered for name, _ in calls):
+                return text, []
+        else:
+            return text, []
+        written = [
+            {"name": name, "arguments": given if isinstance(given, str) else json.dumps(given)} for name, given in calls
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return text, []
-    calls = []
-    for closed, left_open in _CALL.findall(text):
-        try:
-            call = json.loads(closed or left_open)
-            name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return text, []
-        if not isinstance(name, str):
-            return text, []
-        calls.append({"name": name, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)})
-    return text[:start].strip(), calls
+    return whole[:start].strip(), written
+
+
+def _of_object(call: Any) -> tuple[str, Any]:
+    name, given = call["name"], call.get("arguments", call.get("parameters", {}))
+    if not isinstance(name, str):
+        raise TypeError("a tool's name is a text")
+    return name, given
+
+
+def _of_xml(body: str, offered: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Name and arguments of Qwen3-Coder's form; None if it is another."""
+    if (found := _FUNCTION.match(body)) is None:
+        return None
+    kinds = (offered.get(found[1], {}).get("parameters") or {}).get("properties") or {}
+    given: dict[str, Any] = {}
+    for name, value in _PARAMETER.findall(found[2]):
+        given[name] = value
+        if (kinds.get(name) or {}).get("type", "string") != "string":
+            with contextlib.suppress(ValueError):
+                given[name] = json.loads(value)
+    return found[1], given
 
 
 def answer_id(prompt_ids: list[int], completion_ids: list[int]) -> str:
@@ -56,15 +119,19 @@ def answer_id(prompt_ids: list[int], completion_ids: list[int]) -> str:
     return "call_" + hashlib.blake2b(ids.tobytes(), digest_size=10).hexdigest()
 
 
-def attach_tool_calls(entry: dict[str, Any], text: str, answer: str) -> None:
+def attach_tool_calls(
+    entry: dict[str, Any], text: str, answer: str, tools: Sequence[Mapping[str, Any]], raw: str
+) -> None:
     """Replace the message of a choice by one with tool calls, if its text contains any.
 
     Args:
         entry: One of `choices`.
         text: The sampled text.
         answer: Its `answer_id`.
+        tools: The tools that were offered.
+        raw: The text with special tokens.
     """
-    content, calls = parse_tool_calls(text)
+    content, calls = parse_tool_calls(text, tools, raw)
     if not calls:
         return
     entry["message"] = {
