@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 _READY = "recipe.json"
-_NEEDED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*"]
+_NEEDED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*", "README.md"]
 
 
 def embedded_folder(cache: Path, name: str = "embedded") -> Path:
