@@ -20,13 +20,14 @@ from starlette.testclient import TestClient
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.training_api_server import until
 from tests.training.inference.conftest import SECRET, reference_logprobs, sample
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, TopropeError
 from toprope.settings.schema import Config
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.engine import Cancelled, Engine, Sample, SamplingRequest
 from toprope.training.inference.engines.choice import make_engine
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.policy.publishing import Publisher, open_publisher
+from toprope.training.policy.weight_sync import CHECK_EVERY, WeightsDiffer
 
 CONTEXT = 128
 LARGEST_ERROR = 1e-4
@@ -68,13 +69,18 @@ def make_untied(folder: Path) -> Path:
 
 
 def start_rig(
-    name: str, folder: Path, fields: dict[str, Any] | None = None, make: Callable[[Path], object] = make_untied
+    name: str,
+    folder: Path,
+    fields: dict[str, Any] | None = None,
+    make: Callable[[Path], object] = make_untied,
+    gave_up: Callable[[TopropeError], object] = lambda error: None,
 ) -> Rig:
     """Make a policy in a new folder and start an engine over it.
 
     Args:
         fields: Fields of the configuration.
         make: Puts the policy into an existing folder.
+        gave_up: See `make_engine`.
 
     Raises:
         InvalidValue: The engine is not installed.
@@ -89,7 +95,7 @@ def start_rig(
         section, _, key = field.partition(".")
         setattr(getattr(config, section), key, value)
     trained, tokenizer = load_model(folder, config, trained=True), load_tokenizer(folder)
-    engine = make_engine(config, folder, tokenizer, crew=crew, python=python)
+    engine = make_engine(config, folder, tokenizer, crew=crew, python=python, gave_up=gave_up)
     engine.start()
     try:
         assert engine.wait_ready(900)
@@ -179,6 +185,28 @@ def test_answers_end_at_their_length_the_context_and_end_tokens(rig: Rig) -> Non
             assert answer.finish_reason == ("stop" if ended else "length")
             assert len(answer.token_ids) == limit or (ended and len(answer.token_ids) < limit)
             assert not rig.engine.end_ids.intersection(answer.token_ids[:-1])
+
+
+def test_weights_that_are_not_the_trainers_answer_nothing(tmp_path: Path) -> None:
+    """For vLLM, tests of its engine show the same with a server that keeps old weights."""
+    for name in ("embedded", "transformers"):
+        lost: list[TopropeError] = []
+        made = start_rig(name, tmp_path / name, gave_up=lost.append)
+        try:
+            made.adopted(made.publish())
+            checks = made.publisher._check  # type: ignore[attr-defined]
+            for _ in range(CHECK_EVERY - 1):
+                assert checks() is None, "only some versions are checked"
+            wrong = checks()
+            assert wrong is not None
+            made.publisher._check = lambda wrong=wrong: wrong  # type: ignore[attr-defined]
+            made.publish()  # with log-probabilities of the weights before
+            with pytest.raises((WeightsDiffer, RuntimeError), match="did not take over version 2"):
+                sample(made.engine, SamplingRequest([5, 6], max_new_tokens=2))
+            assert lost and isinstance(lost[0], WeightsDiffer)
+            assert made.engine.version == 1
+        finally:
+            made.engine.stop()
 
 
 def test_versions_are_right_across_an_update_in_flight(rig: Rig) -> None:

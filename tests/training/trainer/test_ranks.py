@@ -17,8 +17,8 @@ from toprope.records.run.checkpoints import problem_of
 from toprope.records.run.folder import RunFolder
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model
-from toprope.training.policy.publishing import check_weights, newest_published
-from toprope.training.policy.weight_sync import WeightReader
+from toprope.training.policy.publishing import newest_published
+from toprope.training.policy.weight_sync import WeightReader, check_weights
 from toprope.training.trainer.ranks import Ranks
 
 

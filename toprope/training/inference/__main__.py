@@ -15,6 +15,7 @@ from toprope.settings.schema import InferenceSection
 from toprope.training.component.member import CrewMember
 from toprope.training.inference.app import BEAT_S, InferenceServer, serve_engine
 from toprope.training.inference.engine import Engine
+from toprope.training.policy.weight_sync import WeightsDiffer
 
 
 def main() -> int:
@@ -70,7 +71,7 @@ def main() -> int:
         if problem:
             raise problem[0]
     except TopropeError as error:
-        member.report(Failed(error.message, error.hint))
+        member.report(Failed(error.message, error.hint, isinstance(error, WeightsDiffer)))
         return 1
     finally:
         for one in running:

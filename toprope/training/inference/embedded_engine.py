@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,9 +23,10 @@ from toprope.training.inference.decode_batch import DecodeBatch
 from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
 from toprope.training.inference.growing_cache import RowMoves, grow_by_blocks, keep_rows
 from toprope.training.inference.sampling import TokenSampler
+from toprope.training.policy.weight_sync import WeightReader, WeightsDiffer
 
 if TYPE_CHECKING:
-    from toprope.training.policy.weight_sync import WeightReader
+    from toprope.errors import TopropeError
 
 _Item = tuple[SamplingRequest, Done]
 _GATHER_ROUNDS = 4
@@ -48,6 +50,7 @@ class EmbeddedEngine:
         max_context: Longest sequence of prompt and answer, in tokens.
         seed: Seed for requests without one.
         in_flight: See `rollout.in_flight`.
+        gave_up: Called with the reason if the trainer's weights cannot be taken over.
     """
 
     def __init__(
@@ -61,10 +64,11 @@ class EmbeddedEngine:
         max_context: int = 4096,
         seed: int = 0,
         in_flight: str = "auto",
+        gave_up: Callable[[TopropeError], object] = lambda error: None,
     ) -> None:
         self._model, self._tokenizer, self._weights = model, tokenizer, weights
         self._gather_s, self._max_rows, self.max_context = gather_s, max_rows, max_context
-        self._in_flight = in_flight
+        self._in_flight, self._gave_up = in_flight, gave_up
         self._generator = torch.Generator(device=model.device).manual_seed(seed)
         self._takes_wide_masks: bool | None = None
         self.end_ids = find_end_ids(model, tokenizer)
@@ -131,6 +135,8 @@ class EmbeddedEngine:
                     answers = self._generate(left, waiting, "keep")
             except Exception as error:  # the error is the answer to this batch; the next one may succeed
                 answers = dict.fromkeys(waiting, error)
+                if isinstance(error, WeightsDiffer):
+                    self._gave_up(error)
             self.busy_s += time.monotonic() - began
             self.batches, self.rows = self.batches + 1, self.rows + sum(request.n for request, _ in batch)
             for request, answer in answers.items():

@@ -10,7 +10,8 @@ keep these promises, because training relies on them; `tests/training/inference/
 - Requests with the same seed and prompt give the same answers whatever else is sampled, up to rounding.
 - `submit` may be called from any thread, and `done` is called exactly once per request, also after a failure, `cancel`
   or `stop`.
-- A request that fails does not harm the others, and weights that were adopted only in part answer nothing.
+- A request that fails does not harm the others, and weights that were adopted only in part answer nothing: those that
+  the trainer published with log-probabilities of a few tokens must give the same ones before they answer.
 """
 
 from __future__ import annotations

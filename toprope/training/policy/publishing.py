@@ -4,13 +4,15 @@
     folder          a vLLM server loads safetensors: all weights, or adapters under a new name
     GPU memory      a vLLM server on the trainer's GPU copies the weights from it, by handles in such a folder
 
-A folder carries the trainer's log-probabilities of a few tokens. Inference compares its own with them after every
-update and restarts its server if they differ, because a server can accept weights and go on with old ones.
+Each carries the trainer's log-probabilities of a few tokens, a mapped file with some of its versions. Inference
+compares its own with them before it answers, and is started again if they differ: a server can accept weights and go on
+with old ones.
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import pickle
 import secrets
@@ -26,13 +28,11 @@ import msgspec
 
 from toprope.atomic import write_json
 from toprope.settings.schema import Config
-from toprope.training.policy.weight_sync import WeightFile
+from toprope.training.policy.weight_sync import CHECK_EVERY, WeightCheck, WeightFile, check_weights
 
 _FOLDER, _NEWEST, _IN_USE, _CHECK, _HANDLES = "published", "newest.json", "in-use", "check.json", "handles.json"
 _KEPT = 3
 """Newest folders that stay; inference may be loading one of them."""
-_CHECKED = 24
-"""Tokens of a check."""
 
 
 class Publisher(Protocol):
@@ -43,20 +43,6 @@ class Publisher(Protocol):
 
     def publish(self) -> int:
         """Hand over the present weights under the next version; returns it."""
-
-
-class WeightCheck(msgspec.Struct, frozen=True):
-    """Log-probabilities that the published weights give to a few tokens."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    """Of all tokens but the first, each after those before it."""
-
-    def largest_error(self, logprobs: list[float]) -> float:
-        """The largest difference from other log-probabilities of these tokens; infinite if their number differs."""
-        if len(logprobs) != len(self.logprobs):
-            return float("inf")
-        return max(abs(ours - theirs) for ours, theirs in zip(self.logprobs, logprobs, strict=True))
 
 
 class _Newest(msgspec.Struct):
@@ -98,7 +84,7 @@ def open_publisher(
     model: Any,
     weights: dict[str, Any],
     version: int,
-    check: Callable[[], WeightCheck] | None = None,
+    check: Callable[[], WeightCheck | None] | None = None,
 ) -> Publisher:
     """The publisher for the configured engine.
 
@@ -107,14 +93,17 @@ def open_publisher(
         model: The trained model.
         weights: Its trained parameters, or whole mirrors of them; published as they are at each publication.
         version: Policy version that inference has already; see `WeightFile`.
-        check: For a model that is split between processes: the check of the weights, which all of them computed.
+        check: For a model that is split between processes: the check of the weights, which all of them computed where
+            this version needs one.
     """
     if config.inference.engine == "vllm":
         if check is not None:
             return WeightFolder(folder, model, version, weights=weights, check=check)
         in_memory = config.inference.transfer == "gpu" and not config.policy.lora
         return WeightHandles(folder, model, version) if in_memory else WeightFolder(folder, model, version)
-    return WeightFile(folder, weights, version)
+    number = itertools.count()
+    due = check or (lambda: None if next(number) % CHECK_EVERY else check_weights(model))
+    return WeightFile(folder, weights, version, due)
 
 
 class WeightFolder:
@@ -135,7 +124,7 @@ class WeightFolder:
         version: int = 0,
         *,
         weights: dict[str, Any] | None = None,
-        check: Callable[[], WeightCheck] | None = None,
+        check: Callable[[], WeightCheck | None] | None = None,
     ) -> None:
         self.version = version
         self._folder, self._model = folder / _FOLDER, model
@@ -226,23 +215,6 @@ class WeightHandles(WeightFolder):
             "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode(),
         }
         write_json(folder / _HANDLES, update)
-
-
-def check_weights(model: Any) -> WeightCheck:
-    """The log-probabilities of fixed tokens under the present weights."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(int(model.get_input_embeddings().weight.shape[0]), (1, _CHECKED), generator=generator)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits = model(input_ids=tokens.to(model.device), use_cache=False).logits[0, :-1].float()
-    finally:
-        model.train(training)
-    logprobs = logits.log_softmax(-1).cpu().gather(1, tokens[0, 1:, None])[:, 0]
-    return WeightCheck(tokens[0].tolist(), logprobs.tolist())
 
 
 def newest_published(folder: Path) -> Published | None:

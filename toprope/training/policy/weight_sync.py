@@ -5,6 +5,9 @@ number between decode batches, at no cost, and copies the slot if it has advance
 reads: a slot is rewritten only by the next version but one, which the reader notices and then reads again.
 
 `weights.json` beside the file names the tensors. Only trained parameters are published; with LoRA, only the adapters.
+The first version of a file, and every CHECK_EVERY-th after it, carries the trainer's log-probabilities of a few tokens,
+which the reader's model must give too. It copies the weights once more if not, and then refuses to go on.
+
 On several nodes, `toprope.supervisor.spread.weights` copies the file to the node of inference. For vLLM see
 `publishing.WeightFolder` and `publishing.WeightHandles`.
 """
@@ -12,17 +15,71 @@ On several nodes, `toprope.supervisor.spread.weights` copies the file to the nod
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from toprope.atomic import allocate, write_json
+from toprope.errors import ComponentFailed
 from toprope.records.weight_file import ALIGN, HEADER
 
 if TYPE_CHECKING:
     import torch
+
+CHECK_EVERY = 16
+"""Publications; a check of each would cost a small policy more than 1 % of a step."""
+CHECKED = 24
+"""Tokens of a check."""
+TOLERANCE = {"float32": 2e-3, "bfloat16": 0.5, "float16": 0.1}
+"""Largest difference from the trainer's log-probabilities that number formats explain. Random tokens have values around
+-12, of which bfloat16 keeps two or three digits."""
+_ATTEMPTS = 2
+_TOKENS, _LOGPROBS = "check.tokens", "check.logprobs"
+
+
+class WeightCheck(msgspec.Struct, frozen=True):
+    """Log-probabilities that the published weights give to a few tokens."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    """Of all tokens but the first, each after those before it."""
+
+    def largest_error(self, logprobs: list[float]) -> float:
+        """The largest difference from other log-probabilities of these tokens; infinite if their number differs."""
+        if len(logprobs) != len(self.logprobs):
+            return float("inf")
+        differences = [abs(ours - theirs) for ours, theirs in zip(self.logprobs, logprobs, strict=True)]
+        return float("inf") if any(map(math.isnan, differences)) else max(differences)
+
+
+def check_weights(model: Any) -> WeightCheck:
+    """The log-probabilities of fixed tokens under the present weights."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(int(model.get_input_embeddings().weight.shape[0]), (1, CHECKED), generator=generator)
+    training, attention = model.training, str(getattr(model.config, "_attn_implementation", ""))
+    model.eval()
+    if attention.startswith("paged|"):  # as continuous batching leaves it, which needs pages
+        model.set_attn_implementation(attention.removeprefix("paged|"))
+    try:
+        with torch.no_grad():
+            logits = model(input_ids=tokens.to(model.device), use_cache=False).logits[0, :-1].float()
+    finally:
+        model.train(training)
+        if attention.startswith("paged|"):
+            model.set_attn_implementation(attention)
+    logprobs = logits.log_softmax(-1).cpu().gather(1, tokens[0, 1:, None])[:, 0]
+    return WeightCheck(tokens[0].tolist(), logprobs.tolist())
+
+
+class WeightsDiffer(ComponentFailed):
+    """Inference could not take over the trainer's weights as they are."""
 
 
 class WeightFile:
@@ -33,12 +90,25 @@ class WeightFile:
             reading it.
         parameters: The live tensors to publish, by name; shapes and dtypes do not change.
         version: The version that inference holds already: 0, or that of a checkpoint.
+        check: Returns the check of the present weights, or None if this version needs none; see `every`.
     """
 
-    def __init__(self, folder: Path, parameters: Mapping[str, torch.Tensor], version: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        parameters: Mapping[str, torch.Tensor],
+        version: int = 0,
+        check: Callable[[], WeightCheck | None] | None = None,
+    ) -> None:
         import torch
 
-        self.version = version
+        self.version, self._check = version, check
+        if check is not None:
+            self._checked = {
+                _TOKENS: torch.zeros(CHECKED, dtype=torch.int64),
+                _LOGPROBS: torch.full((CHECKED - 1,), torch.nan),
+            }
+            parameters = {**parameters, **self._checked}
         layout, offset = [], 0
         for name, tensor in parameters.items():
             size = tensor.numel() * tensor.element_size()
@@ -67,6 +137,8 @@ class WeightFile:
         """Copy every parameter into the free slot, then advance the version number; returns it."""
         version = self.version + 1
         slot = self._slots[version % 2]
+        if self._check is not None:
+            self._fill_check(self._check())
         with self._no_grad():
             for name, tensor in self._parameters:
                 slot[name].copy_(tensor)
@@ -74,12 +146,26 @@ class WeightFile:
         self.version = version
         return version
 
+    def _fill_check(self, found: WeightCheck | None) -> None:
+        tokens, logprobs = self._checked[_TOKENS], self._checked[_LOGPROBS]
+        logprobs.fill_(math.nan)
+        if found is not None:
+            tokens.copy_(tokens.new_tensor(found.tokens))
+            logprobs.copy_(logprobs.new_tensor(found.logprobs))
+
 
 class WeightReader:
-    """The side of inference. Until the trainer has created the file, `version` stays 0."""
+    """The side of inference. Until the trainer has created the file, `version` stays 0.
 
-    def __init__(self, folder: Path, parameters: dict[str, torch.Tensor]) -> None:
+    Args:
+        folder: Folder of the two files.
+        parameters: The tensors to copy to, by name.
+        model: The model that they are of; without it, nothing is checked.
+    """
+
+    def __init__(self, folder: Path, parameters: dict[str, torch.Tensor], model: Any = None) -> None:
         self.version = 0
+        self._model = model
         self._folder = folder
         self._parameters = parameters
         self._map: mmap.mmap | None = None
@@ -91,21 +177,45 @@ class WeightReader:
 
         Raises:
             KeyError: The trainer publishes a parameter that this model does not have.
+            WeightsDiffer: The model does not give the trainer's log-probabilities with them.
         """
         import torch
 
         if not self._open():
             return self.version
         assert self._map is not None
+        attempts = 0
         # A restarted trainer may continue from a lower version, so any other number means new weights.
         while (version := HEADER.unpack_from(self._map, 0)[1]) != self._seen:
             with torch.no_grad():
                 for name, tensor in self._slots[version % 2].items():
-                    self._parameters[name].copy_(tensor)
+                    if name in self._parameters:
+                        self._parameters[name].copy_(tensor)
+            error = self._error(self._slots[version % 2])
+            if HEADER.unpack_from(self._map, 0)[1] != version:
+                continue
+            if error > 0:
+                attempts += 1
+                if attempts < _ATTEMPTS:
+                    continue
+                raise WeightsDiffer(
+                    f"Inference did not take over version {version} of the weights: its log-probabilities of the "
+                    f"same tokens differ from the trainer's by {error:.2g}.",
+                    hint="It is started again. If that repeats, inference and trainer load different models.",
+                )
             # The trainer may have begun to rewrite the slot if the number has advanced; the loop then reads the other
             # slot. It ends only if the number is unchanged, and with it the slot.
             self.version = self._seen = version
         return self.version
+
+    def _error(self, slot: Mapping[str, torch.Tensor]) -> float:
+        """The difference from the check that came with weights; 0 if it is tolerable or there is no check."""
+        if self._model is None or _LOGPROBS not in slot or slot[_LOGPROBS].isnan().any():
+            return 0.0
+        error = WeightCheck(slot[_TOKENS].tolist(), slot[_LOGPROBS].tolist()).largest_error(
+            check_weights(self._model).logprobs
+        )
+        return error if error > TOLERANCE.get(str(self._model.dtype).removeprefix("torch."), 0.5) else 0.0
 
     def _open(self) -> bool:
         """Map the trainer's file, again if a later trainer has replaced it; False without one."""
@@ -124,7 +234,7 @@ class WeightReader:
             os.close(descriptor)
         self._seen = HEADER.unpack_from(self._map, 0)[0]
         tensors, slot_bytes = layout["tensors"], layout["slot_bytes"]
-        if missing := [entry["name"] for entry in tensors if entry["name"] not in self._parameters]:
+        if missing := [one["name"] for one in tensors if one["name"] not in {*self._parameters, _TOKENS, _LOGPROBS}]:
             raise KeyError(f"the trainer publishes parameters that inference does not have: {missing[:3]}")
         self._slots = [_views(self._map, tensors, ALIGN + slot * slot_bytes) for slot in (0, 1)]
         return True

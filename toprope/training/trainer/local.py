@@ -14,7 +14,8 @@ import transformers
 
 from toprope.training.component.member import CrewMember
 from toprope.training.policy.loading import fix_kernels, load_model, load_tokenizer
-from toprope.training.policy.publishing import WeightCheck, open_publisher
+from toprope.training.policy.publishing import open_publisher
+from toprope.training.policy.weight_sync import WeightCheck
 from toprope.training.trainer.base import TrainingRun
 from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
 from toprope.training.trainer.checkpoints.checkpoint_io import (
@@ -41,7 +42,7 @@ class LocalRun(TrainingRun):
         self._trained: dict[str, torch.nn.Parameter] = {}
         self._published: dict[str, torch.Tensor] = {}
         """Published weights: the trained parameters, or whole copies of those that are split between ranks."""
-        self._check: Callable[[], WeightCheck] | None = None
+        self._check: Callable[[], WeightCheck | None] | None = None
         """For a split model: the check of the weights, which all ranks computed."""
         torch.set_num_threads(self._config.launcher.threads)
         transformers.logging.set_verbosity(logging.ERROR)

@@ -45,8 +45,9 @@ def make_engine(
     transformers.logging.set_verbosity_error()
     model = load_model(folder, config).eval()
     model.requires_grad_(False)
-    weights = None if crew is None else WeightReader(crew, dict(model.named_parameters()))
+    weights = None if crew is None else WeightReader(crew, dict(model.named_parameters()), model)
     options: dict[str, Any] = {"max_context": config.policy.max_context, "seed": config.algorithm.seed}
+    options["gave_up"] = gave_up
     if config.inference.engine == "transformers":
         from toprope.training.inference.engines.continuous import ContinuousEngine
 

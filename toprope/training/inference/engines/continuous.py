@@ -28,9 +28,10 @@ from toprope.training.inference.decode_batch import DecodeBatch, Row
 from toprope.training.inference.embedded_engine import find_end_ids
 from toprope.training.inference.engine import Cancelled, Done, SamplingRequest
 from toprope.training.inference.sampling import choose_tokens, seeded_generator
+from toprope.training.policy.weight_sync import WeightReader, WeightsDiffer
 
 if TYPE_CHECKING:
-    from toprope.training.policy.weight_sync import WeightReader
+    from toprope.errors import TopropeError
 
 _PAGE = 16
 """Tokens of a page of keys and values."""
@@ -70,6 +71,7 @@ class ContinuousEngine:
         max_context: Longest sequence of prompt and answer, in tokens.
         memory_share: Share of a GPU's free memory for keys and values.
         seed: Seed for requests without one.
+        gave_up: Called with the reason if the trainer's weights cannot be taken over.
 
     Raises:
         InvalidValue: The library cannot batch this architecture continuously.
@@ -84,7 +86,9 @@ class ContinuousEngine:
         max_context: int = 4096,
         memory_share: float = 0.4,
         seed: int = 0,
+        gave_up: Callable[[TopropeError], object] = lambda error: None,
     ) -> None:
+        self._gave_up = gave_up
         self._model = model.get_base_model() if hasattr(model, "get_base_model") else model  # has adapters within it
         self._tokenizer, self._weights, self._share = tokenizer, weights, memory_share
         self.max_context, self.end_ids = max_context, find_end_ids(model, tokenizer)
@@ -188,7 +192,11 @@ class ContinuousEngine:
         """One step of the library: adopt newer weights, compute and sample, deliver complete answers."""
         began = time.monotonic()
         if self._weights is not None:
-            self.version = self._weights.refresh()
+            try:
+                self.version = self._weights.refresh()
+            except WeightsDiffer as error:
+                self._gave_up(error)
+                raise  # ends the library's thread, and with an error all requests
         self._pulse += 1
         compute()
         self.batches += 1

@@ -29,6 +29,7 @@ from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingR
 from toprope.training.inference.engines.vllm_api import UpdateFailed, VllmApi
 from toprope.training.inference.engines.vllm_process import MODEL, MOST_ROWS, VllmProcess, VllmSettings
 from toprope.training.policy.publishing import Published, newest_published, published_stamp
+from toprope.training.policy.weight_sync import TOLERANCE
 
 _LOOK_S = 0.02
 _PROBE_S = 10.0
@@ -39,9 +40,6 @@ _RESTARTS = 3
 _QUIET_S = 600.0
 _ATTEMPTS = 3
 """Servers that one request may outlive."""
-_TOLERANCE = {"float32": 2e-3, "bfloat16": 0.5, "float16": 0.1}
-"""Largest difference from the trainer's log-probabilities that number formats explain. Random tokens have values around
--12, of which bfloat16 keeps two or three digits."""
 
 
 class VllmEngine:
@@ -81,7 +79,7 @@ class VllmEngine:
         self._sound = asyncio.Event()
         """Set while the weights of the server are known to be the trainer's."""
         self._life = 0
-        self._allowed = _TOLERANCE[settings.dtype]
+        self._allowed = TOLERANCE[settings.dtype]
         self._sleeping = False
         self._tasks: dict[int, asyncio.Task[list[Sample]]] = {}
         self._api: VllmApi

@@ -23,8 +23,8 @@ from torch import nn
 from toprope.errors import InvalidValue, TopropeError
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import describe_device, fix_kernels, load_pretrained
-from toprope.training.policy.publishing import WeightCheck, check_weights
 from toprope.training.policy.quantization import quantization_config
+from toprope.training.policy.weight_sync import CHECK_EVERY, WeightCheck, check_weights
 from toprope.training.trainer.base import BatchReader
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, TrainingRow, build_rows
 from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
@@ -233,7 +233,8 @@ def load_reference(folder: Path, config: Config, model: Any, weight: float) -> A
 class SteppedRun(LocalRun):
     """One attempt of a training whose learner is a `StepLearner`, or one rank of several that share the work."""
 
-    _checked: WeightCheck
+    _checked: WeightCheck | None = None
+    _gathered = 0
 
     def run(self, checkpoint: Path | None = None) -> None:
         """See `TrainingRun.run`. A rank that follows does what rank 0 orders, until that ends."""
@@ -266,9 +267,12 @@ class SteppedRun(LocalRun):
         return PrefetchingSource(source, self._is_ending, lambda: self._step + 1 < steps)
 
     def _gather_weights(self) -> bool:
-        if not self._ranks.alone and self._config.inference.engine == "vllm":
-            self._checked = check_weights(self._model)  # a forward pass of all ranks
-            settle(self._model)
+        if not self._ranks.alone:
+            due = self._config.inference.engine == "vllm" or self._gathered % CHECK_EVERY == 0
+            self._gathered += 1
+            self._checked = check_weights(self._model) if due else None  # a forward pass of all ranks
+            if due:
+                settle(self._model)
         return super()._gather_weights()
 
     def _hooks(self) -> StepHooks:
