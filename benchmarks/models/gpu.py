@@ -10,9 +10,10 @@ The models have the shapes of Qwen3 0.6B and 4B and random weights, so no file i
     trl      stock TRL on the same task and batch: with vLLM in its process if PYTHON, an interpreter with trl, peft,
              reasoning_gym and vllm, is given, and else with its own generation
     runs     a whole run: samples a second, shares of the step in which the trainer waits and publishes, the oldest
-             token's age, model FLOPs utilization
+             token's age, model FLOPs utilization; with vLLM also inference.sleep, and for full weights transfer by GPU
     memory   the trainer's peak against the estimate of `toprope fit`
 
+`peak_gb` is the most memory of the GPU in use by all processes during an engine's part or a run.
 Control: a model that is changed without a publication must show in the log-probabilities. `--rehearse` does the same
 with a tiny model on the CPU, without goals. vLLM comes from the home TOPROPE_ENGINES. It has not run on a GPU so far.
 """
@@ -26,8 +27,10 @@ import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {"0.6B": _QWEN3 | _SMALL, "4B": _QWEN3 | _LA
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 """Dense bfloat16 operations a second, from NVIDIA's data sheets, by a part of the GPU's name."""
 _WARM, _RANK, _SIZE = 3, 32, 8
+_LOOK_S = 0.25
 
 
 class Bench:
@@ -106,28 +110,34 @@ class Bench:
             chosen = {"inference.transfer": "gpu" if way == "gpu" else "disk"}
             folder = self._home / f"{engine}-{way}"
             copy = partial(shutil.copytree, self.model, dirs_exist_ok=True)
-            made = start_rig(engine, folder, self._fields(way, engine) | chosen, copy)
-            try:
-                adopted, handed = [], []
-                for _ in range(3):
-                    began = time.perf_counter()
-                    version = made.publisher.publish()
-                    handed.append(time.perf_counter() - began)
-                    made.adopted(version)
-                    adopted.append(time.perf_counter() - began)
-                times = {"publish_seconds": statistics.median(adopted), "handed_seconds": statistics.median(handed)}
-                self._note(f"{way}_{engine}", times)
-                if way == "full":
-                    found, shown = engines.measure(made, tokens=self._tokens, tolerance=self._tolerance)
-                    self._note(engine, {name: found[name] for name in ("tokens_per_second", "logprob_error")})
-                    self.figures["versions_wrong"] += found["versions_wrong"]
-                    if shown <= self._tolerance:
-                        self.control_failed = f"it did not with {engine} ({self._shape})"
-            finally:
-                made.engine.stop()
-                del made  # before the next one takes its memory
-                shutil.rmtree(folder)
-                torch.cuda.empty_cache()
+            with self._peak(f"{way}_{engine}_alone"):
+                self._measure_way(engine, way, folder, chosen, copy)
+
+    def _measure_way(
+        self, engine: str, way: str, folder: Path, chosen: dict[str, Any], copy: Callable[[Path], object]
+    ) -> None:
+        made = start_rig(engine, folder, self._fields(way, engine) | chosen, copy)
+        try:
+            adopted, handed = [], []
+            for _ in range(3):
+                began = time.perf_counter()
+                version = made.publisher.publish()
+                handed.append(time.perf_counter() - began)
+                made.adopted(version)
+                adopted.append(time.perf_counter() - began)
+            times = {"publish_seconds": statistics.median(adopted), "handed_seconds": statistics.median(handed)}
+            self._note(f"{way}_{engine}", times)
+            if way == "full":
+                found, shown = engines.measure(made, tokens=self._tokens, tolerance=self._tolerance)
+                self._note(engine, {name: found[name] for name in ("tokens_per_second", "logprob_error")})
+                self.figures["versions_wrong"] += found["versions_wrong"]
+                if shown <= self._tolerance:
+                    self.control_failed = f"it did not with {engine} ({self._shape})"
+        finally:
+            made.engine.stop()
+            del made  # before the next one takes its memory
+            shutil.rmtree(folder)
+            torch.cuda.empty_cache()
 
     def train_with_trl(self, method: str, python: str | None) -> None:
         """Measure stock TRL, in this interpreter or one with vLLM."""
@@ -143,27 +153,58 @@ class Bench:
         done = run_reference("trl", self.model, *words, python=python or sys.executable)
         self._note(f"{method}_trl", {"samples_per_second": _SIZE * self._groups / float(done["wall_s"])})
 
-    async def train(self, method: str, engine: str) -> None:
-        """Measure a whole run."""
+    def ways(self, method: str, engine: str) -> dict[str, dict[str, Any]]:
+        """Settings that an engine has on a GPU alone, by the name of their case; the first has none."""
+        if engine != "vllm" or self._device != "cuda":
+            return {"": {}}
+        by_gpu = {"_gpu": {"inference.transfer": "gpu"}} if method == "full" else {}
+        return {"": {}, "_sleep": {"inference.sleep": True}, **by_gpu}
+
+    async def train(self, method: str, engine: str, way: str = "") -> None:
+        """Measure a whole run; `way` is one of `ways`."""
         if (HOME / "engines.json").exists():
             shutil.copy(HOME / "engines.json", self._home / "engines.json")
-        changes = self._fields(method, engine) | {
+        changes = self._fields(method, engine) | self.ways(method, engine)[way] | {
             "policy.model": str(self.model), "algorithm.mask_truncated_completions": False,
             "evaluation.heldout_tasks": 2, "budget.steps": self._steps, "optimizer.warmup_steps": 1,
         }  # fmt: skip
-        async with training_agent(self._home, Console(stderr=True)) as agent:
-            done = await agent.train(f"{self._shape} {method} {engine}", ENVIRONMENT, "single-gpu", changes)
+        name = f"{self._shape} {method} {engine}{way}"
+        with self._peak(f"{method}_{engine}{way}"):
+            async with training_agent(self._home, Console(stderr=True)) as agent:
+                done = await agent.train(name, ENVIRONMENT, "single-gpu", changes)
         name = torch.cuda.get_device_name() if self._device == "cuda" else ""
         peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
         counted = ModelShape.of(json.loads((self.model / "config.json").read_bytes()))
         assert counted is not None
         # Per weight and token two operations forward and two, or four if the weights are trained, backward.
         found = figures_of(done.rows, _SIZE * self._groups, (4 if method == "lora" else 6) * counted.parameters, peak)
-        if handed := self.figures.get(f"handed_seconds_{self._shape}_{method}_{engine}"):
+        published = "gpu" if way == "_gpu" else method
+        if handed := self.figures.get(f"handed_seconds_{self._shape}_{published}_{engine}"):
             found["publish_share"] = handed / found["step_seconds"]
         if theirs := self.figures.get(f"samples_per_second_{self._shape}_{method}_trl"):
             found["samples_ratio_to_trl"] = found["samples_per_second"] / theirs
-        self._note(f"{method}_{engine}", found)
+        self._note(f"{method}_{engine}{way}", found)
+
+    @contextmanager
+    def _peak(self, case: str) -> Iterator[None]:
+        """Note the GPU's most used memory during the block; nothing on a CPU."""
+        if self._device != "cuda":
+            yield
+            return
+        seen, over = [_used()], threading.Event()
+
+        def look() -> None:
+            while not over.wait(_LOOK_S):
+                seen.append(_used())
+
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            looking.join()
+            self._note(case, {"peak_gb": max(seen) / 1e9})
 
     def measure_memory(self, method: str) -> None:
         """Compare the trainer's peak with its estimate."""
@@ -231,7 +272,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if "trl" in given.parts:
                     bench.train_with_trl(method, given.trl)
                 for engine in given.engines if "runs" in given.parts else ():
-                    asyncio.run(bench.train(method, engine))
+                    for way in bench.ways(method, engine):
+                        asyncio.run(bench.train(method, engine, way))
                 if "memory" in given.parts:
                     bench.measure_memory(method)
             bench.figures["versions_wrong"] += figures["versions_wrong"]

@@ -1,13 +1,15 @@
-"""Train tiny models of twelve architectures for two steps: `make bench-models`.
+"""Train tiny models of twelve architectures for two steps with each engine: `make bench-models`.
 
-    python -P -m benchmarks models [--only NAME ...]
+    python -P -m benchmarks models [--only NAME ...] [--engine NAME ...]
 
-Each model has the configuration class of its family, a few thousand random weights, and the tokenizer of bytes that
-tests use. It is saved, loaded as a run loads its policy, sampled by the embedded engine (groups of several prompts of
-different lengths) and trained for two steps on these samples with the GRPO learner; then a checkpoint of it is written
-and loaded again. `logprob_error` is the largest difference between the log-probabilities of the sampler and those of
-the trainer's first pass over the same tokens; above 1e-3 the architecture fails. A failure whose message is not one of
-Toprope's own errors counts in `failed_without_words`, for which the exit status is 1. No network; a minute or two.
+Each model has the configuration class of its family, random weights, and the tokenizer of bytes that tests use. It is
+saved, loaded as a run loads its policy, sampled by the engine (groups of several prompts of different lengths) and
+trained for two steps on these samples with the GRPO learner; these weights are published and sampled again, and a
+checkpoint of them is written and loaded. `logprob_error` is the largest difference between the log-probabilities of the
+sampler and those of the trainer over the same tokens, before and after; above 1e-3 the architecture fails. A failure
+whose message is not one of Toprope's own errors counts in `failed_without_words`, for which the exit status is 1.
+Engines that are not installed are left out; vLLM comes from TOPROPE_ENGINES or ~/.cache/toprope-engines/home. No
+network; a minute or two for each engine, and with vLLM a minute for each architecture.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,30 +28,42 @@ from rich.table import Table
 from benchmarks.report import report
 from benchmarks.scratch import scratch
 from tests.support.tiny_policy import make_tiny_policy
-from toprope.errors import TopropeError
+from tests.support.training_api_server import until
+from tests.training.inference.conftest import sample
+from tests.training.inference.test_conformance import _interpreter
+from toprope.errors import InvalidValue, TopropeError
+from toprope.settings.schema import Config
+from toprope.training.inference.engine import Engine, SamplingRequest
 
 LARGEST_ERROR = 1e-3
 _COMMON: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 1,
-    "bos_token_id": None,
+    "bos_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
+ENGINES = ("embedded", "transformers", "vllm")
 _PROMPTS = ("ab", "What is 2 and 3?")
 _GROUP, _ANSWER = 4, 6
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3": ("Qwen3Config", {"head_dim": 8}),
+    "Qwen3": ("Qwen3Config", {"head_dim": 32}),
     "Qwen3-MoE": (
         "Qwen3MoeConfig",
-        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
-    "Llama 3": ("LlamaConfig", {"tie_word_embeddings": False}),
-    "Gemma 3": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}),
-    "Mistral": ("MistralConfig", {"head_dim": 8, "sliding_window": None}),
+    "Llama 3": ("LlamaConfig", {}),
+    "Gemma 3": (
+        "Gemma3TextConfig",
+        {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True},
+    ),
+    "Mistral": ("MistralConfig", {"head_dim": 32, "sliding_window": None}),
     "Phi": ("Phi3Config", {"original_max_position_embeddings": 256}),
     "SmolLM3": ("SmolLM3Config", {}),
     "OLMo": ("Olmo2Config", {}),
-    "gpt-oss": ("GptOssConfig", {"head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {"head_dim": 32, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "DeepSeek-V3": (
         "DeepseekV3Config",
         {
@@ -64,7 +77,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "FalconH1Config",
         {
             "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
-            "head_dim": 8,
+            "head_dim": 32,
         },
     ),
 }  # fmt: skip
@@ -73,9 +86,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class Row:
-    """The outcome of one architecture."""
+    """The outcome of one architecture with one engine."""
 
     name: str
+    engine: str
     parameters: int = 0
     logprob_error: float = math.nan
     changed_error: float = math.nan
@@ -108,9 +122,9 @@ def make_model(name: str, folder: Path, *, device: str = "cpu", dtype: str = "fl
     return folder
 
 
-def try_architecture(name: str, folder: Path) -> Row:
+def try_architecture(name: str, folder: Path, engine: str = "embedded") -> Row:
     """Make, sample and train one architecture."""
-    row, began = Row(name), time.monotonic()
+    row, began = Row(name, engine), time.monotonic()
     try:
         _run(row, make_model(name, folder))
     except TopropeError as error:
@@ -124,41 +138,69 @@ def try_architecture(name: str, folder: Path) -> Row:
 def _run(row: Row, folder: Path) -> None:
     import torch
 
-    from toprope.settings.schema import Config
+    from toprope.training.inference.engines.choice import make_engine
     from toprope.training.policy.loading import load_model, load_tokenizer
-    from toprope.training.trainer.batch_source import GroupBatch, build_rows
-    from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
-    from toprope.training.trainer.checkpoints.checkpoint_io import load_weights, save_checkpoint
+    from toprope.training.policy.publishing import open_publisher
+    from toprope.training.trainer.batch_source import build_rows
     from toprope.training.trainer.collate import collate
-    from toprope.training.trainer.grpo import GrpoLearner
-    from toprope.training.trainer.optimization import make_optimizer
     from toprope.training.trainer.step.forward import PolicyForward
-    from toprope.training.trainer.step.learner import StepHooks
 
     config = Config()
     config.policy.model, config.launcher.device, config.policy.max_context = str(folder), "cpu", 64
     config.rollout.group_size, config.rollout.groups_per_step = _GROUP, len(_PROMPTS)
     config.rollout.max_new_tokens, config.budget.steps = _ANSWER, 2
+    config.inference.engine = row.engine  # type: ignore[assignment]
     tokenizer, model = load_tokenizer(folder), load_model(folder, config, trained=True)
     row.parameters = sum(value.numel() for value in model.parameters())
-    groups = _sample(load_model(folder, config).eval().requires_grad_(False), tokenizer)
-    forward = PolicyForward(model.eval(), int(tokenizer.pad_token_id))
-    row.shares_prompts = forward.shares_prompts
-    rows = build_rows(groups, config)
-    tensors = collate(rows, 0, forward.device)
-    with torch.no_grad():
-        scores = forward(rows, tensors.columns)
-    assert scores is not None
-    row.logprob_error = float(((scores.logps - tensors.sampled).abs() * tensors.mask).max())
-    changed = load_model(folder, config).eval().requires_grad_(False)
-    with torch.no_grad():
-        for value in changed.parameters():
-            value.mul_(1.05)
-        scores = PolicyForward(changed, int(tokenizer.pad_token_id))(rows, tensors.columns)
-    assert scores is not None
-    row.changed_error = float(((scores.logps - tensors.sampled).abs() * tensors.mask).max())
-    if not row.logprob_error <= LARGEST_ERROR:
-        raise ValueError(f"sampler and trainer differ by {row.logprob_error:.2g}")
+
+    def error(of: Any, groups: list[Any]) -> float:
+        rows, forward = build_rows(groups, config), PolicyForward(of.eval(), int(tokenizer.pad_token_id))
+        row.shares_prompts = forward.shares_prompts
+        tensors = collate(rows, 0, forward.device)
+        with torch.no_grad():
+            scores = forward(rows, tensors.columns)
+        assert scores is not None
+        return float(((scores.logps - tensors.sampled).abs() * tensors.mask).max())
+
+    (crew := folder / "crew").mkdir()
+    engine = make_engine(config, folder, tokenizer, crew=crew, python=_interpreter(row.engine))
+    engine.start()
+    try:
+        if not engine.wait_ready(900):
+            raise ValueError("it was not ready within 900 s")
+        publisher = open_publisher(config, crew, model, dict(model.named_parameters()), 0)
+        groups = _sample(engine, tokenizer)
+        row.logprob_error = error(model, groups)
+        changed = load_model(folder, config).eval().requires_grad_(False)
+        with torch.no_grad():
+            for value in changed.parameters():
+                value.mul_(1.05)
+        row.changed_error = error(changed, groups)
+        if not row.logprob_error <= LARGEST_ERROR:
+            raise ValueError(f"sampler and trainer differ by {row.logprob_error:.2g}")
+        _train(config, model, tokenizer, groups, folder)
+        version = publisher.publish()
+        until(lambda: sample(engine, SamplingRequest([5], max_new_tokens=1))[0][0].version == version, 120)
+        after = error(model, _sample(engine, tokenizer))
+        if not after <= LARGEST_ERROR:
+            raise ValueError(f"sampler and trainer differ by {after:.2g} after an update")
+        row.logprob_error = max(row.logprob_error, after)
+    finally:
+        engine.stop()
+
+
+def _train(config: Config, model: Any, tokenizer: Any, groups: list[Any], folder: Path) -> None:
+    """Take two steps on the groups, and compare the model with its checkpoint."""
+    import torch
+
+    from toprope.training.policy.loading import load_model
+    from toprope.training.trainer.batch_source import GroupBatch
+    from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
+    from toprope.training.trainer.checkpoints.checkpoint_io import load_weights, save_checkpoint
+    from toprope.training.trainer.grpo import GrpoLearner
+    from toprope.training.trainer.optimization import make_optimizer
+    from toprope.training.trainer.step.learner import StepHooks
+
     parameters = dict(model.named_parameters())
     before = {name: value.detach().clone() for name, value in parameters.items()}
     optimizer = make_optimizer(config, parameters)
@@ -191,31 +233,20 @@ def _run(row: Row, folder: Path) -> None:
             raise ValueError("the model differs after its checkpoint")
 
 
-def _sample(model: Any, tokenizer: Any) -> list[Any]:
+def _sample(engine: Engine, tokenizer: Any) -> list[Any]:
     """Groups of one request each, sampled together, with rewards that differ within each group."""
-    import queue
-
     from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
-    from toprope.training.inference.embedded_engine import EmbeddedEngine
-    from toprope.training.inference.engine import Sample, SamplingRequest
 
-    engine = EmbeddedEngine(model, tokenizer, max_context=64, seed=0)
-    engine.start()
-    answers: list[queue.SimpleQueue[list[Sample] | Exception]] = []
-    prompts = []
+    requests = []
     for place, text in enumerate(_PROMPTS):
         rendered = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
         )
-        prompts.append(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-        answers.append(queue.SimpleQueue())
-        put: Callable[[Any], object] = answers[-1].put
-        engine.submit(SamplingRequest(prompts[-1], n=_GROUP, max_new_tokens=_ANSWER, seed=place), put)
+        ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        requests.append(SamplingRequest(ids, n=_GROUP, max_new_tokens=_ANSWER, seed=place))
     groups = []
-    for place, (ids, waiting) in enumerate(zip(prompts, answers, strict=True)):
-        found = waiting.get(timeout=120)
-        if isinstance(found, Exception):
-            raise found
+    for place, (request, found) in enumerate(zip(requests, sample(engine, *requests), strict=True)):
+        ids = request.prompt_ids
         rewards = [float(number % 2) for number in range(_GROUP)]
         groups.append(
             Group(
@@ -228,14 +259,35 @@ def _sample(model: Any, tokenizer: Any) -> list[Any]:
                 outcomes=[Outcome(reward, success=reward >= 1) for reward in rewards],
             )
         )
-    engine.stop()
     return groups
+
+
+def _engines(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row.engine for row in rows))
+
+
+def show(rows: list[Row]) -> None:
+    """Print architectures by engines: the error of log-probabilities where it works; then what was refused."""
+    table = Table("architecture", "parameters", "shares prompts", *_engines(rows), title="largest error of logprobs")
+    for name in dict.fromkeys(row.name for row in rows):
+        mine = {row.engine: row for row in rows if row.name == name}
+        first = max(mine.values(), key=lambda row: row.parameters)
+        cells = [
+            "" if row is None else f"{row.logprob_error:.1e}" if row.works else "refused" if row.in_words else "failed"
+            for row in (mine.get(engine) for engine in _engines(rows))
+        ]
+        table.add_row(name, f"{first.parameters:,}", "yes" if first.shares_prompts else "no", *cells)
+    Console(width=110).print(table)
+    for row in rows:
+        if not row.works:
+            print(f"{row.name} with {row.engine} ({row.seconds:.0f} s): {row.refusal[:500]}")
 
 
 def main() -> int:
     """Try the architectures; print the table and the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(ARCHITECTURES), help="only these architectures")
+    parser.add_argument("--engine", nargs="*", choices=ENGINES, default=ENGINES, help="only these engines")
     arguments = parser.parse_args()
     import torch
     import transformers
@@ -243,35 +295,27 @@ def main() -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    rows = []
-    for name in arguments.only or ARCHITECTURES:
-        with scratch("models") as folder:
-            rows.append(try_architecture(name, folder))
-    table = Table("architecture", "works", "parameters", "sampler - trainer", "shares prompts", "seconds", "refusal")
-    for row in rows:
-        said = f"{'' if row.in_words else '(without words) '}{row.refusal}"
-        error = f"{row.logprob_error:.1e}" if math.isfinite(row.logprob_error) else ""
-        shared = "yes" if row.shares_prompts else "no"
-        table.add_row(
-            row.name,
-            "yes" if row.works else "no",
-            f"{row.parameters:,}",
-            error,
-            shared,
-            f"{row.seconds:.1f}",
-            said[:300],
-        )
-    Console(width=160).print(table)
+    rows: list[Row] = []
+    for engine in arguments.engine:
+        try:
+            _interpreter(engine)
+        except InvalidValue as error:
+            print(f"{engine} is left out: {error.message}")
+            continue
+        for name in arguments.only or ARCHITECTURES:
+            with scratch("models") as folder:
+                rows.append(try_architecture(name, folder, engine))
+    show(rows)
     without = sum(not row.works and not row.in_words for row in rows)
     known = [row.logprob_error for row in rows if math.isfinite(row.logprob_error)]
-    figures = {
-        "architectures": len(rows),
-        "working": sum(row.works for row in rows),
+    figures: dict[str, Any] = {
+        "architectures": len({row.name for row in rows}),
+        **{f"working_{name}": sum(row.works for row in rows if row.engine == name) for name in _engines(rows)},
         "refused_in_words": sum(not row.works and row.in_words for row in rows),
         "failed_without_words": without,
         "logprob_error": max(known, default=None),
     }
-    blind = [row.name for row in rows if row.changed_error <= LARGEST_ERROR]
+    blind = [f"{row.name} with {row.engine}" for row in rows if row.changed_error <= LARGEST_ERROR]
     return report(
         "Models",
         figures,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
 import re
 import sys
+import threading
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -64,10 +66,18 @@ def test_memory_sees_what_a_process_holds():
     assert own.rss >= own.uss > 0
 
 
-def test_an_architecture_works_and_changed_weights_are_seen(tmp_path):
-    row = models.try_architecture("Qwen3", tmp_path)
-    assert row.works, row.refusal
-    assert row.logprob_error <= models.LARGEST_ERROR < row.changed_error
+def test_an_architecture_works_and_changed_weights_are_seen(tmp_path, capsys):
+    rows = []
+    for engine in ("embedded", "transformers"):
+        (folder := tmp_path / engine).mkdir()
+        rows.append(models.try_architecture("Qwen3", folder, engine))
+        assert rows[-1].works, rows[-1].refusal
+        assert rows[-1].logprob_error <= models.LARGEST_ERROR < rows[-1].changed_error
+    (folder := tmp_path / "refused").mkdir()
+    rows.append(models.try_architecture("Falcon-H1", folder, "transformers"))
+    assert rows[-1].refusal and rows[-1].in_words
+    models.show(rows)
+    assert "refused" in capsys.readouterr().out
 
 
 def test_memory_that_training_takes_is_estimated(monkeypatch):
@@ -106,6 +116,67 @@ def test_figures_of_a_run_on_a_gpu_are_its_worst_cases():
         "trainer_wait_share": 0.2,
         "samples_ratio_to_trl": 1.2,
     }
+
+
+def test_stock_trl_is_given_settings_that_it_has(tmp_path, monkeypatch):
+    from trl import GRPOConfig
+
+    asked = []
+
+    def run(side, policy, *words, python):
+        asked.append((side, policy, words, python))
+        return {"wall_s": 2.0}
+
+    monkeypatch.setattr(gpu, "run_reference", run)
+    bench = gpu.Bench(tmp_path, "tiny", "cpu", 7)
+    bench.train_with_trl("lora", None)
+    bench.train_with_trl("full", "/elsewhere/python")
+    (side, policy, words, python), (_, _, others, other) = asked
+    assert (side, policy, words[:4]) == ("trl", bench.model, (7, gpu._WARM, 1, 0))
+    assert (python, other) == (sys.executable, "/elsewhere/python")
+    settings, with_vllm = json.loads(words[4]), json.loads(others[4])
+    assert settings.pop("groups") * settings["per_device_train_batch_size"] == 16
+    assert (settings.pop("lora_rank"), with_vllm.pop("lora_rank"), with_vllm.pop("groups")) == (32, 0, 2)
+    assert with_vllm["use_vllm"] and "use_vllm" not in settings
+    known = {one.name for one in dataclasses.fields(GRPOConfig)}
+    assert set(settings) | set(with_vllm) <= known
+    assert bench.figures["samples_per_second_tiny_lora_trl"] == 8.0
+
+
+def test_peak_memory_of_a_gpu_is_noted_for_each_case(tmp_path, monkeypatch):
+    bench, used = gpu.Bench(tmp_path, "tiny", "cpu", 4), iter([1e9, 5e9])
+    with bench._peak("nothing"):
+        pass
+    assert not any("peak" in name for name in bench.figures) and bench.ways("full", "vllm") == {"": {}}
+    seen = threading.Event()
+
+    def read():
+        found = next(used, None)
+        if found is None:
+            seen.set()
+        return found or 2e9
+
+    monkeypatch.setattr(gpu, "_used", read)
+    monkeypatch.setattr(gpu, "_LOOK_S", 0.001)
+    bench._device = "cuda"
+    with bench._peak("full_vllm"):
+        assert seen.wait(10)
+    assert bench.figures["peak_gb_tiny_full_vllm"] == 5.0
+    settings = [one for way in bench.ways("full", "vllm").values() for one in way.items()]
+    assert settings == [("inference.sleep", True), ("inference.transfer", "gpu")]
+    assert list(bench.ways("lora", "vllm")) == ["", "_sleep"] and bench.ways("full", "transformers") == {"": {}}
+
+
+@pytest.mark.engines
+def test_all_parts_of_the_benchmark_of_a_gpu_are_rehearsed(capsys):
+    words = ["--rehearse", "--engines", "transformers", "--methods", "lora", "--steps", "5"]
+    assert gpu.main(words) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for name in ("samples_per_second_tiny_lora_transformers", "samples_per_second_tiny_lora_trl"):
+        assert figures[name] > 0
+    for name in gpu.GOALS:
+        assert name in figures
+    assert figures["versions_wrong"] == 0
 
 
 def test_benchmark_of_a_gpu_says_that_there_is_none(capsys):
