@@ -12,6 +12,7 @@ from toprope_tools.status.status import check_status, list_runs, numbers_line
 from toprope_tools.status.wait_conditions import parse
 
 from tests.support.tools_house import age_stamp, become, do, make_workshop, start_run, step
+from toprope.analysis.findings.failed_groups import SKIPPED
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.run.digests import sha256_of
@@ -84,6 +85,19 @@ def test_fresh_numbers_come_once_per_interval(run):
     assert len(text.split("\n")) == 1
     age_stamp(shop, folder.run_id, 31)
     assert check(shop, folder)[1].numbers["step"] == 20
+
+
+def test_tasks_skipped_for_their_difficulty_are_counted_in_the_status(run):
+    shop, folder = run
+    lost = {SKIPPED[0]: 3, SKIPPED[1]: 4, "the environment's driver ended": 9}
+    become(folder, "training", making={"begun": 20, "given_up": lost})
+    step(folder, 10)
+    text, told = check(shop, folder)
+    assert told.numbers["skipped"] == 7 and "7 tasks skipped as always or never solved" in text
+    become(folder, "training", making={"begun": 20, "given_up": {"the environment's driver ended": 9}})
+    age_stamp(shop, folder.run_id, 31)
+    text, told = check(shop, folder)
+    assert "skipped" not in told.numbers and "skipped" not in text
 
 
 def test_the_limit_holds_for_a_second_server_on_the_same_home(run, tmp_path):
