@@ -37,6 +37,8 @@ SETS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "max_new_tokens": ("rollout.max_new_tokens",),
         "count": ("rollout.group_size",),
     },
+    "evaluate_policy": {"run_id": ("launcher.*", "rollout.*")},
+    "serve_policy": {"run_id": ("launcher.*", "rollout.*")},
     "build_dataset": {
         "recipe": (
             *("sft.teacher", "sft.temperature", "sft.max_new_tokens"),
@@ -71,6 +73,9 @@ SETS_NOTHING: Mapping[str, frozenset[str]] = {
     "get_results": frozenset({"run_id", "detail", "plot"}),
     "compare_runs": frozenset({"a", "b"}),
     "browse_rollouts": frozenset({"run_id", "order", "task", "part", "failed", "group", "cursor"}),
+    # Tasks of installed packages, and time within limits.yaml.
+    "evaluate_policy": frozenset({"tasks", "limit"}),
+    "serve_policy": frozenset({"minutes"}),
     "export_policy": frozenset({"run_id", "form", "hub"}),
     "export_trajectories": frozenset({"sources", "format", "where"}),
     "build_dataset": frozenset({"name", "sources", "where"}),

@@ -95,7 +95,7 @@ class DataLimit(BaseModel, extra="forbid"):
     export: bool = True
     """True if export_trajectories is allowed."""
     policies: bool = True
-    """True if export_policy is allowed."""
+    """True if export_policy and serve_policy are allowed."""
     hub: list[str] = Field(default_factory=list)
     """Accounts and repositories of the Hub (me, me/model) to which export_policy may upload; empty: none."""
     llama_cpp: str | None = None

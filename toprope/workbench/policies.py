@@ -68,7 +68,7 @@ def policy_order(
     """
     settings = home.settings()
     if agent:
-        _require_allowed(settings, repository)
+        require_allowed(settings, repository)
     if form not in FORMS or dtype not in DTYPES:
         raise InvalidValue(
             f"There is no form {shown(form)}." if form not in FORMS else f"There is no dtype {shown(dtype)}.",
@@ -119,7 +119,15 @@ def policy_order(
     return DataOrder(Order(kind="policy", policy=order, target=str(place)), keys)
 
 
-def _require_allowed(settings: OwnerSettings, repository: str) -> None:
+def require_allowed(settings: OwnerSettings, repository: str = "") -> None:
+    """Pass an agent's wish to give a trained policy to other programs.
+
+    Args:
+        repository: Of the Hub, for an upload.
+
+    Raises:
+        LockedField: `data.policies` or `data.hub` forbids it.
+    """
     if not settings.data.policies:
         raise LockedField("The owner does not allow it (data.policies in settings.yaml).", hint="Ask the owner.")
     account = repository.partition("/")[0]
@@ -161,6 +169,7 @@ def _exported(home: Home, folder: RunFolder, found: Checkpoint, form: str) -> Ex
 
 def _origin(exported: Exported, found: Checkpoint, form: str, dtype: str) -> dict[str, Any]:
     sealed = found.path / MANIFEST
+    measured = [one.model_dump() for one in exported.results.standard]
     return {
         "run": exported.results.run_id,
         "step": found.step,
@@ -170,6 +179,8 @@ def _origin(exported: Exported, found: Checkpoint, form: str, dtype: str) -> dic
         "inputs_sha256": ""
         if exported.manifest is None
         else hashlib.sha256(json.dumps(exported.manifest.inputs, sort_keys=True).encode()).hexdigest(),
+        # The card has these scores, so an export after them is another one.
+        **({"standard_sha256": hashlib.sha256(json.dumps(measured).encode()).hexdigest()} if measured else {}),
     }
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+import anyio
 import typer
 
 from toprope_server.cli.context import open_workshop
@@ -16,6 +18,9 @@ Checkpoint = Annotated[
     typer.Argument(help="The run, as 'toprope status' takes it, or RUN@STEP.", autocompletion=complete_run),
 ]
 
+Engine = Literal["embedded", "transformers", "vllm"]
+_ENGINE = "What samples; vllm needs 'toprope engine add'."
+
 
 def chat(
     run: Checkpoint,
@@ -24,12 +29,14 @@ def chat(
     whole: Annotated[
         bool, typer.Option("--conversation", help="Keep earlier lines; otherwise each line is asked alone.")
     ] = False,
+    engine: Annotated[Engine, typer.Option(help=_ENGINE)] = "embedded",
 ) -> None:
     """Put questions to the policy that a run trained, one a line. Keeps nothing."""
     with open_workshop() as workshop:
         from toprope_server.cli.runs.chat import chat as talk
 
-        talk(workshop, find_checkpoint(workshop, run), temperature=temperature, max_tokens=max_tokens, whole=whole)
+        named = find_checkpoint(workshop, run)
+        talk(workshop, named, temperature=temperature, max_tokens=max_tokens, whole=whole, engine=engine)
 
 
 def serve_model(
@@ -38,9 +45,7 @@ def serve_model(
     max_context: Annotated[
         int | None, typer.Option(min=8, help="Longest prompt and answer, in tokens. Default: as in the run.")
     ] = None,
-    engine: Annotated[
-        Literal["embedded", "transformers", "vllm"], typer.Option(help="What samples; vllm needs 'toprope engine add'.")
-    ] = "embedded",
+    engine: Annotated[Engine, typer.Option(help=_ENGINE)] = "embedded",
 ) -> None:
     """Serve the policy that a run trained to other programs on this machine, in OpenAI's dialect, until Ctrl-C."""
     with open_workshop() as workshop:
@@ -58,14 +63,32 @@ def evaluate(
     python: Annotated[
         Path | None, typer.Option(help="An interpreter that has Inspect. Default: one of 'toprope env list'.")
     ] = None,
+    engine: Annotated[Engine | None, typer.Option(help=f"{_ENGINE} Default: the run's.")] = None,
 ) -> None:
-    """Measure standard tasks of Inspect with the policy that a run began with, and the one that it trained."""
-    with open_workshop() as workshop:
-        from toprope_server.cli.runs.standard_tasks import compare_lines, measure_tasks
+    """Measure standard tasks of Inspect with the policy that a run began with, and the one that it trained.
 
-        folder, found = measure_tasks(workshop, find_checkpoint(workshop, run), tasks, limit=limit, python=python)
-        typer.echo("\n".join(compare_lines(found)))
-        typer.echo(f"Inspect's logs: {folder}")
+    Ctrl-C stops following; 'toprope stop' ends what was started.
+    """
+    with open_workshop() as workshop:
+        from toprope_tools.runs.use import evaluate_policy
+
+        from toprope.analysis.reports.headline import standard_lines
+        from toprope.errors import visible
+        from toprope.records.run.tested_models import read_measurements
+        from toprope_server.cli.runs.watch import watch
+
+        named = find_checkpoint(workshop, run)
+        files = [str(Path(task).absolute()) if Path(task.partition("@")[0]).is_file() else task for task in tasks]
+        given = {"limit": limit, "python": None if python is None else str(python.absolute()), "engine": engine}
+        started = anyio.run(partial(evaluate_policy, workshop, run_id=named, tasks=files, agent=False, **given)).data
+        failed = watch(workshop, started.run_ids)
+        for one in started.run_ids:
+            if (failure := workshop.runs.status(one).failure) is not None:
+                typer.echo(f"{one}: {visible(failure.reason)} {failure.hint}", err=True)
+        for line in standard_lines(read_measurements(workshop.runs.folder(started.run_id)), visible):
+            typer.echo(line)
+        if failed:
+            raise typer.Exit(failed)
 
 
 def export(

@@ -64,6 +64,7 @@ COMMANDS = {
     "build_dataset": Command("data build", ("name",)),
     "check_environment": Command("env check", ("name",), {"full": "--full"}),
     "check_status": Command("watch", ("run_ids",)),
+    "evaluate_policy": Command("eval", ("run_id",), {"tasks": "--tasks", "limit": "--limit"}),
     "export_policy": Command("export", ("run_id",), {"form": "--form", "hub": "--hub"}),
     "export_trajectories": Command("data export", ("sources",)),
     "get_results": Command("results", ("run_id",), {"detail": {"detailed": "--detailed"}}),
@@ -71,6 +72,7 @@ COMMANDS = {
     "list_runs": Command("runs"),
     "read_logs": Command("logs", ("run_id", "component"), {"lines": "--lines"}),
     "resume_training": Command("resume", ("run_id",), {"steps": "--steps", "seconds": "--seconds"}),
+    "serve_policy": Command("serve-model", ("run_id",)),
     "stop_training": Command("stop", ("run_id",)),
 }
 """The commands, by the tools whose work they do."""

@@ -210,6 +210,35 @@ async def ask_checkpoint(
     )
 
 
+@result_tools.tool("Evaluate a policy", STARTS, toolset="run", on_failure=_LISTED)
+async def evaluate_policy(
+    ctx: Context,
+    run_id: Annotated[str, Field(description="An ended run, or RUN@STEP.")],
+    tasks: Annotated[Names, Field(description="Tasks of Inspect: inspect_evals/gsm8k.")],
+    limit: Annotated[int | None, Field(ge=1, description="Samples of each task.")] = None,
+) -> Annotated[CallToolResult, runs_answers.Evaluating]:
+    """Measures standard tasks with a checkpoint and with the policy before training, in runs of their own; get_results
+    of run_id has the scores.
+    """
+    from toprope_tools.runs import use
+
+    return result_of(await use.evaluate_policy(workshop_of(ctx), run_id=run_id, tasks=tasks, limit=limit))
+
+
+@result_tools.tool("Serve a policy", STARTS, toolset="run", on_failure=_LISTED)
+async def serve_policy(
+    ctx: Context,
+    run_id: Annotated[str, Field(description="An ended run, or RUN@STEP.")],
+    minutes: Annotated[float, Field(gt=0, le=1440, description="It ends by itself then.")] = 60,
+) -> Annotated[CallToolResult, runs_answers.Serving]:
+    """Serves a checkpoint to programs on this machine in OpenAI's dialect, as a run that stop_training ends; returns
+    its address and the file of its key.
+    """
+    from toprope_tools.runs import use
+
+    return result_of(await use.serve_policy(workshop_of(ctx), run_id=run_id, minutes=minutes))
+
+
 @result_tools.tool("Read a component's log", READS, toolset="read", on_failure=_LISTED)
 async def read_logs(
     ctx: Context,

@@ -132,7 +132,7 @@ def test_missing_wall_is_marked_or_refused(tmp_path: Path, monkeypatch: pytest.M
 
     async def started(wall: Wall) -> str:
         async with await EnvironmentWorker.behind(wall, timeout=60) as worker:
-            return missing_wall(worker)
+            return missing_wall(worker.enclosure)
 
     assert "can read and change what you can" in asyncio.run(started(Wall()))
     assert asyncio.run(started(Wall(trusted=True))) == ""

@@ -22,7 +22,7 @@ ORDER = [
     "stop_training", "resume_training",
     "reproduce_run", "check_status", "list_runs", "get_results", "compare_runs", "browse_rollouts",
     "export_trajectories", "export_policy", "build_dataset", "ask_checkpoint",
-    "read_logs", "note_experiment", "get_handoff",
+    "evaluate_policy", "serve_policy", "read_logs", "note_experiment", "get_handoff",
 ]  # fmt: skip
 ERAS = ["auto", "legacy"]
 DEFAULTS = {"read_only_hint": False, "destructive_hint": True, "idempotent_hint": False, "open_world_hint": True}
@@ -94,7 +94,7 @@ def test_tool_list_fits_into_agents_context():
 
     result = anyio.run(work).model_dump(mode="json", by_alias=True, exclude_none=True)
     assert len(result["tools"]) > len(ORDER)
-    assert len(json.dumps(result, separators=(",", ":"), ensure_ascii=False).encode()) / 4 <= 6000
+    assert len(json.dumps(result, separators=(",", ":"), ensure_ascii=False).encode()) / 4 <= 6200
     assert len(INSTRUCTIONS.encode()) < 2048
 
 

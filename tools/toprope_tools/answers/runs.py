@@ -26,6 +26,21 @@ class Asked(Structure):
     untrusted: bool = True
 
 
+class Evaluating(Structure):
+    run_id: str
+    run_ids: list[str]
+    tasks: list[str]
+    limit: int | None = None
+
+
+class Serving(Structure):
+    run_id: str
+    state: str
+    url: str | None = None
+    until: float | None = None
+    key_file: str | None = None
+
+
 class Stopped(Structure):
     run_id: str
     state: str

@@ -10,7 +10,7 @@ from anyio import to_thread
 from pydantic import ValidationError
 
 from toprope.analysis.findings.stored_runs import explain_run
-from toprope.analysis.reports.headline import accuracy_on
+from toprope.analysis.reports.headline import accuracy_on, standard_lines
 from toprope.analysis.reports.report import gather, labels_to_tell
 from toprope.analysis.reports.results import RESULTS_VERSION, Accuracy, Example, ModelReport, Models, Results
 from toprope.errors import Corrupt, InvalidValue, NotFound
@@ -18,7 +18,7 @@ from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
-from toprope.records.run.tested_models import AnsweredConversation
+from toprope.records.run.tested_models import AnsweredConversation, read_measurements
 from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
 from toprope.text_format import accuracy, ago, call, clip, duration, number, percent, plural, value
@@ -40,6 +40,7 @@ from toprope_tools.results.report_sections import curricula_lines, environment_l
 from toprope_tools.results.verdict import judge_test
 from toprope_tools.runs.ask import answer_lines, shown
 from toprope_tools.runs.sweeps import member_of, sweep_lines, sweep_structure
+from toprope_tools.runs.use import served_lines
 from toprope_tools.status.snapshot import limit_report
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     told = labels_to_tell(report.evaluations, _MOST_ALONG[detailed])
     left = len(report.evaluations) - len(told)
     report = report.model_copy(update={"evaluations": {label: report.evaluations[label] for label in told}})
+    report = report.model_copy(update={"standard": read_measurements(folder)})  # some come after the run's end
     said = [AnsweredConversation.model_validate(answer) for answer in report.answers]
     lines = [_head(status, report)]
     changed = _changed_after_end(status, folder) if complete else ""
@@ -94,12 +96,13 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     elif specification.sweep is not None:
         lines += sweep_lines(folder, specification.sweep)
     elif specification.ask is not None:
-        lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said)]
+        lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said), *served_lines(folder)]
     else:
         lines += _evaluations(report, specification.config)
         lines += (
             [f"{plural(left, 'evaluation')} along the way left out; {folder.evaluations} has them."] if left else []
         )
+    lines += [f"Standard task {line}" for line in standard_lines(report.standard, named)]
     repeated = compared_with_original(workshop, specification)
     if repeated is not None:
         lines.append(repeated.says)

@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from toprope.errors import InvalidValue, NotPossibleNow
-from toprope.records.run.checkpoints import Damage, checkpoint_of, newest_sound, no_sound_checkpoint, split_step
+from toprope.records.run.checkpoints import (
+    Checkpoint,
+    Damage,
+    checkpoint_of,
+    newest_sound,
+    no_sound_checkpoint,
+    split_step,
+)
 from toprope.records.run.specification import AskPlan, Specification
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import AnsweredConversation, read_answers
-from toprope.settings.schema import Config
+from toprope.settings.schema import Config, PolicySection
 from toprope.text_format import call, clip, plural
 from toprope.untrusted import marked
 from toprope.workbench.launch.freeze import freeze_question
@@ -101,6 +108,26 @@ async def ask_checkpoint(
 
 
 def _of_run(workshop: Workshop, named: str, plan: Callable[[Config, str], AskPlan]) -> Specification:
+    run, found, asked = checkpoint_to_use(workshop, named)
+    specification = freeze_question(run, policy_at(run, found), workshop.home.locks(), plan(run.config, asked))
+    return workshop.starter.start_frozen([specification]).specifications[0]
+
+
+def policy_at(run: Specification, found: Checkpoint) -> PolicySection:
+    """The policy of a checkpoint."""
+    return run.config.policy.model_copy(update={"model": str(found.path / "model"), "revision": None})
+
+
+def checkpoint_to_use(workshop: Workshop, named: str) -> tuple[Specification, Checkpoint, str]:
+    """Find a checkpoint of an ended run: the newest sound one, or that of `RUN@STEP`.
+
+    Returns:
+        The run, its checkpoint, and the checkpoint in words.
+
+    Raises:
+        NotPossibleNow: The run is live, or has no such checkpoint.
+        NotFound, Corrupt: There is no such run, or its checkpoints are damaged.
+    """
     run_id, step = split_step(named)
     status = workshop.runs.status(run_id)
     folder = workshop.runs.folder(run_id)
@@ -126,9 +153,7 @@ def _of_run(workshop: Workshop, named: str, plan: Callable[[Config, str], AskPla
     asked = f"step {found.step} of {run_id}"
     if damaged:
         asked += f" ({damaged[0]})"
-    weights = found.path / "model"
-    specification = freeze_question(run, str(weights), workshop.home.locks(), plan(run.config, asked))
-    return workshop.starter.start_frozen([specification]).specifications[0]
+    return run, found, asked
 
 
 def _conversations(prompts: list[Any]) -> list[list[dict[str, str]]]:

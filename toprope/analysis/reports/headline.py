@@ -7,13 +7,14 @@ training, validation tasks in a test. Greedy answers are another figure and are 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toprope.analysis.statistics.intervals import wilson
 from toprope.records.run.status import Status
-from toprope.text_format import accuracy, percent, plural
+from toprope.records.run.tested_models import Measurement
+from toprope.text_format import accuracy, number, percent, plural
 
 HELDOUT = "heldout"
 _FINAL = ("after", HELDOUT, "test")
@@ -83,3 +84,20 @@ def share_done(status: Status, now: float | None = None) -> float | None:
         if by_time - by_steps > _CLEARLY:
             return min(1.0, by_time)
     return min(1.0, by_steps)
+
+
+def standard_lines(found: Sequence[Measurement], name: Callable[[str], str]) -> list[str]:
+    """Return a line for each metric of the standard tasks that a run's policies were measured on.
+
+    Args:
+        name: Words the name of a task or metric, which others chose.
+    """
+    lines: dict[tuple[str, str, int | None], list[str]] = {}
+    for one in found:
+        when = "before training" if one.step is None else f"at step {one.step}"
+        for score in one.scores:
+            error = "" if score.error is None else f" ± {number(score.error)}"
+            failed = f", {score.failed} of them failed" if score.failed else ""
+            told = f"{number(score.value)}{error} {when} ({plural(score.samples, 'sample')}{failed})"
+            lines.setdefault((score.task, score.metric, one.limit), []).append(told)
+    return [f"{name(task)} {name(metric)}: {'; '.join(parts)}." for (task, metric, _), parts in lines.items()]

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from toprope.analysis.reports.headline import standard_lines
 from toprope.analysis.reports.page import escape_markdown
 from toprope.analysis.reports.results import Accuracy, Evaluation, Results
 from toprope.records.run.manifest import Manifest, Policy
@@ -157,6 +158,9 @@ def _evaluations(one: Exported, own: Mapping[str, Evaluation]) -> list[str]:
             "",
             "Accuracy is the share of tasks that the environment's own success counts, with its 95 % interval.",
         ]
+    measured = [found for found in one.results.standard if found.step in (None, one.step)]
+    if told := standard_lines(measured, _code):
+        lines += ["", "On standard tasks:", "", *(f"- {line}" for line in told)]
     integrity = one.results.integrity
     for check in integrity.checks if integrity is not None else ():
         if check.state == "warning":

@@ -41,7 +41,7 @@ from toprope.records.run.folder import (
 from toprope.records.run.metrics import read_history
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Event, Status, read_events
-from toprope.records.run.tested_models import TestedModel, read_answers, read_models
+from toprope.records.run.tested_models import TestedModel, read_answers, read_measurements, read_models
 
 _POINTS = 10
 _BEFORE, _AFTER, _TEST = "before", "after", "test"
@@ -85,6 +85,7 @@ def gather(folder: RunFolder, specification: Specification, status: Status) -> R
             "trackers": trackers,
             "tested": _tested(read_models(folder)),
             "curricula": curricula_of(folder),
+            "standard": read_measurements(folder),
             "answers": [answer.model_dump(mode="json") for answer in read_answers(folder)],
             "integrity": None
             if not specification.run_kind.trains

@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field
 
 from toprope.analysis.integrity import Integrity
 from toprope.analysis.statistics.intervals import Proportion
+from toprope.records.run.tested_models import Measurement
 
 RESULTS_VERSION = 1
 """Newest version of results.json that this code reads."""
@@ -155,6 +156,7 @@ class Results(BaseModel):
     """By name of the tracker: `folder` and `url` if there are any, and the `folders` of all attempts."""
     tested: Models | None = None
     answers: list[dict[str, Any]] = []
+    standard: list[Measurement] = []
     plot: str | None = None
     metrics: dict[str, Any] = {}
     time: dict[str, float] = {}

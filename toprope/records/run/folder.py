@@ -16,6 +16,7 @@
       checkpoints/       step-N/                             (trainer only, renamed into place; damaged-step-N: kept)
       logs/              <component>.log, rotated            (guards; keeper.log by the keeper)
       results.json       the report                          (keeper, at the end)
+      standard/          scores on standard tasks            (drivers of the runs that measured its policies)
       trackers.json      what trackers got, and where       (tracker only, replaced atomically)
       usage.json         what it took: time, processors, disk (keeper only, replaced atomically)
       contents.json      overlap of the splits, in counts    (environment's driver)

@@ -14,6 +14,7 @@ from toprope.atomic import write_json
 from toprope.errors import NotFound
 from toprope.records.run.folder import RunFolder, read_record
 from toprope.records.run.kinds import KINDS, KindName, RunKind
+from toprope.records.walls import NetworkName
 from toprope.sdk.worker.splits import PROMPT_RULE
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import FrozenLimits
@@ -115,13 +116,32 @@ class TestPlan(BaseModel, extra="forbid"):
     """Use held-out tasks, one answer each: the final measurement of a sweep's winner."""
 
 
+class StandardTasks(BaseModel, extra="forbid"):
+    """Standard tasks that Inspect puts to a policy."""
+
+    names: list[str]
+    """As `inspect eval` takes them."""
+    limit: int | None = Field(None, ge=1)
+    """Samples of each task; all if None."""
+    python: str
+    """Interpreter that has Inspect."""
+    network: NetworkName = "allow"
+    run: str
+    """The run whose policy this is."""
+    step: int | None = None
+    """Of its checkpoint; None for the policy that it began with."""
+
+
 class AskPlan(BaseModel, extra="forbid"):
-    """Plan of a run of kind `ask`: put conversations to the policy and keep the answers."""
+    """Plan of a run of kind `ask`: use the policy. It answers conversations, or `standard` tasks, or other programs."""
 
     kind: ClassVar[KindName] = "ask"
 
-    conversations: list[list[dict[str, str]]]
+    conversations: list[list[dict[str, str]]] = []
     """Chat messages, role and content."""
+    standard: StandardTasks | None = None
+    serve_s: float | None = Field(None, gt=0)
+    """Seconds for which the policy is served to programs on its machine."""
     temperature: float = 0.0
     """0 takes the most likely token at each position."""
     max_new_tokens: int

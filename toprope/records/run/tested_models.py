@@ -1,17 +1,21 @@
-"""Results of a test of several models (models.json) and of questions to a policy (answers.json) in a run's folder."""
+"""Results in a run's folder beside evaluations: of several models (models.json), of questions to a policy
+(answers.json), and of its policies on standard tasks (standard/)."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from toprope.atomic import write_json
+from toprope.atomic import write_json, write_text
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.folder import RunFolder, find_record, read_json, read_record
 
 TESTED_VERSION = 1
 """Version of both files."""
+
+_STANDARD = "standard"
 
 ENDPOINT_KEY = "TOPROPE_ENDPOINT_"
 """Prefix of the variables that carry keys of models at endpoints to the driver, and to no other component."""
@@ -53,6 +57,41 @@ class AnsweredConversation(BaseModel):
     """The reason why there is no answer."""
 
 
+class StandardScore(BaseModel):
+    """One metric of a standard task."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None = None
+    """Standard error; None if the task has none."""
+    samples: int
+    failed: int
+    """Samples that ended in an error, such as a prompt that is too long."""
+
+
+class Measurement(BaseModel):
+    """One policy of a run on standard tasks."""
+
+    version: int = TESTED_VERSION
+    names: list[str]
+    """The tasks as they were asked for."""
+    limit: int | None
+    """Samples of each task; all if None."""
+    step: int | None
+    """Of the checkpoint; None for the policy that the run began with."""
+    scores: list[StandardScore]
+
+
+class Served(BaseModel):
+    """A policy that answers other programs."""
+
+    url: str
+    """Of OpenAI's dialect."""
+    until: float
+    """Seconds since the epoch."""
+
+
 _Entry = TypeVar("_Entry")
 
 _models = TypeAdapter(list[TestedModel])
@@ -85,6 +124,39 @@ def read_answers(folder: RunFolder) -> list[AnsweredConversation]:
         Corrupt: It cannot be read.
     """
     return _read(folder, "answers.json", _answers)
+
+
+def add_measurement(folder: RunFolder, by: str, measurement: Measurement) -> None:
+    """Keep the scores that the run `by` measured, in its own folder and in that of the run whose policy it asked."""
+    (folder.path / _STANDARD).mkdir(mode=0o700, exist_ok=True)
+    write_json(folder.path / _STANDARD / f"{by}.json", measurement.model_dump(mode="json"))
+
+
+def read_measurements(folder: RunFolder) -> list[Measurement]:
+    """All scores on standard tasks, in the order of the checkpoints.
+
+    Raises:
+        Corrupt: A file cannot be read.
+    """
+    files = sorted((folder.path / _STANDARD).glob("[!.]*.json"))
+    found = [read_record(file, TESTED_VERSION, Measurement) for file in files]
+    return sorted(found, key=lambda one: -1 if one.step is None else one.step)
+
+
+def write_served(folder: RunFolder, key: str, served: Served) -> None:
+    """Keep the address, and in a file beside it the key. Both go with the crew."""
+    write_text(served_key(folder), f"{key}\n")
+    write_json(folder.crew / "served.json", served.model_dump())
+
+
+def read_served(folder: RunFolder) -> Served | None:
+    """The policy that a live run serves; None before and after."""
+    return find_record(folder.crew / "served.json", TESTED_VERSION, Served)
+
+
+def served_key(folder: RunFolder) -> Path:
+    """The file with the key of a served policy."""
+    return folder.crew / "model-key"
 
 
 def _write(folder: RunFolder, what: str, entries: list[Any]) -> None:

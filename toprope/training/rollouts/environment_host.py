@@ -236,7 +236,7 @@ class EnvironmentHost:
             raise self.name_error(error) from (error.__cause__ if self.is_only else error)
         self.loaded = {"loaded": loaded, "versions": self.card.versions}
         self._watch = asyncio.create_task(watch_worker(worker, section.memory_mb))
-        if (warning := missing_wall(worker)) and not self._is_marked:
+        if (warning := missing_wall(worker.enclosure)) and not self._is_marked:
             self._is_marked = True
             self._send(Warned(warning))
         return worker

@@ -27,9 +27,11 @@ class ServedPolicy:
 
 
 @asynccontextmanager
-async def serve_policy(config: Config, cache: Path, report: Callable[[str], None]) -> AsyncIterator[PolicyClient]:
+async def serve_policy(
+    config: Config, cache: Path, report: Callable[[str], None], *, engine: str = "embedded", python: str | None = None
+) -> AsyncIterator[PolicyClient]:
     """Serves the configured policy for the duration of the block; yields a client. See `serving`."""
-    async with serving(config, cache, report) as served:
+    async with serving(config, cache, report, engine=engine, python=python) as served:
         client = PolicyClient(served.url, served.secret)
         try:
             yield client

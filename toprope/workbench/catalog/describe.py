@@ -177,7 +177,7 @@ class Describer:
         grace = 0.0  # Only a worker that answered everything gets time to end by itself.
         try:
             link = await options.start(entry, {MARK: mark}, folder)
-            rights = [said] if (said := missing_wall(link)) else []
+            rights = [said] if (said := missing_wall(link.enclosure)) else []
             if entry.environment.file and (above := folders_above(entry.environment.file, options.walls.closed)):
                 rights.append(f"Its code can read all of {', '.join(above)}, because its file imports from there.")
             started = time.monotonic()

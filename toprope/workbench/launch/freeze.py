@@ -29,6 +29,7 @@ from toprope.settings.changes import apply_changes
 from toprope.settings.fields import KNOBS, all_fields, knob_problems
 from toprope.settings.locks import Locks
 from toprope.settings.owner import Home
+from toprope.settings.schema import InferenceSection, PolicySection
 from toprope.settings.sections.environment import RUN, curriculum_of
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft
@@ -226,17 +227,20 @@ def _problems(draft: Draft) -> list[str]:
     return problems + [f"{KNOBS}.{knob} is not a setting of {draft.environment.name}." for knob in unknown]
 
 
-def freeze_question(run: Specification, model: str, locks: Locks, plan: AskPlan) -> Specification:
-    """Freeze a run that puts questions to the policy that another run trained.
+def freeze_question(
+    run: Specification, policy: PolicySection, locks: Locks, plan: AskPlan, engine: tuple[str, str | None] | None = None
+) -> Specification:
+    """Freeze a run that uses the policy that another run trained, or began with.
 
     Locks for new training do not apply to that policy. Fields that decide what asking costs (`launcher`, `rollout`)
     are moved to what the locks allow.
 
     Args:
         run: The run that trained the policy.
-        model: Folder of its weights.
+        policy: The policy.
         locks: The owner's present locks.
-        plan: The questions.
+        plan: The use.
+        engine: The engine that samples, and its interpreter if it needs one; the run's if None.
 
     Raises:
         LockedField: The owner does not allow a value of the plan.
@@ -247,8 +251,13 @@ def freeze_question(run: Specification, model: str, locks: Locks, plan: AskPlan)
     allowed, _ = locks.adjust(config, fields)
     config, _ = apply_changes(config, allowed, (), locks)
     locks.require(plan_values(plan))
-    # The checkpoint holds the adapters, where there are any.
-    config.policy = config.policy.model_copy(update={"model": model, "revision": None, "lora": False})
+    # A checkpoint holds its adapters, and new ones would change nothing.
+    config.policy = policy.model_copy(update={"lora": False})
+    if engine is None and config.inference.engine == "vllm" and (Path(policy.model) / "adapter_config.json").is_file():
+        engine = ("embedded", None)  # vLLM begins with a whole model
+    if engine is not None:
+        chosen = {"engine": engine[0], "memory_share": config.inference.memory_share}
+        config.inference = InferenceSection.model_validate(chosen)
     return Specification(
         run_id=new_run_id(f"ask-{run.environment.name.rsplit('/', 1)[-1]}", now),
         kind="ask",
@@ -263,7 +272,7 @@ def freeze_question(run: Specification, model: str, locks: Locks, plan: AskPlan)
         ask=plan,
         hosted=run.hosted,
         policy_cache=run.policy_cache,
-        engine_python=run.engine_python,
+        engine_python=run.engine_python if engine is None else engine[1],
     )
 
 

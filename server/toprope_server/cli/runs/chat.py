@@ -16,6 +16,7 @@ from toprope.extras import TRAINING, require
 from toprope.records.run.checkpoints import split_step
 from toprope.records.run.specification import Specification
 from toprope.settings.sections.environment import RUN
+from toprope.workbench.interpreters.engines import engine_python
 from toprope.workbench.launch.lineage import base_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def trained_policy(workshop: Workshop, named: str) -> Config:
     return config
 
 
-def chat(workshop: Workshop, run_id: str, *, temperature: float, max_tokens: int | None, whole: bool) -> None:
+def chat(
+    workshop: Workshop, run_id: str, *, temperature: float, max_tokens: int | None, whole: bool, engine: str
+) -> None:
     """Answer each line of standard input until it ends.
 
     Args:
@@ -55,15 +58,20 @@ def chat(workshop: Workshop, run_id: str, *, temperature: float, max_tokens: int
         temperature: 0 takes the most likely token at each position.
         max_tokens: Longest answer; as in the run if None.
         whole: Keep the conversation; otherwise each line begins anew, as tasks of one turn do.
+        engine: As `inference.engine`.
 
     Raises:
         NotFound, NotPossibleNow: There is no such run, or it has no weights yet.
+        InvalidValue: The engine was not added, or cannot serve this policy.
     """
-    config = trained_policy(workshop, run_id)
-    anyio.run(_talk, workshop.home.policies, config, temperature, max_tokens or config.rollout.max_new_tokens, whole)
+    config, python = trained_policy(workshop, run_id), engine_python(workshop.home, engine)
+    limit = max_tokens or config.rollout.max_new_tokens
+    anyio.run(_talk, workshop.home.policies, config, temperature, limit, whole, engine, python)
 
 
-async def _talk(cache: Path, config: Config, temperature: float, max_tokens: int, whole: bool) -> None:
+async def _talk(
+    cache: Path, config: Config, temperature: float, max_tokens: int, whole: bool, engine: str, python: str | None
+) -> None:
     from toprope.training.inference.client import PromptTooLong, Sampling
     from toprope.training.rollouts.preview_policy import serve_policy
 
@@ -71,7 +79,7 @@ async def _talk(cache: Path, config: Config, temperature: float, max_tokens: int
     messages: list[dict[str, str]] = []
     if live:
         print(f"Loading {config.policy.model} ...", file=sys.stderr, flush=True)
-    async with serve_policy(config, cache, lambda text: None) as policy:
+    async with serve_policy(config, cache, lambda text: None, engine=engine, python=python) as policy:
         if live:
             print("Write a line to ask; Ctrl-D ends.", file=sys.stderr, flush=True)
         while (line := await to_thread.run_sync(_read, live, abandon_on_cancel=True)) is not None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from toprope.records.run.specification import EnvironmentSource
 from toprope.records.walls import Walls
+from toprope.sdk.wall.enclosure import Enclosure
 from toprope.sdk.wall.paths import data_paths, source_paths
 from toprope.sdk.wall.plan import Network, Wall
-from toprope.sdk.worker.client import WorkerClient
 
 
 def environment_wall(
@@ -58,9 +58,8 @@ def passed_on() -> Walls:
     return Walls.from_variables(os.environ)
 
 
-def missing_wall(worker: WorkerClient) -> str:
-    """A warning that a worker has no wall; empty if it has one, or its owner let it out."""
-    built = worker.enclosure
+def missing_wall(built: Enclosure | None) -> str:
+    """A warning that a program has no wall; empty if it has one, or its owner let it out."""
     if built is None or built.level != "none":
         return ""
     return (

@@ -115,7 +115,8 @@ def _asked_costs(specification: Specification) -> TokenCosts:
 
 def _turns(specification: Specification) -> int | None:
     """Calls in one rollout; None if unknown."""
-    if specification.mixture:
+    asked = specification.ask
+    if specification.mixture or (asked is not None and not asked.conversations):
         return None
     if specification.config.environment.max_turns is not None:
         return specification.config.environment.max_turns
