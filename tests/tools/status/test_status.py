@@ -73,10 +73,11 @@ def test_components_logs_and_tracker_are_told(run):
 
 def test_fresh_numbers_come_once_per_interval(run):
     shop, folder = run
+    become(folder, "training", making={"begun": 9, "given_up": {SKIPPED[0]: 3, SKIPPED[1]: 4, "other": 9}})
     step(folder, 10)
     text, first = check(shop, folder)
     assert (first.fresh, first.numbers["step"], first.next_numbers_in_s) == (True, 10, 30.0)
-    assert "step 10/100" in text
+    assert "step 10/100" in text and "7 tasks skipped as always or never solved" in text
     step(folder, 20)
     text, second = check(shop, folder)
     assert (second.fresh, second.numbers["step"]) == (False, 10)
@@ -85,19 +86,6 @@ def test_fresh_numbers_come_once_per_interval(run):
     assert len(text.split("\n")) == 1
     age_stamp(shop, folder.run_id, 31)
     assert check(shop, folder)[1].numbers["step"] == 20
-
-
-def test_tasks_skipped_for_their_difficulty_are_counted_in_the_status(run):
-    shop, folder = run
-    lost = {SKIPPED[0]: 3, SKIPPED[1]: 4, "the environment's driver ended": 9}
-    become(folder, "training", making={"begun": 20, "given_up": lost})
-    step(folder, 10)
-    text, told = check(shop, folder)
-    assert told.numbers["skipped"] == 7 and "7 tasks skipped as always or never solved" in text
-    become(folder, "training", making={"begun": 20, "given_up": {"the environment's driver ended": 9}})
-    age_stamp(shop, folder.run_id, 31)
-    text, told = check(shop, folder)
-    assert "skipped" not in told.numbers and "skipped" not in text
 
 
 def test_the_limit_holds_for_a_second_server_on_the_same_home(run, tmp_path):
