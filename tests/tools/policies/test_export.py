@@ -19,6 +19,8 @@ from tests.support.services.hub_stand_in import HubStandIn
 from tests.tools.policies.house import export, greedy, toprope, trained
 from toprope.errors import ComponentFailed, InvalidValue, LockedField, NotFound
 from toprope.records.run.checkpoints import checkpoint_of, seal
+from toprope.records.run.manifest import Manifest, Policy
+from toprope.workbench import policies
 from toprope.workbench.launch.lineage import base_of, policy_named
 
 TOKEN = "hf_right"
@@ -71,11 +73,15 @@ def test_policy_is_exported_with_card_of_its_step(shop, full, base):
     assert export(shop, full.run_id).data.path == answer.data.path
 
 
-def test_adapters_are_merged_into_their_base_without_changing_the_policy(shop, adapted, tmp_path):
+def test_adapters_are_merged_into_their_base_without_changing_the_policy(shop, adapted, monkeypatch):
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
+    started = Policy(model="me/model", revision="a" * 40, licence="other: ours")
+    first = Manifest.model_construct(run_id="first", policy=started)
+    monkeypatch.setattr(policies, "lineage_of", lambda *_: [{"run": "first", "step": 2}, {"model": "me/model"}])
+    monkeypatch.setattr(Manifest, "read", lambda folder: first if folder.run_id == "first" else None)
     saved = adapted.checkpoints / "step-000003" / "model"
     merged, alone = export(shop, adapted.run_id), export(shop, adapted.run_id, form="adapter")
     assert torch.allclose(logits(merged.data.path), logits(saved), atol=1e-4)
@@ -83,7 +89,9 @@ def test_adapters_are_merged_into_their_base_without_changing_the_policy(shop, a
     named = json.loads((saved / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert not torch.allclose(logits(merged.data.path), logits(named), atol=1e-2)
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(named), alone.data.path)
-    assert "library_name: peft" in Path(alone.data.path, "README.md").read_text() and loaded.peft_config
+    card, told = Path(alone.data.path, "README.md").read_text(), loaded.peft_config["default"]
+    assert "library_name: peft" in card and "\nlicense: other\nlicense_name: ours\n" in card
+    assert (told.base_model_name_or_path, told.revision) == ("me/model", "a" * 40)
 
 
 def test_half_precision_and_other_folder_by_command(shop, full, owner, tmp_path):
