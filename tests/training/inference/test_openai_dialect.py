@@ -195,6 +195,45 @@ def test_marks_that_are_special_tokens_are_seen(tiny_policy: Path) -> None:
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
 
 
+_MISTRAL = """{# tools #}{%- set ns = namespace(turns=0) -%}
+{%- for m in messages -%}
+{%- if m.role != 'tool' and not m.tool_calls -%}
+{%- if (m.role == 'user') != (ns.turns % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif -%}
+{%- set ns.turns = ns.turns + 1 -%}
+{%- endif -%}
+{%- if m.role == 'tool' -%}
+{%- if m.tool_call_id | length != 9 %}{{ raise_exception('length 9!') }}{% endif -%}
+[TOOL_RESULTS]{{ m.tool_call_id }}{{ m.content }}
+{%- elif m.tool_calls -%}
+[TOOL_CALLS][{%- for call in m.tool_calls %}{{ call.function | tojson }}{{ call.id }}{% endfor %}]<eos>
+{%- else -%}
+<{{ m.role }}>{{ m.content }}<eos>
+{%- endif -%}
+{%- endfor -%}"""
+
+
+def test_conversation_with_calls_goes_on_where_the_template_is_strict(http: TestClient, engine: ScriptedEngine) -> None:
+    """Mistral's templates want ids of nine characters, and turns that alternate but for calls and their results."""
+    engine.tokenizer.chat_template = _MISTRAL
+    server = InferenceServer(engine, engine.tokenizer, model_name="tiny", secret=SECRET)
+    engine.texts += ['[TOOL_CALLS][{"name": "add", "arguments": {}}]', "It is 3.", "Bye."]
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "1 + 2?"}]
+    with TestClient(server.app) as client:
+        client.headers["authorization"] = f"Bearer {SECRET}.g0/0"
+        talk.append(ask(client, talk, tools=TOOLS)["choices"][0]["message"])
+        [call] = talk[-1]["tool_calls"]
+        talk.append({"role": "tool", "tool_call_id": call["id"], "content": "3"})
+        talk.append(ask(client, talk, tools=TOOLS)["choices"][0]["message"])
+        assert talk[-1]["content"] == "It is 3."
+        assert engine.prompts[-1].startswith(engine.prompts[0] + "<assistant>" + '[TOOL_CALLS][{"name": "add"')
+        talk.append({"role": "user", "content": "Thanks."})
+        ask(client, talk, tools=TOOLS)
+    [(asked, answered)] = re.findall(
+        r"\[TOOL_CALLS\]\[\{.*?\}\}(\w+)\]<eos>\[TOOL_RESULTS\](\w{9})3", engine.prompts[-1]
+    )
+    assert asked == answered, "the template's own form"
+
+
 def test_stream_contains_the_whole_answer(http: TestClient, engine: ScriptedEngine) -> None:
     engine.texts += [CALL, "done", "abc"]
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "stream_options": {"include_usage": True}}

@@ -198,14 +198,18 @@ class InferenceServer:
     async def _chat_answer(self, request: HttpRequest, body: ChatRequest, session: str) -> Response:
         tools = allowed_tools(body)
         known = self.sessions.get(session) if session else None
-        messages = self._renderer.prepare(body.messages, tools, known.turns if known else ())
-        try:
-            with render_limit():
-                text = self._tokenizer.apply_chat_template(
-                    messages, tools=tools, add_generation_prompt=True, tokenize=False
-                )
-        except Exception as error:  # a template is a program from the model and may raise anything
-            raise BadRequest(f"the policy's chat template rejects these messages: {error}") from None
+        for turns in (known.turns if known else (), ()):  # at last with calls as the template itself writes them
+            messages = self._renderer.prepare(body.messages, tools, turns)
+            try:
+                with render_limit():
+                    text = self._tokenizer.apply_chat_template(
+                        messages, tools=tools, add_generation_prompt=True, tokenize=False
+                    )
+                break
+            except Exception as error:  # a template is a program from the model and may raise anything
+                problem = error
+        else:
+            raise BadRequest(f"the policy's chat template rejects these messages: {problem}")
         prompt_ids = self._prompt_ids(text, session)
         if body.top_logprobs:
             raise BadRequest("top_logprobs is not supported; logprobs of the sampled tokens are")

@@ -156,6 +156,7 @@ class MessageRenderer:
     def __init__(self, template: str | dict[str, str], end_texts: Iterable[str]) -> None:
         source = str(template)
         self._supports_tools, self._supports_calls = "tools" in source, "tool_calls" in source
+        self._short_ids = "length != 9" in source  # Mistral's refuse others
         self._end_texts = tuple(filter(None, end_texts))
 
     def prepare(
@@ -188,6 +189,8 @@ class MessageRenderer:
         message = {**message, "content": _text(message.get("content"))}
         if message.get("role") == "developer":
             message["role"] = "system"
+        if "tool_call_id" in message:
+            message["tool_call_id"] = self._id(message["tool_call_id"])
         calls = message.get("tool_calls")
         if not calls:
             message.pop("tool_calls", None)
@@ -199,15 +202,20 @@ class MessageRenderer:
         functions = [_function(call) for call in calls]
         if self._supports_calls:
             message["tool_calls"] = [
-                {**call, "function": function} for call, function in zip(calls, functions, strict=True)
+                {**call, "id": self._id(call.get("id")), "function": function}
+                for call, function in zip(calls, functions, strict=True)
             ]
             return message
         written = (f"<tool_call>\n{json.dumps(function)}\n</tool_call>" for function in functions)
         return {"role": "assistant", "content": "\n".join(filter(None, [message["content"], *written]))}
 
+    def _id(self, given: Any) -> Any:
+        return hashlib.blake2b(str(given).encode(), digest_size=5).hexdigest()[:9] if self._short_ids else given
+
 
 def _needs_conversion(message: dict[str, Any]) -> bool:
-    return type(message.get("content")) is not str or "tool_calls" in message or message.get("role") == "developer"
+    special = "tool_calls" in message or "tool_call_id" in message or message.get("role") == "developer"
+    return special or type(message.get("content")) is not str
 
 
 def _text(content: Any) -> str:
