@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+import time
 import venv
 from functools import partial
 from pathlib import Path
@@ -22,13 +24,14 @@ from tests.support.run_engines import ECOSYSTEMS
 from tests.support.tools_house import do
 from tests.tools.policies.house import export, greedy, toprope
 from toprope.errors import ComponentFailed, InvalidValue, LockedField, NotFound
+from toprope.records.messages import Evaluated, Finished, Progress
 from toprope.records.run.checkpoints import checkpoint_of
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Manifest, Policy
 from toprope.records.run.specification import AskPlan, Specification, StandardTasks
-from toprope.records.run.tested_models import Measurement, add_measurement
+from toprope.records.run.tested_models import Measurement, add_measurement, read_served, served_key
 from toprope.sdk.wall.plan import level_here
-from toprope.training.evaluation import standard_tasks
+from toprope.training.evaluation import questions, standard_tasks
 from toprope.training.inference.sessions import UNRECORDED, session_key
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.launch.freeze import freeze_question
@@ -180,6 +183,26 @@ def test_agents_serve_a_policy_for_a_time(shop, live, full, owner):
     assert told.data.url not in do(get_results, live, run_id=told.data.run_id).text
 
 
+def test_served_policy_follows_its_address_and_ends_by_itself(tmp_path, monkeypatch):
+    folder, reports, addresses = RunFolder.create(tmp_path, "ask-1"), [], iter(["http://a", None])
+    monkeypatch.setattr(questions, "_LOOK_S", 0.01)
+    member = SimpleNamespace(
+        secret="the secret",
+        folder=folder,
+        ending=threading.Event(),
+        peer=lambda name: next(addresses, "http://b"),
+        report=reports.append,
+    )
+    asyncio.run(questions._serve(member, 0.2))
+    served = read_served(folder)
+    assert served.url == "http://b/v1" and 0 < served.until - time.time() + 0.2 < 10
+    assert served_key(folder).read_text().strip() == session_key("the secret", UNRECORDED)
+    assert served_key(folder).stat().st_mode & 0o077 == 0
+    assert [type(one) for one in reports] == [Progress, Evaluated, Finished]
+    member.ending.set()
+    asyncio.run(asyncio.wait_for(questions._serve(member, 3600.0), 5))
+
+
 @pytest.mark.engines
 @pytest.mark.skipif(not INSPECT_PYTHON.exists(), reason="Inspect is not there: make test-engines")
 def test_inspect_measures_local_tasks(shop, full, owner, tmp_path, monkeypatch):
@@ -197,6 +220,5 @@ def test_inspect_measures_local_tasks(shop, full, owner, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = toprope("eval", f"{full.run_id}@2", "--tasks", "words.py@words", "--python", str(INSPECT_PYTHON))
     assert done.exit_code == 0, done.output
-    assert re.search(r"words exact/(mean|accuracy): 0 ± 0 before, 0\.5 ± \S+ after; 2 samples", done.output), (
-        done.output
-    )
+    line = r"words exact/(mean|accuracy): 0 ± 0 before training \(2 samples\); 0\.5 ± \S+ at step 2 \(2 samples\)\."
+    assert re.search(line, done.output), done.output

@@ -96,7 +96,8 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     elif specification.sweep is not None:
         lines += sweep_lines(folder, specification.sweep)
     elif specification.ask is not None:
-        lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said), *served_lines(folder)]
+        lines += [f"Asked: {specification.ask.asked}.", *answer_lines(said)]
+        lines += [] if status.ended else served_lines(folder)
     else:
         lines += _evaluations(report, specification.config)
         lines += (
