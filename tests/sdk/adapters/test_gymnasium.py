@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.run_engines import ECOSYSTEMS
+from toprope.sdk import errors
 from toprope.sdk.adapters import gem
 from toprope.sdk.adapters.gymnasium import declared, make
 from toprope.sdk.errors import InvalidRequest, LoadError
@@ -136,8 +137,10 @@ def test_data_of_nltk_is_fetched_for_a_game_that_lacks_it(tmp_path: Path, monkey
     assert "1 to 5" in next(opened(tmp_path / "words.py", words).tasks()).messages[0]["content"]
     there.clear()
     monkeypatch.setitem(sys.modules, "nltk", SimpleNamespace(download=lambda name: False))
-    with pytest.raises(LoadError, match="nltk.downloader words, once"):
+    monkeypatch.setattr(errors, "_unreached", ["data.example.org"])
+    with pytest.raises(LoadError, match="nltk.downloader words, once") as lacking:
         opened(tmp_path / "words.py", words)
+    assert "network; data.example.org could not be reached" in errors.Failure.of(lacking.value).message
 
 
 def test_fields_of_a_required_configuration_are_knobs(tmp_path: Path) -> None:

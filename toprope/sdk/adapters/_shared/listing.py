@@ -61,8 +61,10 @@ def with_nltk_data(make: Callable[[], _Made]) -> _Made:
             return make()
         except LookupError as error:
             names = _NLTK_DATA.findall(str(error))
-            if not names or not all(importlib.import_module("nltk").download(name) for name in names):
+            if not names:
                 raise
+            if not all(importlib.import_module("nltk").download(name) for name in names):
+                raise error from ConnectionError("NLTK did not download its data")  # it prints why
     return make()
 
 
