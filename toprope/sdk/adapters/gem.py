@@ -21,7 +21,7 @@ from toprope.sdk.errors import LoadError
 __all__ = ["PACKAGE", "REQUIREMENTS", "installed", "make"]
 
 PACKAGE = "gem"
-REQUIREMENTS = ("gem-llm==0.1.*", "datasets", "pandas", "pywikiapi")
+REQUIREMENTS = ("gem-llm==0.1.*", "datasets", "pandas", "pywikiapi", "beautifulsoup4")
 _NEEDS = {
     "math": ("network", "its tasks are a data set of the Hugging Face Hub"),
     "code": ("network", "its tasks are a data set of the Hugging Face Hub"),

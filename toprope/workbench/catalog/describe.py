@@ -55,7 +55,7 @@ _KEY = re.compile(
     r"\b(?!(?:[A-Z0-9]+_)*(?:INVALID|MISSING|EXPIRED|WRONG|BAD|NO)_)(?:[A-Z][A-Z0-9_]*_(?:API_KEY|ACCESS_KEY|SECRET)|"
     r"(?:[A-Z0-9]+_)*(?:HF|HUB|GITHUB|GH|GITLAB|BOT|ACCESS|AUTH|API)_TOKEN)\b"
 )
-_IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): ")
+_IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): |\bCould not import\b")
 _LACKS = re.compile(
     r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
 )
@@ -188,7 +188,7 @@ class Describer:
             refused, score_s = "", None
             if examples:
                 try:
-                    shown, score_s = await _examples(link, examples, options.call_timeout_s)
+                    shown, score_s = await _examples(link, examples, options)
                     limit = options.call_timeout_s + _SURVEY_SECONDS
                     sizes = await link.survey(_SURVEY_TASKS, _SURVEY_SECONDS, timeout=limit)
                 except WorkerError as failure:
@@ -243,9 +243,12 @@ def require_usable(entry: Entry) -> None:
         raise EnvironmentFailed(f"{entry.name} is not installed.", hint=entry.problem)
 
 
-async def _examples(link: EnvironmentWorker, count: int, timeout: float) -> tuple[tuple[Example, ...], float | None]:
-    """Return examples, and the mean seconds per answer."""
-    page = await link.tasks("train", 0, count, timeout=timeout)
+async def _examples(
+    link: EnvironmentWorker, count: int, options: WorkerOptions
+) -> tuple[tuple[Example, ...], float | None]:
+    """Return examples, and the mean seconds per answer. The first tasks may take as long as loading does."""
+    timeout = options.call_timeout_s
+    page = await link.tasks("train", 0, count, timeout=timeout + options.load_timeout_s)
     examples, calls, seconds = [], 0, 0.0
     for index, task in enumerate(page.tasks):
         if seconds > _EXAMPLES_SECONDS:
