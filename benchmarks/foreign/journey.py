@@ -185,9 +185,11 @@ class Traveller:
                 for name, where in after.items()
                 if place and (place in where or name.rpartition("/")[2] in modules)
             ]
-            names = names or [name for name in after if name not in before]
+        if not names and (problem := await asyncio.to_thread(self._problem, candidate)):
+            raise Refused(problem)
+        names = names or [name for name in after if name not in before and not candidate.entry]
         if not names:
-            raise Refused(await self._why_not(candidate, told))
+            raise Refused(told.replace(". ", ".\n") or "It is not listed.")
         return names
 
     def _with_rows(self, candidate: Candidate) -> tuple[str, ...]:
@@ -208,14 +210,14 @@ class Traveller:
             if one.usable and one.ecosystem == ecosystem
         }
 
-    async def _why_not(self, candidate: Candidate, told: str) -> str:
-        entries = await asyncio.to_thread(self._workshop.catalog.entries)
+    def _problem(self, candidate: Candidate) -> str:
+        """Return the reason that the catalog gives for not offering a candidate; empty if it gives none."""
         pattern = candidate.entry or f"(?i).*{re.escape(Path(candidate.add[0]).stem)}.*"
-        for one in entries:
+        for one in self._workshop.catalog.entries():
             text = one.name if candidate.entry else f"{one.name} {one.environment.target}"
             if not one.usable and one.problem and re.fullmatch(pattern, text):
                 return one.problem.replace(". ", ".\n")
-        return told.replace(". ", ".\n") or "It is not listed."
+        return ""
 
     async def _patiently(self, tool: str, **arguments: Any) -> dict[str, Any]:
         while True:

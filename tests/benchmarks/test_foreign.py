@@ -130,6 +130,26 @@ def test_failed_submodule_is_no_failed_listing(tmp_path, monkeypatch):
     assert result.unfetched and result.error.startswith("submodule update") and not result.left_out
 
 
+def test_environment_that_the_catalog_refuses_is_not_taken_for_a_neighbour(tmp_path, monkeypatch):
+    async def added(self, *words):
+        entries.append(entry("games/other", "other", usable=True))
+        return "added"
+
+    def entry(name, target, usable, problem=""):
+        place = SimpleNamespace(file=None, target=target)
+        return SimpleNamespace(name=name, environment=place, usable=usable, problem=problem, ecosystem="trl")
+
+    entries = []
+    monkeypatch.setattr(Traveller, "_command", added)
+    traveller = Traveller(tmp_path, None, None, "")
+    traveller._workshop = SimpleNamespace(catalog=SimpleNamespace(entries=lambda: list(entries)))
+    candidate = Candidate("trl", "x", (str(tmp_path / "clicks"),))
+    assert asyncio.run(traveller._listed(candidate)) == ["games/other"], "a package names its environments as it likes"
+    entries[:] = [entry("clicks", "{}", usable=False, problem="Its rows have images. Choose another.")]
+    with pytest.raises(Refused, match=r"Its rows have images\.\nChoose another"):
+        asyncio.run(traveller._listed(candidate))
+
+
 def test_last_words_of_what_hangs_are_no_refused_connection():
     hang = WorkerTimeout("open took longer than 5 s.")
     hang.stderr = "Opening a connection to https://data.example.org"
