@@ -63,7 +63,7 @@ def check_weights(model: Any) -> WeightCheck:
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(int(model.get_input_embeddings().weight.shape[0]), (1, CHECKED), generator=generator)
-    training, attention = model.training, str(getattr(model.config, "_attn_implementation", ""))
+    training, attention = model.training, str(getattr(getattr(model, "config", None), "_attn_implementation", ""))
     model.eval()
     if attention.startswith("paged|"):  # as continuous batching leaves it, which needs pages
         model.set_attn_implementation(attention.removeprefix("paged|"))
