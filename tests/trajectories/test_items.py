@@ -183,6 +183,10 @@ def test_chat_template_is_parsed_or_refused():
     for end in ("", "<|im_end|>"):
         assert template.between(end + between) == [{"role": "user", "content": "more"}]
     assert template.before("no such thing") is None
+    unthinking = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think></think>"
+    for variables, found in (({}, None), ({"enable_thinking": False}, [{"role": "user", "content": "a"}])):
+        assert ChatTemplate(unthinking, ["<|im_end|>"], variables).before(text) == found
     hostile = ChatTemplate("{{ ''.__class__.__mro__ }}{{ messages }}", [], {})
     assert hostile.before("x") is None
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
+import keyword
+import math
 import types
 from contextlib import suppress
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -15,11 +17,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import AllowInfNan, BeforeValidator, Strict, TypeAdapter
 from pydantic_core import PydanticCustomError
 
+from toprope.text_format import short_json
+
 _CARD_TYPES: dict[str, Any] = {
     "bool": bool, "boolean": bool, "int": int, "integer": int, "float": float, "number": float,
     "str": str, "string": str, "text": str, "list": list[Any], "tuple": list[Any], "array": list[Any],
     "dict": dict[str, Any], "object": dict[str, Any],
 }  # fmt: skip
+_OF_PROMPTS = ("messages", "tools", "documents", "add_generation_prompt")
+"""Variables of chat templates that every prompt sets."""
 _LARGEST_EXACT = 2**53
 """Larger floats cannot tell neighbouring whole numbers apart."""
 
@@ -46,6 +52,18 @@ def reader(
     if metadata:
         found = Annotated[found, *metadata]
     return TypeAdapter(Annotated[found | None, BeforeValidator(_null)] if nullable else found)
+
+
+def template_variables(given: dict[str, Any]) -> dict[str, Any]:
+    """Check variables of a chat template: their names, and that they are JSON scalars."""
+    for name, value in given.items():
+        word = keyword.iskeyword(name) or keyword.iskeyword(name.capitalize())
+        if word or not (name.isascii() and name.isidentifier()) or name in _OF_PROMPTS:
+            raise ValueError(f"{short_json(name)} is not a variable that a chat template may be given")
+        scalar = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+        if not scalar or str(value) in ("true", "false"):
+            raise ValueError(f"{name} must be true or false without quotes, a number, a text or null")
+    return given
 
 
 def card_type(text: str) -> tuple[Any, bool]:

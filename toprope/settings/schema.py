@@ -10,8 +10,9 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
+from toprope.settings.field_types import template_variables
 from toprope.settings.sections.algorithms import contradictions
 from toprope.settings.sections.environment import EnvironmentSection, Section, members_of, mixture_conflicts
 from toprope.settings.sections.hosted import TINKER, TrainerSection, hosted_conflicts
@@ -36,6 +37,11 @@ class PolicySection(Section):
         "auto", description="Number format of the weights; auto: float32 on a CPU, bfloat16 on a GPU."
     )
     max_context: int = Field(512, ge=8, le=1_048_576, description="Longest prompt plus answer, in tokens.")
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_variables)] = Field(
+        default_factory=dict,
+        description='Variables of the chat template, such as {"enable_thinking": false}. Checkpoints keep them in '
+        "their template, so what is served or exported reads prompts as training did.",
+    )
     lora: bool = Field(False, description="Train low-rank adapters instead of all weights.")
     load_in_4bit: bool = Field(
         False, description="Keep the frozen weights below the adapters in 4 bits (QLoRA, NF4; needs bitsandbytes)."

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from toprope.supervisor.environment_variables import component_variables
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.runs.manager import RunManager
 from toprope.training.api.clients import sync_client
+from toprope.training.policy.loading import load_tokenizer
 from toprope.training.policy.weight_sync import WeightReader
 from toprope.training.trainer.custom import CustomRun, train_config
 from toprope.workbench.launch.custom_trainers import trainer_of
@@ -89,7 +91,7 @@ def attempt(tiny_policy, monkeypatch, tmp_path):
 
 def test_custom_trainer_run_has_steps_checkpoints_and_weights(attempt, tmp_path, tiny_policy):
     folder = RunFolder.create(tmp_path, "run")
-    member = attempt(folder, custom(logging__save_steps=4))
+    member = attempt(folder, custom(logging__save_steps=4, policy__chat_template_kwargs={"enable_thinking": False}))
     assert [report.step for report in member.of(Stepped)] == [1, 2, 3, 4, 5, 6]
     assert [report.step for report in member.of(Checkpointed)] == [4, 6]
     assert member.of(Ready)[0].address, "the driver waits for the checks"
@@ -102,6 +104,8 @@ def test_custom_trainer_run_has_steps_checkpoints_and_weights(attempt, tmp_path,
     served = {name: value.clone().zero_() for name, value in weights.items()}
     assert WeightReader(folder.crew, served).refresh() == 6
     assert all((served[name] == value).all() for name, value in weights.items()), "inference has the saved weights"
+    template = str(load_tokenizer(end / "model").chat_template)
+    assert template.endswith(load_tokenizer(tiny_policy).chat_template) and "set enable_thinking = false" in template
 
 
 def test_custom_trainer_resumes_from_checkpoint(attempt, tmp_path):
@@ -285,8 +289,16 @@ def test_trainer_is_found_by_name_of_its_method(tmp_path):
 
 
 def test_custom_trainer_learns_in_real_crew(tmp_path, tiny_policy):
+    """With variables of the chat template, which the checkpoint keeps."""
     runs = RunManager(tmp_path / "runs", LocalLauncher(), lambda: Machine(threads=64))
-    folder = runs.start(specification(tmp_path, tiny_policy, source(tmp_path / "trainers")))
+    thinks = shutil.copytree(tiny_policy, tmp_path / "thinks")
+    (template := thinks / "chat_template.jinja").write_text(
+        "{% for m in messages %}<user>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<bot>"
+        "{% if enable_thinking is defined and not enable_thinking %}~~{% endif %}{% endif %}"
+    )
+    made = specification(tmp_path, thinks, source(tmp_path / "trainers"))
+    made.config.policy.chat_template_kwargs = {"enable_thinking": False}
+    folder = runs.start(made)
     seen: list[str] = []
 
     def over() -> bool:
@@ -313,6 +325,11 @@ def test_custom_trainer_learns_in_real_crew(tmp_path, tiny_policy):
     assert first.data["label"] == "before"
     weights = folder.newest_checkpoint() / "model"
     assert (weights / "tokenizer_config.json").is_file() and (weights / "config.json").is_file()
+    assert (weights / template.name).read_text().endswith(template.read_text())
+    asked = load_tokenizer(weights).apply_chat_template(
+        [{"role": "user", "content": "1?"}], tokenize=False, add_generation_prompt=True
+    )
+    assert asked == "<user>1?<eos><bot>~~"
 
 
 def status_of(state: str, **fields: Any) -> Status:

@@ -5,6 +5,7 @@ A pure function over a run's records. Local paths do not appear in it, because c
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,6 +180,8 @@ def _training(one: Exported) -> list[str]:
         for name in names:
             value = getattr(getattr(config, section), name)
             lines.append(f"| `{section}.{name}` | {number(value) if isinstance(value, float) else value} |")
+    if config.policy.chat_template_kwargs:
+        lines.append(f"| `policy.chat_template_kwargs` | {_code(json.dumps(config.policy.chat_template_kwargs))} |")
     if config.policy.lora:
         rank, scale = config.policy.lora_rank, number(config.policy.lora_alpha)
         lines.append(f"| `policy.lora_rank`, `policy.lora_alpha` | {rank}, {scale} |")

@@ -31,7 +31,7 @@ def run(member: CrewMember) -> int:
         folder = Path(member.address("policy"))
         policy = HostedPolicy.read(folder)
         service = Service.connect(member.beat, lambda said: member.report(Warned(said)))
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, config.policy.chat_template_kwargs)
         engine = HostedEngine(
             service,
             model=policy.base_model,

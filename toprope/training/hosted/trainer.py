@@ -59,7 +59,7 @@ class HostedRun(TrainingRun):
     def _load(self, policy: Path) -> dict[str, Any]:
         self._folder, self._policy = policy, HostedPolicy.read(policy)
         self._service = Service.connect(self.beat, lambda said: self._member.report(Warned(said)))
-        self._tokenizer = load_tokenizer(policy)
+        self._tokenizer = load_tokenizer(policy, self._config.policy.chat_template_kwargs)
         run, attempt, life = self._member.folder.run_id, self._member.attempt, self._member.life
         self._name = f"{run}-{attempt}-{life}"  # services refuse other characters than letters, digits, - and _
         self._publisher = SamplerPublisher(

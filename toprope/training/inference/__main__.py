@@ -40,7 +40,7 @@ def main() -> int:
         if config.algorithm.deterministic:
             fix_kernels(config)
         folder = Path(member.address("policy"))
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, config.policy.chat_template_kwargs)
 
         def give_up(error: TopropeError) -> None:
             problem.append(error)
@@ -60,7 +60,8 @@ def main() -> int:
         other = member.spec.opponent_policy or (str(folder) if config.environment.opponent == BASE else None)
         if other is not None:  # embedded in any case: it is not trained, and one vLLM server is enough
             fixed = config.model_copy(update={"inference": InferenceSection()})
-            other_tokenizer = load_tokenizer(Path(other))
+            own = {} if member.spec.opponent_policy else config.policy.chat_template_kwargs
+            other_tokenizer = load_tokenizer(Path(other), own)
             running.append(make_engine(fixed, Path(other), other_tokenizer))
             server.opponent = InferenceServer(running[-1], other_tokenizer, model_name=other, secret=member.secret)
             running[-1].start()

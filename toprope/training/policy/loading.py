@@ -7,10 +7,11 @@ downloaded into the Hub's own cache. The other components get a local folder in 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,24 +147,49 @@ def fetch(policy: PolicySection, patterns: list[str], revision: str | None) -> P
         ) from None
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, variables: Mapping[str, Any] | None = None) -> Any:
     """Load the tokenizer of a policy, with padding on the left and a padding token.
 
+    Args:
+        variables: `policy.chat_template_kwargs`. They become defaults within the template, so everything that renders
+            or saves it has them.
+
     Raises:
-        InvalidValue: The tokenizer cannot be loaded, or has no chat template.
+        InvalidValue: The tokenizer cannot be loaded or has no chat template.
     """
     from transformers import AutoTokenizer
 
     with _explain_failure("tokenizer", folder):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token_id is None:  # masks say what is padding, so any token that no answer shows will do
+        special = [tokenizer.eos_token, *tokenizer.all_special_tokens]
+        if (padding := next(filter(None, special), None)) is None:
+            raise InvalidValue(
+                f"The tokenizer of {folder} has no special token, so none can pad a batch or end an answer.",
+                hint="Name a pad_token and an eos_token in its tokenizer_config.json, or set policy.model to another.",
+            )
+        tokenizer.pad_token = padding
     if not tokenizer.chat_template:
         raise InvalidValue(
             f"The tokenizer of {folder} has no chat template.",
             hint="Choose an instruction-tuned model, or add a chat_template to its tokenizer.",
         )
+    given = tokenizer.chat_template
+    if variables and isinstance(given, dict):
+        tokenizer.chat_template = {name: with_variables(one, variables) for name, one in given.items()}
+    elif variables:
+        tokenizer.chat_template = with_variables(given, variables)
     return tokenizer
+
+
+def with_variables(template: str, variables: Mapping[str, Any]) -> str:
+    """Return a chat template in which these variables have these values, unless it is given others."""
+    written = {name: "none" if one is None else json.dumps(one, ensure_ascii=False) for name, one in variables.items()}
+    head = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {one} %}}{{% endif %}}"
+        for name, one in sorted(written.items())
+    )
+    return template if template.startswith(head) else f"{head}\n{template}"  # Jinja drops a newline behind a block
 
 
 @contextmanager

@@ -91,7 +91,7 @@ async def serving(
         transformers.logging.disable_progress_bar()
         cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = await asyncio.to_thread(place, config.policy, cache, lambda progress: report(progress.what))
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, config.policy.chat_template_kwargs)
         sampler = make_engine(config, folder, tokenizer, python=python, gave_up=give_up)
     except BaseException:
         listener.close()

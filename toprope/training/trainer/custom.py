@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,7 +28,7 @@ from toprope.sdk.errors import Failure, LoadError
 from toprope.sdk.training import Batch, CheckFailed, Data, Sample, Session, TrainConfig, Trainer
 from toprope.settings.schema import Config
 from toprope.training.component.member import CrewMember
-from toprope.training.policy.loading import describe_device
+from toprope.training.policy.loading import describe_device, load_tokenizer
 from toprope.training.policy.weight_sync import WeightFile
 from toprope.training.trainer.base import Learner
 from toprope.training.trainer.batch_source import EndOfTraining, TrainingRow, build_rows
@@ -192,9 +191,10 @@ class CustomRun(LocalRun):
                     "weights as safetensors.",
                     hint='model.save_pretrained(folder / "model") and tokenizer.save_pretrained(folder / "model").',
                 )
-            if not (model / "tokenizer_config.json").is_file():
-                for file in Path(self._member.address("policy")).glob("*token*"):
-                    shutil.copy(file, model / file.name)
+            saved, variables = (model / "tokenizer_config.json").is_file(), self._config.policy.chat_template_kwargs
+            if variables or not saved:
+                place = model if saved else Path(self._member.address("policy"))
+                load_tokenizer(place, variables).save_pretrained(model)
             (aside / "state.json").write_text(json.dumps(asdict(state)))
 
         folder, keep = self._member.folder.checkpoints, self._config.logging.save_total_limit

@@ -63,7 +63,7 @@ class LocalRun(TrainingRun):
 
     def _load(self, policy: Path) -> dict[str, Any]:
         """Loads tokenizer and model, and opens the weight file."""
-        self._tokenizer = load_tokenizer(policy)
+        self._tokenizer = load_tokenizer(policy, self._config.policy.chat_template_kwargs)
         # A model that is split moves to the GPUs part by part.
         self._model = load_model(policy, self._config, trained=True, whole=self._ranks.alone)
         self._ranks.meet()

@@ -33,10 +33,10 @@ class ChatTemplate:
     Args:
         source: Jinja source, a tokenizer's `chat_template`.
         special: The tokenizer's special tokens as text; no message contains one.
-        variables: Further variables of the template: `bos_token`, `eos_token`.
+        variables: Further variables of the template, such as `bos_token` and `enable_thinking`.
     """
 
-    def __init__(self, source: str, special: Sequence[str], variables: dict[str, str]) -> None:
+    def __init__(self, source: str, special: Sequence[str], variables: dict[str, Any]) -> None:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         house = ImmutableSandboxedEnvironment(

@@ -16,7 +16,7 @@ This module loads the library `tokenizers` and no model.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -79,15 +79,20 @@ class Words:
 
 
 class Reader:
-    """Decodes rollouts with one tokenizer."""
+    """Decodes rollouts with one tokenizer.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: The tokenizer's.
+        variables: Of the chat template (`policy.chat_template_kwargs`).
+    """
+
+    def __init__(self, folder: Path, variables: Mapping[str, Any] | None = None) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {number for number, token in added.items() if token.special}
-        self._template = _template_of(folder, [added[number].content for number in sorted(self._special)])
+        self._template = _template_of(folder, [added[number].content for number in sorted(self._special)], variables)
         self._prompts: dict[tuple[int, ...], tuple[str, list[Message] | None]] = {}
 
     def words(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], masked: int, kept: str | None) -> Words:
@@ -177,7 +182,7 @@ def _agrees(messages: list[Message], kept: str | None) -> bool:
     return said.startswith("".join(head.split())) and said.endswith("".join(tail.split()))
 
 
-def _template_of(folder: Path, special: Sequence[str]) -> ChatTemplate | None:
+def _template_of(folder: Path, special: Sequence[str], variables: Mapping[str, Any] | None) -> ChatTemplate | None:
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_bytes())
         beside = folder / "chat_template.jinja"
@@ -188,7 +193,8 @@ def _template_of(folder: Path, special: Sequence[str]) -> ChatTemplate | None:
             return None
         named = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         named = {name: one.get("content") if isinstance(one, dict) else one for name, one in named.items()}
-        return ChatTemplate(source, special, {name: one for name, one in named.items() if isinstance(one, str)})
+        own = {name: one for name, one in named.items() if isinstance(one, str)}
+        return ChatTemplate(source, special, own | dict(variables or {}))
     except Exception:  # Jinja may raise anything for a model's template: use the rendered text.
         return None
 
@@ -196,8 +202,9 @@ def _template_of(folder: Path, special: Sequence[str]) -> ChatTemplate | None:
 def reader_of(folder: RunFolder) -> Reader | None:
     """Return the reader for a run's tokens; None if its tokenizer is no longer on this machine."""
     try:
-        place = tokenizer_folder(folder, Specification.read(folder))
-        return None if place is None else Reader(place)
+        specification = Specification.read(folder)
+        place = tokenizer_folder(folder, specification)
+        return None if place is None else Reader(place, specification.config.policy.chat_template_kwargs)
     except (NotFound, Corrupt):
         return None
     except Exception as error:  # tokenizers raises plain Exception for an invalid file
