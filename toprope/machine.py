@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 _SYSCTL = "/usr/sbin/sysctl"
 _SYSCTL_S = 5.0
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""Of malloc.h."""
 
 
 @cache
@@ -28,6 +32,18 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def return_freed_memory() -> None:
+    """Have glibc's malloc keep two arenas and return freed memory to the system; without glibc, do nothing.
+
+    By default each thread gets an arena of its own, up to eight for each processor, and the size from which memory is
+    mapped grows with what is freed (mallopt(3)): a server of many threads then holds the peak of each of them.
+    """
+    with suppress(AttributeError, OSError, TypeError):
+        libc = ctypes.CDLL(None)
+        for option, value in ((_M_ARENA_MAX, 2), (_M_TRIM_THRESHOLD, 128 << 10), (_M_MMAP_THRESHOLD, 128 << 10)):
+            libc.mallopt(option, value)
 
 
 def processor_count() -> int:

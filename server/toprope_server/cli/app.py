@@ -101,9 +101,11 @@ def serve(
     """Serve MCP on standard input and output, for a client that started this, or over HTTP with a token."""
     with reporting_errors():
         role = Role.of(read_only, tools)
+    from toprope.machine import return_freed_memory
     from toprope.sdk.wall.kernel import hide_memory
 
     hide_memory()
+    return_freed_memory()
     if not http:
         if port is not None or host is not None:
             raise typer.BadParameter("--port and --host need --http; without it MCP is served on standard input.")
