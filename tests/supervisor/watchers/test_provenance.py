@@ -1,5 +1,6 @@
 """The manifest: inputs at the start, inputs after loading, and differences of later attempts."""
 
+import itertools
 import json
 import subprocess
 import time
@@ -108,12 +109,26 @@ def test_hash_policy_uses_sizes_for_huge_policies(tmp_path, monkeypatch):
     assert hash_policy("m", tmp_path).hashed == "names and sizes"
 
 
+NAMES = "abcdefg"
+EXPLODING = "---\na: &a [x, y]\n"
+for before, one in itertools.pairwise(NAMES):
+    EXPLODING += f"{one}: &{one} [{', '.join([f'*{before}'] * 9)}]\n"
+EXPLODING += f"license: *{NAMES[-1]}\nlicense_name: *{NAMES[-1]}\n---\n"
+"""Each name has nine times the text of the one before."""
+
+
 @pytest.mark.parametrize(
     ("card", "licence"),
     [
         ("---\nlicense: mit\ntags: [a]\n---\n# Model\n---\n", "mit"),
         ("---\nlicense: other\nlicense_name: ours\n---\n", "other: ours"),
         ("---\r\nlicense: [mit, bsd]\r\n---\r\n", "mit, bsd"),
+        ("---\nlicense: !!bool x\n---\n", "x"),
+        ("---\nlicense: !!int ''\n---\n", ""),
+        ("---\nlicense: null\n---\n", ""),
+        (EXPLODING, ""),
+        ("---\nlicense: other\nlicense_name: {a: [b]}\n---\n", "other"),
+        ("---\nlicense: [mit, [bsd], {a: b}" + ", x" * 9 + "]\n---\n", "mit, x, x, x, x, x"),
         ("---\ntags: a\n---\n", ""),
         ("---\nlicense: [", ""),
         ("---\n{\n---\n", ""),

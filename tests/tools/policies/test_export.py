@@ -91,6 +91,7 @@ def test_adapters_are_merged_into_their_base_without_changing_the_policy(shop, a
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(named), alone.data.path)
     card, told = Path(alone.data.path, "README.md").read_text(), loaded.peft_config["default"]
     assert "library_name: peft" in card and "\nlicense: other\nlicense_name: ours\n" in card
+    assert f"\n# {adapted.run_id} at step 3\n" in card
     assert (told.base_model_name_or_path, told.revision) == ("me/model", "a" * 40)
 
 

@@ -73,8 +73,8 @@ def model_card(one: Exported) -> str:
     if hub_id(root):
         front |= {"base_model": root, "base_model_relation": _RELATIONS[one.form]}
     if one.began is not None and one.began.licence:
-        front["license"], _, name = one.began.licence.partition(": ")
-        front |= {"license_name": name} if name else {}
+        front["license"], _, stated = one.began.licence.partition(": ")
+        front |= {"license_name": stated} if stated else {}
     front["tags"] = ["toprope", one.specification.config.algorithm.name]
     if index := _index(one, own):
         front["model-index"] = [{"name": name, "results": index}]

@@ -19,6 +19,7 @@ from typing import Any
 
 from toprope.errors import DiskFull, InvalidValue
 from toprope.settings.schema import PolicySection
+from toprope.text_format import clip
 
 _SPARE = 256_000_000
 """Bytes that must stay free after a download."""
@@ -78,7 +79,7 @@ def check_hub_model(policy: PolicySection, patterns: Sequence[str], cache: Path)
             hint="Make room, or name another folder in HF_HOME (variables.policy in settings.yaml).",
         )
     licence = (getattr(info, "card_data", None) or {}).get("license") or "not stated"
-    return HubModel(str(info.sha), sum(wanted.values()), str(licence))
+    return HubModel(str(info.sha), sum(wanted.values()), clip(str(licence), 100))
 
 
 def context_warning(folder: Path, policy: PolicySection) -> str:
