@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,12 +176,55 @@ _ADD, _NOW = ("add", {"a": 1}), ("now", {})
         ("<｜tool▁call▁begin｜>add<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>", "", [_ADD]),
         ("[TOOL_CALLS]add[ARGS]{broken</s>", "add{broken", []),
         ("{" * 5000, "{" * 5000, []),
+        (
+            "I add.<function=add><parameter=a>1</parameter></function>\n<function=now></function><|im_end|>",
+            "I add.", [_ADD, _NOW],
+        ),
+        (
+            '[TOOL_CALLS]add[ARGS]{"unit": "write [TOOL_CALLS]now[ARGS]{} to call"}[TOOL_CALLS]now{}</s>',
+            "", [("add", {"unit": "write [TOOL_CALLS]now[ARGS]{} to call"}), _NOW],
+        ),
+        (
+            '[TOOL_CALLS][{"name": "add", "arguments": {"unit": "[TOOL_CALLS]now[ARGS]{}"}}]</s>',
+            "", [("add", {"unit": "[TOOL_CALLS]now[ARGS]{}"})],
+        ),
+        (
+            '{"name": "add", "parameters": {"unit": "<tool_call><function=now></function></tool_call>"}}',
+            "", [("add", {"unit": "<tool_call><function=now></function></tool_call>"})],
+        ),
     ],
 )  # fmt: skip
 def test_calls_of_other_models_are_parsed(raw: str, content: str, calls: list[tuple[str, Any]]) -> None:
     special = r"<\|[a-z_]+\|>|</s>|\[(?:TOOL_CALLS|ARGS|CALL_ID)\]"  # of those models' tokenizers
     said, found = parse_tool_calls(re.sub(special, "", raw), _OFFERED, raw)
     assert (said, [(one["name"], json.loads(one["arguments"])) for one in found]) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call><function=add><parameter=unit>/tmp/a/b",
+        "<tool_call><function=add><parameter=a>1</parameter><parameter=unit>/tmp</function></tool_call>",
+        "<tool_call><function=add><parameter=a>1</parameter></tool_call>",
+        "<function=now></function><function=add><parameter=a>1",
+        "I use the form <function=add> to call.",
+        "I use the form <function=NAME></function> to call.",
+        '<tool_call>{"name": "\\ud800"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"unit": "\\ud800"}}</tool_call>',
+    ],
+)
+def test_a_call_that_is_cut_or_only_mentioned_is_text(text: str) -> None:
+    assert parse_tool_calls(text, _OFFERED, text) == (text, [])
+
+
+@pytest.mark.parametrize("mark", ["<parameter=a>", "<function=add>", "<function=", "<parameter=a", "\n"])
+def test_long_answer_is_read_in_linear_time(mark: str) -> None:
+    """The event loop of the server reads it."""
+    text = "<function=add>" + mark * (150_000 // len(mark))
+    began = time.process_time()
+    assert parse_tool_calls(text, _OFFERED, text) == (text, [])
+    assert time.process_time() - began < 1.0
 
 
 def test_marks_that_are_special_tokens_are_seen(tiny_policy: Path) -> None:

@@ -27,9 +27,11 @@ from toprope.training.inference.dialect import BadRequest
 from toprope.training.inference.sessions import Turn
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION = re.compile(r"<function=([^<>\s]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)>\n?")
+_END = re.compile(r"\s*</function>")
 _MISTRAL = "[TOOL_CALLS]"
+_MARK = re.compile(r"<tool_call>|<function=|\[TOOL_CALLS\]|<｜tool▁calls?▁begin｜>")
 _NAMED = re.compile(
     r"\[TOOL_CALLS\]\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)"
     r"|(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([\w.-]+)(?:<｜tool▁sep｜>|\s*```json)\s*(?=\{)"
@@ -50,42 +52,54 @@ def parse_tool_calls(
 ) -> tuple[str, list[dict[str, Any]]]:
     """Split an answer into the text before its first call and its calls, {"name", "arguments": JSON text}.
 
-    If a call cannot be parsed, the whole answer is text.
+    The first mark in the answer says its form, as arguments may contain the marks of others. If a call cannot be
+    parsed, the whole answer is text.
 
     Args:
         text: The answer without special tokens.
-        tools: Those that were offered, in OpenAI's form: bare JSON is a call only if it names one of them.
+        tools: Those that were offered, in OpenAI's form: JSON and `<function=` without `<tool_call>` are calls only if
+            they name these.
         raw: The answer with special tokens, if it is known.
     """
     offered = {
         str(one["function"].get("name")): one["function"] for one in tools if isinstance(one.get("function"), dict)
     }
-    whole = text
+    whole = raw or text
+    mark = _MARK.search(whole)
+    start = mark.start() if mark else len(whole)
+    is_json = text.lstrip().startswith("{") and whole.find("{") < start
+    form = "{" if is_json else mark[0] if mark else ""
+    calls: list[tuple[str, Any]] = []
     try:
-        if (start := text.find("<tool_call>")) >= 0:
-            bodies = [closed or left_open for closed, left_open in _CALL.findall(text)]
-            calls = [_of_xml(body, offered) or _of_object(json.loads(body)) for body in bodies]
-        elif (start := text.find("<function=")) >= 0:
-            calls = [_of_xml(text[start:], offered)]
-        elif (found := _NAMED.search(raw)) is not None:
-            whole, start = raw, found.start()
-            calls = [(one[1] or one[2], _DECODER.raw_decode(raw, one.end())[0]) for one in _NAMED.finditer(raw)]
-        elif (start := raw.find(_MISTRAL)) >= 0:
-            whole, listed = raw, _DECODER.raw_decode(raw[start:].removeprefix(_MISTRAL).lstrip())[0]
-            calls = [_of_object(one) for one in (listed if isinstance(listed, list) else [listed])]
-        elif text.lstrip().startswith("{"):
-            start, calls, rest = 0, [], text.strip()
+        if form == "{":
+            start, rest = 0, text.strip()
             while rest:
                 one, end = _DECODER.raw_decode(rest)
                 calls.append(_of_object(one))
                 rest = rest[end:].lstrip("; \n")
-            if any(name not in offered for name, _ in calls):
-                return text, []
-        else:
+        elif form == "<tool_call>":
+            whole, start = text, text.find(form)
+            for closed, left_open in _CALL.findall(text):
+                body = (closed or left_open).strip()
+                calls += _of_xml(body, offered) or [_of_object(json.loads(body))]
+        elif form == "<function=":
+            whole, start = text, text.find(form)
+            calls = _of_xml(text[start:], offered)
+        elif form == _MISTRAL and not _NAMED.match(whole, start):
+            listed = _DECODER.raw_decode(whole[start:].removeprefix(_MISTRAL).lstrip())[0]
+            calls = [_of_object(one) for one in (listed if isinstance(listed, list) else [listed])]
+        elif form:
+            at = start
+            while found := _NAMED.search(whole, at):
+                given, at = _DECODER.raw_decode(whole, found.end())
+                calls.append((found[1] or found[2], given))
+        if not calls or (form in ("{", "<function=") and any(name not in offered for name, _ in calls)):
             return text, []
         written = [
-            {"name": name, "arguments": given if isinstance(given, str) else json.dumps(given)} for name, given in calls
+            {"name": name, "arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
+            for name, given in calls
         ]
+        "".join(part for call in written for part in call.values()).encode()  # lone surrogates fit into no answer
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return text, []
     return whole[:start].strip(), written
@@ -98,18 +112,31 @@ def _of_object(call: Any) -> tuple[str, Any]:
     return name, given
 
 
-def _of_xml(body: str, offered: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Name and arguments of Qwen3-Coder's form; None if it is another."""
-    if (found := _FUNCTION.match(body)) is None:
-        return None
-    kinds = (offered.get(found[1], {}).get("parameters") or {}).get("properties") or {}
-    given: dict[str, Any] = {}
-    for name, value in _PARAMETER.findall(found[2]):
-        given[name] = value
-        if (kinds.get(name) or {}).get("type", "string") != "string":
-            with contextlib.suppress(ValueError):
-                given[name] = json.loads(value)
-    return found[1], given
+def _of_xml(body: str, offered: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    """Names and arguments of Qwen3-Coder's form; nothing if it is another.
+
+    Raises:
+        ValueError: A call or a parameter is not closed.
+    """
+    calls: list[tuple[str, Any]] = []
+    found = _FUNCTION.match(body)
+    while found:
+        kinds = (offered.get(found[1], {}).get("parameters") or {}).get("properties") or {}
+        given: dict[str, Any] = {}
+        at = found.end()
+        while parameter := _PARAMETER.match(body, at):
+            end = body.index("</parameter>", parameter.end())
+            name, value = parameter[1], body[parameter.end() : end].removesuffix("\n")
+            given[name] = value
+            if (kinds.get(name) or {}).get("type", "string") != "string":
+                with contextlib.suppress(ValueError):
+                    given[name] = json.loads(value)
+            at = end + len("</parameter>")
+        if (closing := _END.match(body, at)) is None:
+            raise ValueError("a call is not closed")
+        calls.append((found[1], given))
+        found = _FUNCTION.search(body, closing.end())
+    return calls
 
 
 def answer_id(prompt_ids: list[int], completion_ids: list[int]) -> str:
