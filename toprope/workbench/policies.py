@@ -14,7 +14,7 @@ from typing import Any
 from toprope.analysis.integrity import lineage_of
 from toprope.analysis.reports.model_card import Exported, hub_id, model_card, root_model
 from toprope.analysis.reports.report import gather
-from toprope.errors import Corrupt, DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
+from toprope.errors import Corrupt, DiskFull, InvalidValue, NotFound, NotPossibleNow, shown
 from toprope.extras import TRAINING, require
 from toprope.records.run.checkpoints import MANIFEST, Checkpoint, checkpoint_of, split_step
 from toprope.records.run.folder import RunFolder, read_json
@@ -26,6 +26,7 @@ from toprope.training.hosted.policy import FILE, WEIGHTS, HostedPolicy
 from toprope.trajectories.datasets.store import DatasetStore
 from toprope.trajectories.jobs.orders import Order, PolicyExport
 from toprope.workbench.data import DataOrder
+from toprope.workbench.launch.hold import require_policies
 
 FORMS = ("merged", "adapter", "gguf")
 DTYPES = ("as saved", "float32", "bfloat16", "float16")
@@ -68,7 +69,7 @@ def policy_order(
     """
     settings = home.settings()
     if agent:
-        require_allowed(settings, repository)
+        require_policies(settings, repository)
     if form not in FORMS or dtype not in DTYPES:
         raise InvalidValue(
             f"There is no form {shown(form)}." if form not in FORMS else f"There is no dtype {shown(dtype)}.",
@@ -117,26 +118,6 @@ def policy_order(
     )
     keys = _keys(settings) if repository else {}
     return DataOrder(Order(kind="policy", policy=order, target=str(place)), keys)
-
-
-def require_allowed(settings: OwnerSettings, repository: str = "") -> None:
-    """Pass an agent's wish to give a trained policy to other programs.
-
-    Args:
-        repository: Of the Hub, for an upload.
-
-    Raises:
-        LockedField: `data.policies` or `data.hub` forbids it.
-    """
-    if not settings.data.policies:
-        raise LockedField("The owner does not allow it (data.policies in settings.yaml).", hint="Ask the owner.")
-    account = repository.partition("/")[0]
-    if repository and not {repository, account} & set(settings.data.hub):
-        allowed = ", ".join(settings.data.hub) or "none"
-        raise LockedField(
-            f"The owner does not allow uploads to {shown(repository)}. Nothing was started.",
-            hint=f"data.hub in settings.yaml names accounts and repositories for uploads: {allowed}. Ask the owner.",
-        )
 
 
 def _exported(home: Home, folder: RunFolder, found: Checkpoint, form: str) -> Exported:

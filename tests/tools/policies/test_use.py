@@ -35,6 +35,7 @@ from toprope.training.evaluation import questions, standard_tasks
 from toprope.training.inference.sessions import UNRECORDED, session_key
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.launch.freeze import freeze_question
+from toprope.workbench.launch.open_runs import variables_to_resume
 
 INSPECT_PYTHON = ECOSYSTEMS / "inspect_ai" / "bin" / "python"
 INSPECT = """
@@ -136,6 +137,27 @@ def test_adapters_that_were_trained_beside_vllm_are_used_without_it(shop, adapte
     assert (frozen.config.inference.engine, frozen.engine_python) == ("embedded", None)
     whole = freeze_question(run, run.config.policy, locks, plan)
     assert (whole.config.inference.engine, whole.engine_python) == ("vllm", "/vllm/python")
+
+
+def test_resumption_is_held_to_newer_permissions(shop, full, owner):
+    run, locks = Specification.read(full), shop.home.locks()
+    tasks = StandardTasks(names=["inspect_evals/gsm8k"], python="python", run=full.run_id)
+    served, asked = (
+        freeze_question(run, policy_at(run, checkpoint_of(full, 2)), locks, AskPlan(max_new_tokens=4, asked="", **use))
+        for use in ({"serve_s": 60}, {"standard": tasks})
+    )
+    for one in (served, asked):
+        variables_to_resume(shop.home, one)
+    owner("data: {policies: false}\n")
+    with pytest.raises(LockedField, match=r"data\.policies"):
+        variables_to_resume(shop.home, served)
+    file = shop.home.configuration / "locks.yaml"
+    file.write_text("locks: [{field: environment.network, value: deny, reason: No calls.}]\n")
+    try:
+        with pytest.raises(LockedField, match="No calls"):
+            variables_to_resume(shop.home, asked)
+    finally:
+        file.unlink()
 
 
 def test_failed_standard_tasks_are_named_without_the_key(full, tmp_path, monkeypatch, capsys):

@@ -17,11 +17,13 @@ from toprope.records.run.manifest import pinned
 from toprope.records.run.specification import AskPlan, Specification, StandardTasks
 from toprope.records.run.tested_models import read_measurements, read_served, served_key
 from toprope.records.walls import allowed_network
+from toprope.settings.locks import Locks
 from toprope.text_format import call, moment, plural
 from toprope.workbench.interpreters.engines import engine_python
 from toprope.workbench.interpreters.known import known_interpreters
 from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.freeze import freeze_question
+from toprope.workbench.launch.hold import require_policies
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.runs.ask import checkpoint_to_use, policy_at
@@ -73,7 +75,7 @@ async def evaluate_policy(
 
     def start() -> list[Specification]:
         run, found, asked = checkpoint_to_use(workshop, run_id)
-        folder, locks = workshop.runs.folder(run.run_id), workshop.home.locks()
+        folder, locks = workshop.runs.folder(run.run_id), workshop.home.locks(run.preset)
         known = [one for one in read_measurements(folder) if one.step is None]
         measured = any(one.names == list(tasks) and one.limit == limit for one in known)
         sides = [(found.step, policy_at(run, found), asked)]
@@ -86,7 +88,7 @@ async def evaluate_policy(
             standard = StandardTasks(
                 names=list(tasks), limit=limit, python=interpreter, network=network, run=run.run_id, step=step
             )
-            frozen.append(freeze_question(run, policy, locks, _plan(workshop, run, words, standard), sampler))
+            frozen.append(freeze_question(run, policy, locks, _plan(locks, run, words, standard), sampler))
         return workshop.starter.start_frozen(frozen).specifications
 
     started = await to_thread.run_sync(start)
@@ -113,19 +115,18 @@ async def serve_policy(workshop: Workshop, *, run_id: str, minutes: float) -> An
         LockedField: The owner does not allow it.
         NotPossibleNow, NotFound: See `evaluate_policy`.
     """
-    from toprope.workbench.policies import require_allowed
-
-    require_allowed(workshop.settings())
 
     def start() -> Specification:
+        require_policies(workshop.settings())
         run, found, asked = checkpoint_to_use(workshop, run_id)
         if run.config.launcher.kind != "local":
             raise NotPossibleNow(
                 f"{run.run_id} is of the cluster {run.config.launcher.kind}, whose nodes programs here cannot reach.",
                 hint="ask_checkpoint asks its policy there; export_policy writes it to a folder.",
             )
-        plan = _plan(workshop, run, asked, None, minutes * 60)
-        specification = freeze_question(run, policy_at(run, found), workshop.home.locks(), plan)
+        locks = workshop.home.locks(run.preset)
+        plan = _plan(locks, run, asked, None, minutes * 60)
+        specification = freeze_question(run, policy_at(run, found), locks, plan)
         return workshop.starter.start_frozen([specification]).specifications[0]
 
     served = (await to_thread.run_sync(start)).run_id
@@ -161,9 +162,8 @@ def served_lines(folder: RunFolder) -> list[str]:
 
 
 def _plan(
-    workshop: Workshop, run: Specification, asked: str, standard: StandardTasks | None, serve_s: float | None = None
+    locks: Locks, run: Specification, asked: str, standard: StandardTasks | None, serve_s: float | None = None
 ) -> AskPlan:
-    locks = workshop.home.locks()
     return AskPlan(
         standard=standard,
         serve_s=serve_s,

@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from toprope.errors import Corrupt, NotFound
+from toprope.errors import Corrupt, LockedField, NotFound, shown
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import AskPlan, Specification, TestPlan
 from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
+from toprope.settings.owner import OwnerSettings
 from toprope.settings.sections.environment import RUN
 from toprope.workbench.launch.mixture_sources import hold_locks
 
@@ -30,6 +31,8 @@ def plan_values(plan: object) -> dict[str, Any]:
         values |= {"rollout.temperature": plan.temperature, "rollout.max_new_tokens": plan.max_new_tokens}
         if plan.answers > 1:
             values["rollout.group_size"] = plan.answers
+        if plan.standard is not None:
+            values["environment.network"] = plan.standard.network
     return values
 
 
@@ -62,6 +65,26 @@ def hold_run(run: Specification, locks: Locks, runs: Path) -> None:
         hold_locks(config, locks)
     for plan in (run.test, run.ask):
         locks.require(plan_values(plan))
+
+
+def require_policies(settings: OwnerSettings, repository: str = "") -> None:
+    """Pass an agent's wish to give a trained policy to other programs.
+
+    Args:
+        repository: Of the Hub, for an upload.
+
+    Raises:
+        LockedField: `data.policies` or `data.hub` forbids it.
+    """
+    if not settings.data.policies:
+        raise LockedField("The owner does not allow it (data.policies in settings.yaml).", hint="Ask the owner.")
+    account = repository.partition("/")[0]
+    if repository and not {repository, account} & set(settings.data.hub):
+        allowed = ", ".join(settings.data.hub) or "none"
+        raise LockedField(
+            f"The owner does not allow uploads to {shown(repository)}. Nothing was started.",
+            hint=f"data.hub in settings.yaml names accounts and repositories for uploads: {allowed}. Ask the owner.",
+        )
 
 
 def _first_model(run: Specification, runs: Path) -> str:

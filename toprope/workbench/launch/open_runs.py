@@ -24,7 +24,7 @@ from toprope.supervisor.notices import tell_end
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.endpoints import variables_for
 from toprope.workbench.launch.budgets.reserve_budget import may_go_on
-from toprope.workbench.launch.hold import hold_run
+from toprope.workbench.launch.hold import hold_run, require_policies
 
 CONDUCTOR = "conductor"
 """The member of a sweep that starts runs and must know where the owner's files are."""
@@ -72,11 +72,13 @@ def variables_to_resume(home: Home, specification: Specification) -> Mapping[str
     """Return the owner's variables for a run that is about to go on.
 
     Raises:
-        LockedField: The owner does not allow the run's configuration any more.
+        LockedField: The owner does not allow the run's configuration any more, or to serve a policy.
         TopropeError: The owner's limits leave it nothing, or a file of the owner cannot be read; the caller asks again
             the next time somebody looks at the run.
     """
     hold_run(specification, home.locks(specification.preset), home.runs)
+    if specification.ask is not None and specification.ask.serve_s is not None:
+        require_policies(home.settings())
     may_go_on(specification, home.limits(), home.runs)
     return variables_of(specification, home)
 
