@@ -17,6 +17,8 @@ values if there are any, and what to do next. Any other exception that escapes i
 
 from __future__ import annotations
 
+import re
+
 
 def shown(name: object) -> str:
     """A name from outside, quoted for a message: cut, with invisible characters escaped."""
@@ -29,6 +31,12 @@ def visible(text: str, limit: int = 4000) -> str:
     if not text.isprintable():
         text = "".join(c if c == "\n" or c.isprintable() else " " if c == "\t" else "\ufffd" for c in text)
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's error for a message: visible, cut, and without passwords in its addresses."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return visible(re.sub(r"://[^/\s]*@", "://", lines[0]), 300)
 
 
 class TopropeError(Exception):

@@ -21,6 +21,7 @@ class HubStandIn:
         counted: Number of values in the weights of repositories, as the Hub counts them for most.
         tokens: The bearer tokens of all requests.
         accepts: The one token that may write.
+        fails: HTTP status of the answer to every GET; 0: the content.
     """
 
     def __init__(self, accepts: str = "hf_right") -> None:
@@ -31,6 +32,7 @@ class HubStandIn:
         self.messages: list[str] = []
         self.tokens: set[str] = set()
         self.accepts = accepts
+        self.fails = 0
         self.stored: dict[str, bytes] = {}
         hub = self
 
@@ -148,6 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, path = self.stand_in, self.path.partition("?")[0]
         self._body()
+        if hub.fails:
+            return self._send({"error": "x"}, hub.fails)
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
             if found[1] not in hub.repositories:
                 return self._send({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")

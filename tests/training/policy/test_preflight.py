@@ -15,13 +15,14 @@ import pytest
 
 from tests.support.services.hub_stand_in import HubStandIn
 from tests.support.tiny_policy import make_tiny_policy
-from toprope.errors import DiskFull, InvalidValue
+from toprope.errors import DiskFull, InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Code, Configuration, EnvironmentInputs, Hardware, Manifest, Policy
 from toprope.settings.schema import Config, PolicySection
 from toprope.supervisor.watchers.provenance import hash_policy
 from toprope.training.policy import __main__ as component
-from toprope.training.policy.preflight import check_hub_model, context_warning
+from toprope.training.policy.loading import fetch
+from toprope.training.policy.preflight import check_hub_model, context_warning, look_up
 from toprope.trajectories.capture import texts
 
 PLACE = """
@@ -88,6 +89,16 @@ def test_full_disk_is_refused_and_a_silent_hub_is_not(hub, monkeypatch, tmp_path
     with pytest.raises(DiskFull, match="Nothing was downloaded"):
         check_hub_model(policy, PATTERNS, tmp_path)
     assert check_hub_model(PolicySection(model="me/none"), PATTERNS, tmp_path) is None
+
+
+def test_errors_of_the_hub_tell_no_password_of_its_address(hub, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url.replace("//", "//user:secretpass@"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    hub.fails = 418
+    assert look_up("me/model", None) == {"problem": "the Hub did not answer (HfHubHTTPError, HTTP 418)"}
+    with pytest.raises(NotFound, match="418") as refused:
+        fetch(PolicySection(model="me/model"), PATTERNS, None)
+    assert hub.url in str(refused.value) and "secret" not in str(refused.value)
 
 
 def test_context_beyond_the_model_is_warned_of(tmp_path):

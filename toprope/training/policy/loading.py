@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
+from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError, first_line
 from toprope.records.messages import Progress
 from toprope.records.run.checkpoints import MANIFEST, problem_of
 from toprope.settings.schema import EMBEDDED, Config, PolicySection
@@ -138,10 +138,8 @@ def fetch(policy: PolicySection, patterns: list[str], revision: str | None) -> P
     try:
         return Path(snapshot_download(policy.model, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the Hub's client raises errors of several libraries
-        text = str(error).strip()
-        cause = text.splitlines()[0] if text else type(error).__name__
         raise NotFound(
-            f"The model {policy.model!r} could not be fetched from the Hugging Face Hub: {cause}",
+            f"The model {policy.model!r} could not be fetched from the Hugging Face Hub: {first_line(error)}",
             hint="Check the id and revision, the network and HF_TOKEN in the owner's settings; or set policy.model to "
             "a local folder, or to 'embedded', which needs no network.",
         ) from None
@@ -200,10 +198,8 @@ def _explain_failure(what: str, folder: Path) -> Iterator[None]:
     except TopropeError:
         raise
     except Exception as error:  # transformers, tokenizers, safetensors and torch raise errors of many types
-        text = str(error).strip()
-        cause = text.splitlines()[0] if text else type(error).__name__
         raise InvalidValue(
-            f"The {what} in {folder} cannot be loaded: {type(error).__name__}: {cause[:300]}",
+            f"The {what} in {folder} cannot be loaded: {type(error).__name__}: {first_line(error)}",
             hint="Set policy.model to another folder or Hub id, save or download it again, or update transformers.",
         ) from error
 

@@ -125,8 +125,9 @@ def look_up(model: str, revision: str | None) -> dict[str, Any]:
     except errors.OfflineModeIsEnabled:
         return {"problem": "the Hub is switched off (HF_HUB_OFFLINE)"}
     except Exception as error:  # errors of several libraries
-        text = str(error).strip().splitlines() or [""]
-        return {"problem": f"the Hub did not answer ({type(error).__name__}: {text[0][:200]})"}
+        status = getattr(getattr(error, "response", None), "status_code", None)  # its text may hold passwords
+        told = type(error).__name__ + (f", HTTP {status}" if isinstance(status, int) else "")
+        return {"problem": f"the Hub did not answer ({told})"}
     counted = getattr(info.safetensors, "total", None)
     if counted is None:
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.atomic import write_json
-from toprope.errors import ComponentFailed, Corrupt, InvalidValue, NotFound, NotPossibleNow
+from toprope.errors import ComponentFailed, Corrupt, InvalidValue, NotFound, NotPossibleNow, first_line
 from toprope.records.run.checkpoints import problem_of
 from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import read_json
@@ -106,10 +106,8 @@ def upload(folder: Path, repository: str, *, private: bool, message: str) -> str
         address = api.create_repo(repository, private=private, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
     except Exception as error:  # the Hub's client raises errors of several libraries
-        text = str(error).strip()
-        cause = text.splitlines()[0] if text else type(error).__name__
         raise ComponentFailed(
-            f"The policy is in {folder}, but {repository} on the Hub did not take it: {cause[:300]}",
+            f"The policy is in {folder}, but {repository} on the Hub did not take it: {first_line(error)}",
             hint="Check the repository's name, the network, and that the token may write (HF_TOKEN).",
         ) from None
     return str(address)
