@@ -240,20 +240,25 @@ def test_added_environments_are_listed_by_kind(tmp_path: Path, monkeypatch: pyte
     assert catalog.find("sums").status == "ready"
 
 
-def test_added_folder_that_is_one_environment_lists_no_files(tmp_path: Path) -> None:
-    (tmp_path / "ours.py").write_text(OURS)
+def test_added_folder_that_is_one_environment_lists_no_files_but_those_of_the_sdk(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def (")
+    (tmp_path / "theirs.py").write_text("def board(): ...")
 
     def in_folder(folder: Path) -> list[Listed]:
         return [Listed("Boards of wood", str(folder))] if (folder / "boards").exists() else []
 
     source = FolderSource(
-        tmp_path, "folder", FileReader(lambda: [stub("torn", in_folder=raises), stub("wood", in_folder=in_folder)]),
+        tmp_path, "folder", FileReader(
+            lambda: [stub("torn", in_folder=raises), stub("wood", in_folder=in_folder, declared=declares("board"))]
+        ),
         lambda: [], deep=True,
     )  # fmt: skip
-    assert [one.name for one in source.entries(Names())] == ["ours"]
+    assert [one.name for one in source.entries(Names())] == ["broken", "board"]
     (tmp_path / "boards").touch()
     [whole] = source.entries(Names())
     assert (whole.name, whole.ecosystem, whole.environment.target) == ("boards-of-wood", "wood", str(tmp_path))
+    (tmp_path / "ours.py").write_text(OURS)
+    assert [one.name for one in source.entries(Names())] == ["broken", "ours", "board"]
 
 
 def test_failing_source_becomes_one_broken_entry(monkeypatch: pytest.MonkeyPatch) -> None:

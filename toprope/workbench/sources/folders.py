@@ -53,7 +53,7 @@ class FileReader:
         return known[1]
 
     def read_whole(self, folder: Path) -> list[tuple[Adapter, Listed]]:
-        """Return the environments that a folder is as a whole, whose files are no others."""
+        """Return the environments that a folder is as a whole, if none of its files is one of the SDK."""
         found: list[tuple[Adapter, Listed]] = []
         for adapter in self._adapters():
             with contextlib.suppress(Exception):  # Its files are read instead.
@@ -107,13 +107,13 @@ class FolderSource:
     def entries(self, names: Names) -> list[Entry]:
         """Return the environments by file and line."""
         place = self._place
-        if self._deep and place.is_dir() and (whole := self._reader.read_whole(place)):
+        files = [place] if place.is_file() else environment_files(place, deep=self._deep)
+        reads = [(file, read) for file in files if (read := self._reader.read(file))]  # others were removed since
+        has_ours = any(one.attribute for _, read in reads for one in read.ours)
+        if self._deep and place.is_dir() and not has_ours and (whole := self._reader.read_whole(place)):
             return [self._theirs(adapter, listed, place, names) for adapter, listed in whole]
         entries = []
-        for file in [self._place] if self._place.is_file() else environment_files(self._place, deep=self._deep):
-            read = self._reader.read(file)
-            if read is None:
-                continue  # removed since the listing
+        for file, read in reads:
             entries += [self._ours(found, names) for found in read.ours]
             entries += [self._theirs(adapter, listed, file, names) for adapter, listed in read.theirs]
             entries += [broken(file.stem, failure, self.kind) for failure in read.failures]

@@ -60,6 +60,14 @@ def test_a_task_and_a_folder_of_tasks_are_listed_as_one_environment(tmp_path: Pa
     assert harbor.in_folder(tmp_path) == []
 
 
+def test_a_task_of_terminal_bench_may_hold_a_stray_task_toml(tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text("instruction: Add.\n")
+    for name in ("run-tests.sh", "task.toml"):
+        (tmp_path / name).touch()
+    [task] = task_folders(tmp_path)
+    assert (task.instruction, task.tests) == ("Add.", "run-tests.sh")
+
+
 def test_slow_commands_and_what_they_leave_behind_are_ended(tasks: Path) -> None:
     async def body(link: EnvironmentWorker) -> Any:
         return await worked(link, "sleep 60", f"nohup sleep {LEFT_S} >/dev/null 2>&1 &\necho started", SUM)

@@ -188,7 +188,7 @@ def _task(folder: Path) -> TaskFolder | None:
     if not holds_task(folder):
         return None
     try:
-        if (folder / "task.toml").is_file():
+        if (folder / "task.toml").is_file() and (folder / "instruction.md").is_file():
             settings = tomllib.loads((folder / "task.toml").read_text("utf-8"))
             solution = folder / "solution" / "solve.sh"
             machine, verifier = settings.get("environment") or {}, settings.get("verifier") or {}
