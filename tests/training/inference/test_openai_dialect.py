@@ -278,6 +278,16 @@ def test_conversation_with_calls_goes_on_where_the_template_is_strict(http: Test
     assert asked == answered, "the template's own form"
 
 
+def test_refused_messages_are_rendered_once_without_a_session(engine: ScriptedEngine) -> None:
+    rendered = []
+    engine.tokenizer.apply_chat_template = lambda messages, **_: rendered.append(messages) or {}["refused"]
+    server = InferenceServer(engine, engine.tokenizer, model_name="tiny", secret=SECRET)
+    with TestClient(server.app) as client:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        answer = client.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {SECRET}"})
+    assert answer.status_code == 400 and "rejects these messages" in answer.text and len(rendered) == 1
+
+
 def test_stream_contains_the_whole_answer(http: TestClient, engine: ScriptedEngine) -> None:
     engine.texts += [CALL, "done", "abc"]
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "stream_options": {"include_usage": True}}

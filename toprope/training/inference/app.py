@@ -198,7 +198,7 @@ class InferenceServer:
     async def _chat_answer(self, request: HttpRequest, body: ChatRequest, session: str) -> Response:
         tools = allowed_tools(body)
         known = self.sessions.get(session) if session else None
-        for turns in (known.turns if known else (), ()):  # at last with calls as the template itself writes them
+        for turns in (known.turns, ()) if known else ((),):  # at last with calls as the template itself writes them
             messages = self._renderer.prepare(body.messages, tools, turns)
             try:
                 with render_limit():
