@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import socket
 import struct
+from dataclasses import replace
 
 import pytest
 from toprope_tools.planning.fit import memory_lines, memory_warning
@@ -72,7 +72,14 @@ def test_parameters_of_known_models_are_computed_from_their_shape():
     assert abs(ModelShape.of(QWEN).parameters / 596e6 - 1) < 0.01, "Qwen3-0.6B has 596 million"
     assert abs(shape_of(Config().policy).parameters / 124_000 - 1) < 0.05, "the embedded policy"
     assert not ModelShape.of(QWEN).measured
-    assert ModelShape.of({"hidden_size": 4}) is ModelShape.of([]) is ModelShape.of(QWEN | {"vocab_size": 1e999}) is None
+    assert ModelShape.of({"hidden_size": 4}) is ModelShape.of([]) is None
+    for name in QWEN.keys() - {"tie_word_embeddings"}:
+        for size in (-64, 1e999, 10**305, 10**400, 2**40 + 1):
+            assert ModelShape.of(QWEN | {name: size}) is None, (name, size)
+    assert ModelShape.of(QWEN | {"num_attention_heads": 2000, "head_dim": 0}) is None, "no room for a head"
+    for parameters in (0, -1, 10**400, "many"):
+        assert ModelShape.of(QWEN, parameters) == ModelShape.of(QWEN)
+    assert ModelShape.of(QWEN | {"num_experts": 8}) == replace(ModelShape.of(QWEN), dense=False)
 
 
 def test_settings_change_the_parts_that_they_concern():
@@ -158,7 +165,7 @@ def test_vllm_takes_its_share_of_a_gpu_unless_it_sleeps():
 def test_answers_name_parts_and_unknown_models(tmp_path, monkeypatch):
     lines = memory_lines(Config(), gpus=0)
     assert lines[0].startswith("Memory: about") and "fits" in lines[0] and "trainer" in lines[1]
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE")
     told = memory_lines(config_of(policy__model="me/none"))
     assert told == ["Memory: unknown, because me/none is not on this machine."]
     monkeypatch.setattr("toprope.workbench.memory._memory_here", lambda gpus: (1e9, 2e9))
@@ -209,15 +216,37 @@ def test_model_that_is_not_here_is_read_from_the_hub(hub, tmp_path):
     assert shape_of(config.policy, off) == ModelShape.of(QWEN | {"vocab_size": 9})
 
 
-def test_silence_of_the_hub_is_limited_and_told(hub, monkeypatch):
-    monkeypatch.setattr(model_shapes, "_HUB_S", 1.0)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        asked = hub_variables({"policy": {"HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}"}})
-        [told] = memory_lines(config_of(policy__model="me/m"), asked)
-    assert told == "Memory: unknown, because me/m is not on this machine, and the Hub did not answer within 1 s."
+def test_silence_of_the_hub_is_limited_and_told(hub, monkeypatch, tmp_path):
+    (place := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(model_shapes, "_HUB_S", 2.0)
+    hub.silent.add("me/m")
+    [told] = memory_lines(config_of(policy__model="me/m"), hub_variables({}))
+    assert told == "Memory: unknown, because me/m is not on this machine, and the Hub did not answer within 2 s."
+    assert not list(place.iterdir()), "nothing stays of a program that was killed"
 
 
-def test_words_tell_why_the_hub_shows_nothing(hub, monkeypatch):
+def test_configuration_from_the_hub_is_limited(hub):
+    written = QWEN | {
+        "hidden_size": "64",
+        "eos_token_id": 3,
+        "text_config": QWEN | {"num_experts": 8, "name": "x" * 999},
+    }
+    hub.repositories["me/m"]["config.json"] = json.dumps(written).encode()
+    told = json.loads(model_shapes._ask_hub("me/m", "", tuple(hub_variables({}).items()), 0))
+    assert (
+        told["config"]
+        == {name: one for name, one in QWEN.items() if name != "hidden_size"}
+        | {"text_config": QWEN | {"num_experts": 8}}
+        and told["parameters"] == 6007
+    )
+    hub.repositories["me/m"]["config.json"] = json.dumps(written | {"filling": "x" * 1_000_000}).encode()
+    told = json.loads(model_shapes._ask_hub("me/m", "", tuple(hub_variables({}).items()), 1))
+    assert told == {"problem": "its config.json on the Hub is larger than 1 MB"}
+
+
+def test_words_tell_why_the_hub_shows_nothing(hub, monkeypatch, tmp_path):
     for module in ("constants", "hf_api.constants"):
         monkeypatch.setattr(f"huggingface_hub.{module}.ENDPOINT", hub.url)
     template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -225,9 +254,9 @@ def test_words_tell_why_the_hub_shows_nothing(hub, monkeypatch):
     hub.gated.add("me/m")
     hub.repositories["me/bare"] = {}
     for model, said in (("me/m", "it is gated"), ("me/none", "has no such model"), ("me/bare", "no config.json")):
-        assert said in look_up(model, None)["problem"]
+        assert said in look_up(model, None, str(tmp_path))["problem"]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "switched off" in look_up("me/m", None)["problem"]
+    assert "switched off" in look_up("me/m", None, str(tmp_path))["problem"]
 
 
 def test_only_weights_beyond_all_memory_are_refused(tmp_path, monkeypatch):

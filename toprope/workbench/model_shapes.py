@@ -7,6 +7,7 @@ import json
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from typing import Any
 from toprope.analysis.reports.model_card import hub_id
 from toprope.settings.schema import EMBEDDED, PolicySection
 from toprope.text_format import clip
+from toprope.training.policy.preflight import SPARSE
 from toprope.training.policy.tiny_model import RECIPES
 from toprope.workbench.token_counts import hub_cache
 
 _MOST_HEADER = 100_000_000
+_MOST_SIZE, _MOST_PARAMETERS = 2**40, 2**60
 _HUB_S = 20.0
 """Seconds for all that the Hub is asked of a model."""
 _ASK_AGAIN_S = 60.0
@@ -44,7 +47,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], parameters: int | None = None) -> ModelShape | None:
-        """Return the shape in a config.json; None if it lacks a field."""
+        """Return the shape in a config.json; None if it lacks a field, or one holds no size."""
         try:
             text = config.get("text_config") or config
             hidden, layers, heads = (
@@ -56,16 +59,17 @@ class ModelShape:
             head_dim = int(text.get("head_dim") or hidden // heads)
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
             return None
-        strange = ("num_experts", "num_local_experts", "n_routed_experts", "mamba_d_ssm", "layer_types_ssm")
+        sizes = (hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary)
+        if not all(1 <= size <= _MOST_SIZE for size in sizes):
+            return None
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
         computed = layers * (attention + 3 * hidden * intermediate + 2 * hidden) + hidden
         computed += (
             vocabulary * hidden * (1 if text.get("tie_word_embeddings", config.get("tie_word_embeddings")) else 2)
         )
-        return cls(
-            hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary,
-            parameters or computed, parameters is not None, not any(text.get(name) for name in strange),
-        )  # fmt: skip
+        counted = parameters if isinstance(parameters, int) and 1 <= parameters <= _MOST_PARAMETERS else None
+        dense = not any(text.get(name) for name in SPARSE)
+        return cls(*sizes, counted or computed, counted is not None, dense)
 
 
 def shape_of(policy: PolicySection, variables: Mapping[str, str] | None = None) -> ModelShape | str:
@@ -111,7 +115,7 @@ def read_shape(folder: Path) -> ModelShape | None:
         if not {*named} <= {one.name for one in files}:
             files = []  # a part of a download
         counted = sum(_values(path) for path in files) if files else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError, struct.error):
         return None
     return ModelShape.of(config, counted)
 
@@ -121,9 +125,10 @@ def _ask_hub(model: str, revision: str, variables: tuple[tuple[str, str], ...], 
     """Have `toprope.training.policy.preflight` look a model up; return its answer, the same for a minute."""
     command = [sys.executable, "-P", "-m", "toprope.training.policy.preflight", model, revision]
     try:
-        asked = subprocess.run(
-            command, env=dict(variables), stdin=subprocess.DEVNULL, capture_output=True, timeout=_HUB_S
-        )
+        with tempfile.TemporaryDirectory() as place:
+            asked = subprocess.run(
+                [*command, place], env=dict(variables), stdin=subprocess.DEVNULL, capture_output=True, timeout=_HUB_S
+            )
         return json.dumps(json.loads(asked.stdout.splitlines()[-1]))
     except subprocess.TimeoutExpired:
         return json.dumps({"problem": f"the Hub did not answer within {_HUB_S:.0f} s"})
@@ -155,6 +160,6 @@ def _values(path: Path) -> int:
         if name != "__metadata__":
             count = 1
             for length in tensor["shape"]:
-                count *= length
+                count *= int(length)
             total += count
     return total

@@ -21,6 +21,7 @@ class HubStandIn:
         counted: Number of values in the weights of repositories, as the Hub counts them for most.
         tokens: The bearer tokens of all requests.
         accepts: The one token that may write.
+        silent: Repositories whose files are never sent.
         fails: HTTP status of the answer to every GET; 0: the content.
     """
 
@@ -33,6 +34,7 @@ class HubStandIn:
         self.tokens: set[str] = set()
         self.accepts = accepts
         self.fails = 0
+        self.silent: set[str] = set()
         self.stored: dict[str, bytes] = {}
         hub = self
 
@@ -179,6 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(rows)
         if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
             content = hub.repositories.get(found[1], {}).get(found[2])
+            if found[1] in hub.silent:
+                threading.Event().wait()
             if found[1] in hub.gated:
                 return self._send({"error": "Access is restricted"}, 403, X_Error_Code="GatedRepo")
             if content is None:

@@ -95,7 +95,7 @@ def test_errors_of_the_hub_tell_no_password_of_its_address(hub, monkeypatch, tmp
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url.replace("//", "//user:secretpass@"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     hub.fails = 418
-    assert look_up("me/model", None) == {"problem": "the Hub did not answer (HfHubHTTPError, HTTP 418)"}
+    assert look_up("me/model", None, str(tmp_path)) == {"problem": "the Hub did not answer (HfHubHTTPError, HTTP 418)"}
     with pytest.raises(NotFound, match="418") as refused:
         fetch(PolicySection(model="me/model"), PATTERNS, None)
     assert hub.url in str(refused.value) and "secret" not in str(refused.value)

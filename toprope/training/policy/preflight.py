@@ -1,17 +1,18 @@
 """Checks before a model of the Hub is downloaded: its files, its licence, and the room on the disk.
 
 The commit that is found here is what is downloaded, so that a branch that moves meanwhile, or until a resume, changes
-nothing. As a program, `python -m toprope.training.policy.preflight MODEL REVISION`, it prints what the Hub tells of a
-model for an estimate of its memory, so that the server need not load the Hub's library, nor wait for it without limit.
+nothing. As a program, `python -m toprope.training.policy.preflight MODEL REVISION FOLDER`, it prints what the Hub tells
+of a model for an estimate of its memory, so that the server need not load the Hub's library, nor wait without limit.
 """
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import json
+import resource
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,13 @@ _SPARE = 256_000_000
 """Bytes that must stay free after a download."""
 _ANSWER_S = 5.0
 """Seconds to wait for each answer of the Hub."""
+_MOST_CONFIG = 1_000_000
+SPARSE = ("num_experts", "num_local_experts", "n_routed_experts", "mamba_d_ssm", "layer_types_ssm")
+"""Fields of a config.json that a mixture of experts or a model with recurrent layers has."""
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings", *SPARSE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,9 +106,12 @@ def context_warning(folder: Path, policy: PolicySection) -> str:
     )
 
 
-def look_up(model: str, revision: str | None) -> dict[str, Any]:
-    """Return what the Hub tells of a model's size: its config.json as `config`, and the number of values in its weights
-    as `parameters`, None if that is unknown. If there is no config.json to read: why, as `problem`.
+def look_up(model: str, revision: str | None, place: str) -> dict[str, Any]:
+    """Return what the Hub tells of a model's size: the numbers in its config.json that decide it as `config`, and the
+    number of values in its weights as `parameters`, None if that is unknown. If it tells nothing: why, as `problem`.
+
+    Args:
+        place: A folder for config.json; a snapshot in the cache would look like a downloaded model.
     """
     try:
         from huggingface_hub import HfApi, errors
@@ -109,11 +120,9 @@ def look_up(model: str, revision: str | None) -> dict[str, Any]:
     api: Any = HfApi()
     try:
         info = api.model_info(model, revision=revision, timeout=_ANSWER_S)
-        with tempfile.TemporaryDirectory() as place:  # a snapshot in the cache would look like a downloaded model
-            found = api.hf_hub_download(
-                model, "config.json", revision=info.sha, local_dir=place, etag_timeout=_ANSWER_S
-            )
-            config = json.loads(Path(found).read_bytes())
+        found = api.hf_hub_download(model, "config.json", revision=info.sha, local_dir=place, etag_timeout=_ANSWER_S)
+        config = json.loads(Path(found).read_bytes())
+        config = _sizes(config) | {"text_config": _sizes(config.get("text_config") or {})}
     except errors.GatedRepoError:
         return {"problem": "it is gated: accept its terms on the Hub, and give an HF_TOKEN of that account (owner)"}
     except errors.RevisionNotFoundError:
@@ -125,6 +134,8 @@ def look_up(model: str, revision: str | None) -> dict[str, Any]:
     except errors.OfflineModeIsEnabled:
         return {"problem": "the Hub is switched off (HF_HUB_OFFLINE)"}
     except Exception as error:  # errors of several libraries
+        if getattr(error, "errno", None) == errno.EFBIG:
+            return {"problem": f"its config.json on the Hub is larger than {_MOST_CONFIG / 1e6:.0f} MB"}
         status = getattr(getattr(error, "response", None), "status_code", None)  # its text may hold passwords
         told = type(error).__name__ + (f", HTTP {status}" if isinstance(status, int) else "")
         return {"problem": f"the Hub did not answer ({told})"}
@@ -138,5 +149,10 @@ def look_up(model: str, revision: str | None) -> dict[str, Any]:
     return {"config": config, "parameters": counted}
 
 
+def _sizes(config: dict[str, Any]) -> dict[str, int | float]:
+    return {name: config[name] for name in _SIZES if isinstance(config.get(name), int | float)}
+
+
 if __name__ == "__main__":
-    print(json.dumps(look_up(sys.argv[1], sys.argv[2] or None)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_CONFIG, _MOST_CONFIG))  # a stream may have no end
+    print(json.dumps(look_up(sys.argv[1], sys.argv[2] or None, sys.argv[3])))
