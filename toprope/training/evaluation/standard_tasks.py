@@ -7,13 +7,15 @@ with a key that opens nothing else. Its logs stay in the run's folder, below `in
 from __future__ import annotations
 
 import asyncio
-import json
+import math
 import os
 import signal
-from collections.abc import Mapping
+import stat
+import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from toprope.errors import ComponentFailed, visible
 from toprope.records.messages import ENV_FOLDER, Evaluated, Finished, Progress, Warned
@@ -30,6 +32,42 @@ PACKAGE = "inspect_ai"
 _NAME = "standard-tasks"
 """Name of the walled program in the owner's rights, and of its HOME, which keeps downloaded data."""
 _SAID = 600
+_TAIL = 1 << 16
+"""Bytes of Inspect's output that are kept."""
+_MOST_BYTES, _MOST_METRICS, _MOST_CHARACTERS = 512_000_000, 100, 100
+"""Of all logs together, of one log, and of a name."""
+
+
+class _Task(BaseModel):
+    task: str
+
+
+class _Metric(BaseModel):
+    value: float | None = None
+
+
+class _Score(BaseModel):
+    name: str
+    metrics: dict[str, _Metric]
+
+
+class _Results(BaseModel):
+    total_samples: int = Field(ge=0, lt=1 << 53)
+    completed_samples: int = Field(ge=0, lt=1 << 53)
+    scores: list[_Score]
+
+
+class _Error(BaseModel):
+    message: str = ""
+
+
+class _Log(BaseModel):
+    """The parts of one of Inspect's logs that count here."""
+
+    eval: _Task
+    status: str
+    results: _Results | None = None
+    error: _Error | None = None
 
 
 async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks) -> None:
@@ -39,8 +77,9 @@ async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks)
         ComponentFailed: A task failed as a whole, or the policy cannot be reached.
     """
     url, key = await member.address_async("inference"), session_key(member.secret, UNRECORDED)
-    logs = member.folder.path / "inspect"
-    logs.mkdir(mode=0o700, exist_ok=True)
+    kept = member.folder.path / "inspect"
+    kept.mkdir(mode=0o700, exist_ok=True)
+    logs = Path(tempfile.mkdtemp(prefix="try-", dir=kept))  # logs of earlier tries do not count
     command = [
         tasks.python, "-m", PACKAGE, "eval", *tasks.names, "--model", "openai-api/toprope/policy", "--log-dir", ".",
         "--log-format", "json", "--display", "none", "--no-fail-on-error", "--temperature", str(plan.temperature),
@@ -49,13 +88,13 @@ async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks)
     command += [] if tasks.limit is None else ["--limit", str(tasks.limit)]
     member.report(Progress("standard tasks", 0, len(tasks.names)))
     code, said = await _run_walled(member, tasks, command, logs, url, key)
-    said = said.replace(key, "***")
+    said = said.replace(key, "***")[len(key) :]  # the tail may begin within a key
     print(said, flush=True)
     if code:
         raise ComponentFailed(
             f"Inspect ended with status {code}: {visible(said.strip())[-_SAID:]}", hint="Check the names of the tasks."
         )
-    scores = read_scores(logs)
+    scores = await asyncio.to_thread(read_scores, logs)
     found = Measurement(names=tasks.names, limit=tasks.limit, step=tasks.step, scores=scores)
     trained = RunFolder(member.folder.path.parent / tasks.run)
     for folder in (member.folder, trained):
@@ -70,7 +109,7 @@ async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks)
 async def _run_walled(
     member: CrewMember, tasks: StandardTasks, command: list[str], logs: Path, url: str, key: str
 ) -> tuple[int, str]:
-    """Run Inspect behind its wall; returns its status and output."""
+    """Run Inspect behind its wall; returns its status and the end of its output."""
     files = [path for name in tasks.names if os.path.isabs(path := name.partition("@")[0])]
     source = EnvironmentSource(name=_NAME, file=files[0] if files else None)
     kept = {name: value for name, value in os.environ.items() if name == ENV_FOLDER or not name.startswith("TOPROPE_")}
@@ -81,63 +120,90 @@ async def _run_walled(
     if warning := missing_wall(enclosure):
         member.report(Warned(warning))
     process = None
-    try:
+    # Not a pipe, which a process that Inspect leaves behind could hold open.
+    with tempfile.TemporaryFile(dir=logs.parent) as output:
         try:
-            process = await asyncio.create_subprocess_exec(
-                *enclosure.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=enclosure.variables,
-                cwd=enclosure.cwd,
-                pass_fds=enclosure.passed,
-                start_new_session=True,
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *enclosure.command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env=enclosure.variables,
+                    cwd=enclosure.cwd,
+                    pass_fds=enclosure.passed,
+                    start_new_session=True,
+                )
+            finally:
+                for descriptor in enclosure.passed:
+                    os.close(descriptor)
+            if enclosure.relay is not None:
+                await enclosure.relay.reach(url)
+            code = await process.wait()
         finally:
-            for descriptor in enclosure.passed:
-                os.close(descriptor)
-        if enclosure.relay is not None:
-            await enclosure.relay.reach(url)
-        said, _ = await process.communicate()
-        assert process.returncode is not None  # it has ended
-        return process.returncode, said.decode(errors="replace")
-    finally:
-        if process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.to_thread(enclosure.remove)
+            if process is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.to_thread(enclosure.remove)
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL))
+        return code, output.read(_TAIL).decode(errors="replace")
 
 
 def read_scores(logs: Path) -> list[StandardScore]:
-    """Return the scores in Inspect's logs (JSON), by task.
+    """Return the scores in Inspect's logs (JSON), by task: the first of each task's, without those that are no numbers.
+
+    Code behind the wall wrote the folder.
 
     Raises:
-        ComponentFailed: A task failed as a whole, or left no scores.
+        ComponentFailed: A task failed as a whole, or left no scores; or a file is no log.
     """
-    found = []
+    found: list[StandardScore] = []
+    room = _MOST_BYTES
     for path in sorted(logs.glob("*.json")):
-        log = json.loads(path.read_bytes())
-        task = visible(str(log["eval"]["task"]))
-        if log["status"] != "success" or not log.get("results"):
-            why = visible(str((log.get("error") or {}).get("message") or f"it ended as {log['status']}"))[:_SAID]
+        try:
+            content = _read_plain(path, room)
+            log = _Log.model_validate_json(content)
+        except (OSError, ValueError) as error:
+            first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": error}
+            why = visible(" ".join(map(str, (*first["loc"], first["msg"]))), _SAID)
+            raise ComponentFailed(f"{path} cannot be read as a log of Inspect: {why}") from None
+        room -= len(content)
+        task = visible(log.eval.task, _MOST_CHARACTERS)
+        if log.status != "success" or log.results is None:
+            why = visible((log.error.message if log.error else "") or f"it ended as {log.status}", _SAID)
             raise ComponentFailed(f"The task {task} failed: {why}", hint=f"Inspect's log of it is {path}.")
-        results = log["results"]
-        samples, completed = int(results["total_samples"]), int(results["completed_samples"])
-        for score in results["scores"]:
-            metrics: Mapping[str, Any] = score["metrics"]
-            error = metrics.get("stderr", {}).get("value")
-            for name, metric in metrics.items():
-                if name != "stderr":
-                    found.append(
-                        StandardScore(
-                            task=task,
-                            metric=visible(f"{score['name']}/{name}"),
-                            value=float(metric["value"]),
-                            error=error,
-                            samples=samples,
-                            failed=samples - completed,
-                        )
-                    )
+        samples, scores = log.results.total_samples, []
+        for score in log.results.scores:
+            error = score.metrics.pop("stderr", _Metric()).value
+            scores += [
+                StandardScore(
+                    task=task,
+                    metric=visible(f"{score.name}/{name}", _MOST_CHARACTERS),
+                    value=metric.value,
+                    error=error if error is not None and math.isfinite(error) else None,
+                    samples=samples,
+                    failed=samples - log.results.completed_samples,
+                )
+                for name, metric in score.metrics.items()
+                if metric.value is not None and math.isfinite(metric.value)
+            ]
+        found += scores[:_MOST_METRICS]
     if not found:
         raise ComponentFailed(f"Inspect left no scores in {logs}.")
     return found
+
+
+def _read_plain(path: Path, most: int) -> bytes:
+    """Return the content of a regular file that another program may have put in the way.
+
+    Raises:
+        OSError: It cannot be opened, or is a link.
+        ValueError: It is not a regular file, or longer than `most` bytes.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is not a regular file")
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"the logs are longer than {_MOST_BYTES // 10**6} MB")
+    return content
