@@ -269,3 +269,12 @@ def test_atropos_says_how_to_give_a_tokenizer(collects: Callable[..., OwnLoop]) 
 
     with pytest.raises(InvalidRequest, match=r"needs the knob tokenizer \(str: .*`reads`.*no connection"):
         collects(__init__=failing)
+
+
+def test_data_that_cannot_be_reached_are_no_missing_tokenizer(collects: Callable[..., OwnLoop]) -> None:
+    def failing(*arguments: Any, **named: Any) -> None:
+        raise ConnectionError("Couldn't reach 'some/data' on the Hub")
+
+    with pytest.raises(Exception, match="Couldn't reach 'some/data'") as raised:
+        collects(__init__=failing)
+    assert "tokenizer" not in str(raised.value)

@@ -141,6 +141,8 @@ class Atropos(OwnLoop):
         )  # fmt: skip
         try:
             env = self._cls(config, [place], slurm=False, testing=False)
+        except ConnectionError:  # of `datasets`: its data, not its tokenizer, is missing
+            raise
         except OSError as error:  # transformers raises this for a missing tokenizer.
             raise MissingKnobs(
                 f"The tokenizer {config.tokenizer_name!r} cannot be loaded. A folder must be readable behind the wall: "
