@@ -10,6 +10,7 @@ import functools
 import json
 import keyword
 import math
+import re
 import types
 from contextlib import suppress
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -24,8 +25,12 @@ _CARD_TYPES: dict[str, Any] = {
     "str": str, "string": str, "text": str, "list": list[Any], "tuple": list[Any], "array": list[Any],
     "dict": dict[str, Any], "object": dict[str, Any],
 }  # fmt: skip
-_OF_PROMPTS = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of chat templates that every prompt sets."""
+_OF_PROMPTS = (
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
+    "strftime_now", "loop", "range", "dict", "lipsum", "cycler", "joiner", "namespace",
+)  # fmt: skip
+"""Names in chat templates that every prompt or Jinja sets; tokens such as bos_token are the tokenizer's."""
+_MOST_VARIABLES, _MOST_VARIABLES_TEXT = 32, 4096
 _LARGEST_EXACT = 2**53
 """Larger floats cannot tell neighbouring whole numbers apart."""
 
@@ -55,14 +60,18 @@ def reader(
 
 
 def template_variables(given: dict[str, Any]) -> dict[str, Any]:
-    """Check variables of a chat template: their names, and that they are JSON scalars."""
+    """Check variables of a chat template: their names, that they are JSON scalars, and their size."""
+    if len(given) > _MOST_VARIABLES or len(json.dumps(given, default=str)) > _MOST_VARIABLES_TEXT:
+        raise ValueError(f"at most {_MOST_VARIABLES} variables of together {_MOST_VARIABLES_TEXT} characters are taken")
     for name, value in given.items():
         word = keyword.iskeyword(name) or keyword.iskeyword(name.capitalize())
-        if word or not (name.isascii() and name.isidentifier()) or name in _OF_PROMPTS:
+        if word or not (name.isascii() and name.isidentifier()) or name in _OF_PROMPTS or name.endswith("_token"):
             raise ValueError(f"{short_json(name)} is not a variable that a chat template may be given")
         scalar = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
         if not scalar or str(value) in ("true", "false"):
             raise ValueError(f"{name} must be true or false without quotes, a number, a text or null")
+        if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+            raise ValueError(f"{name} holds half of a character (a surrogate), which no text may")
     return given
 
 

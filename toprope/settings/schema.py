@@ -40,7 +40,8 @@ class PolicySection(Section):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_variables)] = Field(
         default_factory=dict,
         description='Variables of the chat template, such as {"enable_thinking": false}. Checkpoints keep them in '
-        "their template, so what is served or exported reads prompts as training did.",
+        "their template, so what is served or exported reads prompts as training did. A run that begins with another "
+        "run's weights keeps that run's variables, which a lock on this field does not see.",
     )
     lora: bool = Field(False, description="Train low-rank adapters instead of all weights.")
     load_in_4bit: bool = Field(

@@ -80,6 +80,12 @@ def test_template_variables_are_checked_and_can_be_locked() -> None:
     for value, said in (
         ({"messages": 1}, "not a variable"),
         ({"a b": 1}, "not a variable"),
+        ({"bos_token": "x"}, "not a variable"),
+        ({"range": 1}, "not a variable"),
+        ({"continue_final_message": True}, "not a variable"),
+        ({"mark": "\ud800"}, "half of a character"),
+        ({f"v{number}": 1 for number in range(33)}, "at most 32 variables"),
+        ({"mark": "x" * 4096}, "4096 characters"),
         ({"if": 1}, "not a variable"),
         ({"true": 1}, "not a variable"),
         ({"thinking": "false"}, "without quotes"),

@@ -153,7 +153,7 @@ def load_tokenizer(folder: Path, variables: Mapping[str, Any] | None = None) -> 
             or saves it has them.
 
     Raises:
-        InvalidValue: The tokenizer cannot be loaded or has no chat template.
+        InvalidValue: The tokenizer cannot be loaded, or has no chat template or no special token to pad with.
     """
     from transformers import AutoTokenizer
 
