@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from toprope.analysis.reports.handoff import Standing, handoff
-from toprope.analysis.reports.headline import headline, share_done
+from toprope.analysis.reports.headline import headline, share_done, standard_lines
 from toprope.records.run.status import Status
+from toprope.records.run.tested_models import Measurement, StandardScore
 
 
 def status(run_id="run-a", kind="train", state="completed", **fields):
@@ -47,3 +48,21 @@ def test_handoff_names_the_best_of_all_kinds_of_runs():
     assert "- run-d: sweep, completed, words, winner: held-out accuracy (sampled) 60.0%" in text
     assert 'fork_config(run_id="run-b") starts from the best in words: held-out accuracy (sampled) 90.0%' in text
     assert "run-c" not in text
+
+
+def test_standard_scores_of_other_conditions_do_not_share_a_line():
+    def one(step, value, temperature=0.0, count=1):
+        scores = [StandardScore(task="t", metric=f"m{n}", value=value, samples=2, failed=0) for n in range(count)]
+        conditions = {"temperature": temperature, "max_new_tokens": 8, "engine": "vllm"}
+        return Measurement(names=["t"], limit=None, step=step, scores=scores, **conditions)
+
+    assert standard_lines([one(None, 0.5), one(None, 0.25), one(2, 1)], str) == [
+        "t m0: 0.25 before training (2 samples); 1 at step 2 (2 samples)."
+    ]
+    apart = standard_lines([one(None, 0.5), one(2, 1, 0.7)], str)
+    assert len(apart) == 2 and "(temperature 0.7, at most 8 tokens, engine vllm): 1 at step 2" in apart[1]
+    (many,) = standard_lines([one(step, 1) for step in (None, *range(50))], str)
+    assert many.count("at step") == 7 and "before training" in many and "at step 49" in many
+    assert standard_lines([one(2, 1, count=25)], str)[20:] == [
+        "scores left out: 5; standard/ in the run's folder has them."
+    ]

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from openai import AuthenticationError, OpenAI
 from toprope_tools.results.results import get_results
+from toprope_tools.runs import use
 from toprope_tools.runs.ask import policy_at
 from toprope_tools.runs.training import stop_training
 from toprope_tools.runs.use import evaluate_policy, serve_policy
@@ -29,7 +30,7 @@ from toprope.records.run.checkpoints import checkpoint_of
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import Manifest, Policy
 from toprope.records.run.specification import AskPlan, Specification, StandardTasks
-from toprope.records.run.tested_models import Measurement, add_measurement, read_served, served_key
+from toprope.records.run.tested_models import Measurement, StandardScore, add_measurement, read_served, served_key
 from toprope.sdk.wall.plan import level_here
 from toprope.training.evaluation import questions
 from toprope.training.inference.sessions import UNRECORDED, session_key
@@ -121,11 +122,29 @@ def test_agents_start_standard_tasks_of_packages_alone(shop, full, adapted, owne
     assert before.config.policy.model == Specification.read(adapted).config.policy.model
     assert before.config.policy.revision == "a" * 40 and not before.config.policy.lora
     assert after.ask.standard.python == inspect_python and after.ask.max_new_tokens == 4
-    measured = Measurement(names=["inspect_evals/gsm8k"], limit=1, step=None, scores=[])
-    add_measurement(adapted, "ask-x", measured)
-    again = start(tasks=["inspect_evals/gsm8k"])
-    assert len(again.data.run_ids) == 1 and "measured on these tasks already" in again.text
+    score = StandardScore(task="gsm8k", metric="m", value=1, samples=1, failed=0)
+    same = {"temperature": 0.0, "max_new_tokens": 5, "engine": before.config.inference.engine}
+    wrong = (
+        {"temperature": 1.0},
+        {"max_new_tokens": 9},
+        {"engine": "vllm"},
+        {"scores": [score.model_copy(update={"failed": 1})]},
+    )
+    for different in (*wrong, {}):
+        given = {"names": ["inspect_evals/gsm8k"], "limit": 1, "step": None, "scores": [score], **same, **different}
+        add_measurement(adapted, "ask-x", Measurement.model_validate(given))
+        again = start(tasks=["inspect_evals/gsm8k"])
+        assert len(again.data.run_ids) == 1 + bool(different), different
+        assert ("measured on these tasks already" in again.text) == (not different)
     assert len(start(tasks=["inspect_evals/arc"]).data.run_ids) == 2
+
+
+def test_thousands_of_scores_fit_an_answer(shop, adapted):
+    scores = [StandardScore(task="t", metric="m" * 90 + str(n), value=n, samples=1, failed=0) for n in range(3001)]
+    add_measurement(adapted, "ask-many", Measurement(names=["t"], limit=1, step=3, scores=scores))
+    told = do(get_results, shop, run_id=adapted.run_id)  # which holds the budget
+    assert "scores left out: " in told.text
+    (adapted.path / "standard" / "ask-many.json").unlink()
 
 
 def test_adapters_that_were_trained_beside_vllm_are_used_without_it(shop, adapted):
@@ -160,12 +179,24 @@ def test_resumption_is_held_to_newer_permissions(shop, full, owner):
         file.unlink()
 
 
-def test_agents_serve_a_policy_for_a_time(shop, live, full, owner):
+def test_agents_serve_a_policy_for_a_time(shop, live, full, owner, monkeypatch):
+    in_loop = []
+
+    def noted(function):
+        def called(*arguments):
+            in_loop.append(threading.current_thread() is threading.main_thread())
+            return function(*arguments)
+
+        return called
+
+    monkeypatch.setattr(use, "read_served", noted(use.read_served))
+    monkeypatch.setattr(use, "require_policies", noted(use.require_policies))
     owner("data: {policies: false}\n")
     with pytest.raises(LockedField, match=r"data\.policies"):
         do(serve_policy, live, run_id=full.run_id, minutes=1)
     owner("{}")
     told = do(serve_policy, live, run_id=f"{full.run_id}@2", minutes=5)
+    assert len(in_loop) > 2 and not any(in_loop)  # files are not read in the server's event loop
     key = Path(told.data.key_file).read_text().strip()
     assert key not in told.text + told.data.model_dump_json() and told.data.url in told.text
     client = OpenAI(base_url=told.data.url, api_key=key)

@@ -15,7 +15,8 @@ from toprope.records.run.checkpoints import split_step
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.manifest import pinned
 from toprope.records.run.specification import AskPlan, Specification, StandardTasks
-from toprope.records.run.tested_models import read_measurements, read_served, served_key
+from toprope.records.run.status import Status
+from toprope.records.run.tested_models import Served, read_measurements, read_served, served_key
 from toprope.records.walls import allowed_network
 from toprope.settings.locks import Locks
 from toprope.text_format import call, moment, plural
@@ -76,11 +77,8 @@ async def evaluate_policy(
     def start() -> list[Specification]:
         run, found, asked = checkpoint_to_use(workshop, run_id)
         folder, locks = workshop.runs.folder(run.run_id), workshop.home.locks(run.preset)
-        known = [one for one in read_measurements(folder) if one.step is None]
-        measured = any(one.names == list(tasks) and one.limit == limit for one in known)
-        sides = [(found.step, policy_at(run, found), asked)]
-        if not measured:
-            sides.append((None, pinned(run.config.policy, folder), f"the policy that {run.run_id} began with"))
+        began = pinned(run.config.policy, folder)
+        sides = ((found.step, policy_at(run, found), asked), (None, began, f"the policy that {run.run_id} began with"))
         interpreter, network = python or _find_inspect(workshop), allowed_network(locks)
         sampler = None if engine is None else (engine, engine_python(workshop.home, engine))
         frozen = []
@@ -88,7 +86,13 @@ async def evaluate_policy(
             standard = StandardTasks(
                 names=list(tasks), limit=limit, python=interpreter, network=network, run=run.run_id, step=step
             )
-            frozen.append(freeze_question(run, policy, locks, _plan(locks, run, words, standard), sampler))
+            plan = _plan(locks, run, words, standard)
+            frozen.append(freeze_question(run, policy, locks, plan, sampler))
+        conditions = (limit, plan.temperature, plan.max_new_tokens, frozen[-1].config.inference.engine)
+        for one in read_measurements(folder):
+            known = one.step is None and one.names == list(tasks) and one.conditions == conditions
+            if known and not any(score.failed for score in one.scores):
+                del frozen[1:]
         return workshop.starter.start_frozen(frozen).specifications
 
     started = await to_thread.run_sync(start)
@@ -131,13 +135,17 @@ async def serve_policy(workshop: Workshop, *, run_id: str, minutes: float) -> An
 
     served = (await to_thread.run_sync(start)).run_id
     folder = workshop.runs.folder(served)
+
+    def look() -> tuple[Served | None, Status]:
+        return read_served(folder), workshop.runs.status(served)
+
+    found, status = await to_thread.run_sync(look)
     with anyio.move_on_after(_WAIT_S):
-        while read_served(folder) is None and not workshop.runs.status(served).ended:
+        while found is None and not status.ended:
             await anyio.sleep(_LOOK_S)
-    status = await to_thread.run_sync(workshop.runs.status, served)
-    lines = served_lines(folder) or [f"{served} is {status.state} and does not serve yet."]
+            found, status = await to_thread.run_sync(look)
+    lines = await to_thread.run_sync(served_lines, folder) or [f"{served} is {status.state} and does not serve yet."]
     lines.append(f"Next: {call('stop_training', run_id=served)} ends it; get_results has this again.")
-    found = read_served(folder)
     return Answer(
         "\n".join(lines),
         answers.Serving(

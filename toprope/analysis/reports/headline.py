@@ -21,6 +21,8 @@ _FINAL = ("after", HELDOUT, "test")
 """Labels of final evaluations: of training, of the winner of a sweep, of a test."""
 _CLEARLY = 0.1
 """Time counts if it is so much nearer to the end than the steps; the pace of a few steps varies as much."""
+_MOST_LINES, _MOST_PARTS = 20, 8
+"""Lines about standard tasks, and policies in one."""
 _SPLITS = {HELDOUT: "held-out", "validation": "validation"}
 
 
@@ -87,17 +89,28 @@ def share_done(status: Status, now: float | None = None) -> float | None:
 
 
 def standard_lines(found: Sequence[Measurement], name: Callable[[str], str]) -> list[str]:
-    """Return a line for each metric of the standard tasks that a run's policies were measured on.
+    """Return a line for each metric of the standard tasks that a run's policies were measured on, and at most
+    `_MOST_LINES`; a last line has the count of the others.
+
+    Only scores of the same conditions share a line; of a policy that was measured twice it has the last.
 
     Args:
         name: Words the name of a task or metric, which others chose.
     """
-    lines: dict[tuple[str, str, int | None], list[str]] = {}
+    lines: dict[tuple[Any, ...], dict[int | None, str]] = {}
     for one in found:
         when = "before training" if one.step is None else f"at step {one.step}"
         for score in one.scores:
             error = "" if score.error is None else f" ± {number(score.error)}"
             failed = f", {score.failed} of them failed" if score.failed else ""
             told = f"{number(score.value)}{error} {when} ({plural(score.samples, 'sample')}{failed})"
-            lines.setdefault((score.task, score.metric, one.limit), []).append(told)
-    return [f"{name(task)} {name(metric)}: {'; '.join(parts)}." for (task, metric, _), parts in lines.items()]
+            lines.setdefault((score.task, score.metric, *one.conditions), {})[one.step] = told
+    several = len({one.conditions[1:] for one in found}) > 1
+    said = []
+    for (task, metric, _, temperature, tokens, engine), by_step in list(lines.items())[:_MOST_LINES]:
+        parts = list(by_step.values())
+        parts = parts if len(parts) <= _MOST_PARTS else [parts[0], "...", *parts[1 - _MOST_PARTS :]]
+        under = f" (temperature {temperature}, at most {tokens} tokens, engine {engine})" if several and engine else ""
+        said.append(f"{name(task)} {name(metric)}{under}: {'; '.join(parts)}.")
+    left = len(lines) - len(said)
+    return [*said, f"scores left out: {left}; standard/ in the run's folder has them."] if left else said

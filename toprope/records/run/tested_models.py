@@ -80,7 +80,16 @@ class Measurement(BaseModel):
     """Samples of each task; all if None."""
     step: int | None
     """Of the checkpoint; None for the policy that the run began with."""
+    temperature: float | None = None
+    max_new_tokens: int | None = None
+    engine: str | None = None
+    """It sampled. None in files that do not have this and the two before."""
     scores: list[StandardScore]
+
+    @property
+    def conditions(self) -> tuple[int | None, float | None, int | None, str | None]:
+        """Only scores that have these in common can be compared: limit, temperature, max_new_tokens, engine."""
+        return self.limit, self.temperature, self.max_new_tokens, self.engine
 
 
 class Served(BaseModel):

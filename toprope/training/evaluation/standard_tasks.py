@@ -95,7 +95,15 @@ async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks)
             f"Inspect ended with status {code}: {visible(said.strip())[-_SAID:]}", hint="Check the names of the tasks."
         )
     scores = await asyncio.to_thread(read_scores, logs)
-    found = Measurement(names=tasks.names, limit=tasks.limit, step=tasks.step, scores=scores)
+    found = Measurement(
+        names=tasks.names,
+        limit=tasks.limit,
+        step=tasks.step,
+        temperature=plan.temperature,
+        max_new_tokens=plan.max_new_tokens,
+        engine=member.spec.config.inference.engine,
+        scores=scores,
+    )
     trained = RunFolder(member.folder.path.parent / tasks.run)
     for folder in (member.folder, trained):
         if folder.path.is_dir():  # that of the other run is not on every node of a cluster
@@ -164,8 +172,8 @@ def read_scores(logs: Path) -> list[StandardScore]:
             content = _read_plain(path, room)
             log = _Log.model_validate_json(content)
         except (OSError, ValueError) as error:
-            first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": error}
-            why = visible(" ".join(map(str, (*first["loc"], first["msg"]))), _SAID)
+            first = error.errors()[0] if isinstance(error, ValidationError) else None
+            why = visible(str(error) if first is None else f"{first['loc']} {first['msg']}", _SAID)
             raise ComponentFailed(f"{path} cannot be read as a log of Inspect: {why}") from None
         room -= len(content)
         task = visible(log.eval.task, _MOST_CHARACTERS)
@@ -174,13 +182,13 @@ def read_scores(logs: Path) -> list[StandardScore]:
             raise ComponentFailed(f"The task {task} failed: {why}", hint=f"Inspect's log of it is {path}.")
         samples, scores = log.results.total_samples, []
         for score in log.results.scores:
-            error = score.metrics.pop("stderr", _Metric()).value
+            deviation = score.metrics.pop("stderr", _Metric()).value
             scores += [
                 StandardScore(
                     task=task,
                     metric=visible(f"{score.name}/{name}", _MOST_CHARACTERS),
                     value=metric.value,
-                    error=error if error is not None and math.isfinite(error) else None,
+                    error=deviation if deviation is not None and math.isfinite(deviation) else None,
                     samples=samples,
                     failed=samples - log.results.completed_samples,
                 )
