@@ -33,6 +33,7 @@ from benchmarks.trajectory_api.trajectory_api import mixed
 from benchmarks.wrong_inputs import wrong_inputs
 from toprope.records.run.folder import RunFolder
 from toprope.records.sweep_journal import Standing
+from toprope.training.policy.weight_sync import WeightsDiffer
 
 
 def done(tmp_path: Path, before: float, after: float) -> Done:
@@ -78,6 +79,18 @@ def test_an_architecture_works_and_changed_weights_are_seen(tmp_path, capsys):
     assert rows[-1].refusal and rows[-1].in_words
     models.show(rows)
     assert "refused" in capsys.readouterr().out
+
+
+def test_a_wrong_update_of_weights_is_no_refusal(tmp_path, monkeypatch, capsys):
+    def differs(row, folder):
+        raise WeightsDiffer("Inference did not take over version 1.")
+
+    monkeypatch.setattr(models, "_run", differs)
+    monkeypatch.setattr(models, "make_model", lambda name, folder: folder)
+    monkeypatch.setattr("sys.argv", ["models", "--engine", "embedded"])
+    assert models.main() == 1
+    printed = capsys.readouterr().out
+    assert "missed: working_embedded, failed_without_words" in printed
 
 
 def test_memory_that_training_takes_is_estimated(monkeypatch):
