@@ -165,7 +165,7 @@ def test_vllm_takes_its_share_of_a_gpu_unless_it_sleeps():
 def test_answers_name_parts_and_unknown_models(tmp_path, monkeypatch):
     lines = memory_lines(Config(), gpus=0)
     assert lines[0].startswith("Memory: about") and "fits" in lines[0] and "trainer" in lines[1]
-    monkeypatch.setenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     told = memory_lines(config_of(policy__model="me/none"))
     assert told == ["Memory: unknown, because me/none is not on this machine."]
     monkeypatch.setattr("toprope.workbench.memory._memory_here", lambda gpus: (1e9, 2e9))
