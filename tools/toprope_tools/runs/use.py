@@ -18,6 +18,7 @@ from toprope.records.run.specification import AskPlan, Specification, StandardTa
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import Served, read_measurements, read_served, served_key
 from toprope.records.walls import allowed_network
+from toprope.sdk.adapters.inspect_ai import PACKAGE
 from toprope.settings.locks import Locks
 from toprope.text_format import call, moment, plural
 from toprope.workbench.interpreters.engines import engine_python
@@ -32,7 +33,6 @@ from toprope_tools.runs.ask import checkpoint_to_use, policy_at
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
 
-_PACKAGE = "inspect_ai"
 _MOST_TASKS = 20
 _IN_A_PACKAGE = re.compile(r"\w+/\w+")
 _WAIT_S, _LOOK_S = 42.0, 0.25
@@ -188,7 +188,7 @@ def _find_inspect(workshop: Workshop) -> str:
         NotFound: None has it.
     """
     for known in known_interpreters(Registry(workshop.home.environments_file).read()):
-        if not known.problem and (known.site_packages / _PACKAGE).is_dir():
+        if not known.problem and (known.site_packages / PACKAGE).is_dir():
             return known.python or sys.executable
     raise NotFound(
         "No interpreter here has Inspect, so standard tasks cannot be run. Nothing was started.",

@@ -104,7 +104,6 @@ class Diagnosis:
         self._states = {
             rule.id: _State(patience=min(rule.patience, max(1, window // 2)), calm=2 * window) for rule in self._rules
         }
-        self._watched = [(rule, self._states[rule.id]) for rule in self._rules]
 
     @property
     def open(self) -> list[Finding]:
@@ -140,8 +139,8 @@ class Diagnosis:
         history = self.history
         history.add(row)
         told = []
-        for rule, state in self._watched:
-            symptom = rule.look(history)
+        for rule in self._rules:
+            symptom, state = rule.look(history), self._states[rule.id]
             if symptom is None and state.told is None:
                 state.rising = 0
                 continue

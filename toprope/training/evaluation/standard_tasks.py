@@ -22,13 +22,13 @@ from toprope.records.messages import ENV_FOLDER, Evaluated, Finished, Progress, 
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import AskPlan, EnvironmentSource, StandardTasks
 from toprope.records.run.tested_models import Measurement, StandardScore, add_measurement
+from toprope.sdk.adapters.inspect_ai import PACKAGE
 from toprope.sdk.wall.enclosure import Enclosure
 from toprope.sdk.worker.client import worker_environment
 from toprope.training.component.member import CrewMember
 from toprope.training.inference.sessions import UNRECORDED, session_key
 from toprope.training.rollouts.workers.walls import environment_wall, missing_wall, passed_on
 
-PACKAGE = "inspect_ai"
 _NAME = "standard-tasks"
 """Name of the walled program in the owner's rights, and of its HOME, which keeps downloaded data."""
 _SAID = 600

@@ -234,7 +234,8 @@ class WeightReader:
             os.close(descriptor)
         self._seen = HEADER.unpack_from(self._map, 0)[0]
         tensors, slot_bytes = layout["tensors"], layout["slot_bytes"]
-        if missing := [one["name"] for one in tensors if one["name"] not in {*self._parameters, _TOKENS, _LOGPROBS}]:
+        known = {*self._parameters, _TOKENS, _LOGPROBS}
+        if missing := [one["name"] for one in tensors if one["name"] not in known]:
             raise KeyError(f"the trainer publishes parameters that inference does not have: {missing[:3]}")
         self._slots = [_views(self._map, tensors, ALIGN + slot * slot_bytes) for slot in (0, 1)]
         return True
