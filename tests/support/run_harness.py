@@ -96,14 +96,16 @@ class RunHarness:
     def processes(self, folder: RunFolder) -> list[psutil.Process]:
         """Return all processes of a run: keeper, guards, components and their descendants."""
         found = []
-        for process in psutil.process_iter():
-            try:
-                words = " ".join(process.cmdline())
-                if self.token in words or str(folder.path) in words:
-                    found.append(process)
-            except psutil.Error:
-                continue
+        for process in psutil.process_iter(["cmdline", "ppid"]):
+            words = " ".join(process.info["cmdline"] or ())
+            if self.token in words or str(folder.path) in words:
+                found.append(process)
         return found
+
+    def count_keepers(self, folder: RunFolder) -> int:
+        """Count keepers. A child between fork and exec carries its keeper's command line, so it is not counted."""
+        keepers = {p.pid: p for p in self.processes(folder) if "keeper" in p.info["cmdline"]}
+        return sum(p.info["ppid"] not in keepers for p in keepers.values())
 
     def keeper(self, folder: RunFolder) -> psutil.Process:
         return psutil.Process(json.loads(folder.lock.read_text())["pid"])

@@ -124,7 +124,8 @@ def test_concurrent_looks_resume_once(harness):
         look.join()
     runs = harness.runs()
     assert runs.status(folder.run_id).attempt == 2
-    assert sum("keeper" in process.cmdline() for process in harness.processes(folder)) == 1
+    assert harness.count_keepers(folder) == 1
+    assert [to for _, to in pairs(folder)].count("queued") == 1
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).attempt == 2
 

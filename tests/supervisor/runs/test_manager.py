@@ -136,7 +136,7 @@ def test_repeated_start_returns_same_run(harness):
     same = harness.specification().model_validate(spec)
     assert runs.start(same) == folder
     # The process that forked the keeper may be seen for a moment.
-    eventually(lambda: sum("keeper" in process.cmdline() for process in harness.processes(folder)) == 1)
+    eventually(lambda: harness.count_keepers(folder) == 1)
     with pytest.raises(NotPossibleNow, match="Another run"):
         runs.start(same.model_copy(update={"draft_id": "other"}))
     runs.stop(folder.run_id, 0)

@@ -179,7 +179,7 @@ def test_concurrent_resume_has_one_winner(harness):
     for thread in threads:
         thread.join()
     assert sorted(outcomes, key=str) == [2, "refused"]
-    assert sum("keeper" in process.cmdline() for process in harness.processes(folder)) == 1
+    assert harness.count_keepers(folder) == 1
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).attempt == 2
 
