@@ -9,8 +9,9 @@ only what failed with a recorded error that names a refused connection to a host
 which has the value "none" here, and those whose submodules could not be fetched count as failed, and apart.
 
 `--home` keeps the installed interpreters for another draw. Estimated time: an hour for a draw of 90, without
-installations; needs the package index. Environments with graders ask a model that always gives the same verdict,
-because the embedded policy gives none that can be read.
+installations; needs the package index. Environments with graders ask a model that always gives a bad verdict in the
+form that they ask for, because the embedded policy gives none that can be read. Where an error names a missing module
+or a folder to be written, the owner adds it and tries again.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ from rich.table import Table
 from toprope_server.cli.demo import server_parameters
 
 from benchmarks.foreign.candidates import COLLECTORS, PACKAGES_KEYS, Candidate, keys_of
+from benchmarks.foreign.grader import verdict
 from benchmarks.foreign.journey import ROLLED_CONTEXT, STAGES, Result, Traveller, variables_of
 from benchmarks.report import report
 from benchmarks.scratch import scratch
 from toprope.sdk.worker.scripted_policy import scripted_session
 
 LIMIT, TRAIN = 11, 3
-_VERDICT = "GRADE: I"
-"""The verdict of the grader on every answer: incorrect, in the form that inspect-ai asks for."""
 _GOALS = {
     "rolled_share": ">= 0.9",
     "rolled_share_lowest": ">= 0.8",
@@ -138,7 +138,7 @@ async def _tried(
     )
     results: list[Result] = []
     trained: dict[str, int] = defaultdict(int)
-    with scripted_session(_VERDICT) as grader:
+    with scripted_session(verdict) as grader:
         models = {"grader": {"base_url": grader.base_url, "model": "grader"}}
         settings = {
             "models": models,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ _HOST = re.compile(r"(?i)(?:https?://|host='|host |to )((?:[a-z0-9-]+\.)+[a-z]{2
 _BESIDES = re.compile(r"; besides, \S+ could not be reached")
 """A host that the failed call itself did not name."""
 _PRINTED = re.compile(r"\bIt printed last: |\bIts last lines:")
+_CURES = 4
+"""The most cures of an environment that are carried out."""
+_LACKS = re.compile(r"Its text asks for (the package of )?([\w.\[\],-]+)\. If the owner agrees")
+_PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dotenv": "python-dotenv"}
+"""Module -> package of another name."""
+_SHUT = re.compile(r"Read-only file system: '([^']+)'")
 _AUTHORS = re.compile(r"(?i)write solve\(\)|fix the environment's code|in a reset\(")
 _TRAINING = {
     "policy.max_context": CONTEXT,
@@ -142,34 +149,65 @@ class Traveller:
 
     async def go(self, candidate: Candidate, *, train: bool) -> Result:
         """Take an environment as far as it comes; `train` is the last stage."""
-        result = Result(candidate)
+        result, tried = Result(candidate), 0
+        while True:
+            try:
+                await self._through(result, train=train)
+                result.failed_at = result.error = ""
+            except Refused as refusal:
+                result.error = str(refusal)
+                if tried < _CURES and self._cured(result):
+                    tried += 1
+                    continue
+            except TimeoutError:
+                result.error = f"It was not {result.failed_at} within the benchmark's time limit."
+            return result
+
+    async def _through(self, result: Result, *, train: bool) -> None:
+        candidate = result.candidate
         knobs = {name: self._grader if value == GRADER else value for name, value in candidate.knobs}
-        try:
-            result.failed_at = "fetched"
-            for place in candidate.submodules:
-                await self._run("git", "-C", str(Path(place).parent), "submodule", "update", "--init", "--", place)
-            result.failed_at = "listed"
-            result.names = await self._listed(candidate)
-            result.reached.append("listed")
-            name = result.names[0]
-            splits: dict[str, Any] = {}
-            for stage, tool in (("described", "describe_environment"), ("checked", "check_environment")):
-                result.failed_at = stage
-                splits = (await self._patiently(tool, name=name, knobs=knobs)).get("splits") or splits
-                result.reached.append(stage)
-            result.failed_at = "rolled"
-            grades = await asyncio.wait_for(self._rolled(name, knobs), _ROLL_S)
-            result.reached.append("rolled")
-            if train:
-                result.failed_at = "trained"
-                await asyncio.wait_for(self._trained(name, knobs, splits, grades=grades), _TRAIN_S)
-                result.reached.append("trained")
-            result.failed_at = ""
-        except Refused as refusal:
-            result.error = str(refusal)
-        except TimeoutError:
-            result.error = f"It was not {result.failed_at} within the benchmark's time limit."
-        return result
+        result.failed_at, result.reached = "fetched", []
+        for place in candidate.submodules:
+            await self._run("git", "-C", str(Path(place).parent), "submodule", "update", "--init", "--", place)
+        result.failed_at = "listed"
+        result.names = await self._listed(candidate)
+        result.reached.append("listed")
+        name = result.names[0]
+        splits: dict[str, Any] = {}
+        for stage, tool in (("described", "describe_environment"), ("checked", "check_environment")):
+            result.failed_at = stage
+            splits = (await self._patiently(tool, name=name, knobs=knobs)).get("splits") or splits
+            result.reached.append(stage)
+        result.failed_at = "rolled"
+        grades = await asyncio.wait_for(self._rolled(name, knobs), _ROLL_S)
+        result.reached.append("rolled")
+        if train:
+            result.failed_at = "trained"
+            await asyncio.wait_for(self._trained(name, knobs, splits, grades=grades), _TRAIN_S)
+            result.reached.append("trained")
+
+    def _cured(self, result: Result) -> bool:
+        """Carry out the cure that an error names, a package of a missing module or a folder to be written; False if it
+        names no such cure, or the one before did not help."""
+        candidate = result.candidate
+        if candidate.add and (lacks := _LACKS.search(result.error)):
+            name = lacks[2].partition(".")[0] if lacks[1] else lacks[2]
+            package = _PACKAGES.get(name, name)
+            if package in candidate.add:
+                return False
+            result.candidate = replace(candidate, add=(*candidate.add, "-r", package))
+            return True
+        if "writes: [FOLDER]" in result.error and (shut := _SHUT.search(result.error)):
+            file = self._home / "config" / "settings.yaml"
+            settings = json.loads(file.read_text())
+            writes = settings.setdefault("environment", {}).setdefault(result.names[0], {}).setdefault("writes", [])
+            if shut[1] in writes:
+                return False
+            writes.append(shut[1])
+            Path(shut[1]).mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(settings))
+            return True
+        return False
 
     async def _listed(self, candidate: Candidate) -> list[str]:
         before = await asyncio.to_thread(self._usable, candidate.ecosystem)

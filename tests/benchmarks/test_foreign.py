@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.foreign.candidates import COLLECTORS, PACKAGES_KEYS, Candidate, keys_of
 from benchmarks.foreign.foreign import draw, figures_of
+from benchmarks.foreign.grader import verdict
 from benchmarks.foreign.journey import Refused, Result, Traveller, sample
 from toprope.records.journal.groups import Outcome
 from toprope.sdk.errors import WorkerError, WorkerTimeout
@@ -148,6 +150,54 @@ def test_environment_that_the_catalog_refuses_is_not_taken_for_a_neighbour(tmp_p
     entries[:] = [entry("clicks", "{}", usable=False, problem="Its rows have images. Choose another.")]
     with pytest.raises(Refused, match=r"Its rows have images\.\nChoose another"):
         asyncio.run(traveller._listed(candidate))
+
+
+def test_owner_carries_out_the_cures_that_errors_name(tmp_path, monkeypatch):
+    closed, folder = f"[Errno 30] Read-only file system: '{tmp_path / 'data'}'", []
+    entry = SimpleNamespace(name="words/x", ecosystem="trl")
+    met = [
+        ("ImportError", "No module named 'PIL.Image'"),
+        ("OSError", closed),
+        ("ImportError", "pip install toml"),
+        ("OSError", closed),
+    ]
+
+    async def through(self, result, *, train):
+        result.names, result.failed_at = ["words/x"], "described"
+        folder.append((tmp_path / "data").is_dir())
+        told = failed(entry, WorkerError("raised", *met[len(folder) - 1]))
+        raise Refused(f"{told.message}\n{told.hint}")
+
+    monkeypatch.setattr(Traveller, "_through", through)
+    (tmp_path / "config").mkdir()
+    settings = tmp_path / "config" / "settings.yaml"
+    settings.write_text("{}")
+    result = asyncio.run(Traveller(tmp_path, None, None, "").go(Candidate("trl", "x", ("x.py",)), train=False))
+    assert result.candidate.add == ("x.py", "-r", "pillow", "-r", "toml") and folder == [False, False, True, True]
+    assert json.loads(settings.read_text())["environment"] == {"words/x": {"writes": [str(tmp_path / "data")]}}
+    assert result.failed_at == "described" and closed in result.error, "a cure is tried once"
+
+
+def test_verdicts_have_the_form_that_is_asked_for():
+    def asked(text, **more):
+        return verdict({"messages": [{"role": "user", "content": text}], **more})
+
+    schema = {
+        "type": "object",
+        "properties": {
+            "choice": {"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, "class": {"$ref": "#/$defs/Class"},
+            "unsafe": {"type": "boolean"}, "points": {"type": "integer", "minimum": 1}, "why": {"type": "string"},
+        },
+        "$defs": {"Class": {"enum": ["good", "bad"]}},
+    }  # fmt: skip
+    by_schema = asked("Grade it.", response_format={"type": "json_schema", "json_schema": {"schema": schema}})
+    assert json.loads(by_schema) == {"choice": None, "class": "bad", "unsafe": False, "points": 1, "why": "none"}
+    form = 'Return JSON:\n{"reasoning": "<why>",\n "score": <1-5>, "verdict": "PASS" | "FAIL"}\nInput: {"query": "x"}'
+    assert json.loads(asked(form)) == {"reasoning": "none", "score": 1, "verdict": "FAIL"}
+    assert asked("Reply only with CORRECT or INCORRECT.") == "INCORRECT"
+    assert asked("End with VERDICT: <total_points>.") == "VERDICT: 0"
+    assert asked([{"type": "text", "text": "Say [[A=B]] if equal, [[A!=B]] if not."}]) == "[[A!=B]]"
+    assert asked("Is this right? {no JSON object}") == "GRADE: I"
 
 
 def test_last_words_of_what_hangs_are_no_refused_connection():

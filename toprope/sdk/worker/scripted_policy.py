@@ -1,4 +1,4 @@
-"""A policy that always gives the same answer, to score fixed answers in environments that own their loop.
+"""A policy whose answers are given, to score fixed answers in environments that own their loop.
 
 Such an environment can only be scored by running it against a server: this one speaks enough of the OpenAI API on the
 loopback interface for one rollout, with the standard library only.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -21,8 +21,10 @@ _MODEL = "scripted"
 
 
 @contextmanager
-def scripted_session(answer: str) -> Iterator[Session]:
-    """Yield a session whose policy always answers `answer`; the server stops with the block."""
+def scripted_session(answer: str | Callable[[Mapping[str, Any]], str]) -> Iterator[Session]:
+    """Yield a session whose policy always answers `answer`, or what that makes of a request; the server stops with the
+    block.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -39,7 +41,8 @@ def scripted_session(answer: str) -> Iterator[Session]:
                 return
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
             chat = self.path.endswith("/chat/completions")
-            said: dict[str, Any] = {"message": {"role": "assistant", "content": answer}} if chat else {"text": answer}
+            words = answer if isinstance(answer, str) else answer(body)
+            said: dict[str, Any] = {"message": {"role": "assistant", "content": words}} if chat else {"text": words}
             choices = [
                 {"index": index, "finish_reason": "stop", "logprobs": None, **said}
                 for index in range(int(body.get("n") or 1))
