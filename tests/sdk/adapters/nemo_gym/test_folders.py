@@ -28,6 +28,7 @@ from resources_servers.judged.words import RIGHT
 
 class Judged(SimpleResourcesServer):
     def setup_webserver(self):
+        assert type(self) is not Judged, "the configuration names another file"
         [[known]] = [one.values() for one in self.server_client.global_config_dict["grader"].values()]
         if self.config.asks_at_once:
             assert self.server_client._build_server_base_url(known) == self.config.asks_at_once
@@ -77,8 +78,10 @@ def published(folder: Path, rows: list[dict[str, Any]]) -> Path:
     place = folder / "resources_servers" / "judged"
     files = {
         place / "app.py": APP,
+        place / "served.py": "from resources_servers.judged.app import Judged\nclass Served(Judged): ...\n",
         place / "words.py": "RIGHT = 'right'\n",
         place / "configs" / "judged.yaml": "judged:\n  resources_servers:\n    judged:\n      points: 0.5\n"
+        "      entrypoint: served.py\n"
         "      description: Judged answers\n      judge_model_server: {type: responses_api_models, name: grader}\n",
         place / "data" / "example.jsonl": "".join(json.dumps(one) + "\n" for one in rows),
         place / "data" / "example_rollouts.jsonl": "{}",

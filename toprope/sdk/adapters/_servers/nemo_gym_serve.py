@@ -57,9 +57,10 @@ def _serve(errors: Any) -> None:
     sys.path[:0] = [str(root)]
     sys.path.append(str(own))
     os.chdir(own)
-    module = importlib.import_module(f"resources_servers.{name}.app" if folder.parent in packages else "app")
-    kind = _server_of(module)
     own_settings = {**_settings(folder), **json.loads(os.environ.get(SETTINGS) or "{}")}
+    file = str(own_settings.get("entrypoint") or "app.py").removesuffix(".py")
+    module = importlib.import_module(f"resources_servers.{name}.{file}" if folder.parent in packages else file)
+    kind = _server_of(module)
     settings = {**own_settings, "host": "127.0.0.1", "port": port, "name": name}
     server = kind(config=_checked(kind.model_fields["config"].annotation, settings), server_client=_client(settings))
     app = server.setup_webserver()
