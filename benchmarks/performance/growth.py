@@ -17,6 +17,7 @@ with 2. Estimated time: 25 minutes on a quiet machine; needs nothing else.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import shutil
@@ -234,6 +235,9 @@ def listed_runs(root: Path) -> Points:
 
 def measure(points: Points, rounds: int) -> dict[float, float]:
     """The least processor seconds of each size. The sizes alternate, so that load falls on all of them."""
+    # A full collection walks the modules of torch, which are no part of the work and fall on the largest size alone.
+    gc.collect()
+    gc.freeze()
     costs = dict.fromkeys(points, math.inf)
     for _ in range(rounds):
         for size, work in points.items():
