@@ -10,8 +10,8 @@ which has the value "none" here, and those whose submodules could not be fetched
 
 `--home` keeps the installed interpreters for another draw. Estimated time: an hour for a draw of 90, without
 installations; needs the package index. Environments with graders ask a model that always gives a bad verdict in the
-form that they ask for, because the embedded policy gives none that can be read. Where an error names a missing module
-or a folder to be written, the owner adds it and tries again.
+form that they ask for, because the embedded policy gives none that can be read. Where an error names a missing module,
+a folder to be written or bounds of rewards, the owner sets that and tries again.
 """
 
 from __future__ import annotations

@@ -51,9 +51,10 @@ _HOST = re.compile(r"(?i)(?:https?://|host='|host |to )((?:[a-z0-9-]+\.)+[a-z]{2
 _BESIDES = re.compile(r"; besides, \S+ could not be reached")
 """A host that the failed call itself did not name."""
 _PRINTED = re.compile(r"\bIt printed last: |\bIts last lines:")
-_CURES = 4
+_CURES = 5
 """The most cures of an environment that are carried out."""
 _LACKS = re.compile(r"Its text asks for (the package of )?([\w.\[\],-]+)\. If the owner agrees")
+_BOUNDS = re.compile(r"(?:is|score) (-?[\d.]+)\b[^«»]*: set the knobs reward_low and reward_high")
 _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dotenv": "python-dotenv"}
 """Module -> package of another name."""
 _SHUT = re.compile(r"Read-only file system: '([^']+)'")
@@ -187,9 +188,17 @@ class Traveller:
             result.reached.append("trained")
 
     def _cured(self, result: Result) -> bool:
-        """Carry out the cure that an error names, a package of a missing module or a folder to be written; False if it
-        names no such cure, or the one before did not help."""
+        """Carry out the cure that an error names: a package of a missing module, a folder to be written, or the bounds
+        of rewards; False if it names no such cure, or the one before did not help."""
         candidate = result.candidate
+        if beyond := _BOUNDS.search(result.error):
+            value, knobs = float(beyond[1]), dict(candidate.knobs)
+            size = 10.0 ** len(str(int(abs(value))))
+            name, bound = ("reward_low", -size) if value < 0 else ("reward_high", size)
+            if abs(float(str(knobs.get(name, 0.0)))) >= size:
+                return False
+            result.candidate = replace(candidate, knobs=(*(knobs | {name: bound}).items(),))
+            return True
         if candidate.add and (lacks := _LACKS.search(result.error)):
             name = lacks[2].partition(".")[0] if lacks[1] else lacks[2]
             package = _PACKAGES.get(name, name)

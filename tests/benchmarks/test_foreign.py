@@ -159,6 +159,11 @@ def test_owner_carries_out_the_cures_that_errors_name(tmp_path, monkeypatch):
         ("ImportError", "No module named 'PIL.Image'"),
         ("OSError", closed),
         ("ImportError", "pip install toml"),
+        ("EnvironmentMistake", "Score 'x' is 3: set the knobs reward_low and reward_high to hold it"),
+        (
+            "EnvironmentMistake",
+            "The episode's reward is -12.5, outside 0 to 10: set the knobs reward_low and reward_high",
+        ),
         ("OSError", closed),
     ]
 
@@ -173,8 +178,9 @@ def test_owner_carries_out_the_cures_that_errors_name(tmp_path, monkeypatch):
     settings = tmp_path / "config" / "settings.yaml"
     settings.write_text("{}")
     result = asyncio.run(Traveller(tmp_path, None, None, "").go(Candidate("trl", "x", ("x.py",)), train=False))
-    assert result.candidate.add == ("x.py", "-r", "pillow", "-r", "toml") and folder == [False, False, True, True]
+    assert result.candidate.add == ("x.py", "-r", "pillow", "-r", "toml") and folder == [False, False, *[True] * 4]
     assert json.loads(settings.read_text())["environment"] == {"words/x": {"writes": [str(tmp_path / "data")]}}
+    assert result.candidate.knobs == (("reward_high", 10.0), ("reward_low", -100.0))
     assert result.failed_at == "described" and closed in result.error, "a cure is tried once"
 
 
