@@ -140,9 +140,10 @@ def test_all_finite_sees_one_bad_value_in_any_tensor(bad: float) -> None:
         torch.full((2, 2), 1e300, dtype=torch.float64),
         torch.tensor(3.0e38),
         torch.empty(0),
+        torch.zeros(1 << 17),
     ]
     assert all_finite([]) and all_finite(tensors)
-    for tensor in tensors[:4]:
+    for tensor in (*tensors[:4], tensors[5]):
         for place in {0, tensor.numel() - 1}:
             flat = tensor.detach().view(-1)
             before = flat[place].item()

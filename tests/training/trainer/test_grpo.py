@@ -20,11 +20,19 @@ from toprope.settings.sections.algorithms import ALGORITHMS
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.policy.loading import load_model, load_tokenizer
-from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch, advantages, build_rows
+from toprope.training.trainer.batch_source import (
+    BatchSource,
+    EndOfTraining,
+    GroupBatch,
+    TrainingRow,
+    advantages,
+    build_rows,
+)
 from toprope.training.trainer.collate import collate
 from toprope.training.trainer.grpo import GrpoLearner
 from toprope.training.trainer.step import forward, learner
 from toprope.training.trainer.step.forward import PolicyForward
+from toprope.training.trainer.step.layout import shared_trees
 from toprope.training.trainer.step.learner import StepHooks, load_reference
 
 
@@ -315,7 +323,7 @@ def test_parts_and_plain_rows_equal_the_whole(tiny_policy: Path, monkeypatch: py
         monkeypatch.setattr(forward, "CHUNK_VALUES", most)
         scored = PolicyForward(model, 0, temperature=0.7)
         scored._window, scored._per_pair = window, 0
-        assert len(scored._sequences(rows)) == (5 if window else 1)
+        assert len(scored._trees(rows)) == (5 if window else 1)
         scores = scored(rows, 3)
         of_reference.append(scored(rows, 3, model=reference).logps.detach())
         model.zero_grad()
@@ -325,6 +333,52 @@ def test_parts_and_plain_rows_equal_the_whole(tiny_policy: Path, monkeypatch: py
     assert all(torch.allclose(of_reference[0], other, atol=1e-4) for other in of_reference[1:])
     for others in found[1:]:
         assert all(torch.allclose(first, second, atol=1e-4) for first, second in zip(found[0], others, strict=True))
+
+
+def test_tokens_after_the_same_tokens_are_computed_once(tiny_policy: Path) -> None:
+    answers = ([7, 8, 9], [7, 8, 9], [7, 8, 4, 5], [6, 8, 9])
+    rows = [TrainingRow([5, 6], one, [True] * len(one), [0.0] * len(one), 1.0, False) for one in answers]
+    [tree] = shared_trees(rows, 0)
+    assert tree.tokens == [5, 6, 7, 8, 4, 6, 8] and tree.parents == [-1, 0, 1, 2, 3, 1, 5]
+    model, found = load_model(tiny_policy, small_config()), []
+    for shared in (True, False):
+        scored = PolicyForward(model, 0, share_prompts=shared)
+        scored._per_pair = 0
+        assert [len(one) for one in scored._trees(rows)] == ([7] if shared else [4, 4, 5, 4])
+        model.zero_grad()
+        logps = scored(rows, 4).logps
+        (logps * torch.arange(16.0).view(4, 4)).sum().backward()
+        found.append([logps, *[value.grad.clone() for value in model.parameters()]])
+    assert all(torch.allclose(first, second, atol=1e-4) for first, second in zip(*found, strict=True))
+
+
+def test_rows_without_advantage_are_not_computed_and_change_nothing(
+    tiny_policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    useful, flat = rollout_group([0.0, 1.0, 0.0]), rollout_group([1.0, 1.0, 1.0], task="u")
+    passed: list[int] = []
+    score = PolicyForward.__call__
+
+    def counted(self: PolicyForward, rows: list[TrainingRow], *arguments: Any, **options: Any) -> Any:
+        passed.append(len(rows))
+        return score(self, rows, *arguments, **options)
+
+    monkeypatch.setattr(PolicyForward, "__call__", counted)
+    config = small_config(budget__steps=1)
+    rows, weights = trained_loss(tiny_policy, [useful, flat], config)
+    monkeypatch.setattr(GrpoLearner, "_moving", lambda self, rows: range(len(rows)))
+    all_rows, expected = trained_loss(tiny_policy, [useful, flat], config)
+    monkeypatch.undo()
+    assert passed == [3, 6] and rows[0]["loss"] == pytest.approx(all_rows[0]["loss"], abs=1e-7)
+    assert all(torch.allclose(value, expected[name], atol=1e-7) for name, value in weights.items())
+    start = dict(load_model(tiny_policy, config).named_parameters())
+    assert any(not torch.allclose(value, start[name], atol=1e-6) for name, value in weights.items())
+    _, still = trained_loss(tiny_policy, [flat], config)
+    assert all(torch.equal(value, start[name]) for name, value in still.items())
+    config.algorithm.beta = 0.1  # the KL term moves them
+    learner = GrpoLearner.__new__(GrpoLearner)
+    learner._config = config
+    assert list(learner._moving([*build_rows([flat], config)])) == [0, 1, 2]
 
 
 def test_mixture_of_experts_adds_its_load_balancing_loss() -> None:

@@ -8,6 +8,7 @@ algorithm can use it.
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -101,13 +102,21 @@ def advantages(
     """
     mean = statistics.fmean(rewards)
     if scale == "group":
-        deviation = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+        deviation = _deviation(rewards)
     else:
         deviation = batch_std
     divisor = 1.0 if scale == "none" else deviation + 1e-4
     if baseline == "leave_one_out" and len(rewards) > 1:
         divisor *= (len(rewards) - 1) / len(rewards)  # (r - mean of others) = (r - mean) * n / (n - 1)
     return [(reward - mean) / divisor for reward in rewards]
+
+
+def _deviation(values: list[float]) -> float:
+    """The standard deviation of a sample; `statistics.stdev` computes in fractions, which takes far longer."""
+    if len(values) < 2:
+        return 0.0
+    mean = statistics.fmean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
@@ -122,7 +131,7 @@ def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
         for group in groups
     ]
     flat = [reward for own in rewards for reward in own]
-    batch_std = statistics.stdev(flat) if len(flat) > 1 else 0.0
+    batch_std = _deviation(flat)
     rows: list[TrainingRow] = []
     before = 0
     for group, own in zip(groups, rewards, strict=True):
@@ -267,7 +276,7 @@ def _step_metrics(seen: list[Group], kept: list[Group], ages: list[int], waited:
     lengths = [sum(mask != MASKED for mask in masks) for group in seen for masks in group.masks]
     metrics = {
         "reward": statistics.fmean(rewards),
-        "reward_std": statistics.stdev(rewards) if len(rewards) > 1 else 0.0,
+        "reward_std": _deviation(rewards),
         "frac_reward_zero_std": len(flat) / len(seen),
         **_zero_std_shares(flat, len(seen)),
         "groups/delivered": float(len(seen)),

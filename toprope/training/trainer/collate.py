@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 
 from toprope.training.trainer.batch_source import TrainingRow
@@ -50,16 +51,19 @@ def collate(rows: Sequence[TrainingRow], version: int | None, device: str | torc
     def padded(values: Sequence[float]) -> list[float]:
         return [*values, *[0.0] * (columns - len(values))]
 
-    mask = torch.tensor([[*row.trained, *[False] * (columns - len(row.trained))] for row in rows])
+    def tensor(values: Sequence[object], kind: type) -> torch.Tensor:
+        return torch.from_numpy(numpy.array(values, kind)).to(device)  # a fifth of the time of torch.tensor
+
+    mask = tensor([[*row.trained, *[False] * (columns - len(row.trained))] for row in rows], numpy.bool_)
     if any(row.token_advantages is not None for row in rows):
         advantages = [padded(row.token_advantages or [row.advantage] * len(row.completion)) for row in rows]
     else:
         advantages = [[row.advantage] for row in rows]
     ages = [-1 if version is None or row.version is None else max(version - row.version, 0) for row in rows]
     return RowTensors(
-        mask=mask.to(device),
-        sampled=torch.tensor([padded(row.logprobs) for row in rows]).to(device),
-        advantages=torch.tensor(advantages).to(device),
-        ages=torch.tensor(ages).to(device),
+        mask=mask,
+        sampled=tensor([padded(row.logprobs) for row in rows], numpy.float32),
+        advantages=tensor(advantages, numpy.float32),
+        ages=tensor(ages, numpy.int64),
         tokens=float(mask.sum()),
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from toprope.training.policy.loading import describe_device
 from toprope.training.trainer.base import Learner
+from toprope.training.trainer.batch_source import TrainingRow
 from toprope.training.trainer.step.grpo_loss import GrpoMetrics, StepSize, grpo_loss
 from toprope.training.trainer.step.learner import StepBatch, StepLearner, SteppedRun, load_reference
 
@@ -38,7 +40,7 @@ class GrpoLearner(StepLearner):
     def _update(self, step: int, batch: StepBatch, prepared: torch.Tensor | None) -> dict[str, float | None]:
         config, found = self._config, GrpoMetrics(self._ranks)
         size = StepSize(len(batch.rows), batch.tensors.tokens, config.rollout.max_new_tokens)
-        passes = self._shares(len(batch.rows))
+        passes = self._shares(self._moving(batch.rows))
         for numbers in passes:
             part = batch.part(numbers)
             tensors, reference = part.tensors, None if prepared is None else prepared[numbers]
@@ -64,3 +66,15 @@ class GrpoLearner(StepLearner):
             self._hooks.beat()
         norm = self._take_optimizer_step()
         return found.read() | {"grad_norm": float(norm)}
+
+    def _moving(self, rows: Sequence[TrainingRow]) -> Sequence[int]:
+        """Numbers of the rows that move the policy. Those without an advantage, as where all answers of a group were
+        right, have gradients of exactly 0 if the loss has no further term; one is kept if there are no others."""
+        if self._config.algorithm.beta or self._forward.aux_weight:
+            return range(len(rows))
+        moving = [
+            number
+            for number, row in enumerate(rows)
+            if (row.advantage if row.token_advantages is None else any(row.token_advantages))
+        ]
+        return moving or range(min(1, len(rows)))

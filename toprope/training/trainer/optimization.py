@@ -11,6 +11,9 @@ from toprope.settings.schema import Config
 if TYPE_CHECKING:
     import torch
 
+_SMALL = 1 << 16
+"""Values of a tensor that are copied sooner than looked at in place."""
+
 
 def learning_rate_factor(config: Config, step: int, elapsed_s: float) -> float:
     """Multiplier of the learning rate at `step`.
@@ -59,6 +62,9 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
         # than the two ends, a GPU finds it for all tensors together.
         floating = [tensor for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
         if floating and all(tensor.device.type == "cpu" for tensor in floating):
+            small = [tensor.flatten() for tensor in floating if tensor.numel() <= _SMALL]
+            floating = [tensor for tensor in floating if tensor.numel() > _SMALL]
+            floating += [torch.cat(small)] if small else []
             ends = [end for tensor in floating for end in torch.aminmax(tensor)]
             return bool(torch.stack(ends).isfinite().all())
         return bool(torch.nn.utils.get_total_norm(floating, float("inf")).isfinite())

@@ -92,7 +92,7 @@ class PpoLearner(StepLearner):
         self._model.eval()
         with torch.no_grad():
             values = torch.zeros_like(tensors.sampled)
-            for numbers in self._shares(len(batch.rows)):
+            for numbers in self._shares(range(len(batch.rows))):
                 values[numbers] = self._values(batch.part(numbers))
         values = self._ranks.sum(values)
         reference = self._ranks.sum(self._reference_logps(batch)) if section.kl_coef > 0 else None

@@ -26,13 +26,17 @@ NAMES = [one.name for one in ALGORITHMS.values() if one.program.endswith(":GrpoR
 
 
 def some_rows(per_token: bool = False) -> list[TrainingRow]:
-    """Seven rows of three prompts, with tokens of the environment and log-probabilities off the policy's."""
+    """Seven rows of three prompts, some with equal first tokens, with tokens of the environment and
+    log-probabilities off the policy's."""
     choose = random.Random(3)
     rows = []
     for number in range(7):
         prompt = [5, 6, 10 + number // 3, *[7] * (number // 3)]
         length = choose.randint(2, 6)
         completion = [choose.randrange(3, 200) for _ in range(length)]
+        if number % 3:
+            completion[: number % 3 + 1] = rows[-1].completion[: number % 3 + 1]
+            length = len(completion)
         trained = [place == 0 or choose.random() < 0.8 for place in range(length)]
         rows.append(
             TrainingRow(

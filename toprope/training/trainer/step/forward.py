@@ -1,8 +1,8 @@
 """Log-probabilities, entropies and values of the scored tokens of a batch, in one forward pass.
 
 Only the scored positions reach the output layer and a log-softmax in float32; above `CHUNK_VALUES` logits they go there
-in parts that the backward pass computes again. A prompt that rows have in common is computed once where that is cheaper
-and the model allows it, which a pass over a few tokens finds out when the training begins.
+in parts that the backward pass computes again. Tokens with which several rows begin are computed once where that is
+cheaper and the model allows it, which a pass over a few tokens finds out when the training begins.
 """
 
 from __future__ import annotations
@@ -19,19 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from toprope.training.trainer.batch_source import TrainingRow
 from toprope.training.trainer.ranks import settle
-from toprope.training.trainer.step.layout import (
-    Layout,
-    Sequences,
-    lay_out,
-    longest,
-    plain_sequences,
-    shared_sequences,
-)
+from toprope.training.trainer.step.layout import Layout, Tree, lay_out, plain_trees, shared_trees
 
 CHUNK_VALUES = 1 << 26
 """Logits that are held at once: 256 MB in float32."""
 _PROBE = [
-    TrainingRow([1, 2, 3], completion, [True] * 3, [0.0] * 3, 0.0, False) for completion in ([4, 5, 6], [7, 8, 9])
+    TrainingRow([1, 2, 3], completion, [True] * 3, [0.0] * 3, 0.0, False)
+    for completion in ([4, 5, 6], [4, 7, 8], [7, 8, 9])
 ]
 
 
@@ -120,14 +114,14 @@ class PolicyForward:
             value_head: Maps hidden states (N x width) to N values.
             entropy_gradient: Keep the graph of the entropies.
         """
-        sequences = self._sequences(rows)
-        if not sequences:
+        trees = self._trees(rows)
+        if not trees:
             if not self._joint:
                 return None
             other = self(_PROBE[:1], 3, model=model, value_head=value_head, entropy_gradient=entropy_gradient)
             assert other is not None
             return other.nothing(len(rows), columns)
-        layout = lay_out(rows, sequences, columns, self._pad, self.device)
+        layout = lay_out(rows, trees, columns, self._pad, self.device)
         model = self._model if model is None else model
         states, logits, aux_loss = self._run(model, layout)
         if logits is None:
@@ -145,20 +139,20 @@ class PolicyForward:
             settle(model)
         return Scores(table(logps), table(entropies), values, aux_loss)
 
-    def _sequences(self, rows: Sequence[TrainingRow]) -> Sequences:
-        plain = plain_sequences(rows)
-        if not self.shares_prompts or not plain:
-            return plain
-        shared = shared_sequences(rows)
-        if len(shared) == len(plain) or (self._window is not None and longest(rows, shared) > self._window):
-            return plain
-        return min(plain, shared, key=lambda sequences: self._cost(rows, sequences))
+    def _trees(self, rows: Sequence[TrainingRow]) -> list[Tree]:
+        """The cheaper layout. Long answers to a short prompt are cheaper apart: attention under a mask computes all
+        pairs of a sequence."""
+        if self.shares_prompts and (shared := shared_trees(rows, self._pad)):
+            width, plain = max(map(len, shared)), [row for row in rows if any(row.trained)]
+            alone = max(max(len(row.prompt), 1) + len(row.completion) - 1 for row in plain)
+            fits = self._window is None or width <= self._window
+            if fits and self._cost(len(shared), width) < self._cost(len(plain), alone):
+                return shared
+        return plain_trees(rows, self._pad)
 
-    def _cost(self, rows: Sequence[TrainingRow], sequences: Sequences) -> int:
-        """Multiplications of a forward pass. Long answers to a short prompt are cheaper apart: attention under a mask
-        computes all pairs of a sequence."""
-        width = longest(rows, sequences)
-        return len(sequences) * width * (self._per_token + width * self._per_pair)
+    def _cost(self, sequences: int, width: int) -> int:
+        """Multiplications of a forward pass."""
+        return sequences * width * (self._per_token + width * self._per_pair)
 
     def _run(self, model: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Hidden states (U x width) before the output layer at the scored positions, their logits (U x V), and the
@@ -230,8 +224,8 @@ class PolicyForward:
         """
         training = self._model.training
         self._model.eval()
-        plain = lay_out(_PROBE, plain_sequences(_PROBE), 3, self._pad, self.device)
-        shared = lay_out(_PROBE, shared_sequences(_PROBE), 3, self._pad, self.device)
+        plain = lay_out(_PROBE, plain_trees(_PROBE, self._pad), 3, self._pad, self.device)
+        shared = lay_out(_PROBE, shared_trees(_PROBE, self._pad), 3, self._pad, self.device)
         try:
             with torch.no_grad():
                 states, logits, _ = self._run(self._model, plain)

@@ -126,7 +126,8 @@ class StepLearner(ABC):
             batch = self._collate(delivered)
             prepared = self._prepare(batch)
             self._timer.stop_preparing()
-            self._model.train()
+            if not self._model.training:
+                self._model.train()
             metrics = self._update(step, batch, prepared)
             metrics["learning_rate"] = self._optimizer.param_groups[0]["lr"]
             self._scheduler.step()
@@ -159,9 +160,9 @@ class StepLearner(ABC):
             rows = [replace(row, trained=[False] * len(row.trained)) if row.truncated else row for row in rows]
         return StepBatch(rows, collate(rows, delivered.version, self._forward.device))
 
-    def _shares(self, count: int) -> list[list[int]]:
+    def _shares(self, rows: Sequence[int]) -> list[list[int]]:
         """Numbers of the rows that this process passes through the model at once, for each of its passes."""
-        return self._ranks.shares(range(count), self._config.optimizer.micro_batch_size)
+        return self._ranks.shares(rows, self._config.optimizer.micro_batch_size)
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Adds up the gradients of a pass. Losses of passes and ranks add up to the loss of the step."""
@@ -171,7 +172,7 @@ class StepLearner(ABC):
         """R x C log-probabilities of the starting policy; 0 in the rows of other ranks."""
         found = torch.zeros_like(batch.tensors.sampled)
         with torch.no_grad():
-            for numbers in self._shares(len(batch.rows)):
+            for numbers in self._shares(range(len(batch.rows))):
                 part = batch.part(numbers)
                 if self._reference is not None:
                     scores = self._forward(part.rows, part.tensors.columns, model=self._reference)
@@ -185,7 +186,11 @@ class StepLearner(ABC):
 
     def _take_optimizer_step(self) -> torch.Tensor:
         """Clips and applies the gradients; returns their norm before."""
-        norm = self._accelerator.clip_grad_norm_(self._trained, self._config.optimizer.max_grad_norm)
+        most = self._config.optimizer.max_grad_norm
+        if self._ranks.alone:  # one call for all tensors, which accelerate makes on GPUs alone
+            norm = nn.utils.clip_grad_norm_(self._trained, most, foreach=True)
+        else:
+            norm = self._accelerator.clip_grad_norm_(self._trained, most)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return whole(norm).detach()

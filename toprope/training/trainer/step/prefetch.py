@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
+from queue import SimpleQueue
 
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, GroupBatch
 
@@ -31,6 +32,8 @@ class PrefetchingSource:
     ) -> None:
         self._source, self._is_ending, self._wants_more = source, is_ending, wants_more
         self._ahead: Future[GroupBatch] | None = None
+        self._asked: SimpleQueue[tuple[int, Future[GroupBatch]]] = SimpleQueue()
+        threading.Thread(target=self._work, name="prefetch", daemon=True).start()
         self.cursor, self.rollouts, self.dropped = source.cursor, source.rollouts, dict(source.dropped)
         """Position, rollouts and dropped groups after the last batch that was handed out."""
 
@@ -53,12 +56,13 @@ class PrefetchingSource:
 
     def _fetch(self, version: int) -> Future[GroupBatch]:
         found: Future[GroupBatch] = Future()
+        self._asked.put((version, found))
+        return found
 
-        def work() -> None:
+    def _work(self) -> None:
+        while True:
+            version, found = self._asked.get()
             try:
                 found.set_result(self._source.next(version))
             except BaseException as error:  # it belongs to the thread that waits for the batch
                 found.set_exception(error)
-
-        threading.Thread(target=work, name="prefetch", daemon=True).start()
-        return found
