@@ -81,8 +81,12 @@ def append(path: Path, lines: bytes, *, header: bytes = b"", wait: bool = True) 
     Raises:
         OSError: Nothing was appended.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, flags, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size

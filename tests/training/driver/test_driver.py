@@ -276,6 +276,40 @@ def test_every_group_is_posted_or_given_up_with_reason(member: Member) -> None:
     assert all(int(group.group_id.rpartition("-")[2]) >= 40 for group in Api.posted)
 
 
+def test_account_is_told_before_each_post_and_soon_after(member: Member) -> None:
+    class Slow:
+        async def sample(self, *arguments: Any) -> Any:
+            return await Sampler().sample()
+
+    class Api(FullApi):
+        told: list[tuple[int, int, int]] = []
+
+        async def counts(self) -> Any:
+            return SimpleNamespace(accepted=0)
+
+        async def post_group(self, group: Group) -> int:
+            self.told.append(state())
+            return 99
+
+    def state() -> tuple[int, int, int]:
+        last = member.reports[-1]
+        assert isinstance(last, Making)
+        return last.begun, last.posting, last.posted
+
+    async def run() -> None:
+        member.spec.config.rollout.concurrency = 4
+        task = asyncio.create_task(produce(member, Api(), Slow()))
+        async with asyncio.timeout(10):
+            while not Api.told or state()[1:] != (0, 4):
+                await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    assert [posting + posted for _, posting, posted in Api.told] == [1, 2, 3, 4]
+    assert len(member.reports) <= 7, "one for each post, one when nothing follows, one at the end"
+
+
 def test_resumed_driver_knows_the_version_of_a_trainer_that_publishes_at_will(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert resumed_version(folder) == 0

@@ -1,9 +1,9 @@
 """Feeds the trajectory API with scored groups until it is stopped, and accounts for every group.
 
 Every group that is begun ends as posted, or as given up with a reason. A group that is given up is no loss, because
-there are other tasks, but it is counted. The keeper is told before and after each step, so the account is exact even if
-the driver is killed. Group ids contain run, attempt, the driver's life and a number, so none occurs twice, and a
-repeated post is stored once.
+there are other tasks, but it is counted. The keeper is told before each post, so that the account is exact even if the
+driver is killed: the API's own account says whether it has a group whose post was begun. Group ids contain run,
+attempt, the driver's life and a number, so none occurs twice, and a repeated post is stored once.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from toprope.training.trainer.checkpoints.checkpoint_folder import read_state
 
 _MAX_FAILURES = 32
 """Groups in a row that may fail before the environment is given up."""
+_REPORT_S = 0.05
+"""Seconds for which changes of the account that no post waits for are collected."""
 _WAIT_S = 20.0
 """Seconds of one long poll of the API."""
 _ERROR_KIND = re.compile(r"^([A-Za-z_][\w.]{0,60}?)(?::|$)")
@@ -72,17 +74,18 @@ class ErrorCounts:
 
 
 class _Account:
-    """The fate of this life's groups; reports every change."""
+    """The fate of this life's groups, reported before each post and when one is given up; other changes follow soon."""
 
     def __init__(self, member: CrewMember) -> None:
         self._member = member
         self._begun = self._posting = self._posted = 0
         self._given_up: Counter[str] = Counter()
         self._errors = ErrorCounts()
+        self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
         self._begun += 1
-        self._report()
+        self._report_soon()
 
     def add_outcomes(self, outcomes: Iterable[Outcome]) -> None:
         """Counts the rollouts of a sampled group; reported with the next change."""
@@ -90,17 +93,25 @@ class _Account:
 
     def start_post(self) -> None:
         self._posting += 1
-        self._report()
+        self.report()
 
     def finish_post(self) -> None:
         self._posting, self._posted = self._posting - 1, self._posted + 1
-        self._report()
+        self._report_soon()
 
     def give_up(self, reason: str) -> None:
         self._given_up[reason] += 1
-        self._report()
+        self.report()
 
-    def _report(self) -> None:
+    def _report_soon(self) -> None:
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_REPORT_S, self.report)
+
+    def report(self) -> None:
+        """Tells the keeper everything so far."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         given_up, errors = dict(self._given_up), self._errors
         self._member.report(
             Making(self._begun, self._posting, self._posted, given_up, errors.rollouts, dict(errors.by_kind))
@@ -162,10 +173,13 @@ class GroupProducer:
         self._tasks.restore(first, accepted)
         if is_resumed:
             self._version = resumed_version(self._member.folder)
-        if self._config.samples_in_step:
-            await self._sample_in_step()
-        else:
-            await self._sample_concurrently()
+        try:
+            if self._config.samples_in_step:
+                await self._sample_in_step()
+            else:
+                await self._sample_concurrently()
+        finally:
+            self._account.report()
 
     async def _sample_concurrently(self) -> None:
         """Samples `rollout.concurrency` groups at a time."""

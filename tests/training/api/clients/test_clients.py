@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.api.clients.requests import Backoff, MissingRows
 from toprope.training.api.clients.sync_client import SyncApiClient
 from toprope.training.api.http.errors import Refused
+from toprope.training.api.http.group_endpoints import GroupEndpoints
 from toprope.training.api.intake.validation import Limits
 from toprope.training.component.peer_addresses import PeerAway
 
@@ -54,6 +56,56 @@ def test_async_client_posts_waits_and_counts(api: Served) -> None:
             assert (counts.accepted, counts.waiting, counts.duplicates) == (3, 3, 1)
 
     asyncio.run(work())
+
+
+def test_groups_that_come_during_a_post_share_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused one among them fails alone."""
+    paths: list[str] = []
+    post = GroupEndpoints.post_group, GroupEndpoints.post_groups
+
+    async def one(self: GroupEndpoints, *arguments: Any) -> None:
+        paths.append("one")
+        await post[0](self, *arguments)
+
+    async def several(self: GroupEndpoints, *arguments: Any) -> None:
+        paths.append("several")
+        await post[1](self, *arguments)
+
+    monkeypatch.setattr(GroupEndpoints, "post_group", one)
+    monkeypatch.setattr(GroupEndpoints, "post_groups", several)
+    bad = Group(tokens=[[1]], masks=[[1]], scores=[])
+
+    async def work(url: str) -> None:
+        async with ApiClient(url, SECRET) as client:
+            found = await asyncio.gather(*(client.post_group(a_group(mark, f"g{mark}")) for mark in range(9)))
+            assert found == [1] + [9] * 8 and paths == ["one", "several"]
+            groups = [a_group(10, "g10"), a_group(11, "g11"), bad, a_group(12, "g12")]
+            ends = await asyncio.gather(*map(client.post_group, groups), return_exceptions=True)
+            assert isinstance(ends[2], Refused) and ends[2].field == "scores"
+            assert all(isinstance(end, int) for end in (*ends[:2], ends[3]))
+            assert (await client.counts()).accepted == 12
+            large = [a_group(mark, f"l{mark}") for mark in range(3)]
+            for one in large:
+                one.prompt = "x" * 600_000
+            del paths[:]
+            await asyncio.gather(*map(client.post_group, large))
+            assert paths == ["one"] * 3
+
+    with served(tmp_path / "bundles") as running:
+        asyncio.run(work(running.url))
+
+
+def test_cancelled_post_keeps_no_other_waiting(api: Served) -> None:
+    async def work() -> int:
+        async with ApiClient(api.url, SECRET) as client:
+            posts = [asyncio.create_task(client.post_group(a_group(mark, f"g{mark}"))) for mark in range(3)]
+            await asyncio.sleep(0)
+            posts[0].cancel()
+            await asyncio.gather(*posts, return_exceptions=True)
+            assert posts[0].cancelled() and not client._posts
+            return max(posts[1].result(), posts[2].result())
+
+    assert asyncio.run(work()) in (2, 3)  # the first may have arrived
 
 
 def test_sync_client_reads_commits_and_reports_drops(api: Served) -> None:

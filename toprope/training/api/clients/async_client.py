@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
 
@@ -14,6 +16,16 @@ from toprope.training.component.http_client import HttpConnections
 from toprope.training.component.peer_addresses import Address, resolver
 
 _T = TypeVar("_T")
+
+
+_BUNDLE_BYTES = 1 << 20
+"""Groups of more bytes are posted one by one; a request is a small part of their cost."""
+
+
+@dataclass(eq=False, slots=True)
+class _Post:
+    body: bytes
+    waiting: int | None = None
 
 
 class ApiClient:
@@ -31,6 +43,9 @@ class ApiClient:
         self._resolve = resolver(base_url)
         self._connections = HttpConnections(requests.headers(secret))
         self._patience_s = patience_s
+        self._posts: list[_Post] = []
+        """Posts that have no answer yet."""
+        self._posting = asyncio.Lock()
 
     async def __aenter__(self) -> ApiClient:
         return self
@@ -48,8 +63,35 @@ class ApiClient:
         """Post a group; returns how many groups wait including it. Waits while the queue is full.
 
         The group is stored once under its `group_id` (or one made for this call), however often the call is repeated.
+        Groups that come during a post share the next one.
         """
-        return (await self._send(requests.post_group(group))).waiting
+        post = _Post(requests.group_body(group))
+        self._posts.append(post)
+        try:
+            async with self._posting:
+                if post.waiting is None:
+                    await self._post(post)
+        finally:
+            with suppress(ValueError):
+                self._posts.remove(post)
+        assert post.waiting is not None, "it has an answer"
+        return post.waiting
+
+    async def _post(self, own: _Post) -> None:
+        posts, size = [own], len(own.body)
+        for other in self._posts:
+            if other is not own and (size := size + len(other.body)) <= _BUNDLE_BYTES:
+                posts.append(other)
+        if len(posts) > 1:
+            with suppress(Refused):
+                answer = await self._send(requests.post_groups([post.body for post in posts]))
+                if not answer.refused:
+                    for post in posts:
+                        post.waiting = answer.waiting
+                        self._posts.remove(post)
+                    return
+        # Alone, so that a refusal meets the group that it is about; those that were accepted are known.
+        own.waiting = (await self._send(requests.post_groups([own.body]))).waiting
 
     async def wait_for_room(self, below: int, wait_s: float = 0.0) -> bool:
         """Wait at most `wait_s` seconds (up to 60) until fewer than `below` groups wait; returns if they do."""

@@ -12,7 +12,7 @@ which is on the path of every training step.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -33,10 +33,10 @@ _T = TypeVar("_T")
 
 
 class PostAnswer(msgspec.Struct):
-    """The answer to a post: the group's number, and how many groups wait including it."""
+    """The answer to a post: how many groups wait including it, and which of several were refused."""
 
-    sequence_number: int
     waiting: int
+    refused: list[object] = []
 
 
 class CursorAnswer(msgspec.Struct):
@@ -106,11 +106,18 @@ def headers(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
-def post_group(group: Group) -> ApiRequest[PostAnswer]:
-    """POST /scored_data. A group without a key gets one, so that the request can be repeated."""
+def group_body(group: Group) -> bytes:
+    """The body of a group. One without a key gets one, so that the request can be repeated."""
     if group.group_id is None:
         group = msgspec.structs.replace(group, group_id=uuid.uuid4().hex)
-    return ApiRequest(_POST, "POST", "/scored_data", _encode(group))
+    return _encode(group)
+
+
+def post_groups(bodies: Sequence[bytes]) -> ApiRequest[PostAnswer]:
+    """POST /scored_data, or /scored_data_list for several groups."""
+    if len(bodies) == 1:
+        return ApiRequest(_POST, "POST", "/scored_data", bodies[0])
+    return ApiRequest(_POST, "POST", "/scored_data_list", b"[%s]" % b",".join(bodies))
 
 
 def next_batch(cursor: int, sequences: int, wait_s: float, version: int | None) -> ApiRequest[Batch]:

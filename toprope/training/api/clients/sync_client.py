@@ -52,7 +52,7 @@ class SyncApiClient:
 
     def post_group(self, group: Group) -> int:
         """See `ApiClient.post_group`."""
-        return self._send(requests.post_group(group)).waiting
+        return self._send(requests.post_groups([requests.group_body(group)])).waiting
 
     def next_batch(self, cursor: int, sequences: int, wait_s: float = 0.0) -> Batch:
         """The groups after `cursor`, `sequences` rows of them. The same cursor gives the same groups again.
