@@ -53,7 +53,7 @@ _BESIDES = re.compile(r"; besides, \S+ could not be reached")
 _PRINTED = re.compile(r"\bIt printed last: |\bIts last lines:")
 _CURES = 5
 """The most cures of an environment that are carried out."""
-_LACKS = re.compile(r"Its text asks for (the package of )?([\w.\[\],-]+)\. If the owner agrees")
+_LACKS = re.compile(r"Its text asks for (the package of )?«?([\w.\[\],-]+)»?\. If the owner agrees")
 _BOUNDS = re.compile(r"(?:is|score) (-?[\d.]+)\b[^«»]*: set the knobs reward_low and reward_high")
 _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dotenv": "python-dotenv"}
 """Module -> package of another name."""
@@ -234,7 +234,9 @@ class Traveller:
             ]
         if not names and (problem := await asyncio.to_thread(self._problem, candidate)):
             raise Refused(problem)
-        names = names or [name for name in after if name not in before and not candidate.entry]
+        # One that was added before, by a part of a draw that was cut off, is no new one.
+        named = set(re.findall(r"[\w/.:-]+\w", told.partition(" to choose from: ")[2]))
+        names = names or [n for n in after if (n not in before or n in named) and not candidate.entry]
         if not names:
             raise Refused(told.replace(". ", ".\n") or "It is not listed.")
         return names

@@ -134,8 +134,9 @@ def test_failed_submodule_is_no_failed_listing(tmp_path, monkeypatch):
 
 def test_environment_that_the_catalog_refuses_is_not_taken_for_a_neighbour(tmp_path, monkeypatch):
     async def added(self, *words):
-        entries.append(entry("games/other", "other", usable=True))
-        return "added"
+        if not entries:
+            entries.append(entry("games/other", "other", usable=True))
+        return "x: added. 1 environment to choose from: games/other."
 
     def entry(name, target, usable, problem=""):
         place = SimpleNamespace(file=None, target=target)
@@ -147,6 +148,7 @@ def test_environment_that_the_catalog_refuses_is_not_taken_for_a_neighbour(tmp_p
     traveller._workshop = SimpleNamespace(catalog=SimpleNamespace(entries=lambda: list(entries)))
     candidate = Candidate("trl", "x", (str(tmp_path / "clicks"),))
     assert asyncio.run(traveller._listed(candidate)) == ["games/other"], "a package names its environments as it likes"
+    assert asyncio.run(traveller._listed(candidate)) == ["games/other"], "it was added before"
     entries[:] = [entry("clicks", "{}", usable=False, problem="Its rows have images. Choose another.")]
     with pytest.raises(Refused, match=r"Its rows have images\.\nChoose another"):
         asyncio.run(traveller._listed(candidate))
@@ -158,7 +160,7 @@ def test_owner_carries_out_the_cures_that_errors_name(tmp_path, monkeypatch):
     met = [
         ("ImportError", "No module named 'PIL.Image'"),
         ("OSError", closed),
-        ("ImportError", "pip install toml"),
+        ("ImportError", "pip install toml[extra]"),
         ("EnvironmentMistake", "Score 'x' is 3: set the knobs reward_low and reward_high to hold it"),
         (
             "EnvironmentMistake",
@@ -178,7 +180,11 @@ def test_owner_carries_out_the_cures_that_errors_name(tmp_path, monkeypatch):
     settings = tmp_path / "config" / "settings.yaml"
     settings.write_text("{}")
     result = asyncio.run(Traveller(tmp_path, None, None, "").go(Candidate("trl", "x", ("x.py",)), train=False))
-    assert result.candidate.add == ("x.py", "-r", "pillow", "-r", "toml") and folder == [False, False, *[True] * 4]
+    assert result.candidate.add == ("x.py", "-r", "pillow", "-r", "toml[extra]") and folder == [
+        False,
+        False,
+        *[True] * 4,
+    ]
     assert json.loads(settings.read_text())["environment"] == {"words/x": {"writes": [str(tmp_path / "data")]}}
     assert result.candidate.knobs == (("reward_high", 10.0), ("reward_low", -100.0))
     assert result.failed_at == "described" and closed in result.error, "a cure is tried once"

@@ -47,6 +47,19 @@ def test_solution_of_the_task_demonstrates_it(tasks: Path) -> None:
     assert with_worker(tasks, body).reward == 1.0
 
 
+def test_installed_packages_without_programs_are_found_behind_the_wall(tmp_path: Path) -> None:
+    known = sorted(Path("/var/lib/dpkg/info").glob("lib*:*.list"))  # of several architectures
+    if not known:
+        pytest.skip("no packages of Debian here")
+    package = known[0].name.partition(":")[0]
+    written(tmp_path, "small", f" {package}")
+
+    async def body(link: EnvironmentWorker) -> Any:
+        return (await link.begin("train", 0, 1, timeout=60)).rollouts
+
+    assert with_worker(tmp_path, body)
+
+
 LEFT_S = f"300.{os.getpid()}"
 """Seconds by which the process of this test is known, in whatever namespace it runs."""
 

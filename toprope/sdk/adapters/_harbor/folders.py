@@ -31,7 +31,8 @@ PYTEST_FILES = (
 
 _LONGEST = 8000
 """Characters of a command's output that the policy sees."""
-_PACKAGES = Path("/var/lib/dpkg/info")
+_PACKAGES = Path("/usr/share/doc")
+"""Each package of Debian and Fedora has a folder there. The database of dpkg is behind a worker's wall."""
 _COMMON = frozenset(
     {"python3", "python3-pip", "python3-venv", "python3-dev", "pip", "curl", "wget", "ca-certificates", "tmux"}
     | {
@@ -339,8 +340,7 @@ def _variables(text: str) -> dict[str, str]:
 
 
 def _is_installed(package: str) -> bool:
-    known = package in _COMMON or shutil.which(package) is not None
-    return known or (_PACKAGES / f"{package}.list").is_file() or any(_PACKAGES.glob(f"{package}:*.list"))
+    return package in _COMMON or shutil.which(package) is not None or (_PACKAGES / package).is_dir()
 
 
 def _imports(tests: Path) -> list[str]:
