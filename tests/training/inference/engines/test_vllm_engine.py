@@ -178,6 +178,50 @@ def test_output_of_a_server_is_our_own_and_its_errors_are_known(
         server.end()
 
 
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        (
+            """(Worker pid=7) ERROR 11-23 20:55:26 [multiproc_executor.py:953] WorkerProc failed to start.
+(Worker pid=7) ERROR 11-23 20:55:26 [multiproc_executor.py:953] Traceback (most recent call last):
+(Worker pid=7) ERROR 11-23 20:55:26 [multiproc_executor.py:953]     param = params_dict[name]
+(Worker pid=7) ERROR 11-23 20:55:26 [multiproc_executor.py:953] KeyError: 'layers.1.mlp.gate'
+(EngineCore pid=6) ERROR 11-23 20:55:30 [core.py:1510] Exception: WorkerProc failed. See stack trace for root cause.
+Exception: WorkerProc failed. See stack trace for root cause.
+(APIServer pid=5) WARNING 11-23 20:55:30 [system.py:255] This can cause errors like `OSError: Too many open files`
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}""",
+            "KeyError: 'layers.1.mlp.gate'",
+        ),
+        (
+            """    raise error
+pydantic_core._pydantic_core.ValidationError: 1 validation error for EngineArgs
+  Value error, No sleep here. [type=value_error]
+    For further information visit a page
+(APIServer pid=5) pydantic_core._pydantic_core.ValidationError: 1 validation error for EngineArgs
+  Value error, No sleep here. [type=value_error]
+    For further information visit a page""",
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for EngineArgs Value error, No sleep "
+            "here. [type=value_error] For further information visit a page",
+        ),
+        (
+            "EngineDeadError: See root cause above.\nRuntimeError: See root cause above: {'EngineCore': -9}",
+            "RuntimeError: See root cause above: {'EngineCore': -9}",
+        ),
+        ("one\ntwo\nIllegal instruction", "one\ntwo\nIllegal instruction"),
+    ],
+    ids=["cause in a worker", "message of several lines", "no cause was printed", "no exception"],
+)
+def test_last_words_of_a_server_are_the_cause_of_its_end(tmp_path: Path, printed: str, expected: str) -> None:
+    (program := tmp_path / "python").write_text(f"#!/bin/sh\ncat <<'END'\n{printed}\nEND\nexit 1\n")
+    program.chmod(0o700)
+    server = VllmProcess.start(VllmSettings(str(program), tmp_path, "float32", "cpu", 64), tmp_path)
+    try:
+        until(lambda: server.ended)
+        assert server.last_words() == expected
+    finally:
+        server.end()
+
+
 def test_adapters_get_a_name_for_each_version_and_leave_after_their_last_request(make: Callable[..., Rig]) -> None:
     rig = make(adapters=True, device="cuda")
     [server] = rig.servers

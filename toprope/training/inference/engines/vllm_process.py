@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,10 @@ MODEL = "policy"
 _END_S = 10.0
 _PREFIX, _LONGEST_PLACE = "toprope-vllm-", 40
 _CHUNK, _SAID = 64_000, 1200
+_LOGGED = re.compile(r"(\([\w.-]+ pid=\d+\) *)?([A-Z]+ [\d-]+ [\d:]+ \[[\w.]+:\d+\] ?)?")
+_RAISED = re.compile(r"([A-Za-z_]\w*\.)*[A-Z]\w*(Error|Exception|Exit)(: |$)")
+_DETAIL = re.compile(r"\s+(?!File )\S")
+"""Further lines of an error's message; the frames of a traceback come before it."""
 _WORKER = Path(__file__).parent / "worker"
 
 
@@ -200,11 +206,16 @@ class VllmProcess:
         return self.process.poll() is not None
 
     def last_words(self) -> str:
-        """The end of its output: the lines that name an error, or else the last ones."""
+        """The last errors that its processes raised, without those that only name another; or its last lines."""
         self._relay.join(1.0 if self.ended else 0.0)
-        lines = self._said.decode(errors="replace").splitlines()
-        errors = [line for line in lines if "error" in line.lower()]
-        return "\n".join((errors or lines)[-6:])[-_SAID:]
+        lines = [_LOGGED.sub("", line) for line in self._said.decode(errors="replace").splitlines()]
+        raised = dict.fromkeys(
+            " ".join([line, *(more.strip() for more in takewhile(_DETAIL.match, lines[place + 1 : place + 4]))])
+            for place, line in enumerate(lines)
+            if _RAISED.match(line)
+        )
+        causes = [error for error in raised if "root cause" not in error]
+        return "\n".join(causes[-2:] or [*raised][-1:] or lines[-6:])[-_SAID:]
 
     def end(self) -> None:
         """End the server with all its processes, and delete its folder."""
