@@ -41,7 +41,7 @@ class PolicySection(Section):
         default_factory=dict,
         description='Variables of the chat template, such as {"enable_thinking": false}. Checkpoints keep them in '
         "their template, so what is served or exported reads prompts as training did. A run that begins with another "
-        "run's weights keeps that run's variables, which a lock on this field does not see.",
+        "run's weights has that run's variables, too.",
     )
     lora: bool = Field(False, description="Train low-rank adapters instead of all weights.")
     load_in_4bit: bool = Field(

@@ -134,7 +134,7 @@ def export(
 
 
 def fit(
-    model: Annotated[str | None, typer.Argument(help="A folder, a Hub id, or 'embedded'.")] = None,
+    model: Annotated[str | None, typer.Argument(help="A folder, a Hub id, 'embedded', or run:RUN[@STEP].")] = None,
     preset: Annotated[str | None, typer.Option(help="Start from this preset. Default: the owner's.")] = None,
     change: Annotated[
         list[str] | None,
@@ -153,7 +153,9 @@ def fit(
 
         from toprope.settings.changes import apply_changes
         from toprope.settings.presets import load_preset
+        from toprope.settings.sections.environment import RUN
         from toprope.supervisor.environment_variables import hub_variables
+        from toprope.workbench.launch.lineage import base_of, policy_named
 
         home = workshop.home
         config = load_preset(preset or home.settings().preset, home.preset_folders).config("")
@@ -164,5 +166,9 @@ def fit(
                 raise typer.BadParameter(f"{written} is not of the form FIELD=VALUE.")
             changes[name.strip()] = value.strip()
         config, _ = apply_changes(config, changes)
+        if (named := config.policy.model).startswith(RUN):
+            named = RUN + find_checkpoint(workshop, named.removeprefix(RUN))
+        if (base := base_of(policy_named(named, home.runs), home.runs)) is not None:
+            config.policy.model = base[1]
         asking = hub_variables(home.settings().variables)
         typer.echo("\n".join(memory_lines(config, asking, gpus=gpus, prompt=prompt)))

@@ -252,7 +252,16 @@ def test_llama_cpp_converts_a_trained_policy(shop, owner, base, tmp_path):
     assert found["norm"] == pytest.approx(weights["model.norm.weight"].tolist(), abs=1e-3)
 
 
-def test_memory_is_estimated_by_command(owner):
+def test_memory_is_estimated_by_command(shop, full, adapted, owner):
+    for named in (
+        full.run_id,
+        f"run:{full.run_id}@2",
+        f"run:{full.run_id.rpartition('-')[2]}",
+        f"run:{adapted.run_id}",
+    ):
+        done = toprope("fit", named, "--gpus", "0")
+        assert done.exit_code == 0 and "Memory: about" in done.output, done.output
+    assert "no checkpoint of step 3" in toprope("fit", f"run:{full.run_id}@3").output
     done = toprope("fit", "--set", "policy.lora=true", "--set", "rollout.group_size=64", "--gpus", "0")
     assert done.exit_code == 0 and "trainer" in done.output and "Memory: about" in done.output
     assert toprope("fit", "--set", "policy.lora").exit_code == 2

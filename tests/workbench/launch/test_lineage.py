@@ -7,14 +7,20 @@ import time
 
 import pytest
 
-from toprope.errors import InvalidValue, NotFound, NotPossibleNow
+from toprope.errors import InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.records.run.checkpoints import seal
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.specification import EnvironmentSource, Specification, TrainPlan
 from toprope.records.run.status import Status
 from toprope.sdk.worker.splits import PROMPT_RULE, SOURCE_RULE
+from toprope.settings.locks import Lock, Locks
+from toprope.settings.owner import Home
+from toprope.settings.presets import Preset
 from toprope.settings.schema import Config
+from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.lineage import base_of, with_split_rule
+
+NONE = Locks({})
 
 
 @pytest.fixture
@@ -90,3 +96,32 @@ def test_weights_of_older_splits_are_not_evaluated_under_new_ones(folder):
     assert same.environment.split_rule == PROMPT_RULE
     with pytest.raises(InvalidValue, match="would be held out"):
         with_split_rule(specification("c", "Please: {question}", base_run="run-a"), runs, SOURCE_RULE)
+
+
+def test_variables_that_weights_keep_are_in_the_configuration_and_under_its_locks(folder, drafts):
+    base = specification("run-a", "{question}")
+    base.config.policy.chat_template_kwargs = {"enable_thinking": False, "mark": "x"}
+    base.write(folder)
+    checkpoint(folder, 1)
+    home, field = Home(folder.path.parent, folder.path.parent), "policy.chat_template_kwargs"
+    home.runs.mkdir()
+    folder.path.rename(home.runs / "run-a")
+    draft = drafts.create(EnvironmentSource(name="dice", adapter="d", target="{}"), Preset("p", "", {}, {}), [], NONE)[
+        0
+    ]
+
+    def frozen(locks, **own):
+        draft.config.policy.chat_template_kwargs = own
+        return freeze_drafts(home, [draft], TrainPlan(), locks=locks, with_keys=False)[0].config.policy
+
+    for model in ("run:run-a", "run:run-a@1", str(home.runs / "run-a" / "checkpoints" / "step-000001" / "model")):
+        draft.config.policy.model = model
+        assert frozen(NONE, mark="y").chat_template_kwargs == {"enable_thinking": False, "mark": "y"}
+        for fixed in ({}, {"enable_thinking": True}):
+            with pytest.raises(LockedField, match="as measured.*The weights of run-a keep"):
+                frozen(Locks({field: Lock(field, "as measured", True, fixed)}), **fixed)
+        allowed = {"enable_thinking": True, "mark": "x"}
+        locks = Locks({field: Lock(field, "as measured", True, allowed)})
+        assert frozen(locks, **allowed).chat_template_kwargs == allowed
+    draft.config.policy.model = "embedded"
+    assert frozen(NONE, mark="y").chat_template_kwargs == {"mark": "y"}

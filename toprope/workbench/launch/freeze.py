@@ -39,7 +39,7 @@ from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.custom_trainers import trainer_of
 from toprope.workbench.launch.hold import hold_run, plan_values
 from toprope.workbench.launch.hosted import with_service
-from toprope.workbench.launch.lineage import base_of, with_dataset, with_split_rule
+from toprope.workbench.launch.lineage import base_of, with_dataset, with_split_rule, with_variables_of
 from toprope.workbench.launch.mixture_sources import Ingredients, blend, hold_locks
 from toprope.workbench.launch.requirements import describe_job, missing_keys, require_interpreters, require_trackers
 
@@ -93,6 +93,9 @@ def freeze_drafts(
         trainer = trainer_of(first, home.trainer_folders(settings), home.settings_file)
     found = []
     for draft in drafts:
+        begins = base or (None if kind.starts_runs else base_of(draft.config.policy.model, home.runs))
+        if begins is not None:
+            draft = with_variables_of(begins[0], draft, home.runs, locks)
         specification = freeze(
             draft,
             locks,
@@ -101,7 +104,7 @@ def freeze_drafts(
             name=name,
             teacher=teacher,
             trainer=trainer,
-            base=base or (None if kind.starts_runs else base_of(draft.config.policy.model, home.runs)),
+            base=begins,
             ingredients=_ingredients(home, draft),
         )
         specification = with_service(_with_helpers(specification, home), settings)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow
@@ -11,8 +12,10 @@ from toprope.records.run.checkpoints import checkpoint_of, split_step
 from toprope.records.run.folder import RUN_ID, RunFolder, nearest_runs
 from toprope.records.run.specification import DatasetSource, Specification
 from toprope.records.run.status import Status
+from toprope.settings.locks import Locks
 from toprope.settings.sections.environment import RUN
 from toprope.trajectories.datasets.store import DatasetStore
+from toprope.workbench.drafts import Draft
 
 _LIKE_A_RUN = re.compile(r"^[a-z0-9_-]+-\d{6}-\d{4}-[a-z0-9]{1,4}(-s\d+)?$")
 """The form of ids that Toprope gives runs; hardly a model is named so."""
@@ -79,6 +82,24 @@ def base_of(model: str, runs: Path) -> tuple[str, str] | None:
     except (NotFound, Corrupt) as error:
         raise NotPossibleNow(f"policy.model is {model}: {error.message}", hint=error.hint) from None
     return folder.run_id, str(found.path / "model")
+
+
+def with_variables_of(run_id: str, draft: Draft, runs: Path, locks: Locks) -> Draft:
+    """Return a draft that begins with a run's weights, with the variables that their chat template keeps.
+
+    Raises:
+        LockedField: The owner does not allow these variables.
+        NotFound, Corrupt: The run's specification cannot be read.
+    """
+    kept = Specification.read(RunFolder(runs / run_id)).config.policy.chat_template_kwargs
+    own = draft.config.policy.chat_template_kwargs
+    if (joined := {**kept, **own}) == own:
+        return draft
+    hint = f"The weights of {run_id} keep {kept} in their chat template. Set each as allowed, or use other weights."
+    locks.require({"policy.chat_template_kwargs": joined}, hint)
+    config = draft.config.model_copy(deep=True)
+    config.policy.chat_template_kwargs = joined
+    return replace(draft, config=config)
 
 
 def _run_of(model: str, runs: Path) -> tuple[str, str] | None:
