@@ -35,6 +35,19 @@ def test_logprobs_match_the_model_in_a_mixed_batch(engine: EmbeddedEngine, model
             assert len(answer.token_ids) <= request.max_new_tokens
 
 
+def test_no_pass_makes_a_mask(engine: EmbeddedEngine, model: Any) -> None:
+    requests, seen = [SamplingRequest([5, 6]), SamplingRequest([9] * 7, max_new_tokens=3)], set[int]()
+    sample(engine, *requests)  # the first batch finds out if the model takes masks as they are
+    hook = model.register_forward_pre_hook(
+        lambda _, args, given: seen.add(given["attention_mask"].ndim), with_kwargs=True
+    )
+    try:
+        sample(engine, *requests)
+    finally:
+        hook.remove()
+    assert seen == {4}
+
+
 def test_temperature_zero_takes_most_likely_token(engine: EmbeddedEngine, model: Any) -> None:
     [[answer]] = sample(engine, SamplingRequest([5, 6, 7, 8], max_new_tokens=6, temperature=0.0))
     ids = [5, 6, 7, 8]

@@ -254,13 +254,16 @@ class EmbeddedEngine:
         padding = [longest - len(prompt) for prompt in places]
         ids = torch.tensor([[pad] * count + list(prompt) for count, prompt in zip(padding, places, strict=True)])
         width = longest + min(self.max_context, max(request.max_new_tokens for request in requests))
-        mask = None
+        mask = first = None
         if any(padding):
             mask = (torch.arange(width) >= torch.tensor(padding).unsqueeze(1)).to(device)
+            if self._takes_wide_masks is None:
+                self._takes_wide_masks = takes_wide_masks(self._model)
+            first = _prompt_mask(mask[:, :longest]) if self._takes_wide_masks else mask[:, :longest]
         positions = (torch.arange(longest) - torch.tensor(padding).unsqueeze(1)).clamp(min=0)
         output = self._model(
             input_ids=ids.to(device),
-            attention_mask=None if mask is None else mask[:, :longest],
+            attention_mask=first,
             position_ids=positions.to(device),
             use_cache=True,
             logits_to_keep=1,
@@ -269,8 +272,6 @@ class EmbeddedEngine:
         grow_by_blocks(output.past_key_values, None if source == list(range(len(places))) else index, width)
         lengths = positions[:, -1:].to(device) + 1
         if mask is not None:
-            if self._takes_wide_masks is None:
-                self._takes_wide_masks = takes_wide_masks(self._model)
             mask = mask[index, None, None] if self._takes_wide_masks else mask[index]
         return output.logits[:, -1][index], output.past_key_values, mask, lengths[index]
 
@@ -279,8 +280,17 @@ class EmbeddedEngine:
         return pad if pad is not None else next(iter(self.end_ids), 0)
 
 
+def _prompt_mask(real: torch.Tensor) -> torch.Tensor:
+    """(rows, 1, tokens, tokens): what each token of a prompt may see, from (rows, tokens): true where none is padding.
+    Padding sees itself, because a softmax over nothing is not a number."""
+    causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=real.device).tril()
+    alone = torch.eye(real.shape[1], dtype=torch.bool, device=real.device)
+    return (real[:, None, None] & causal) | alone
+
+
 def takes_wide_masks(model: Any) -> bool:
-    """True if one new token may be masked by (rows, 1, 1, tokens), which the model then need not make in every pass.
+    """True if prompts may be masked by `_prompt_mask` and one new token by (rows, 1, 1, tokens), so that the model need
+    not make such masks, which takes it longer.
 
     Masks of layers that look back a limited distance, or that are no attention, depend on more; other models make
     positions or biases of the mask. So the layers have to be of full attention, without state beside them, and the
@@ -298,7 +308,10 @@ def takes_wide_masks(model: Any) -> bool:
     try:
         for wide in (False, True):
             cache = model(
-                input_ids=prompts, attention_mask=mask[:, :3], position_ids=places[:, :3].clamp(min=0), use_cache=True
+                input_ids=prompts,
+                attention_mask=_prompt_mask(mask[:, :3]) if wide else mask[:, :3],
+                position_ids=places[:, :3].clamp(min=0),
+                use_cache=True,
             ).past_key_values
             if type(cache) is not DynamicCache or any(type(layer) is not DynamicLayer for layer in cache.layers):
                 return False

@@ -93,6 +93,12 @@ def test_groups_that_come_during_a_post_share_the_next(tmp_path: Path, monkeypat
 
     with served(tmp_path / "bundles") as running:
         asyncio.run(work(running.url))
+        with SyncApiClient(running.url, SECRET) as client:  # more than is sent as a whole
+            found = client.next_batch(0, 30).batch
+            assert found is not None
+            assert [(one.group_id, len(one.prompt or "")) for one in found[12:]] == [
+                (f"l{n}", 600_000) for n in range(3)
+            ]
 
 
 def test_cancelled_post_keeps_no_other_waiting(api: Served) -> None:

@@ -28,6 +28,9 @@ from toprope.training.api.storage.store import DeliveredBatch, TrajectoryStore
 MAX_WAIT_S = 60.0
 """Longest wait of one request; a client that wants to wait longer asks again."""
 
+_WHOLE_BYTES = 1 << 20
+"""Batches up to this size are sent as a whole."""
+
 _T = TypeVar("_T")
 _Endpoint = Callable[[Scope, Receive, Send], Awaitable[None]]
 _encode = msgspec.json.Encoder().encode
@@ -178,9 +181,12 @@ async def _send(send: Send, body: bytes, status: int = 200, headers: Sequence[tu
 
 
 async def _send_batch(send: Send, bodies: list[bytes], tail: bytes) -> None:
-    """Send a batch group by group, so that the whole is never in memory twice."""
+    """Send a large batch group by group, so that the whole is never in memory twice; each part wakes the trainer."""
     head = b'{"batch":['
     length = len(head) + sum(map(len, bodies)) + len(bodies) - 1 + 1 + len(tail)
+    if length <= _WHOLE_BYTES:
+        await _send(send, b"".join([head, b",".join(bodies), b"]", tail]))
+        return
     headers = [_JSON, (b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for body in bodies:
