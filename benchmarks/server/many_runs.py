@@ -3,7 +3,8 @@
 A home is written with the records' own writers: runs of every end, some of them live and moving, a million rows of
 metrics, half of them in ten long runs. Then a server is called over stdio, as a client calls it: lists by page and
 filter, status of one run and of twenty, results of short and long, completed and stopped runs, concise and detailed.
-The first call of each kind, before anything was read, is reported separately. Estimated time: five minutes.
+The first call of each kind, before anything was read, is reported separately, and so are results of runs whose stored
+explanation is gone, as after an update. Estimated time: five minutes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import psutil
 from benchmarks.report import report, wait_until_quiet
 from benchmarks.scratch import scratch
 from benchmarks.server.server import Session
+from toprope.analysis.findings.stored_runs import explain_run
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
@@ -35,6 +37,7 @@ ROWS = 1_000_000
 LONG_RUNS = 10
 LIVE = 4
 CALLS = 300
+UNEXPLAINED = 30
 _DAY_S = 86_400.0
 _EVALUATED = {"before": 8, "after": 131}
 
@@ -126,6 +129,8 @@ def make_run(runs: Path, number: int, rows: int, now: float) -> RunFolder:
     if not live:
         events.append("state", **{"from": "training", "to": end, "reason": ""})
         events.append("end", state=end, seconds=1.0)
+    if not live:
+        explain_run(folder, specification, status)
     if end == "completed":
         write_json(folder.results, gather(folder, specification, status).model_dump(mode="json"))
     return folder
@@ -222,6 +227,11 @@ def main() -> int:
                 figures[f"{name}_ms"] = times[len(times) // 2]
                 figures[f"{name}_p99_ms"] = times[int(len(times) * 0.99)]
                 figures[f"{name}_cpu_ms"] = (cpu_s(server) - worked) / len(times) * 1e3
+            anew = folders[-UNEXPLAINED:]
+            for folder in anew:
+                folder.explanation.unlink(missing_ok=True)
+            times = sorted(session.call("get_results", {"run_id": folder.run_id}) for folder in anew)
+            figures["get_results_unexplained_ms"] = times[len(times) // 2]
         finally:
             session.close()
             keepers.close()

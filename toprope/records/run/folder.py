@@ -16,6 +16,7 @@
       checkpoints/       step-N/                             (trainer only, renamed into place; damaged-step-N: kept)
       logs/              <component>.log, rotated            (guards; keeper.log by the keeper)
       results.json       the report                          (keeper, at the end)
+      explanation.json   what was wrong with an ended run    (keeper, at the end; readers, if code or files changed)
       standard/          scores on standard tasks            (drivers of the runs that measured its policies)
       trackers.json      what trackers got, and where       (tracker only, replaced atomically)
       usage.json         what it took: time, processors, disk (keeper only, replaced atomically)
@@ -212,6 +213,7 @@ class RunFolder:
     checkpoints = Within("checkpoints")
     logs = Within("logs")
     results = Within("results.json")
+    explanation = Within("explanation.json")
     plot = Within("plot.png")
     crew = Within("crew")
 

@@ -14,9 +14,11 @@ import signal
 import time
 import traceback
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from toprope.analysis.findings.stored_runs import explain_run
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
 from toprope.records.messages import Failed, Finished, Report
@@ -264,6 +266,8 @@ class RunLifecycle:
         # `ended_at` comes last: a reader who sees it finds every event.
         self._writer.update(ended_at=now)
         self._writer.write_final()
+        with suppress(Exception):  # readers explain it themselves
+            explain_run(self._folder, self._spec, self._writer.status)
 
     async def _end_after_crash(self, error: Exception) -> None:
         """Record a failure of the keeper's own code and end the crew, even if one of the two fails."""
