@@ -5,17 +5,14 @@
 figures.json has the figures of each benchmark with the day and the machine on which they were measured. A number has
 moved if it differs by more than its noise: the share that `NOISE` gives for figures of its kind, or any change for
 counts. `--write` puts the new figures in place of the old ones, there and in README.md, but never those of a failed
-control. `--from` reads
-outputs that are there already, FOLDER/NAME.log, instead of running. All of them take about seven hours; needs what each
-one needs, and a benchmark that says that something is missing is listed, not failed.
+control. `--from` reads outputs that are there already, FOLDER/NAME.log, instead of running. All of them take about
+seven hours; needs what each one needs, and a benchmark that says that something is missing is listed, not failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -24,9 +21,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.report import machine
 
 __all__ = ["FIGURES", "README", "Outcome", "main", "moved", "read_outcome", "with_figures"]
 
@@ -39,8 +37,9 @@ NOISE = {"ratio": 0.1, "accuracy": 0.06, "share": 0.1, "_mb": 0.08, "_kb": 0.02,
 """Part of a figure's name -> the share by which equal code differs."""
 _TIMES = ("_s", "_ms", "seconds", "_us", "per_second")
 _TIME_NOISE = 0.35
-_IGNORED = ("load", "quiet", "seed", "seconds", "goals")
-_CONTROL_FAILED = 2
+_IGNORED = ("load", "quiet", "seed", "seconds", "goals", "arguments", "on", "machine")
+_CONTROL_FAILED, _STORED = 2, -1
+_RESULTS = {0: "goals met", 1: "a goal missed", _CONTROL_FAILED: "control failed", _STORED: "read from its output"}
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,13 @@ class Outcome:
     figures: dict[str, Any] = field(default_factory=dict)
     words: str = ""
     """The reason if there are no figures."""
+    at: float | None = None
+    """When a stored output was written; None for now."""
 
 
 def read_outcome(name: str, output: str, status: int, seconds: float = 0.0) -> Outcome:
-    """The outcome in a benchmark's output, whose last line is one JSON object."""
+    """The outcome in a benchmark's output, whose last line is one JSON object; that of a stored output tells itself if
+    its control failed."""
     lines = [line for line in output.splitlines() if line.strip()]
     try:
         figures = json.loads(lines[-1])
@@ -64,7 +66,9 @@ def read_outcome(name: str, output: str, status: int, seconds: float = 0.0) -> O
             raise ValueError("the last line is no object")
     except (ValueError, IndexError):
         return Outcome(name, status, seconds, words=" ".join(lines[-2:])[-300:] or "it printed nothing")
-    return Outcome(name, status, seconds, figures)
+    if "skipped" in figures:
+        return Outcome(name, status, seconds, words=f"skipped: {figures['skipped']}")
+    return Outcome(name, _CONTROL_FAILED if "control_failed" in figures else status, seconds, figures)
 
 
 def moved(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -102,8 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
             log = given.folder / f"{name}.log"
             if not log.exists():
                 continue
-            one = read_outcome(name, log.read_text(encoding="utf-8", errors="replace"), 0)
-            one = replace(one, words=one.words or "read from its output")  # an output lacks the exit code
+            text = log.read_text(encoding="utf-8", errors="replace")
+            one = replace(read_outcome(name, text, _STORED), at=log.stat().st_mtime)
         else:
             console.rule(name)
             one = _run(name)
@@ -112,12 +116,12 @@ def main(arguments: list[str] | None = None) -> int:
     for one in outcomes:
         before = kept.get(one.name, {}).get("figures", {})
         changes = [f"{name}: {old} -> {new}" for name, (old, new) in moved(before, one.figures).items()]
-        result = one.words or {0: "goals met", 1: "a goal missed", _CONTROL_FAILED: "control failed"}.get(
-            one.status, f"ended with {one.status}"
-        )
+        result = one.words or _RESULTS.get(one.status, f"ended with {one.status}")
         table.add_row(one.name, f"{one.seconds / 60:.1f}", result, "\n".join(changes) or ("" if before else "new"))
         if one.figures and one.status != _CONTROL_FAILED:
-            kept[one.name] = {"on": time.strftime("%Y-%m-%d"), "machine": _machine(), "figures": one.figures}
+            told = dict(one.figures)
+            day = time.strftime("%Y-%m-%d", time.localtime(one.at))
+            kept[one.name] = {"on": told.pop("on", day), "machine": told.pop("machine", machine()), "figures": told}
     Console().print(table)
     if given.write:
         FIGURES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
@@ -136,6 +140,7 @@ def with_figures(page: str, kept: Mapping[str, Any]) -> str:
         told = [f"{key} {_short(figures[key])} ({goal})" for key, goal in sorted(goals.items())]
         told = told or [f"{key} {_short(figures[key])}" for key in plain[:_FEW]]
         told += ["the machine was not quiet"] if figures.get("quiet") is False else []
+        told += [f"with `{figures['arguments']}`"] if figures.get("arguments") else []
         lines.append(f"| `{name.replace('_', '-')}` | {', '.join(told)} | {one['on']} | {one['machine']} |")
     before, mark, _ = page.partition(_MARK)
     return f"{before}{mark}\n" + "\n".join(lines) + "\n"
@@ -150,11 +155,6 @@ def _run(name: str) -> Outcome:
     # Standard error is shown as it comes; the figures are on standard output.
     done = subprocess.run([sys.executable, "-P", "-m", "benchmarks", name], stdout=subprocess.PIPE, text=True)
     return read_outcome(name, done.stdout, done.returncode, time.monotonic() - began)
-
-
-def _machine() -> str:
-    gigabytes = round(psutil.virtual_memory().total / 2**30)
-    return f"{os.cpu_count()} cores, {gigabytes} GB, {platform.machine()}, Python {platform.python_version()}"
 
 
 def _noise(name: str) -> float:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import operator
 import os
+import platform
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["is_met", "report", "wait_until_quiet"]
+__all__ = ["is_met", "machine", "report", "wait_until_quiet"]
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
@@ -40,6 +43,9 @@ def report(
     quiet: bool | None = None,
 ) -> int:
     """Print the figures, as a table and, with the goals, as JSON on the last line.
+
+    The line also has the day, the machine, the arguments of the program, and why a control failed, so that a stored
+    output is never taken for that of another day, of the whole benchmark, or of one whose control held.
 
     Args:
         title: Of the table.
@@ -77,10 +83,15 @@ def report(
         print(f"control failed, so the figures prove nothing: {control_failed}")
     if missed:
         print(f"missed: {', '.join(missed)}")
-    noise: dict[str, Any] = {"load": round(os.getloadavg()[0], 1)}
+    about: dict[str, Any] = {"on": time.strftime("%Y-%m-%d"), "machine": machine()}
+    if sys.argv[1:]:
+        about["arguments"] = " ".join(sys.argv[1:])
+    if control_failed:
+        about["control_failed"] = control_failed
+    about["load"] = round(os.getloadavg()[0], 1)
     if quiet is not None:
-        noise["quiet"] = quiet
-    print(json.dumps({**noise, **{name: _rounded(value) for name, value in figures.items()}, "goals": dict(goals)}))
+        about["quiet"] = quiet
+    print(json.dumps({**about, **{name: _rounded(value) for name, value in figures.items()}, "goals": dict(goals)}))
     return 2 if control_failed else 1 if missed else 0
 
 
@@ -104,6 +115,12 @@ def wait_until_quiet(load: Callable[[], float] = lambda: os.getloadavg()[0]) -> 
             return False
         time.sleep(2.0)
     return True
+
+
+def machine() -> str:
+    """This machine in a few words."""
+    gigabytes = round(psutil.virtual_memory().total / 2**30)
+    return f"{os.cpu_count()} cores, {gigabytes} GB, {platform.machine()}, Python {platform.python_version()}"
 
 
 def _rounded(value: Any) -> Any:

@@ -29,11 +29,13 @@ from toprope.sdk.wall.paths import data_paths, source_paths
 from toprope.sdk.worker.client import WorkerClient
 from toprope.sdk.worker.splits import TaskSplits
 
-__all__ = ["Overhead", "measure", "overhead", "sources", "start_over_import", "wall_cost"]
+__all__ = ["CONTROL", "Overhead", "control_failed", "measure", "overhead", "sources", "start_over_import", "wall_cost"]
 
 GROUP = 16
 _WARM = 5
 _LIMIT_MS, _LIMIT_START_S = 1.0, 0.3
+CONTROL = "a worker whose answers come 40 ms late must miss the goal for its overhead."
+_LATE_S = 0.04
 
 TRL = """
     rows = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(40) for b in range(40)]
@@ -74,7 +76,7 @@ def sources(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 async def measure(
-    name: str, source: Mapping[str, Any], *, groups: int = 100, interpreter: str | None = None
+    name: str, source: Mapping[str, Any], *, groups: int = 100, interpreter: str | None = None, late_s: float = 0.0
 ) -> Overhead:
     """Sample groups both ways.
 
@@ -83,6 +85,7 @@ async def measure(
         source: As the worker's `open` takes it. The environment must load in this process as well.
         groups: Number of groups.
         interpreter: The worker's; ours by default.
+        late_s: For the control, seconds that the worker's answers to a group are held back.
     """
     environment = configure(load(source).environment)
     splits = TaskSplits(environment)
@@ -104,6 +107,7 @@ async def measure(
             begun = await link.call("begin", split="train", index=index, count=GROUP)
             moves = [[handle, answer, False] for handle in begun["rollouts"]]
             answered = await link.call("advance", moves=moves)
+            await asyncio.sleep(late_s)
             ended = time.perf_counter()
             if [one["outcome"]["reward"] for one in answered] != [one.reward for one in outcomes if one is not None]:
                 raise RuntimeError(f"{name}: the worker scores task {index} otherwise")
@@ -178,9 +182,17 @@ async def wall_cost(*, times: int = 15, calls: int = 300) -> dict[str, float]:
 async def _measured() -> tuple[list[Overhead], float, dict[str, float]]:
     with scratch("worker-overhead") as folder:
         there = sources(folder)
-        wall = await wall_cost()
+        figures = await wall_cost()
         found = [await measure(name, source) for name, source in there.items()]
-        return found, await start_over_import(there["reasoning_gym"], "reasoning_gym"), wall
+        late = await measure("late", there["a file"], groups=20, late_s=_LATE_S)
+        figures["worker_overhead_control_ms"] = late.worker_overhead_ms
+        return found, await start_over_import(there["reasoning_gym"], "reasoning_gym"), figures
+
+
+def control_failed(figures: Mapping[str, Any]) -> str:
+    """The reason why the control failed; empty if it held."""
+    late = figures["worker_overhead_control_ms"]
+    return "" if late > _LIMIT_MS else f"answers that came late cost {late} ms a rollout"
 
 
 def overhead() -> dict[str, Any]:

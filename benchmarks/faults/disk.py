@@ -133,10 +133,10 @@ def measure(home: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the figures; exit with 1 if something was lost, with 2 if no disk can be mounted."""
+    """Print the figures; exit with 1 if something was lost, with 2 if the control failed."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         print(json.dumps({"skipped": "a small tmpfs can be mounted by root on Linux only"}))
-        return 2
+        return 0
     with scratch("disk") as place, small_disk(place) as home:
         figures = measure(home)
     goals = {

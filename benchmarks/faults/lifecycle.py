@@ -13,6 +13,7 @@ timing. Estimated time: eight minutes; needs nothing else.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import secrets
 import statistics
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "resume_curve_error": "== 0",
         },
         control="the curves of a training with another seed must differ.",
-        control_failed="" if control > 0 else "another seed gives the same curves",
+        control_failed="" if 0 < control < math.inf else f"another seed gives curves that differ by {control}",
         timed=("death_to_state_ms_median", "stubborn_stop_seconds"),
         quiet=quiet,
     )

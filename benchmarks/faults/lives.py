@@ -164,9 +164,10 @@ def stubborn(harness: RunHarness, times: int) -> list[float]:
         status = runs.status(folder.run_id)
         if status.checkpoint is not None and status.checkpoint["step"] >= 3:
             raise RuntimeError(f"{folder.run_id} has saved its steps already: {status.checkpoint}")
-        for member in status.crew.values():
-            if member.pid is not None and member.state == "ready":
-                os.kill(member.pid, signal.SIGSTOP)
+        for name in ("api", "inference", "trainer", "environment"):  # the policy's process may just have ended
+            pid = status.crew[name].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
         runs.stop(folder.run_id)
         _end_of(runs, folder)

@@ -4,14 +4,13 @@
 
 Each part is a module beside this file whose `measure(seed, quick)` returns its figures. Every part also attacks a copy
 with the wall taken away; a control in which the attack fails says that the attack proves nothing, and the benchmark
-ends with status 1. The same seed makes the same attacks.
+ends with status 2. The same seed makes the same attacks.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -21,29 +20,16 @@ from benchmarks.report import report
 
 __all__ = ["CONTROLS", "PARTS", "main"]
 
-PARTS = tuple(
-    name
-    for name in ("connections", "canaries", "inputs", "authority", "environments")
-    if importlib.util.find_spec(f"{__package__ or 'benchmarks.hostile'}.{name}") is not None
-)
-"""Modules of this package with a function `measure`."""
+PARTS = {
+    "connections": {"door_down_seconds": "== 0", "api_down_seconds": "== 0"},
+    "canaries": {"canaries_found": "== 0"},
+    "inputs": {"crashes": "== 0", "masked": "== 0", "effects": "== 0", "inputs": ">= 10000"},
+    "authority": {"leaks": "== 0", "spent_over_limit": "== 0", "sealed_seen": "== 0", "authority_cases": ">= 1200"},
+    "environments": {"escapes": "== 0", "canaries_found": "== 0", "hostile_environments": ">= 60"},
+}
+"""Modules of this package with a function `measure`, and the goals: successful attacks, and enough of them."""
 CONTROLS = "control_"
 """Begins the name of a figure that must not be 0: an attack that succeeds without its wall."""
-GOALS = dict.fromkeys(
-    (
-        "crashes",
-        "masked",
-        "effects",
-        "leaks",
-        "escapes",
-        "spent_over_limit",
-        "sealed_seen",
-        "door_down_seconds",
-        "canaries_found",
-    ),
-    "== 0",
-)
-"""Figures that count successful attacks."""
 
 
 def main() -> int:
@@ -51,10 +37,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the attacks that are chosen at random")
     parser.add_argument("--quick", action="store_true", help="a sample of each part, for development")
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; repeatable")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="only this part; repeatable")
     given = parser.parse_args()
     figures: dict[str, Any] = {"seed": given.seed, "quick": given.quick}
+    goals: dict[str, str] = {}
     for name in given.part or PARTS:
+        goals |= PARTS[name]
         began = time.monotonic()
         module = importlib.import_module(f"benchmarks.hostile.{name}")
         for figure, value in module.measure(given.seed, given.quick).items():
@@ -65,7 +53,7 @@ def main() -> int:
     return report(
         "Attacks",
         figures,
-        goals={name: goal for name, goal in GOALS.items() if name in figures},
+        goals=goals,
         control="each part attacks a copy with its wall taken away; those attacks must succeed.",
         control_failed=f"{', '.join(harmless)} is 0 without the wall" if harmless else "",
     )

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ _POSTERS = 4
 
 
 def campaign(root: Path, rounds: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run the rounds and return `kill_rounds`, `kill_seed`, `killed_groups`, `lost`, `duplicated`."""
+    """Run the rounds and return `kill_rounds`, `kill_seed`, `killed_groups`, `lost`, `duplicated`; the control is
+    `planted_found`, the same counts after one group is taken out and another doubled: [1, 1]."""
     source = random.Random(seed)
     folder = run_folder(root, rollout__group_size=2, rollout__groups_per_step=4, logging__save_steps=1)
     shared = _Shared(seed)
@@ -55,18 +56,26 @@ def campaign(root: Path, rounds: int, seed: int, say: Callable[[str], None]) -> 
         counts = server.client().json("GET", "/counts")
     if shared.errors:
         raise RuntimeError(f"the load failed: {shared.errors[0]}")
-    came = Counter(shared.committed)
-    lost = [mark for mark in shared.acknowledged if not came[mark] and mark not in shared.waiting_at_end]
-    twice = [mark for mark, times in (came + shared.waiting_at_end).items() if times > 1]
+    came = Counter(shared.committed) + shared.waiting_at_end
+    lost, twice = judged(shared.acknowledged, came)
     unaccounted = counts["accepted"] - len(shared.acknowledged)
+    planted = Counter(came)
+    for mark, times in zip(sorted(came)[:2], (0, 2), strict=True):
+        planted[mark] = times
     return {
         "kill_rounds": rounds,
         "kill_seed": seed,
         "killed_groups": len(shared.acknowledged),
         "killed_retries": shared.retries,
-        "lost": len(lost),
-        "duplicated": max(len(twice), unaccounted),
+        "lost": lost,
+        "duplicated": max(twice, unaccounted),
+        "planted_found": list(judged(shared.acknowledged, planted)),
     }
+
+
+def judged(acknowledged: Set[int], came: Counter[int]) -> tuple[int, int]:
+    """Return how many acknowledged groups never came, and how many groups came more than once."""
+    return sum(not came[mark] for mark in acknowledged), sum(times > 1 for times in came.values())
 
 
 class _Shared:

@@ -43,6 +43,14 @@ _REGISTRATION = {
     "wandb_group": "bench", "wandb_project": "bench", "batch_size": 128, "max_token_len": 512, "checkpoint_dir": "/c",
     "save_checkpoint_interval": 10, "starting_step": 0, "num_steps": 1000,
 }  # fmt: skip
+_COSTS = {
+    "post_cpu_ratio": ">= 1.5",
+    "batch_cpu_ratio": ">= 10",
+    "mixed_throughput_ratio": ">= 2",
+    "rss_5000_ratio": ">= 5",
+    "batch_p99_growth": "<= 1.5",
+}
+"""Goals: `run-api` over ours, and 50,000 waiting groups over 50."""
 _CURSOR = "/batch?cursor={}&sequences=128"
 _console = Console(stderr=True)
 
@@ -272,7 +280,22 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.skip_kills:
             _console.print(f"{options.rounds} kills, seed {seed}")
             figures |= _kills.campaign(root / "kills", options.rounds, seed, _console.print)
-    return report("The trajectory API", figures)
+    goals, failed = {}, []
+    if not options.only_kills:
+        goals |= _COSTS
+        if figures["post_floor_ratio"] <= 1:
+            failed.append("a bare application costs as much as the API")
+    if not options.skip_kills:
+        goals |= {"lost": "== 0", "duplicated": "== 0"}
+        if figures["planted_found"] != [1, 1]:
+            failed.append(f"of a lost and a doubled group {figures['planted_found']} were found")
+    return report(
+        "The trajectory API",
+        figures,
+        goals=goals,
+        control="a bare application must cost less; a group that is taken out and one that is doubled must be found.",
+        control_failed="; ".join(failed),
+    )
 
 
 def touch_memory() -> None:

@@ -101,7 +101,9 @@ def test_report_says_which_goals_were_missed(capsys):
     printed = capsys.readouterr().out
     assert "missed: seconds, never" in printed and figures_of(printed)["quiet"] is False
     assert report("T", figures, goals={"ratio": "<= 1.2"}, control="C must fail.", control_failed="C won") == 2
-    assert "prove nothing: C won" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "prove nothing: C won" in printed and figures_of(printed)["control_failed"] == "C won"
+    assert figures_of(printed)["on"] and figures_of(printed)["arguments"] == " ".join(sys.argv[1:])
     assert report("T", figures, goals={name: goals[name] for name in figures}, timed=["seconds"], quiet=True) == 0
 
 
@@ -131,6 +133,16 @@ def test_stored_outputs_are_compared_and_written(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "list_ratio: 1.1 -> 1.9" in told and "goals met" not in told  # a stored output does not say how it ended
     assert "the machine was not quiet" in (tmp_path / "README.md").read_text()
+    (tmp_path / "disk.log").write_text('{"skipped": "no disk"}\n')
+    (tmp_path / "data.log").write_text('{"on": "2020-01-02", "machine": "M", "arguments": "--items 9", "leaks": 0}\n')
+    (tmp_path / "server.log").write_text('{"list_ratio": 0.1, "control_failed": "it won"}\n')
+    assert compare_figures.main(["data", "disk", "server", "--from", str(tmp_path), "--write"]) == 1
+    told = capsys.readouterr().out
+    assert "skipped: no disk" in told and "control failed" in told
+    kept = json.loads((tmp_path / "figures.json").read_text())
+    assert sorted(kept) == ["data", "server"] and kept["server"]["figures"]["list_ratio"] == 1.9
+    page = (tmp_path / "README.md").read_text()
+    assert "| `data` | leaks 0, with `--items 9` | 2020-01-02 | M |" in page
     with pytest.raises(SystemExit):
         compare_figures.main(["no-such"])
 

@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import threading
+from collections import Counter
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from packaging.requirements import Requirement
 
+from benchmarks.environments import environments, worker_overhead
 from benchmarks.environments.worker_overhead import measure, sources
 from benchmarks.faults import disk, lifecycle
 from benchmarks.faults.judge import Story
@@ -28,6 +30,7 @@ from benchmarks.orchestrator.orchestrator import _control_failed
 from benchmarks.performance import decode, growth, memory, train
 from benchmarks.server import load, many_runs, server
 from benchmarks.training_agent import Done
+from benchmarks.trajectory_api import kills
 from benchmarks.trajectory_api.trajectory import bodies, ours, run_folder
 from benchmarks.trajectory_api.trajectory_api import mixed
 from benchmarks.wrong_inputs import wrong_inputs
@@ -294,6 +297,23 @@ def test_models_that_the_orchestrator_lends_differ_in_use(tmp_path):
 def test_worker_is_compared_with_the_same_process(tmp_path):
     found = anyio.run(lambda: measure("a file", sources(tmp_path)["a file"], groups=4))
     assert found.groups == 4 and found.worker_ms > found.in_process_ms > 0
+    late = anyio.run(lambda: measure("late", sources(tmp_path)["a file"], groups=2, late_s=worker_overhead._LATE_S))
+    assert worker_overhead.control_failed({"worker_overhead_control_ms": late.worker_overhead_ms}) == ""
+    assert worker_overhead.control_failed({"worker_overhead_control_ms": 0.3})
+
+
+def test_goals_of_environments_are_figures_that_parts_give(monkeypatch, capsys):
+    goals = [name for _, wanted in environments.PARTS.values() for name in wanted]
+    assert "planted_defects_missed" in goals and len(goals) == len(set(goals))
+    parts = {"checks": (lambda: {"planted_defects_missed": 0}, environments.PARTS["checks"][1])}
+    monkeypatch.setattr(environments, "PARTS", parts)
+    assert environments.main([]) == 1
+    assert "missed: good_tasks_flagged, named_defects_missed" in capsys.readouterr().out
+
+
+def test_lost_and_doubled_groups_are_counted():
+    assert kills.judged({1, 2, 3}, Counter([1, 2, 3])) == (0, 0)
+    assert kills.judged({1, 2, 3}, Counter([1, 1, 3])) == (1, 1)
 
 
 def test_trajectory_api_takes_posts_and_gives_batches(tmp_path):
