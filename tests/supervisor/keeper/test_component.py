@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
+from asyncio.subprocess import PIPE
 from pathlib import Path
 
 import pytest
 
 from toprope.records.messages import Beat, Progress, Report, encode_line
 from toprope.supervisor.keeper import component as component_module
-from toprope.supervisor.keeper.component import Component
+from toprope.supervisor.keeper.component import Component, Exit
 from toprope.supervisor.keeper.spawner import SpawnRequest
 
 
@@ -85,6 +87,28 @@ def test_frequent_reports_are_read_together_and_the_last_before_the_end(
 
     seen = asyncio.run(asyncio.wait_for(live(), 60))
     assert [report.done for report in seen if isinstance(report, Progress)] == list(range(101))
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open")
+def test_end_of_a_program_that_just_reported_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(component_module, "_BUNDLE_S", 600.0)
+
+    async def live() -> None:
+        guard = StandInGuard()
+        program = await asyncio.create_subprocess_exec(sys.executable, "-I", "-S", "-c", "input()", stdin=PIPE)
+        os.write(guard.writer, b'{"type":"guard_started","pid":%d}\n' % program.pid)
+        component = Component("trainer", SpawnRequest(["-"], {}, tmp_path / "log", 1.0), guard)
+        assert await component.wait_started() == program.pid
+        program.kill()
+        await program.wait()
+        os.write(guard.writer, b'{"type":"guard_exited","code":null,"signal":"SIGKILL"}\n')
+        assert [report async for report in component] == []
+        assert component.exit == Exit(signal="SIGKILL") and not component.gone.is_set()
+        guard.ended.set()
+        await component.gone.wait()
+        os.close(guard.writer)
+
+    asyncio.run(asyncio.wait_for(live(), 60))
 
 
 def test_silent_component_of_another_node_is_cut_off_and_one_beside_the_keeper_is_not(tmp_path: Path) -> None:

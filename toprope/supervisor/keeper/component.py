@@ -18,14 +18,14 @@ import msgspec
 from toprope.records.messages import Keys, Order, Report, decode_report, encode_line
 from toprope.supervisor import guard
 from toprope.supervisor.keeper.logs import read_tail
-from toprope.supervisor.keeper.spawner import Spawner, SpawnRequest
+from toprope.supervisor.keeper.spawner import Spawner, SpawnRequest, wait_for_end
 
 _LONGEST_LINE = 1 << 20
 _MOST_UNSENT = 1 << 20
 _LAST_READS = 64
 _BUNDLE_S = 0.04
 """Reports that follow a read wait so long in the pipe and are read together: a wake-up costs more than a report, and a
-training crew sends one at every step."""
+training crew sends one at every step. Not once the program has ended: the guard then has the last report."""
 
 
 class _GuardStarted(msgspec.Struct, tag="guard_started"):
@@ -77,6 +77,7 @@ class Component:
         self._started = asyncio.Event()
         self._queue: asyncio.Queue[Report | None] = asyncio.Queue()
         self._unread = b""
+        self._bundles = True
         self._heard: float | None = None
         self._unsent = b""
         self._loop = asyncio.get_running_loop()
@@ -168,9 +169,15 @@ class Component:
 
     def _on_reports(self) -> None:
         """Read what came, at once after a silence; leave what follows in the pipe for a moment."""
-        if self._read_reports():
+        if self._read_reports() and self._bundles:
             self._loop.remove_reader(self._reports)
             self._loop.call_later(_BUNDLE_S, self._resume_reading)
+
+    async def _hasten(self, pid: int) -> None:
+        with suppress(OSError):  # it has ended already
+            await wait_for_end(pid)
+        self._bundles = False
+        self._resume_reading()
 
     def _resume_reading(self) -> None:
         if self._reports >= 0:
@@ -209,6 +216,8 @@ class Component:
         if isinstance(message, _GuardStarted):
             self.pid = message.pid
             self._started.set()
+            if self.node is None and hasattr(os, "pidfd_open"):
+                self._hastener = self._loop.create_task(self._hasten(message.pid))
         else:
             self._set_exit(Exit(message.code, message.signal))
 

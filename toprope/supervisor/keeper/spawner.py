@@ -213,7 +213,7 @@ def write_stop(control: int, grace_s: float) -> None:
 
 
 async def wait_for_end(pid: int) -> None:
-    """Wait until a child has ended, without reaping it (Linux)."""
+    """Wait until a process has ended, without reaping it (Linux)."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     descriptor = os.pidfd_open(pid)
     try:
