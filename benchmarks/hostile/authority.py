@@ -232,17 +232,9 @@ def _with_value(config: dict[str, Any], field: str, value: Any) -> dict[str, Any
 
 
 ENTRANCES: dict[str, Attack] = {
-    "edit": _edit,
-    "stale draft": _stale_draft,
-    "preset": _preset,
-    "undo": _undo,
-    "index": _tampered_index,
-    "fork": _fork,
-    "resume": _resume,
-    "resume by itself": _resume_by_itself,
-    "reproduce": _reproduce,
-    "sweep": _sweep,
-}
+    "edit": _edit, "stale draft": _stale_draft, "preset": _preset, "undo": _undo, "index": _tampered_index,
+    "fork": _fork, "resume": _resume, "resume by itself": _resume_by_itself, "reproduce": _reproduce, "sweep": _sweep,
+}  # fmt: skip
 
 
 def _locks(chance: random.Random, quick: bool) -> tuple[int, list[str], int]:
