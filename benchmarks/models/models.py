@@ -69,9 +69,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V3": (
         "DeepseekV3Config",
         {
-            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
             "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
             "topk_group": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1,
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         },
     ),
     "Granite": ("GraniteConfig", {"logits_scaling": 4.0}),

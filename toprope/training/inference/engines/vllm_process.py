@@ -104,6 +104,9 @@ class VllmSettings:
         line += ["--disable-uvicorn-access-log"]
         if self.device == "cpu":
             line += ["--enforce-eager"]
+            if "kv_lora_rank" in _written(self.policy):
+                # vLLM's kernel for CPUs turns the wrong rows of the three-dimensional queries of latent attention.
+                line += ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
         else:
             line += ["--gpu-memory-utilization", str(self.memory_share), "--tensor-parallel-size", str(self.gpus)]
         if self.lora_rank:
@@ -262,11 +265,16 @@ def _short_folder() -> tuple[Path, int]:
     return folder, lock
 
 
+def _written(policy: Path, name: str = "config.json") -> dict[str, Any]:
+    """Return a file of a policy's folder; empty if it is not there."""
+    found: dict[str, Any] = json.loads((policy / name).read_bytes()) if (policy / name).is_file() else {}
+    return found
+
+
 def keeps_old_head(policy: Path, device: str) -> bool:
     """True if vLLM would keep the output head of the first weights: on a CPU it does so where embeddings are tied."""
-    if device != "cpu" or not (config := policy / "config.json").is_file():
+    if device != "cpu" or not (written := _written(policy)):
         return False
-    written = json.loads(config.read_bytes())
     return bool(written.get("tie_word_embeddings", written.get("text_config", {}).get("tie_word_embeddings", True)))
 
 
@@ -274,7 +282,6 @@ def end_ids_of(policy: Path, tokenizer: Any) -> frozenset[int]:
     """Token ids that end an answer, by the policy's files and its tokenizer."""
     found: list[Any] = [tokenizer.eos_token_id]
     for name in ("config.json", "generation_config.json"):
-        if (policy / name).is_file():
-            written = json.loads((policy / name).read_bytes()).get("eos_token_id")
-            found += written if isinstance(written, list) else [written]
+        written = _written(policy, name).get("eos_token_id")
+        found += written if isinstance(written, list) else [written]
     return frozenset(token for token in found if isinstance(token, int))

@@ -1,0 +1,74 @@
+"""The command line and the output of a vLLM server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.training_api_server import until
+from toprope.settings.schema import Config
+from toprope.training.inference.engines.vllm_process import VllmProcess, VllmSettings
+
+
+def test_key_is_in_no_argument_and_no_secret_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPROPE_SECRET", "s3cret")
+    monkeypatch.setenv("HF_TOKEN", "hf_1")
+    config = Config()
+    config.policy.lora, config.policy.lora_rank, config.inference.sleep = True, 20, True
+    config.launcher.inference_gpus = 2
+    settings = VllmSettings.of(config, "/venv/bin/python", tmp_path, "cuda")
+    command, variables = settings.command(tmp_path, tmp_path / "socket"), settings.variables("k3y", tmp_path)
+    assert not any("k3y" in word for word in command) and variables["VLLM_API_KEY"] == "k3y"
+    assert not {"TOPROPE_SECRET", "HF_TOKEN"} & set(variables)
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in variables
+    line = " ".join(command)
+    assert "--max-lora-rank 32" in line and "--enable-sleep-mode" in line and "--dtype bfloat16" in line
+    assert "--enforce-eager" not in line and "--gpu-memory-utilization 0.4 --tensor-parallel-size 2" in line
+
+
+@pytest.mark.parametrize(("device", "latent"), [("cpu", True), ("cpu", False), ("cuda", True)])
+def test_kernel_that_turns_wrong_rows_of_latent_attention_is_off(tmp_path: Path, device: str, latent: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512} if latent else {}))
+    line = VllmSettings("python", tmp_path, "float32", device, 64).command(tmp_path, tmp_path / "socket")
+    assert any("-rotary_embedding" in word for word in line) == (latent and device == "cpu")
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        (
+            """(Worker pid=7) ERROR 11-23 20:55:26 [multiproc_executor.py:953] WorkerProc failed to start.
+(Worker pid=7) ERROR 11-23 20:55:26 [multiproc_executor.py:953] Traceback (most recent call last):
+(Worker pid=7) ERROR 11-23 20:55:26 [multiproc_executor.py:953]     param = params_dict[name]
+(Worker pid=7) ERROR 11-23 20:55:26 [multiproc_executor.py:953] KeyError: 'layers.1.mlp.gate'
+(EngineCore pid=6) ERROR 11-23 20:55:30 [core.py:1510] Exception: WorkerProc failed. See stack trace for root cause.
+(APIServer pid=5) WARNING 11-23 20:55:30 [system.py:255] This can cause errors like `OSError: Too many open files`
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}""",
+            "KeyError: 'layers.1.mlp.gate'",
+        ),
+        (
+            """    raise error
+pydantic_core._pydantic_core.ValidationError: 1 validation error for EngineArgs
+  Value error, No sleep here. [type=value_error]
+    For further information visit a page""",
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for EngineArgs Value error, No sleep "
+            "here. [type=value_error] For further information visit a page",
+        ),
+        (
+            "EngineDeadError: See root cause above.\nRuntimeError: See root cause above: {'EngineCore': -9}",
+            "RuntimeError: See root cause above: {'EngineCore': -9}",
+        ),
+        ("one\ntwo\nIllegal instruction", "one\ntwo\nIllegal instruction"),
+    ],
+)
+def test_last_words_of_a_server_are_the_cause_of_its_end(tmp_path: Path, printed: str, expected: str) -> None:
+    (program := tmp_path / "python").write_text(f"#!/bin/sh\ncat <<'END'\n{printed}\nEND\nexit 1\n")
+    program.chmod(0o700)
+    server = VllmProcess.start(VllmSettings(str(program), tmp_path, "float32", "cpu", 64), tmp_path)
+    try:
+        until(lambda: server.ended)
+        assert server.last_words() == expected
+    finally:
+        server.end()
