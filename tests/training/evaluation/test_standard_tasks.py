@@ -38,12 +38,16 @@ def measure(tmp_path, monkeypatch):
     """Measures a task with a stand-in for Inspect's process, which returns its status and output."""
     plan = AskPlan(standard=StandardTasks(names=["words"], python="python", run="x"), max_new_tokens=4, asked="")
 
-    async def address(name):
-        return "http://127.0.0.1:1"
+    addresses = []
 
-    def measured(run):
+    async def address(name):
+        return addresses.pop() if len(addresses) > 1 else addresses[0]
+
+    def measured(run, *later):
+        addresses[:] = [*later, "http://127.0.0.1:1"]
+
         async def walled(member, tasks, command, logs, url, key):
-            return run(logs, key)
+            return run(logs, key) if not later else run(logs, url)
 
         monkeypatch.setattr(standard_tasks, "_run_walled", walled)
         asyncio.run(standard_tasks.measure_tasks(member, plan, plan.standard))
@@ -76,6 +80,18 @@ def test_logs_of_an_earlier_try_do_not_count(measure):
     assert measure(writes).scores[0].value == 0.5
     with pytest.raises(ComponentFailed, match="left no scores"):
         measure(lambda logs, key: (0, ""))
+
+
+def test_tasks_are_measured_again_if_the_policy_has_moved_meanwhile(measure):
+    asked = []
+
+    def writes(logs, url):
+        asked.append(url)
+        (logs / "log.json").write_text(json.dumps(log(accuracy=len(asked) / 4)))
+        return len(asked) == 1, "refused"
+
+    assert measure(writes, "http://127.0.0.1:2").scores[0].value == 0.5
+    assert asked == ["http://127.0.0.1:1", "http://127.0.0.1:2"]
 
 
 def test_values_that_are_no_numbers_are_left_out(tmp_path):

@@ -76,10 +76,9 @@ async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks)
     Raises:
         ComponentFailed: A task failed as a whole, or the policy cannot be reached.
     """
-    url, key = await member.address_async("inference"), session_key(member.secret, UNRECORDED)
+    key = session_key(member.secret, UNRECORDED)
     kept = member.folder.path / "inspect"
     kept.mkdir(mode=0o700, exist_ok=True)
-    logs = Path(tempfile.mkdtemp(prefix="try-", dir=kept))  # logs of earlier tries do not count
     command = [
         tasks.python, "-m", PACKAGE, "eval", *tasks.names, "--model", "openai-api/toprope/policy", "--log-dir", ".",
         "--log-format", "json", "--display", "none", "--no-fail-on-error", "--temperature", str(plan.temperature),
@@ -87,7 +86,10 @@ async def measure_tasks(member: CrewMember, plan: AskPlan, tasks: StandardTasks)
     ]  # fmt: skip
     command += [] if tasks.limit is None else ["--limit", str(tasks.limit)]
     member.report(Progress("standard tasks", 0, len(tasks.names)))
-    code, said = await _run_walled(member, tasks, command, logs, url, key)
+    url = ""
+    while url != (url := await member.address_async("inference")):  # Inspect cannot follow to another address
+        logs = Path(tempfile.mkdtemp(prefix="try-", dir=kept))  # logs of earlier tries do not count
+        code, said = await _run_walled(member, tasks, command, logs, url, key)
     said = said.replace(key, "***")[len(key) :]  # the tail may begin within a key
     print(said, flush=True)
     if code:
