@@ -17,6 +17,7 @@ import anyio
 import pytest
 
 from tests.support.run_harness import ended, eventually, until
+from toprope.analysis.findings.stored_runs import explain_run
 from toprope.analysis.reports.results import Results
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, Corrupt, NotFound, NotPossibleNow
@@ -61,6 +62,9 @@ def test_training_run_completes(harness):
     assert results.seconds.total > 0
     harness.check_nothing_left(folder)
     assert not is_held(folder.lock)
+    stored = folder.explanation.stat().st_ino
+    explain_run(folder, Specification.read(folder), runs.status(folder.run_id))
+    assert folder.explanation.stat().st_ino == stored, "a reader made the explanation again"
     for path in folder.path.rglob("*"):
         if "checkpoints" not in path.parts:
             assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
