@@ -42,13 +42,15 @@ class _Loop:
         saved = self._training.save_weights_for_sampler(f"{self._asked['name']}-{self._step}").result().path
         rows, reward = _sampled(self._service.create_sampling_client(model_path=saved), self._asked, self._draw)
         count = sum(len(sequence.tokens) for _, sequence, _ in rows)
-        self._rows = [row for row in rows if row[2]] or rows[:1]
-        self._data = [_datum(prompt, sequence, advantage / count) for prompt, sequence, advantage in self._rows]
-        passing = self._training.forward_backward(self._data, "importance_sampling")
+        used = [row for row in rows if row[2]] or rows[:1]
+        data = [_datum(prompt, sequence, advantage / count) for prompt, sequence, advantage in used]
+        if used[0][2] or not self._rows:  # the controls need a batch with a gradient
+            self._rows, self._data = used, data
+        passing = self._training.forward_backward(data, "importance_sampling")
         stepping = self._training.optim_step(self._adam)
-        gap = _gap(self._rows, passing.result())
+        gap = _gap(used, passing.result())
         stepping.result()
-        tokens = sum(len(prompt) + len(sequence.tokens) for prompt, sequence, _ in self._rows)
+        tokens = sum(len(prompt) + len(sequence.tokens) for prompt, sequence, _ in used)
         return {"seconds": time.monotonic() - began, "reward": reward, "gap": gap, "tokens": tokens}
 
     def controls(self) -> dict[str, float]:
