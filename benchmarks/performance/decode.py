@@ -10,8 +10,8 @@ The engine takes requests as the server hands them over and delivers texts, toke
 The sides alternate within a round, and medians of the rounds' ratios count, so the ratios hold on a loaded machine too;
 they are ratios of processor time, which one thread spends on both sides. Beforehand the engine's log-probabilities have
 to equal a plain forward pass within 1e-4. Control: an engine that concatenates its cache has to miss the goal for
-`growth_1024_over_256`; otherwise the benchmark exits with 2. `floor_growth_1024_over_256` is that growth of torch alone,
-which reads the keys and values of eight rows at each token.
+`growth_1024_over_256`; otherwise the benchmark exits with 2. `floor_growth_1024_over_256` is that growth for torch
+alone, which reads the keys and values of eight rows at each token.
 
 Estimated time: 20 minutes on a quiet machine; needs nothing else.
 """
