@@ -235,6 +235,12 @@ def test_advantages_by_scale() -> None:
     assert advantages([1.0, 0.0], "batch", 2.0) == pytest.approx([0.25, -0.25], rel=1e-3)
 
 
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_have_advantages_of_exactly_zero_and_large_ones_finite(scale: Any) -> None:
+    assert advantages([0.1] * 3, scale, 0.0) == [0.0] * 3
+    assert advantages([1e160, 0.0], "group", 0.0) == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
 def test_rloo_subtracts_mean_of_others() -> None:
     config, _ = apply_changes(Config(), {"algorithm.name": "rloo"})
     found = [row.advantage for row in build_rows([rollout_group([1.0, 0.0, 0.5, 0.5])], config)]
@@ -352,15 +358,15 @@ def test_tokens_after_the_same_tokens_are_computed_once(tiny_policy: Path) -> No
     assert all(torch.allclose(first, second, atol=1e-4) for first, second in zip(*found, strict=True))
 
 
-def test_rows_without_advantage_are_not_computed_and_change_nothing(
+def test_rows_without_advantage_get_no_gradient_and_change_nothing(
     tiny_policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     useful, flat = rollout_group([0.0, 1.0, 0.0]), rollout_group([1.0, 1.0, 1.0], task="u")
-    passed: list[int] = []
+    passed: list[tuple[int, bool]] = []
     score = PolicyForward.__call__
 
     def counted(self: PolicyForward, rows: list[TrainingRow], *arguments: Any, **options: Any) -> Any:
-        passed.append(len(rows))
+        passed.append((len(rows), torch.is_grad_enabled()))
         return score(self, rows, *arguments, **options)
 
     monkeypatch.setattr(PolicyForward, "__call__", counted)
@@ -369,7 +375,10 @@ def test_rows_without_advantage_are_not_computed_and_change_nothing(
     monkeypatch.setattr(GrpoLearner, "_moving", lambda self, rows: range(len(rows)))
     all_rows, expected = trained_loss(tiny_policy, [useful, flat], config)
     monkeypatch.undo()
-    assert passed == [3, 6] and rows[0]["loss"] == pytest.approx(all_rows[0]["loss"], abs=1e-7)
+    assert passed == [(3, True), (3, False), (6, True)]
+    for name, value in all_rows[0].items():  # metrics are about all rows
+        if name.startswith(("loss", "entropy", "clip_ratio", "policy", "sampling", "grad_norm")):
+            assert rows[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert all(torch.allclose(value, expected[name], atol=1e-7) for name, value in weights.items())
     start = dict(load_model(tiny_policy, config).named_parameters())
     assert any(not torch.allclose(value, start[name], atol=1e-6) for name, value in weights.items())
@@ -379,6 +388,30 @@ def test_rows_without_advantage_are_not_computed_and_change_nothing(
     learner = GrpoLearner.__new__(GrpoLearner)
     learner._config = config
     assert list(learner._moving([*build_rows([flat], config)])) == [0, 1, 2]
+
+
+def test_masked_rows_leave_a_row_to_the_optimizer(tiny_policy: Path) -> None:
+    """The optimizer's moments move the policy also in a step whose rows with an advantage are all masked."""
+    group = rollout_group([1.0, 0.0, 0.5])
+    assert group.outcomes is not None
+    for outcome in group.outcomes[:2]:
+        outcome.truncated = True
+    config = small_config(budget__steps=1, algorithm__mask_truncated_completions=True)
+    model = load_model(tiny_policy, config)
+    rows: list[dict[str, Any]] = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
+    GrpoLearner(
+        config,
+        model,
+        None,
+        pad=0,
+        device="cpu",
+        hooks=StepHooks(lambda: GroupBatch([group], 0), lambda step, numbers: rows.append(dict(numbers))),
+        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
+    ).train()
+    start = dict(load_model(tiny_policy, config).named_parameters())
+    assert any(not torch.equal(value, start[name]) for name, value in model.named_parameters())
+    assert {"entropy", "clip_ratio/region_mean"} <= set(rows[0])
 
 
 def test_mixture_of_experts_adds_its_load_balancing_loss() -> None:

@@ -100,6 +100,8 @@ def advantages(
         batch_std: Standard deviation of the rewards of the whole batch.
         baseline: Subtract the mean of all rewards, or of all others (Ahmadian et al. 2024, RLOO).
     """
+    if min(rewards) == max(rewards):
+        return [0.0] * len(rewards)  # their mean may be rounded
     mean = statistics.fmean(rewards)
     if scale == "group":
         deviation = _deviation(rewards)
@@ -113,10 +115,12 @@ def advantages(
 
 def _deviation(values: list[float]) -> float:
     """The standard deviation of a sample; `statistics.stdev` computes in fractions, which takes far longer."""
-    if len(values) < 2:
+    if len(values) < 2 or min(values) == max(values):
         return 0.0
     mean = statistics.fmean(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return math.hypot(*(value - mean for value in values)) / math.sqrt(
+        len(values) - 1
+    )  # hypot squares without overflow
 
 
 def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:

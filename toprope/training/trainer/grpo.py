@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -40,11 +41,14 @@ class GrpoLearner(StepLearner):
     def _update(self, step: int, batch: StepBatch, prepared: torch.Tensor | None) -> dict[str, float | None]:
         config, found = self._config, GrpoMetrics(self._ranks)
         size = StepSize(len(batch.rows), batch.tensors.tokens, config.rollout.max_new_tokens)
-        passes = self._shares(self._moving(batch.rows))
-        for numbers in passes:
-            part = batch.part(numbers)
+        moving = self._moving(batch.rows)
+        idle = [number for number in range(len(batch.rows)) if number not in set(moving)]
+        passes, looks = self._shares(moving), self._shares(idle)
+        for place, numbers in enumerate([*passes, *looks]):
+            moves, part = place < len(passes), batch.part(numbers)
             tensors, reference = part.tensors, None if prepared is None else prepared[numbers]
-            scores = self._forward(part.rows, tensors.columns)
+            with nullcontext() if moves else torch.no_grad():  # metrics are about all rows
+                scores = self._forward(part.rows, tensors.columns)
             if scores is None:
                 continue
             self._drift.add(scores.logps.detach(), tensors)
@@ -62,19 +66,22 @@ class GrpoLearner(StepLearner):
             if scores.aux_loss is not None:
                 total = total + self._forward.aux_weight * scores.aux_loss / (len(passes) * self._ranks.count)
             found.add(loss, total, scores.aux_loss)
-            self._backward(total)
+            if moves:
+                self._backward(total)
             self._hooks.beat()
         norm = self._take_optimizer_step()
         return found.read() | {"grad_norm": float(norm)}
 
     def _moving(self, rows: Sequence[TrainingRow]) -> Sequence[int]:
         """Numbers of the rows that move the policy. Those without an advantage, as where all answers of a group were
-        right, have gradients of exactly 0 if the loss has no further term; one is kept if there are no others."""
+        right, have gradients of exactly 0 if the loss has no further term. One is kept if there are no others, because
+        the optimizer's moments still move the policy."""
         if self._config.algorithm.beta or self._forward.aux_weight:
             return range(len(rows))
+        scored = [number for number, row in enumerate(rows) if any(row.trained)]
         moving = [
             number
-            for number, row in enumerate(rows)
-            if (row.advantage if row.token_advantages is None else any(row.token_advantages))
+            for number in scored
+            if (rows[number].advantage if (given := rows[number].token_advantages) is None else any(given))
         ]
-        return moving or range(min(1, len(rows)))
+        return moving or scored[:1] or range(min(1, len(rows)))
