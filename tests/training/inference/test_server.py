@@ -195,3 +195,12 @@ def test_client_that_leaves_cancels_its_request(model: Any, tokenizer: Any, monk
         await task
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.mark.parametrize("tiny", [{"temperature": 1e-45}, {"top_p": 1e-300}])
+def test_tiny_sampling_values_are_answered_and_no_tokens_are_refused(http: TestClient, tiny: dict[str, float]) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    assert http.post("/v1/chat/completions", json=body | tiny).status_code == 200
+    for name in ("max_tokens", "max_completion_tokens"):
+        answer = http.post("/v1/chat/completions", json=body | {name: 0})
+        assert answer.status_code == 400 and "at least 1" in answer.json()["error"]["message"]

@@ -77,7 +77,7 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Samp
             f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer within the context of "
             f"{max_context} tokens (policy.max_context)"
         )
-    wanted = body.max_completion_tokens or body.max_tokens or room
+    wanted = next((limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None), room)
     if wanted < 1:
         raise BadRequest(f"max_tokens must be at least 1, not {wanted}")
     stop = [body.stop] if isinstance(body.stop, str) else (body.stop or [])
@@ -85,8 +85,9 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Samp
         prompt_ids=prompt_ids,
         n=n,
         max_new_tokens=min(wanted, room),
-        temperature=temperature,
-        top_p=top_p,
+        # Smaller values leave the range of float32, which would fail all requests that are decoded together.
+        temperature=temperature if temperature >= 1e-4 else 0.0,
+        top_p=max(top_p, 1e-6),
         stop=[word for word in stop if word],
         seed=body.seed,
     )

@@ -284,8 +284,9 @@ def _prompt_mask(real: torch.Tensor) -> torch.Tensor:
     """(rows, 1, tokens, tokens): what each token of a prompt may see, from (rows, tokens): true where none is padding.
     Padding sees itself, because a softmax over nothing is not a number."""
     causal = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=real.device).tril()
-    alone = torch.eye(real.shape[1], dtype=torch.bool, device=real.device)
-    return (real[:, None, None] & causal) | alone
+    mask = real[:, None, None] & causal
+    mask.diagonal(dim1=-2, dim2=-1).fill_(True)  # in place: a second mask of a long prompt is large
+    return mask
 
 
 def takes_wide_masks(model: Any) -> bool:
