@@ -1,9 +1,9 @@
-"""Feeds the trajectory API with scored groups until it is stopped, and accounts for every group.
+"""Feeds the trajectory API with scored groups until it is stopped, and accounts for them.
 
 Every group that is begun ends as posted, or as given up with a reason. A group that is given up is no loss, because
-there are other tasks, but it is counted. The keeper is told before each post, so that the account is exact even if the
-driver is killed: the API's own account says whether it has a group whose post was begun. Group ids contain run,
-attempt, the driver's life and a number, so none occurs twice, and a repeated post is stored once.
+there are other tasks, but it is counted. The keeper is told before each post, so that the account covers every group
+whose post was begun even if the driver is killed; the API's own account says whether it has such a group. Group ids
+contain run, attempt, the driver's life and a number, so none occurs twice, and a repeated post is stored once.
 """
 
 from __future__ import annotations
