@@ -15,6 +15,7 @@ lock never fails open.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,8 @@ class Lock:
         highest value.
         """
         if self.fixed:
+            if isinstance(value, dict | list):  # == would take 0 for false within
+                return _text(value) == _text(self.value)
             return value == self.value and isinstance(value, bool) == isinstance(self.value, bool)
         if value is None and self.field in _FOLLOWS:
             return True
@@ -198,6 +201,10 @@ def parse_locks(entries: Any, where: str) -> dict[str, Lock]:
             raise InvalidValue(f"{where}, lock {number}: {lock.field} is locked twice.", hint="Join the entries.")
         locks[lock.field] = lock
     return locks
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _joined(own: Lock, other: Lock) -> Lock:

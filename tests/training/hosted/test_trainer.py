@@ -36,6 +36,7 @@ from toprope.training.hosted.sampler import HostedEngine
 from toprope.training.hosted.service import Service, _Forward
 from toprope.training.hosted.trainer import HostedGroups
 from toprope.training.inference.engine import Cancelled, SamplingRequest
+from toprope.training.policy.loading import kept_variables
 from toprope.training.trainer import base
 
 # The client leaves its connections to the end of the process.
@@ -124,13 +125,15 @@ def test_resume_equals_uninterrupted_run(attempt: Attempt, tmp_path: Path, tinke
     first, _ = attempt(broken, hosted_config(), stop_after=3)
     assert first.of(Finished)[0].detail["step"] == 3
     tinker_service.forget()
-    second, api = attempt(broken, hosted_config())
+    second, api = attempt(broken, hosted_config(policy__chat_template_kwargs={"mark": 1}))
     assert [report.step for report in second.of(Stepped)] == [4, 5, 6] and api.asked[0] == 3 * GROUPS
     table = trained(tinker_service)
     assert np.allclose(table.logits, expected) and table.steps == 6
     assert [row["version"] for row in rows(broken)] == [1, 2, 3, 4, 5, 6]
     assert [row["tokens/trained"] for row in rows(broken)] == [row["tokens/trained"] for row in rows(whole)]
-    saved = HostedPolicy.read(broken.checkpoints / "step-000006" / "model")
+    model = broken.checkpoints / "step-000006" / "model"
+    assert kept_variables(model) == {"mark": 1}
+    saved = HostedPolicy.read(model)
     assert np.array_equal(tinker_service.saved[str(saved.state)].logits, table.logits)
     assert [file.read_bytes() for file in (broken.path / "weights").iterdir()] == [b"adapters"]
     # Two checkpoints are kept, here and there.

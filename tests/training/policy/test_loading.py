@@ -14,7 +14,7 @@ from toprope.settings.changes import apply_changes
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.schema import Config, PolicySection
 from toprope.training.policy import tiny_model
-from toprope.training.policy.loading import embedded_folder, load_tokenizer, place
+from toprope.training.policy.loading import embedded_folder, kept_variables, load_tokenizer, place, with_variables
 
 
 @pytest.fixture
@@ -70,9 +70,25 @@ def test_template_keeps_its_variables_wherever_it_goes(tiny_policy: Path, tmp_pa
         assert rendered(tokenizer, enable_thinking=True) == "\n\n" + str(given["mark"])
         tokenizer.save_pretrained(folder / "checkpoint")
         assert rendered(load_tokenizer(folder / "checkpoint")) == expected
+        assert kept_variables(folder) == {} and kept_variables(folder / "checkpoint") == given
         again = load_tokenizer(folder / "checkpoint", given)
         assert again.chat_template == tokenizer.chat_template, "not twice"
         assert "<no" not in rendered(load_tokenizer(folder / "checkpoint", {"enable_thinking": True}))
+
+
+def test_variables_are_read_from_every_form_of_a_template(tmp_path: Path) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    inner = with_variables(THINKING, {"mark": "inner", "level": 1})
+    outer = with_variables(inner, {"mark": None})
+    for template in (outer, [{"name": "default", "template": outer}, {"name": "tool_use", "template": inner}]):
+        config.write_text(json.dumps({"chat_template": template}))
+        assert kept_variables(tmp_path) == {"mark": None, "level": 1}, "the first value of a variable counts"
+    (tmp_path / "chat_template.jinja").write_text(THINKING)
+    assert kept_variables(tmp_path) == {}, "the file counts, not the configuration"
+    for own in ("{% if mark is not defined %}{% set mark = tools[0] %}{% endif %}", with_variables("", {"tools": 1})):
+        (tmp_path / "chat_template.jinja").write_text(own + THINKING)
+        assert kept_variables(tmp_path) == {}, "a template may set defaults of its own"
+    assert kept_variables("~nobody/x") == kept_variables("run:x") == {}
 
 
 def test_template_variables_are_checked_and_can_be_locked() -> None:
@@ -98,8 +114,13 @@ def test_template_variables_are_checked_and_can_be_locked() -> None:
     config, [change] = apply_changes(Config(), {name: '{"enable_thinking": false}'})
     assert config.policy.chat_template_kwargs == change.after == {"enable_thinking": False}
     locks = Locks({name: Lock(name, "as measured", True, {"enable_thinking": True})})
-    with pytest.raises(InvalidValue, match="as measured"):
-        apply_changes(Config(), {name: {"enable_thinking": False}}, (), locks)
+    for value in (False, 1, 1.0):
+        with pytest.raises(InvalidValue, match="as measured"):
+            apply_changes(Config(), {name: {"enable_thinking": value}}, (), locks)
+    apply_changes(Config(), {name: {"enable_thinking": True}}, (), locks)
+    listed = Lock("environment.knobs.x", "as measured", True, [{"a": 0, "b": [True]}])
+    assert listed.allows([{"b": [True], "a": 0}]) and not listed.allows([{"a": 0, "b": [1]}])
+    assert not listed.allows([{"a": False, "b": [True]}]) and not listed.allows("x") and not listed.allows([])
 
 
 def test_tokenizer_without_end_or_padding_pads_with_a_special_token_or_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import pytest
@@ -17,7 +18,10 @@ from toprope.settings.locks import Lock, Locks
 from toprope.settings.owner import Home
 from toprope.settings.presets import Preset
 from toprope.settings.schema import Config
+from toprope.training.policy.loading import with_variables
+from toprope.workbench.launch.continuation import freeze_continuation
 from toprope.workbench.launch.freeze import freeze_drafts
+from toprope.workbench.launch.hold import hold_run
 from toprope.workbench.launch.lineage import base_of, with_split_rule
 
 NONE = Locks({})
@@ -98,30 +102,65 @@ def test_weights_of_older_splits_are_not_evaluated_under_new_ones(folder):
         with_split_rule(specification("c", "Please: {question}", base_run="run-a"), runs, SOURCE_RULE)
 
 
-def test_variables_that_weights_keep_are_in_the_configuration_and_under_its_locks(folder, drafts):
-    base = specification("run-a", "{question}")
-    base.config.policy.chat_template_kwargs = {"enable_thinking": False, "mark": "x"}
-    base.write(folder)
+FIELD = "policy.chat_template_kwargs"
+
+
+def fixed_at(**variables):
+    return Locks({FIELD: Lock(FIELD, "as measured", True, variables)})
+
+
+@pytest.fixture
+def kept(folder):
+    """A home with weights whose template keeps two variables, of a run recorded without them; and their folder."""
     checkpoint(folder, 1)
-    home, field = Home(folder.path.parent, folder.path.parent), "policy.chat_template_kwargs"
+    home = Home(folder.path.parent, folder.path.parent)
+    specification("run-a", "{question}").write(folder)
     home.runs.mkdir()
     folder.path.rename(home.runs / "run-a")
-    draft = drafts.create(EnvironmentSource(name="dice", adapter="d", target="{}"), Preset("p", "", {}, {}), [], NONE)[
-        0
-    ]
+    weights = home.runs / "run-a" / "checkpoints" / "step-000001" / "model"
+    template = with_variables("{{ messages }}", {"enable_thinking": False, "mark": "x"})
+    (weights / "chat_template.jinja").write_text(template)
+    seal(weights.parent)
+    return home, weights
+
+
+def test_variables_that_weights_keep_are_in_the_configuration_and_under_its_locks(kept, drafts, tmp_path):
+    home, weights = kept
+    source = EnvironmentSource(name="dice", adapter="d", target="{}")
+    draft = drafts.create(source, Preset("p", "", {}, {}), [], NONE)[0]
 
     def frozen(locks, **own):
         draft.config.policy.chat_template_kwargs = own
         return freeze_drafts(home, [draft], TrainPlan(), locks=locks, with_keys=False)[0].config.policy
 
-    for model in ("run:run-a", "run:run-a@1", str(home.runs / "run-a" / "checkpoints" / "step-000001" / "model")):
+    copy = shutil.copytree(weights, tmp_path / "copy")
+    moved = tmp_path / "moved"
+    for model in ("run:run-a", "run:run-a@1", str(weights), str(copy), "moved run"):
+        if model == "moved run":
+            (home.runs / "run-a").rename(moved)
+            (home.runs / "run-a").symlink_to(moved)
+            model = str(weights)
         draft.config.policy.model = model
         assert frozen(NONE, mark="y").chat_template_kwargs == {"enable_thinking": False, "mark": "y"}
         for fixed in ({}, {"enable_thinking": True}):
-            with pytest.raises(LockedField, match="as measured.*The weights of run-a keep"):
-                frozen(Locks({field: Lock(field, "as measured", True, fixed)}), **fixed)
+            with pytest.raises(LockedField, match="as measured.*The weights of .* keep"):
+                frozen(fixed_at(**fixed), **fixed)
         allowed = {"enable_thinking": True, "mark": "x"}
-        locks = Locks({field: Lock(field, "as measured", True, allowed)})
-        assert frozen(locks, **allowed).chat_template_kwargs == allowed
+        assert frozen(fixed_at(**allowed), **allowed).chat_template_kwargs == allowed
     draft.config.policy.model = "embedded"
     assert frozen(NONE, mark="y").chat_template_kwargs == {"mark": "y"}
+
+
+def test_resumed_and_continued_runs_have_the_variables_that_weights_keep_under_locks(kept):
+    home, weights = kept
+    allowed = {"enable_thinking": False, "mark": "x"}
+    begun = specification("run-b", "{question}", base_run="run-a")
+    begun.config.policy.model = str(weights)
+    with pytest.raises(LockedField, match="as measured.*keep"):
+        hold_run(begun, fixed_at(), home.runs)
+    hold_run(begun, fixed_at(**allowed), home.runs)  # as recorded, it has none; its weights have them
+    run = RunFolder.open(home.runs, "run-a")
+    with pytest.raises(LockedField, match="as measured.*keep"):
+        freeze_continuation(run, fixed_at())
+    for locks in (fixed_at(**allowed), NONE):
+        assert freeze_continuation(run, locks).config.policy.chat_template_kwargs == allowed

@@ -109,6 +109,8 @@ class HostedRun(TrainingRun):
 
         def write(aside: Path) -> None:
             copy_tokenizer(self._folder, aside / "model")
+            if self._config.policy.chat_template_kwargs:  # its template keeps them
+                self._tokenizer.save_pretrained(aside / "model")
             saved.write(aside / "model")
             (aside / "state.json").write_text(dumps(asdict(state)))
 

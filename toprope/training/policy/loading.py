@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError, first_line
 from toprope.records.messages import Progress
 from toprope.records.run.checkpoints import MANIFEST, problem_of
+from toprope.settings.field_types import template_variables
 from toprope.settings.schema import EMBEDDED, Config, PolicySection
 from toprope.training.policy.preflight import check_hub_model
 from toprope.training.policy.quantization import frozen_weights_config
@@ -28,12 +30,15 @@ __all__ = [
     "describe_device",
     "embedded_folder",
     "fix_kernels",
+    "kept_variables",
     "load_model",
     "load_pretrained",
     "load_tokenizer",
     "place",
 ]
 
+_KEPT = re.compile(r"\{% if (\w+) is not defined %\}\{% set \1 = ", re.ASCII)
+_KEPT_END = " %}{% endif %}"
 _READY = "recipe.json"
 _NEEDED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "tokenizer*", "README.md"]
 
@@ -188,6 +193,38 @@ def with_variables(template: str, variables: Mapping[str, Any]) -> str:
         for name, one in sorted(written.items())
     )
     return template if template.startswith(head) else f"{head}\n{template}"  # Jinja drops a newline behind a block
+
+
+def kept_variables(model: str | Path) -> dict[str, Any]:
+    """Return the variables that `with_variables` wrote into the chat templates of a saved model; none if it is no
+    folder with a readable template."""
+    try:
+        folder = Path(model).expanduser()
+        files = (folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja")))
+        templates = [file.read_text("utf-8") for file in files if file.is_file()]
+        if not templates and (config := folder / "tokenizer_config.json").is_file():
+            given = json.loads(config.read_bytes()).get("chat_template") or []
+            templates = [given] if isinstance(given, str) else [one["template"] for one in given]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError):
+        return {}
+    kept: dict[str, Any] = {}
+    for template in templates:
+        end = 0
+        while (head := _KEPT.match(template, end)) is not None:
+            if template.startswith("none", head.end()):
+                value, end = None, head.end() + len("none")
+            else:
+                try:
+                    value, end = json.JSONDecoder().raw_decode(template, head.end())
+                except ValueError:  # of a template that begins alike
+                    break
+            if not template.startswith(_KEPT_END, end):
+                break
+            end += len(_KEPT_END)
+            end += template.startswith("\n", end)
+            with suppress(ValueError):  # a default of the template's own for what nobody may set
+                kept = template_variables({head[1]: value}) | kept
+    return kept
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from toprope.settings.locks import Locks
 from toprope.settings.sections.environment import RUN
 from toprope.text_format import call
 from toprope.workbench.launch.freeze import new_run_id
-from toprope.workbench.launch.lineage import base_of
+from toprope.workbench.launch.lineage import base_of, with_variables_of
 from toprope.workbench.launch.mixture_sources import hold_locks
 
 
@@ -65,9 +65,12 @@ def freeze_continuation(
     changes |= {"budget.steps": steps} if steps is not None else {}
     changes |= {"budget.max_train_seconds": seconds} if seconds is not None else {}
     config, _ = apply_changes(run.config, changes, knobs)
+    config = with_variables_of(base[1], config, locks)
     # A lock on policy.model is about the model that the first of these runs began with.
     asked = config.model_copy(deep=True)
-    asked.policy = _origin(folder, run).config.policy
+    asked.policy = _origin(folder, run).config.policy.model_copy(
+        update={"chat_template_kwargs": config.policy.chat_template_kwargs}
+    )
     if locks.refusal("optimizer.warmup_steps", 0) is not None:
         config.optimizer = asked.optimizer = run.config.optimizer
     locks.enforce(asked, all_fields(knobs))

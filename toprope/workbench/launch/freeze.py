@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import toprope
@@ -94,8 +95,8 @@ def freeze_drafts(
     found = []
     for draft in drafts:
         begins = base or (None if kind.starts_runs else base_of(draft.config.policy.model, home.runs))
-        if begins is not None:
-            draft = with_variables_of(begins[0], draft, home.runs, locks)
+        weights = draft.config.policy.model if begins is None else begins[1]
+        draft = replace(draft, config=with_variables_of(weights, draft.config, locks))
         specification = freeze(
             draft,
             locks,

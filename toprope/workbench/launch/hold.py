@@ -15,6 +15,7 @@ from toprope.settings.fields import all_fields
 from toprope.settings.locks import Locks
 from toprope.settings.owner import OwnerSettings
 from toprope.settings.sections.environment import RUN
+from toprope.workbench.launch.lineage import with_variables_of
 from toprope.workbench.launch.mixture_sources import hold_locks
 
 
@@ -50,7 +51,7 @@ def hold_run(run: Specification, locks: Locks, runs: Path) -> None:
     Raises:
         LockedField: The message has the owner's reasons.
     """
-    config = run.config
+    config = run.config if run.ask is not None else with_variables_of(run.config.policy.model, run.config, locks)
     if run.base_run is not None and locks.refusal("policy.model", config.policy.model):
         # It was frozen as the folder of the weights.
         named = f"{RUN}{run.base_run}"

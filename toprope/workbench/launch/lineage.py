@@ -4,18 +4,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
-from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow
+from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow, shown
 from toprope.records.run.checkpoints import checkpoint_of, split_step
 from toprope.records.run.folder import RUN_ID, RunFolder, nearest_runs
 from toprope.records.run.specification import DatasetSource, Specification
 from toprope.records.run.status import Status
 from toprope.settings.locks import Locks
+from toprope.settings.schema import Config
 from toprope.settings.sections.environment import RUN
+from toprope.training.policy.loading import kept_variables
 from toprope.trajectories.datasets.store import DatasetStore
-from toprope.workbench.drafts import Draft
 
 _LIKE_A_RUN = re.compile(r"^[a-z0-9_-]+-\d{6}-\d{4}-[a-z0-9]{1,4}(-s\d+)?$")
 """The form of ids that Toprope gives runs; hardly a model is named so."""
@@ -84,22 +84,24 @@ def base_of(model: str, runs: Path) -> tuple[str, str] | None:
     return folder.run_id, str(found.path / "model")
 
 
-def with_variables_of(run_id: str, draft: Draft, runs: Path, locks: Locks) -> Draft:
-    """Return a draft that begins with a run's weights, with the variables that their chat template keeps.
+def with_variables_of(model: str, config: Config, locks: Locks) -> Config:
+    """Return a configuration with the variables that the chat template of its policy's weights keeps.
+
+    Args:
+        model: Folder of the weights, or the name of a model, which keeps none.
 
     Raises:
         LockedField: The owner does not allow these variables.
-        NotFound, Corrupt: The run's specification cannot be read.
     """
-    kept = Specification.read(RunFolder(runs / run_id)).config.policy.chat_template_kwargs
-    own = draft.config.policy.chat_template_kwargs
-    if (joined := {**kept, **own}) == own:
-        return draft
-    hint = f"The weights of {run_id} keep {kept} in their chat template. Set each as allowed, or use other weights."
-    locks.require({"policy.chat_template_kwargs": joined}, hint)
-    config = draft.config.model_copy(deep=True)
-    config.policy.chat_template_kwargs = joined
-    return replace(draft, config=config)
+    kept, own = kept_variables(model), config.policy.chat_template_kwargs
+    if kept.keys() <= own.keys():
+        return config
+    named = shown(config.policy.model)
+    hint = f"The weights of {named} keep {shown(kept)} in their chat template. Set each as allowed, or use others."
+    locks.require({"policy.chat_template_kwargs": kept | own}, hint)
+    config = config.model_copy(deep=True)
+    config.policy.chat_template_kwargs = kept | own
+    return config
 
 
 def _run_of(model: str, runs: Path) -> tuple[str, str] | None:
