@@ -83,7 +83,8 @@ def test_groups_that_come_during_a_post_share_the_next(tmp_path: Path, monkeypat
             ends = await asyncio.gather(*map(client.post_group, groups), return_exceptions=True)
             assert isinstance(ends[2], Refused) and ends[2].field == "scores"
             assert all(isinstance(end, int) for end in (*ends[:2], ends[3]))
-            assert (await client.counts()).accepted == 12
+            counts = await client.counts()
+            assert (counts.accepted, counts.duplicates, sum(counts.refused.values())) == (12, 0, 2)
             large = [a_group(mark, f"l{mark}") for mark in range(3)]
             for one in large:
                 one.prompt = "x" * 600_000
@@ -112,6 +113,30 @@ def test_cancelled_post_keeps_no_other_waiting(api: Served) -> None:
             return max(posts[1].result(), posts[2].result())
 
     assert asyncio.run(work()) in (2, 3)  # the first may have arrived
+
+
+def test_cancelled_post_of_a_bundle_fails_nothing_else(api: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> list[Any]:
+        async with ApiClient(api.url, SECRET) as client:
+            posts: list[asyncio.Task[int]] = []
+            send = client._send
+
+            async def answered(request: Any) -> Any:
+                answer = await send(request)
+                if request.path == "/scored_data_list":
+                    posts[2].cancel()
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)
+                return answer
+
+            monkeypatch.setattr(client, "_send", answered)
+            posts += [asyncio.create_task(client.post_group(a_group(mark, f"g{mark}"))) for mark in range(4)]
+            found = await asyncio.gather(*posts, return_exceptions=True)
+            assert posts[2].cancelled() and not client._posts
+            return found
+
+    found = asyncio.run(work())
+    assert [found[0], found[1], found[3]] == [1, 4, 4]
 
 
 def test_sync_client_reads_commits_and_reports_drops(api: Served) -> None:

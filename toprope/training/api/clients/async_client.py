@@ -26,6 +26,8 @@ _BUNDLE_BYTES = 1 << 20
 class _Post:
     body: bytes
     waiting: int | None = None
+    alone: bool = False
+    """It was refused in a bundle."""
 
 
 class ApiClient:
@@ -72,25 +74,29 @@ class ApiClient:
                 if post.waiting is None:
                     await self._post(post)
         finally:
-            with suppress(ValueError):
-                self._posts.remove(post)
+            self._posts.remove(post)
         assert post.waiting is not None, "it has an answer"
         return post.waiting
 
     async def _post(self, own: _Post) -> None:
         posts, size = [own], len(own.body)
         for other in self._posts:
-            if other is not own and (size := size + len(other.body)) <= _BUNDLE_BYTES:
+            if other is own or own.alone or other.alone or other.waiting is not None:
+                continue
+            if (size := size + len(other.body)) <= _BUNDLE_BYTES:
                 posts.append(other)
         if len(posts) > 1:
+            refused = set(range(len(posts)))
             with suppress(Refused):
                 answer = await self._send(requests.post_groups([post.body for post in posts]))
-                if not answer.refused:
-                    for post in posts:
-                        post.waiting = answer.waiting
-                        self._posts.remove(post)
-                    return
-        # Alone, so that a refusal meets the group that it is about; those that were accepted are known.
+                refused = {refusal.index for refusal in answer.refused}
+            for index, post in enumerate(posts):
+                post.alone = index in refused
+                if not post.alone:
+                    post.waiting = answer.waiting
+            if own.waiting is not None:
+                return
+        # Alone, so that a refusal meets the group that it is about.
         own.waiting = (await self._send(requests.post_groups([own.body]))).waiting
 
     async def wait_for_room(self, below: int, wait_s: float = 0.0) -> bool:

@@ -32,11 +32,17 @@ READ_TIMEOUT_S = 30.0
 _T = TypeVar("_T")
 
 
+class RefusedPost(msgspec.Struct):
+    """The index of a refused group among those posted together."""
+
+    index: int
+
+
 class PostAnswer(msgspec.Struct):
     """The answer to a post: how many groups wait including it, and which of several were refused."""
 
     waiting: int
-    refused: list[object] = []
+    refused: list[RefusedPost] = []
 
 
 class CursorAnswer(msgspec.Struct):
