@@ -1,4 +1,4 @@
-"""Write files so that no reader and no crash ever meets half of one, and name those of a folder.
+"""Write files so that no reader and no crash ever meets half of one, name those of a folder, and read plain ones.
 
 Every function that replaces a file writes a temporary file beside it, readable by its owner only, and renames it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,6 +68,26 @@ def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
     separators = (",", ":") if indent is None else None
     text = json.dumps(value, ensure_ascii=False, separators=separators, allow_nan=False, indent=indent)
     write_text(path, text if indent is None else f"{text}\n")
+
+
+def read_plain(path: Path, most: int, *, links: bool = False) -> bytes:
+    """Return the content of a regular file that another program may have put in the way.
+
+    Args:
+        most: Its most bytes.
+        links: Follow a link.
+
+    Raises:
+        OSError: It cannot be opened, is a link, is not a regular file, or is too long.
+    """
+    more = os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("it is not a regular file")
+        if found.st_size > most:
+            raise OSError(f"it is longer than {most} bytes")
+        return file.read(found.st_size)
 
 
 def append(path: Path, lines: bytes, *, header: bytes = b"", wait: bool = True) -> None:

@@ -2,7 +2,9 @@
 do."""
 
 import json
+import os
 import sqlite3
+import threading
 import time
 
 import pytest
@@ -112,6 +114,13 @@ def test_status_of_wrong_types_is_described(tmp_path):
     folder.results.mkdir()
     with pytest.raises(Corrupt, match="cannot be read"):
         read_json(folder.results)
+    folder.status.unlink()
+    os.mkfifo(folder.status)
+    late = threading.Timer(1, lambda: os.close(os.open(folder.status, os.O_RDWR)))  # lets a reader that hangs go
+    late.start()
+    with pytest.raises(Corrupt, match="cannot be read: it is not a regular file"):
+        Status.read(folder)
+    late.cancel()
 
 
 def test_file_in_place_of_runs_folder_is_reported(tmp_path):

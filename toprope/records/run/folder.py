@@ -41,13 +41,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from toprope.atomic import Within
+from toprope.atomic import Within, read_plain
 from toprope.errors import Corrupt, NotFound, NotPossibleNow, TooNew, shown
 
 Record = TypeVar("Record", bound=BaseModel)
 
 RUN_ID = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
 _CHECKPOINT = re.compile(r"^step-(\d{6,})$")
+_MOST_BYTES = 1 << 28
 _LONGEST_TMPDIR = 75
 """Programs create sockets below TMPDIR, and the path of a socket has at most 107 characters."""
 
@@ -98,7 +99,7 @@ def read_json(path: Path, newest: int | None = None) -> Any:
         Corrupt: It is not JSON; TooNew if a newer version wrote it.
     """
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_plain(path, _MOST_BYTES, links=True))
     except FileNotFoundError:
         raise NotFound(f"{path} does not exist.") from None
     except (ValueError, RecursionError) as error:

@@ -10,13 +10,13 @@ import asyncio
 import math
 import os
 import signal
-import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
+from toprope.atomic import read_plain
 from toprope.errors import ComponentFailed, visible
 from toprope.records.messages import ENV_FOLDER, Evaluated, Finished, Progress, Warned
 from toprope.records.run.folder import RunFolder
@@ -171,7 +171,7 @@ def read_scores(logs: Path) -> list[StandardScore]:
     room = _MOST_BYTES
     for path in sorted(logs.glob("*.json")):
         try:
-            content = _read_plain(path, room)
+            content = read_plain(path, room)
             log = _Log.model_validate_json(content)
         except (OSError, ValueError) as error:
             first = error.errors()[0] if isinstance(error, ValidationError) else None
@@ -201,19 +201,3 @@ def read_scores(logs: Path) -> list[StandardScore]:
     if not found:
         raise ComponentFailed(f"Inspect left no scores in {logs}.")
     return found
-
-
-def _read_plain(path: Path, most: int) -> bytes:
-    """Return the content of a regular file that another program may have put in the way.
-
-    Raises:
-        OSError: It cannot be opened, or is a link.
-        ValueError: It is not a regular file, or longer than `most` bytes.
-    """
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is not a regular file")
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"the logs are longer than {_MOST_BYTES // 10**6} MB")
-    return content
