@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import msgspec
@@ -110,6 +111,35 @@ def test_stored_explanation_is_not_trusted_after_a_change(run, monkeypatch, chan
     assert (found == first) == (change not in ("rows", "findings"))
 
 
+@pytest.mark.parametrize("planted", ["fifo", "link", "large"])
+def test_only_a_short_plain_file_is_read(run, planted):
+    path = run.folder.explanation
+    expected = run.explain()
+    if planted == "link":
+        path.rename(path.with_name("other"))
+        path.symlink_to(path.with_name("other"))
+    elif planted == "large":
+        path.write_bytes(path.read_bytes() + b" " * (1 << 20))
+    else:
+        path.unlink()
+        os.mkfifo(path)
+        late = threading.Timer(1, lambda: os.close(os.open(path, os.O_RDWR)))  # lets a reader that hangs go
+        late.start()
+    began = time.monotonic()
+    assert run.explain() == expected and run.read == 2
+    if planted == "fifo":
+        late.cancel()
+        assert time.monotonic() - began < 1
+    assert run.explain() == expected and run.read == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), (1, 2), "\ud800", object()])
+def test_values_without_json_are_answered_alike(run, value):
+    told = {"findings": [NAN.model_copy(update={"observed": {"x": value}})]}
+    first = run.explain(**told)
+    assert first.causes[0].rule == "nan" and run.explain(**told) == first
+
+
 def test_folder_that_cannot_be_written_is_answered(run):
     run.folder.explanation.mkdir()
     assert run.explain() == run.explain() and run.read == 2
@@ -122,3 +152,5 @@ def test_code_that_changed_under_this_process_stores_nothing(tmp_path, monkeypat
     assert looked() is None
     monkeypatch.setattr(stored_runs.psutil.Process, "create_time", lambda self: time.time() + 60)
     assert looked() == (tmp_path / "__init__.py").stat().st_ctime_ns
+    (tmp_path / "__init__.py").unlink()  # an installation of other files than .py
+    assert looked() is None

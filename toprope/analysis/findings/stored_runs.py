@@ -18,7 +18,7 @@ import toprope
 from toprope.analysis.findings.causes import Explanation, explanation
 from toprope.analysis.findings.diagnosis import Diagnosis
 from toprope.analysis.statistics.intervals import Proportion, rose, wilson
-from toprope.atomic import write_text
+from toprope.atomic import read_plain, write_text
 from toprope.errors import Corrupt
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_history
@@ -28,6 +28,7 @@ from toprope.records.run.status import Status
 _HARMLESS_AFTER_GAIN = frozenset({"far_from_preset", "learning_rate_low", "kl"})
 """Rules about missing progress, or about a change of the policy, which is what a run is for whose held-out accuracy
 rose. Critical findings stay."""
+_MOST_BYTES = 1 << 20
 
 
 class _Stored(BaseModel):
@@ -50,7 +51,7 @@ def explain_run(folder: RunFolder, specification: Specification, status: Status)
     made_of = _made_of(folder, status) if status.ended_at is not None else None
     if made_of is not None:
         with suppress(OSError, ValueError):
-            stored = _Stored.model_validate_json(folder.explanation.read_bytes())
+            stored = _Stored.model_validate_json(read_plain(folder.explanation, _MOST_BYTES))
             if stored.made_of == made_of:
                 return stored.explanation
     try:
@@ -65,8 +66,10 @@ def explain_run(folder: RunFolder, specification: Specification, status: Status)
         kept = [cause for cause in found.causes if cause.rule not in _HARMLESS_AFTER_GAIN or cause.level == "critical"]
         found = Explanation(kept, found.below, found.differs)
     if made_of is not None:
-        with suppress(OSError):  # another user's folder, or a full disk
-            write_text(folder.explanation, _Stored(made_of=made_of, explanation=found).model_dump_json())
+        with suppress(OSError, ValueError):  # another user's folder, a full disk, or values without JSON
+            dump = _Stored(made_of=made_of, explanation=found).model_dump_json()
+            found = _Stored.model_validate_json(dump).explanation
+            write_text(folder.explanation, dump)
     return found
 
 
@@ -75,20 +78,20 @@ def _made_of(folder: RunFolder, status: Status) -> str | None:
     try:
         files = [(found.st_size, found.st_mtime_ns) for found in (folder.spec.stat(), folder.metrics.stat())]
         changed_ns = _code_changed_ns()
-    except OSError:
+        told = status.model_dump_json(include={"findings", "evaluations"})
+    except (OSError, ValueError):
         return None
     if changed_ns is None:
         return None
-    told = status.model_dump_json(include={"findings", "evaluations"})
     parts = (toprope.__version__, changed_ns, files, told)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @functools.cache
 def _code_changed_ns() -> int | None:
-    """Return when a file of the code last changed; None if that was after this process loaded it."""
-    changed = max(path.stat().st_ctime_ns for path in Path(toprope.__file__).parent.rglob("*.py"))
-    return changed if changed < psutil.Process().create_time() * 1e9 else None
+    """Return when a file of the code last changed; None if that was after this process loaded it, or none is there."""
+    changed = max((path.stat().st_ctime_ns for path in Path(toprope.__file__).parent.rglob("*.py")), default=None)
+    return changed if changed is not None and changed < psutil.Process().create_time() * 1e9 else None
 
 
 def learned(status: Status) -> bool | None:
