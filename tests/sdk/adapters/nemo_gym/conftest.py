@@ -134,7 +134,7 @@ class Handler(BaseHTTPRequestHandler):
             return 200, {"count": self.server.counts[session]}, ""
         if path == "/verify":
             self.server.open.wait(60)
-            self.server.together.wait(30)
+            self.server.together.wait(120)
             missing = RESPONSE - body["response"].keys()
             if missing or body["response"]["object"] != "response":
                 return 422, {"detail": f"missing {missing}"}, ""
