@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ __all__ = ["end_processes", "processes_of", "scratch"]
 
 _GONE_WITHIN_S = 10.0
 _UNWOUND_WITHIN_S = 60.0
+_OPEN: list[Callable[[], None]] = []  # one scratch may hold another, as `python -m benchmarks` does
 
 
 @contextmanager
@@ -50,7 +51,8 @@ def scratch(name: str, kept: Path | None = None) -> Iterator[Path]:
             signal.signal(each, signal.SIG_IGN)
 
         def give_up() -> None:  # a loop of events or a client may have swallowed the exit
-            clean_up()
+            for each in reversed(_OPEN):
+                each()
             os._exit(128 + number)
 
         timer = threading.Timer(_UNWOUND_WITHIN_S, give_up)
@@ -58,6 +60,7 @@ def scratch(name: str, kept: Path | None = None) -> Iterator[Path]:
         timer.start()
         sys.exit(128 + number)
 
+    _OPEN.append(clean_up)
     former = {number: signal.signal(number, leave) for number in signals}
     try:
         yield path
@@ -65,6 +68,7 @@ def scratch(name: str, kept: Path | None = None) -> Iterator[Path]:
         for number in signals:
             signal.signal(number, signal.SIG_IGN)
         clean_up()
+        _OPEN.remove(clean_up)
         for number, handler in former.items():
             signal.signal(number, handler)
 
