@@ -7,8 +7,10 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from importlib.metadata import requires
 from pathlib import Path
@@ -29,6 +31,7 @@ from benchmarks.orchestrator import runs as orchestrator
 from benchmarks.orchestrator.orchestrator import _control_failed
 from benchmarks.performance import decode, growth, memory, train
 from benchmarks.server import load, many_runs, server
+from benchmarks.server.memory_curve import settled_growth, with_leak
 from benchmarks.training_agent import Done
 from benchmarks.trajectory_api import kills, trajectory_api
 from benchmarks.trajectory_api.trajectory import bodies, ours, run_folder
@@ -340,8 +343,22 @@ def test_load_stores_runs_and_ignores_the_first_minutes(tmp_path):
     load.store_ended(harness, 3)
     assert [status.state for status in harness.runs().list()] == ["completed"] * 3
     samples = [(float(second), 100 if second < 360 else 110) for second in range(600)]
-    assert load._settled_growth(samples, 600) == pytest.approx(10.0)
-    assert load._settled_growth(samples, 300) is None
+    assert settled_growth(samples, 600) == pytest.approx(10.0)
+    assert settled_growth(samples, 300) is None
+    flat = [(float(second), 10**8) for second in range(1800)]
+    assert settled_growth(flat, 1800) == 0 and settled_growth(with_leak(flat, 1800), 1800) > 5
+
+
+def test_load_says_that_its_server_ended():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    looks = load.Looks(psutil.Process(ended.pid))
+    while looks.process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    try:
+        with pytest.raises(RuntimeError, match="server ended"):
+            looks.look()
+    finally:
+        ended.wait()
 
 
 def test_judge_of_wrong_inputs_knows_bad_answers():
