@@ -149,6 +149,7 @@ def status(run: Run) -> None:
 
         from toprope.analysis.reports.headline import headline
         from toprope.text_format import clip
+        from toprope.untrusted import marked_lines
         from toprope_server.cli.wording import in_commands
 
         found = workshop.runs.status(find_run(workshop, run))
@@ -163,7 +164,7 @@ def status(run: Run) -> None:
             lines.append(in_commands(said, found.run_id))
         if found.failure is not None:
             said = f"failed: {found.failure.component}: {found.failure.reason} {found.failure.hint}".rstrip()
-            lines += [in_commands(said, found.run_id), *(f"  {line}" for line in found.failure.excerpt)]
+            lines += [in_commands(said, found.run_id), *(f"  {line}" for line in marked_lines(found.failure.excerpt))]
         for line in lines:  # programs of others may have written anything into them
             typer.echo("  " * line.startswith("  ") + clip(line, 2000))
 

@@ -69,9 +69,11 @@ def test_status_prints_no_line_and_no_control_character_of_others(shop):
     folder = start_run(shop)
     words = "over\x1b]0;x\x07\u202e\nfailed: trainer: forged"
     failure = Failure(component="trainer", reason=words, excerpt=[words])
-    become(folder, "failed", reason=words, failure=failure, ended_at=time.time(), started_at=time.time() - 9)
+    numbers = {"step": words, "best": words}
+    ended = time.time()
+    become(folder, "failed", reason=words, failure=failure, progress=numbers, ended_at=ended, started_at=ended - 9)
     shown = toprope("status", folder.run_id).stdout
-    assert "  over]0;x failed: trainer: forged\n" in shown
+    assert "\n  | over]0;x failed: trainer: forged\n" in shown, "looks like a line about the crew"
     assert not any(character in shown for character in "\x1b\x07\u202e") and "\nfailed: trainer: forged" not in shown
 
 

@@ -272,6 +272,7 @@ def test_numbers_are_short():
         "step 120/1500, reward 0.431, success 31.0%, ETA 52 s"
     )
     assert numbers_line({"what": "evaluating (before)", "done": 20, "total": 500}) == "evaluating (before) 20/500"
+    assert numbers_line({"step": "1\nfailed: \x1b[2J", "best": "x\ny"}) == "best x y, step 1 failed: [2J"
     assert numbers_line({}) == "no numbers yet"
 
 

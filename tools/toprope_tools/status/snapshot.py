@@ -232,7 +232,7 @@ def numbers_line(numbers: Mapping[str, Any]) -> str:
         parts.append(f"{duration(numbers['elapsed_s'])} so far")
     if "eta_s" in numbers:
         parts.append(f"ETA {duration(numbers['eta_s'])}")
-    return ", ".join(parts) or "no numbers yet"
+    return clip(", ".join(parts), 1000) or "no numbers yet"
 
 
 def _environment(label: str, own: Mapping[str, Any]) -> str:
