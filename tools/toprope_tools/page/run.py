@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from toprope.analysis.findings.diagnosis import told as told_by
 from toprope.analysis.reports.headline import HELDOUT, headline
 from toprope.analysis.statistics.intervals import rose, wilson
 from toprope.errors import Corrupt, InvalidValue, NotFound
@@ -18,6 +19,7 @@ from toprope.records.run.usage import Usage, spending_in
 from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
 from toprope.text_format import accuracy, clip, duration, number, percent, plural, value
+from toprope.untrusted import named
 from toprope_tools.page import shapes
 from toprope_tools.page.items import LEVELS, Items
 from toprope_tools.page.shapes import Foreign, Share, Value, foreign
@@ -423,7 +425,7 @@ def text_of(live: shapes.RunLive) -> str:
             share = accuracy(_Measured(after.value, after.low, after.high))
         lines.append(f"{start}{share}, {verdict.sentence}.")
     still = [one for one in live.findings if one.open]
-    lines += [f"{one.level}: {one.rule}: {one.what}" for one in still[:3]]
+    lines += [f"{one.level}: {named(one.rule)}: {told_by(one.rule, one.what, 400)}" for one in still[:3]]
     if len(still) > 3:
         lines.append(f"And {plural(len(still) - 3, 'more finding')}.")
     return "\n".join(lines)

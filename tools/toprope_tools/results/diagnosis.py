@@ -9,9 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from toprope.analysis.findings.causes import Explanation
-from toprope.analysis.findings.rules import said
+from toprope.analysis.findings.diagnosis import told as told_by
+from toprope.analysis.findings.rules import said, setting
 from toprope.records.run.status import Event, Finding, Status
-from toprope.text_format import call, clip, percent, plural, value
+from toprope.text_format import call, percent, plural
+from toprope.untrusted import marked, named
 
 _MOST = 6
 _MOST_FIELDS = 8
@@ -25,25 +27,25 @@ def findings_lines(status: Status, events: Sequence[Event], causes: Explanation)
     """
     lines = ["Likely causes, the likeliest first:"] if causes.causes else []
     for place, cause in enumerate(causes.causes[:_MOST]):
-        lines.append(f"{place + 1}. {cause.rule} ({cause.level}{_since(cause)}): {clip(cause.what, 240)}{_mend(cause)}")
+        lines.append(f"{place + 1}. {_head(cause)}: {told_by(cause.rule, cause.what, 240)}{_mend(cause)}")
         lines += [
-            f"   below it: {one.rule} ({one.level}{_since(one)}): {clip(one.what, 120)}"
-            for one in causes.below.get(cause.rule, ())
+            f"   below it: {_head(one)}: {told_by(one.rule, one.what, 120)}" for one in causes.below.get(cause.rule, ())
         ]
     if len(causes.causes) > _MOST:
         lines.append(f"The structure has {plural(len(causes.causes) - _MOST, 'more cause')}.")
     told = {one.rule for one in causes.causes} | {one.rule for ones in causes.below.values() for one in ones}
     for finding in status.findings:
         if finding.rule not in told and finding.level == "note":
-            line = f"Finding {finding.rule} (note{_since(finding)}): {clip(finding.what, 240)}"
-            lines.append(line + (f" Next: {clip(finding.next, 240)}" if finding.next else ""))
+            lines.append(f"Finding {_head(finding)}: {told_by(finding.rule, finding.what, 240)}{_next(finding)}")
     held = {finding.rule for finding in status.findings} | told
     over: dict[str, Finding] = {}
     for finding in _told(events):
         if finding.level != "over" and finding.rule not in held:
             over[finding.rule] = finding
     if over:
-        listed = [f"{rule} ({finding.level}, step {finding.step})" for rule, finding in list(over.items())[:_MOST]]
+        listed = [
+            f"{named(rule)} ({finding.level}, step {finding.step})" for rule, finding in list(over.items())[:_MOST]
+        ]
         lines.append(f"Findings that are over: {', '.join(listed)}.")
     return lines
 
@@ -61,9 +63,11 @@ def mending_lines(run_id: str, preset: str, causes: Explanation, *, learned: boo
     if not causes.causes:
         lines.append("Its numbers show no cause: more steps, or easier tasks, are the next thing to try.")
     if causes.differs:
-        lines.append(f"It differs from the preset {preset} in {differing(causes.differs)}.")
+        lines.append(f"It differs from the preset {named(preset)} in {differing(causes.differs)}.")
     if causes.changes:
         changes = json.dumps(causes.changes)
+        if any(named(word) != word for pair in causes.changes.items() for word in pair if isinstance(word, str)):
+            changes = marked(changes, 400)
         fork = call("fork_config", run_id=run_id)
         lines.append(f"Mend it: {fork}, then edit_config(draft_id=..., changes={changes}) and start_training.")
     return lines
@@ -71,7 +75,8 @@ def mending_lines(run_id: str, preset: str, causes: Explanation, *, learned: boo
 
 def differing(differs: Mapping[str, Sequence[Any]]) -> str:
     """Format fields with their value and the preset's in brackets."""
-    listed = [f"{name} {value(pair[1])} ({value(pair[0])})" for name, pair in list(differs.items())[:_MOST_FIELDS]]
+    shown = list(differs.items())[:_MOST_FIELDS]
+    listed = [f"{named(name)} {setting(pair[1])} ({setting(pair[0])})" for name, pair in shown if len(pair) == 2]
     more = f" and {plural(len(differs) - _MOST_FIELDS, 'more field')}" if len(differs) > _MOST_FIELDS else ""
     return ", ".join(listed) + more
 
@@ -86,7 +91,7 @@ def causes_structure(causes: Explanation) -> dict[str, Any] | None:
 
 def short_causes(causes: Explanation) -> str:
     """Return the first three causes in one sentence; empty without causes."""
-    listed = [f"{one.rule} ({said(one.changes)})" if one.changes else one.rule for one in causes.causes[:3]]
+    listed = [named(one.rule) + (f" ({said(one.changes)})" if one.changes else "") for one in causes.causes[:3]]
     return f"Likely causes, in order: {', '.join(listed)}." if listed else ""
 
 
@@ -114,14 +119,19 @@ def time_line(shares: dict[str, float]) -> list[str]:
     return [f"The trainer's time: {', '.join(listed)}."]
 
 
-def _since(finding: Finding) -> str:
-    return f", since step {finding.step}" if finding.step else ""
+def _head(finding: Finding) -> str:
+    since = f", since step {finding.step}" if finding.step else ""
+    return f"{named(finding.rule)} ({finding.level}{since})"
 
 
 def _mend(cause: Finding) -> str:
     if cause.changes:
         return f" Mend: {said(cause.changes)}."
-    return f" Next: {clip(cause.next, 240)}" if cause.next else ""
+    return _next(cause)
+
+
+def _next(finding: Finding) -> str:
+    return f" Next: {told_by(finding.rule, finding.next, 240)}" if finding.next else ""
 
 
 def _told(events: Sequence[Event]) -> list[Finding]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from toprope.analysis.findings.diagnosis import told as told_by
 from toprope.analysis.findings.rules import said
 from toprope.analysis.findings.stored_runs import explain_run, learned
 from toprope.analysis.reports.headline import accuracy_on, headline
@@ -340,9 +341,9 @@ def _news(events: Sequence[Event]) -> list[str]:
     for event in _newest(events):
         if event.kind in ("state", "end"):
             continue
-        cause, level = clip(event.data.get("follows", ""), 60), event.data.get("level")
+        cause, level = event.data.get("follows"), event.data.get("level")
         if event.kind == "finding" and cause and level != "over":
-            below.setdefault(cause, []).append(f"{clip(event.data.get('rule', ''), 60)} ({level})")
+            below.setdefault(named(cause, 60), []).append(_rule(event.data))
         else:
             lines.append(f"new: {_event(event)}")
     return lines + [f"new: from {cause} follow {', '.join(rules)}: mend it first" for cause, rules in below.items()]
@@ -365,10 +366,16 @@ def _finding_in_brief(data: Mapping[str, Any]) -> str:
     if level == "over":
         more = ""
     elif data.get("follows"):
-        more = f", from {clip(data['follows'], 60)}"
+        more = f", from {named(data['follows'], 60)}"
+    elif isinstance(changes, dict) and changes:
+        more = f": {said(changes)}"
     else:
-        more = f": {said(changes) if isinstance(changes, dict) and changes else clip(data.get('what', ''), 120)}"
-    return f"{clip(data.get('rule', ''), 60)} ({level}{more})"
+        more = f": {told_by(data.get('rule'), data.get('what', ''), 120)}"
+    return _rule(data, more)
+
+
+def _rule(data: Mapping[str, Any], more: str = "") -> str:
+    return f"{named(data.get('rule', ''), 60)} ({named(data.get('level'))}{more})"
 
 
 def _newest(events: Sequence[Event]) -> list[Event]:
@@ -382,9 +389,9 @@ def _event(event: Event) -> str:
     if event.kind == "evaluation":
         return f"evaluation {_evaluation(data)}"
     if event.kind == "finding":
-        level = data.get("level")
-        how = "is over" if level == "over" else f"({level})"
-        return f"finding {clip(data.get('rule', ''), 60)} {how}: {_what(data)}"
+        head = f"{named(data.get('rule', ''), 60)} is over" if data.get("level") == "over" else _rule(data)
+        following = f" Next: {told_by(data.get('rule'), data['next'], 200)}" if data.get("next") else ""
+        return f"finding {head}: {told_by(data.get('rule'), data.get('what', ''), 240)}{following}"
     if isinstance(data.get("what"), str):
         return f"{event.kind}{' is over' if data.get('over') is True else ''}: {_what(data)}"
     said = ", ".join(f"{key} {value(one)}" for key, one in data.items())

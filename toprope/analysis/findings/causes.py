@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from toprope.analysis.findings.rules import setting
 from toprope.records.run.status import Finding
+from toprope.untrusted import named
 
 _LEARNS_NOTHING = ("all_wrong", "no_signal", "entropy_gone", "gradient_spikes", "far_from_preset")
 _HELD = (*_LEARNS_NOTHING, "learning_rate_low", "budget_short", "truncated")
@@ -161,11 +163,11 @@ def _below(finding: Finding, cause: Finding) -> Finding:
 
 
 def _of_field(finding: Finding, name: str) -> Finding:
-    new = finding.changes[name]
+    new, now = finding.changes[name], finding.observed.get(name)
     return finding.model_copy(
         update={
-            "what": f"{name} {finding.observed.get(name)} is far from the preset's {new}; nothing seen clears it.",
-            "observed": {name: finding.observed.get(name)},
+            "what": f"{named(name)} {setting(now)} is far from the preset's {setting(new)}; nothing seen clears it.",
+            "observed": {name: now},
             "changes": {name: new},
         }
     )

@@ -24,6 +24,8 @@ from toprope.analysis.findings.rules import Rule, Symptom
 from toprope.analysis.findings.sampling import SAMPLING
 from toprope.records.run.status import Finding, FindingLevel
 from toprope.settings.schema import Config
+from toprope.text_format import clip
+from toprope.untrusted import marked
 
 _CAUSES_FIRST = (
     "nan",
@@ -60,10 +62,18 @@ RULES: tuple[Rule, ...] = tuple(
 )
 """All rules over rows, causes before their consequences."""
 
+_BESIDE_ROWS = {"groups_given_up", "no_signal", "dropped_stale", "disk_full", "budget_near", "budget_spent"}
+"""Rules of watchers."""
 _SEVERITY = {"over": 0, "note": 1, "warning": 2, "critical": 3}
 _LONGEST_CALM = 8
 _WHOLE_RUN = {rule.id for rule in (*CONFIGURED, FAR_FROM_PRESET)} | {"learning_rate_low", "truncated", "all_wrong"}
 """Rules that judge an ended run once more as a whole, because a short run never lets them wait."""
+
+
+def told(rule: object, text: object, limit: int) -> str:
+    """Return a finding's sentence or advice on one line, in marks if its rule is none of ours."""
+    ours = str(rule) in _BESIDE_ROWS or any(rule == one.id for one in RULES)
+    return clip(str(text), limit) if ours else marked(text, limit)
 
 
 def severity(level: FindingLevel) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from toprope.analysis.findings.history import TrainingHistory
 from toprope.text_format import value
+from toprope.untrusted import named
 
 Grade = Literal["note", "warning", "critical"]
 
@@ -57,7 +58,14 @@ def edit(changes: str) -> str:
 
 def said(changes: Mapping[str, Any]) -> str:
     """Format changes of fields as `rollout.group_size to 8 and algorithm.beta to 0`."""
-    return " and ".join(f"{name} to {value(new)}" for name, new in changes.items())
+    return " and ".join(f"{named(name)} to {setting(new)}" for name, new in changes.items())
+
+
+def setting(given: Any) -> str:
+    """Format a value of a field, which a file of others may have given."""
+    return (
+        value(given) if given is None or given == "" or isinstance(given, bool | int | float) else named(value(given))
+    )
 
 
 def mended(
