@@ -28,7 +28,7 @@ from benchmarks.cluster.matrix import (
 )
 from benchmarks.faults.lives import RealHarness
 from benchmarks.learning.demo import demo
-from benchmarks.report import report
+from benchmarks.report import report, wait_until_quiet
 from benchmarks.scratch import scratch
 from toprope.errors import ComponentFailed
 from toprope.records.run.folder import RunFolder
@@ -81,6 +81,7 @@ def measure(
         print(json.dumps({"skipped": why}))
         return 0
     console = Console(stderr=True, highlight=False)
+    quiet = wait_until_quiet()
     with scratch(name) as path:
         console.rule(f"{name}: two nodes")
         house = house_class(path / "house", sys.executable)
@@ -124,6 +125,7 @@ def measure(
         control="every run takes a step before its fault; a second keeper that was planted is counted",
         control_failed=tally.doubts(),
         timed=("start_seconds", "stop_seconds"),
+        quiet=quiet,
     )
 
 

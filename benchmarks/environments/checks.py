@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environments.checks_known import EXPLAINED, NAMED
-from benchmarks.environments.checks_planted import GOOD, PLANTED, source_of
+from benchmarks.environments.checks_planted import GOOD, PLANTED, Planted, source_of
 from benchmarks.scratch import scratch
 from toprope.errors import TopropeError
 from toprope.records.run.specification import EnvironmentSource
@@ -26,7 +26,9 @@ from toprope.workbench.catalog.check import CheckReport, check
 from toprope.workbench.catalog.describe import WorkerOptions
 from toprope.workbench.entries import Entry
 
-__all__ = ["checks", "planted", "swept"]
+__all__ = ["CONTROL", "checks", "control_failed", "planted", "swept"]
+
+CONTROL = "the file of the planted defects, with none in it, must not be flagged."
 
 _SECONDS = 90.0
 """Limit for one task; the machine may be busy."""
@@ -39,10 +41,19 @@ def checks() -> dict[str, Any]:
     return {**planted(), **swept()}
 
 
+def control_failed(figures: dict[str, Any]) -> str:
+    """Say why the planted defects prove nothing; empty if they do."""
+    flags = figures["unplanted_flags"]
+    return f"a file without a planted defect was flagged: {', '.join(flags)}" if flags else ""
+
+
 def planted() -> dict[str, Any]:
     """Return the defects that were found, by name, and the good tasks, in which none should be found."""
     missed, said = [], []
     with scratch("planted") as folder:
+        bare = folder / "bare.py"
+        bare.write_text(source_of(Planted("nothing", "gcd", "", ())))
+        unplanted = _flags(_checked(_entry("nothing", bare)))
         for number, defect in enumerate(PLANTED):
             file = folder / f"planted_{number}.py"
             file.write_text(source_of(defect))
@@ -63,6 +74,7 @@ def planted() -> dict[str, Any]:
         "planted_defects": len(PLANTED),
         "planted_defects_missed": len(missed),
         "good_tasks_flagged": len(wrong),
+        "unplanted_flags": sorted(unplanted),
     }
 
 

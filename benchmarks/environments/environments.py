@@ -39,8 +39,8 @@ PARTS: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, str]]] = {
     "mixture": (mixture.mixture, {"mixture_improved": "== 3"}),
 }
 """The function of each part, which prints for people and returns its figures, and its goals."""
-_CONTROLS = {"ecosystems": ecosystems, "overhead": worker_overhead, "mixture": mixture}
-"""Modules whose part has a control of its own; among the checks, good tasks that are flagged show a lax one."""
+_MODULES = {"ecosystems": ecosystems, "checks": checks, "overhead": worker_overhead, "mixture": mixture}
+"""The module of each part, which has its control."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"== {part}", flush=True)
         figures |= PARTS[part][0](**({"rollouts": given.rollouts} if part == "ecosystems" else {}))
     timed = ("worker_overhead_ms", "worker_start_over_import_s") if "overhead" in parts else ()
-    modules = [_CONTROLS[part] for part in parts if part in _CONTROLS]
+    modules = [_MODULES[part] for part in parts]
     return report(
         "Environments",
         figures,

@@ -308,10 +308,13 @@ def test_worker_is_compared_with_the_same_process(tmp_path):
 def test_goals_of_environments_are_figures_that_parts_give(monkeypatch, capsys):
     goals = [name for _, wanted in environments.PARTS.values() for name in wanted]
     assert "planted_defects_missed" in goals and len(goals) == len(set(goals))
-    parts = {"checks": (lambda: {"planted_defects_missed": 0}, environments.PARTS["checks"][1])}
+    found = {"planted_defects_missed": 0, "unplanted_flags": []}
+    parts = {"checks": (lambda: found, environments.PARTS["checks"][1])}
     monkeypatch.setattr(environments, "PARTS", parts)
     assert environments.main([]) == 1
     assert "missed: good_tasks_flagged, named_defects_missed" in capsys.readouterr().out
+    found["unplanted_flags"] = ["splits_leak"]
+    assert environments.main([]) == 2
 
 
 def test_lost_and_doubled_groups_are_counted():
