@@ -60,6 +60,21 @@ def test_installed_packages_without_programs_are_found_behind_the_wall(tmp_path:
     assert with_worker(tmp_path, body)
 
 
+def test_steps_for_users_are_left_undone_and_missing_downloads_are_named(tmp_path: Path) -> None:
+    dockerfile = written(tmp_path, "own") / "environment" / "Dockerfile"
+    image = dockerfile.read_text()
+
+    async def pages(link: EnvironmentWorker) -> Any:
+        return (await worked(link, SUM))[1].reward
+
+    users = "RUN useradd -r clerk || true\nRUN touch /data/till && chown -R clerk:clerk /data/till\n"
+    dockerfile.write_text(image + users)
+    assert with_worker(tmp_path, pages) == 1.0
+    dockerfile.write_text(image + "RUN wget https://example.org/a.zip -O /tmp/a.zip && cat /tmp/a.zip\n")
+    with pytest.raises(WorkerError, match=r"cat /tmp/a.zip.* fails(.|\n)*downloads https://example.org/a.zip"):
+        with_worker(tmp_path, pages)
+
+
 LEFT_S = f"300.{os.getpid()}"
 """Seconds by which the process of this test is known, in whatever namespace it runs."""
 

@@ -66,6 +66,8 @@ class Image:
     """`("copy", source, destination)` and `("run", command, working folder)`."""
     installs: tuple[str, ...] = ()
     """Debian packages that it installs."""
+    downloads: tuple[str, ...] = ()
+    """Addresses that it downloads, which a process leaves undone."""
     problem: str = ""
     """The reason that only a container will do; empty if a process may."""
 
@@ -278,7 +280,7 @@ def _dedented(lines: list[str]) -> str:
 
 
 def _read_dockerfile(text: str) -> Image:
-    workdir, variables, installs = "/", dict[str, str](), list[str]()
+    workdir, variables, installs, downloads = "/", dict[str, str](), list[str](), list[str]()
     steps: list[tuple[str, str, str]] = []
     froms = 0
     for word, rest in _instructions(text):
@@ -307,11 +309,14 @@ def _read_dockerfile(text: str) -> Image:
                     installs += [one.partition("=")[0] for one in asked[1].split() if not one.startswith("-")]
                 elif plain and not _INSTALLERS.match(plain):
                     kept.append(plain)
+                elif plain.startswith(("curl", "wget")):
+                    downloads += re.findall(r"https?://[^\s'\"]+", plain)
             if kept:
                 steps.append(("run", " && ".join(kept), workdir))
     if froms > 1:
         return Image(problem="its Dockerfile has several stages")
-    return Image(workdir if workdir != "/" else "/app", variables, tuple(steps), tuple(dict.fromkeys(installs)))
+    workdir = workdir if workdir != "/" else "/app"
+    return Image(workdir, variables, tuple(steps), tuple(dict.fromkeys(installs)), tuple(downloads))
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:

@@ -37,7 +37,7 @@ _SYSTEM = ("/etc", "/opt", "/srv", "/var", "/mnt", "/usr", "/bin", "/")
 _DEEPER = re.compile(r"(?<![\w./-])/((?:etc|opt|srv|var|mnt|usr/local)/[\w.-]+)")
 """Folders within those of the system, which a task may have to itself."""
 _MARK = "TOPROPE_TASK_FOLDER"
-_DENIED = re.compile(r"Read-only file system|Permission denied|Operation not permitted")
+_DENIED = re.compile(r"Read-only file system|Permission denied|Operation not permitted|invalid (?:user|group)")
 _TEXT = 1 << 20
 """Bytes of a file up to which its paths are moved."""
 _IDLE = ("apt-get", "apt", "sudo-install", "pip", "pip3")
@@ -108,7 +108,10 @@ class Sandbox:
                 self._inside(second).mkdir(parents=True, exist_ok=True)
                 code, said = self._run(first, second, 60.0)
                 if code and not _DENIED.search(said):  # what changes the machine itself is left undone
-                    raise EnvironmentMistake(f"RUN {first[:80]} of {task.name}'s Dockerfile fails: {said[-200:]}")
+                    cause = f"RUN {first[:80]} of {task.name}'s Dockerfile fails: {said[-200:].strip()}"
+                    if image.downloads:
+                        cause += f"\nIt downloads {image.downloads[0][:200]}, which only a container does."
+                    raise EnvironmentMistake(cause)
 
     def run(self, command: str, seconds: float) -> str:
         """Run a command of the policy in the working folder; what it printed, and its exit code if that is not 0."""
