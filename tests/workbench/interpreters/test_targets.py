@@ -170,6 +170,8 @@ def test_packages_get_the_newer_python_that_they_require(
     newer = str(tmp_path / "versions" / f"3.{own + 2}.5" / "bin" / "python3")
     assert newer_python(f"Because Python (3.{own}.7) does not satisfy Python>=3.{own + 1} and x depends on it") == newer
     assert newer_python(f"Package 'x' requires a different Python: 3.{own}.7 not in '>=3.{own + 4}'") is None
+    listed = f"versions that require a different python version: 0.4.0 Requires-Python >=3.{own + 1}; 0.5.0 "
+    assert newer_python(f"{listed}Requires-Python >=3.{own + 3}.9") == newer, "pip takes the version that fits"
     assert newer_python("No matching distribution found for x") is None
     games = Adapter("games", "", "tinyrules", ("tinyrules",), python=f">=3.{own + 1}")
     assert (better_python(games), better_python(adapter("any", "x"))) == (newer, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -34,14 +35,14 @@ def newer_python(said: str) -> str | None:
     Args:
         said: What pip or uv printed about the version of Python.
     """
-    found = _REQUIRED.search(said)
-    if found is None:
+    wanted = []
+    for found in _REQUIRED.finditer(said):  # pip lists every version of a package with the Pythons that it takes
+        with contextlib.suppress(InvalidSpecifier):
+            wanted.append(SpecifierSet(found["what"].rstrip(",.;")))
+    if not wanted:
         return None
-    try:
-        wanted = SpecifierSet(found["what"].rstrip(",."))
-    except InvalidSpecifier:
-        return None
-    fitting = [(version, python) for python in _pythons() if (version := _version(python)) and _text(version) in wanted]
+    versions = [(version, python) for python in _pythons() if (version := _version(python))]
+    fitting = [one for one in versions if any(_text(one[0]) in each for each in wanted)]
     return min(fitting)[1] if fitting else None
 
 
