@@ -256,6 +256,8 @@ def test_failed_install_names_requirement_and_leaves_nothing(home: Home, wheels:
         ("error: No solution found\n  cause: Because all of:\n      a>=1\n      a<=2\n  depend on old==0.0.4 and b==1 "
          "depends on a. And because old was not found in the package registry, we can conclude", "old", ""),
         ("error: No solution found\n  cause: Because all of:\n      a>=1\n  depend on old==0.0.4", "", ""),
+        ("fatal: unable to access 'https://git.example/': Could not resolve host: git.example\nerror: failed\n× git "
+         "clone did not run successfully.\n╰─> See above for output.", "", "git.example could not be reached"),
         ("ERROR: Cannot install old because these package versions have conflicting dependencies.\n old depends on "
          "torch<2\n The user requested (constraint) torch==2.7 conflict", "old", "--torch any"),
     ],

@@ -14,6 +14,8 @@ _NO_NETWORK = re.compile(
     r"network was disabled",
     re.IGNORECASE,
 )
+_NO_HOST = re.compile(r"Could not resolve host: ([\w.-]+)|Failed to connect to ([\w.-]+) port")
+"""git's words, which pip and uv pass on."""
 _WHICH = (
     # pip
     r"No matching distribution found for (?P<what>[^\n]+?)\s*$",
@@ -37,7 +39,8 @@ def excerpt(lines: Sequence[str]) -> str:
     told = [line for line in lines if not _NOISE.match(line)]
     first = next((place for place, line in enumerate(told) if re.match(r"\s*(ERROR|error|×)", line)), None)
     chosen = told[first : first + 12] if first is not None else told[-8:]
-    text = "\n".join(line.strip() for line in chosen)
+    cause = [line for line in told if line.lstrip().startswith("fatal: ")]  # of git; pip prints it above its own error
+    text = "\n".join(dict.fromkeys(line.strip() for line in [*cause, *chosen]))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
 
 
@@ -60,6 +63,8 @@ def failure(what: str, lines: Sequence[str], *, offline: bool, constraint: str =
         hint = "The disk is full: make room (toprope prune) and add it again."
     elif offline:
         hint = "--offline uses only --find-links and the installer's cache: omit it, or name a folder."
+    elif host := _NO_HOST.search(text):
+        hint = f"{host[1] or host[2]} could not be reached: check the network, or give what it needs from a folder."
     elif _NO_NETWORK.search(text):
         hint = "No package index was reached: check the network, or give --offline --find-links FOLDER."
     elif re.search(r"requires a different Python|Requires-Python|does not satisfy Python", text):
