@@ -329,6 +329,8 @@ def test_verifiable_environment_asks_once_at_the_difficulty_of_its_controller(tm
     file = package / "environments" / "counting" / "environment.py"
     [listed] = declared(file, ast.parse(file.read_text()))
     assert (listed.name, listed.description) == ("counting", "Count on.")
+    several = COUNTING + "class Back(Counting):\n    pass\nclass Forth(Counting):\n    pass\n"
+    assert [one.name for one in declared(file, ast.parse(several))] == ["counting-back", "counting-forth"]
 
     def played(answer: str, **knobs: object) -> tuple[str, float, bool]:
         rollout = begun(configure(make(listed.target), knobs=knobs))

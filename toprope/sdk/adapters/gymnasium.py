@@ -229,9 +229,16 @@ def make(target: str) -> Gymnasium:
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List the classes of a file with `step` and `reset`, or `init` and rows."""
     rows = data_beside(file, tree)
-    found = [(node, methods) for node in tree.body if isinstance(node, ast.ClassDef) and (methods := _methods(node))]
-    inherited = {base.id for node, _ in found for base in node.bases if isinstance(base, ast.Name)}
-    found = [(node, methods) for node, methods in found if node.name not in inherited]
+    known: dict[str, tuple[ast.ClassDef, set[str]]] = {}
+    inherited = set[str]()
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in known]
+        if methods := _methods(node).union(*(known[base][1] for base in bases)):
+            known[node.name] = node, methods
+            inherited.update(bases)
+    found = [pair for name, pair in known.items() if name not in inherited and not name.startswith("_")]
     listed = []
     for node, methods in found:
         text = first_line(ast.get_docstring(node)) or first_line(ast.get_docstring(tree))
