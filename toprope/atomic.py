@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 _ZEROS = 1 << 20
 
@@ -80,14 +80,28 @@ def read_plain(path: Path, most: int, *, links: bool = False) -> bytes:
     Raises:
         OSError: It cannot be opened, is a link, is not a regular file, or is too long.
     """
-    more = os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | more)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError("it is not a regular file")
-        if found.st_size > most:
+    with open_plain(path, links=links) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
             raise OSError(f"it is longer than {most} bytes")
-        return file.read(found.st_size)
+        return file.read(size)
+
+
+def open_plain(path: Path, *, links: bool = True) -> BinaryIO:
+    """Open a regular file for reading; a pipe in its place would keep the reader waiting for ever.
+
+    Args:
+        links: Follow a link.
+
+    Raises:
+        OSError: It cannot be opened, is not a regular file, or is a link.
+    """
+    more = os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | more))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is not a regular file")
+    return file
 
 
 def append(path: Path, lines: bytes, *, header: bytes = b"", wait: bool = True) -> None:
@@ -109,6 +123,8 @@ def append(path: Path, lines: bytes, *, header: bytes = b"", wait: bool = True) 
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, flags, 0o600)
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is not a regular file")
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
         if not size:

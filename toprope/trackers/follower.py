@@ -15,7 +15,7 @@ from typing import Any
 from toprope.analysis.reports.headline import headline
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import EVALUATION_VERSION, TRACKERS_VERSION, RunFolder, read_json
+from toprope.records.run.folder import EVALUATION_VERSION, TRACKERS_VERSION, RunFolder, open_record, read_json
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import read_models
@@ -188,7 +188,7 @@ def read_record(folder: RunFolder) -> dict[str, Any]:
 def _complete_lines(path: Path, offset: int) -> tuple[list[bytes], int, bool]:
     """Complete lines from `offset` on, the offset after them, and whether there are more."""
     try:
-        with path.open("rb") as file:
+        with open_record(path) as file:
             file.seek(offset)
             data = file.read(_MOST_BYTES)
     except FileNotFoundError:

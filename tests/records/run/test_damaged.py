@@ -10,12 +10,17 @@ import time
 import pytest
 
 from toprope.analysis.reports.report import gather
+from toprope.atomic import append
 from toprope.errors import Corrupt, NotPossibleNow, shown
 from toprope.records.index.database import Index
 from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.metrics import last_row, last_rows, read_history, read_rows
+from toprope.records.run.series import SeriesFollower
 from toprope.records.run.specification import EnvironmentSource, Specification
-from toprope.records.run.status import Status
+from toprope.records.run.status import Status, read_events
 from toprope.settings.schema import Config
+from toprope.supervisor.keeper.logs import read_page, read_tail
+from toprope.supervisor.mirror.wire import Prefix
 from toprope.workbench.drafts import Drafts
 
 
@@ -120,6 +125,32 @@ def test_status_of_wrong_types_is_described(tmp_path):
     late.start()
     with pytest.raises(Corrupt, match="cannot be read: it is not a regular file"):
         Status.read(folder)
+    late.cancel()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [read_rows, read_history, last_row, lambda path: last_rows(path, 3), lambda path: SeriesFollower(path).read(),
+     lambda path: list(read_events(path)), lambda path: list(read_events(path, after=5)), read_page],
+)  # fmt: skip
+def test_pipe_in_place_of_a_record_is_corrupt_at_once(tmp_path, read):
+    os.mkfifo(tmp_path / "record")
+    late = threading.Timer(2, lambda: os.close(os.open(tmp_path / "record", os.O_RDWR)))  # lets a reader that hangs go
+    late.start()
+    with pytest.raises(Corrupt, match="cannot be read: it is not a regular file"):
+        read(tmp_path / "record")
+    late.cancel()
+
+
+def test_pipe_in_place_of_a_log_does_not_hold_its_readers(tmp_path):
+    os.mkfifo(tmp_path / "log")
+    late = threading.Timer(2, lambda: os.close(os.open(tmp_path / "log", os.O_RDWR)))
+    late.start()
+    (tmp_path / "log.1").write_text("before\n")
+    assert read_tail(tmp_path / "log") == ["before"]
+    for use in (lambda path: append(path, b"line\n"), Prefix.of):
+        with pytest.raises(OSError, match="not a regular file"):
+            use(tmp_path / "log")
     late.cancel()
 
 

@@ -37,11 +37,11 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from toprope.atomic import Within, read_plain
+from toprope.atomic import Within, open_plain, read_plain
 from toprope.errors import Corrupt, NotFound, NotPossibleNow, TooNew, shown
 
 Record = TypeVar("Record", bound=BaseModel)
@@ -109,6 +109,21 @@ def read_json(path: Path, newest: int | None = None) -> Any:
     if newest is not None:
         check_version(path, value, newest)
     return value
+
+
+def open_record(path: Path) -> BinaryIO:
+    """Open a file of a run's folder for reading.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        Corrupt: It cannot be opened, or is no regular file.
+    """
+    try:
+        return open_plain(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
 
 
 def read_record(path: Path, newest: int, record: type[Record]) -> Record:

@@ -11,6 +11,8 @@ import os
 from collections import deque
 from pathlib import Path
 
+from toprope.atomic import open_plain
+
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a write without room: the disk, a quota, or the limit on a file's size."""
 
@@ -106,7 +108,7 @@ class Ballast:
 
 def _torn(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
     except FileNotFoundError:
         return False

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from toprope.errors import Corrupt
-from toprope.records.run.folder import REPAIR_HINT, check_version
+from toprope.records.run.folder import REPAIR_HINT, check_version, open_record
 
 METRICS_VERSION = 1
 _WHOLE_BYTES = 1 << 20
@@ -59,7 +59,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         Corrupt: The file cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_record(path) as file:
             return _counting(_rows(path, file))
     except FileNotFoundError:
         return []
@@ -80,14 +80,8 @@ def read_history(path: Path, rows: int = _ROWS, *, whole_bytes: int = _WHOLE_BYT
         return History([], True)
     if size <= whole_bytes:
         return History(read_rows(path), True)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
-    try:
-        return History(_counting(_sampled(path, descriptor, size, max(rows, 2))), False)
-    finally:
-        os.close(descriptor)
+    with open_record(path) as file:
+        return History(_counting(_sampled(path, file.fileno(), size, max(rows, 2))), False)
 
 
 def last_row(path: Path) -> dict[str, Any]:
@@ -95,9 +89,10 @@ def last_row(path: Path) -> dict[str, Any]:
 
     Raises:
         TooNew: A newer version wrote it.
+        Corrupt: It cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_record(path) as file:
             size = file.seek(0, os.SEEK_END)
             return _last(path, file.fileno(), size) or {}
     except FileNotFoundError:
@@ -109,9 +104,10 @@ def last_rows(path: Path, count: int) -> list[dict[str, Any]]:
 
     Raises:
         TooNew: A newer version wrote the file.
+        Corrupt: It cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_record(path) as file:
             size = file.seek(0, os.SEEK_END)
             start = file.seek(max(0, size - _LONGEST_ROW))
             lines = file.read(size - start).splitlines(keepends=True)

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from toprope.errors import Corrupt
-from toprope.records.run.folder import REPAIR_HINT, check_version
+from toprope.records.run.folder import REPAIR_HINT, check_version, open_record
 from toprope.records.run.metrics import METRICS_VERSION, read_history
 
 MOST_BUCKETS = 400
@@ -183,7 +183,7 @@ class SeriesFollower:
         """
         with self._lock:
             try:
-                with self._path.open("rb") as file:
+                with open_record(self._path) as file:
                     return self._read(file, None if seconds is None else time.monotonic() + seconds)
             except FileNotFoundError:
                 had = self._offset > 0

@@ -22,7 +22,7 @@ import msgspec
 from pydantic import BaseModel
 
 from toprope.atomic import write_json
-from toprope.records.run.folder import RunFolder, check_version, read_record
+from toprope.records.run.folder import RunFolder, check_version, open_record, read_record
 from toprope.records.run.full_disk import PatientLines
 from toprope.records.run.kinds import RunKind, kind_named
 
@@ -244,6 +244,7 @@ def read_events(path: Path, after: int = 0, kinds: Collection[str] | None = None
 
     Raises:
         TooNew: A newer version wrote one of them.
+        Corrupt: The file cannot be read.
     """
     marks = None if kinds is None else [f'"kind":"{kind}"'.encode() for kind in kinds]
     for line in _lines_after(path, after):
@@ -263,7 +264,7 @@ def read_events(path: Path, after: int = 0, kinds: Collection[str] | None = None
 def _lines_after(path: Path, after: int) -> Iterator[bytes]:
     """Whole lines of the file, at least those of events above `after`. Never holds all of a long file."""
     try:
-        with path.open("rb") as file:
+        with open_record(path) as file:
             if after <= 0:
                 yield from (line for line in file if line.endswith(b"\n"))
                 return
@@ -287,7 +288,7 @@ def _lines_after(path: Path, after: int) -> Iterator[bytes]:
 def _last_number(path: Path) -> int:
     length = _TAIL_BYTES
     try:
-        with path.open("rb") as file:
+        with open_record(path) as file:
             size = file.seek(0, os.SEEK_END)
             while True:
                 file.seek(max(0, size - length))

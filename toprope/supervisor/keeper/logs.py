@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from toprope.errors import Corrupt
+from toprope.records.run.folder import open_record
 from toprope.supervisor import guard
 from toprope.text_format import hide, printed_line
 
@@ -55,9 +58,12 @@ def read_page(path: Path, *, lines: int = 100, before: int | None = None, secret
     """Read the last `lines` lines that end at or before byte `before` (the end of the file when None).
 
     Reads at most 256 KiB, so a page may be shorter than asked for. A missing file counts as empty.
+
+    Raises:
+        Corrupt: The log cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_record(path) as file:
             size = file.seek(0, 2)
             end = size if before is None else max(0, min(before, size))
             start = max(0, end - _READ_BYTES)
@@ -80,9 +86,12 @@ def read_page(path: Path, *, lines: int = 100, before: int | None = None, secret
 
 
 def read_tail(path: Path, lines: int = 20, secrets: Iterable[str] = ()) -> list[str]:
-    """Return the last non-empty lines of a log, also from its previous part if the newest has too few."""
-    found = [line for line in read_page(path, lines=lines * 2, secrets=secrets).lines if line.strip()]
-    if len(found) < lines:
-        older = read_page(path.with_name(path.name + ".1"), lines=lines * 2, secrets=secrets).lines
-        found = [line for line in older if line.strip()] + found
+    """Return the last non-empty lines of a log, also from its previous part if the newest has too few; none of a part
+    that cannot be read."""
+    found: list[str] = []
+    for part in (path, path.with_name(path.name + ".1")):
+        if len(found) < lines:
+            with suppress(Corrupt):
+                older = read_page(part, lines=lines * 2, secrets=secrets).lines
+                found = [line for line in older if line.strip()] + found
     return found[-lines:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from typing import BinaryIO
 
 import httpx2 as httpx
 
-from toprope.atomic import write_text
+from toprope.atomic import open_plain, write_text
 from toprope.records.run.folder import RunFolder, checkpoints_in, folder_bytes
 from toprope.supervisor.mirror.wire import CHUNK, WHOLE, Prefix, Refused, Wire, is_mirrored
 from toprope.supervisor.runs.orders import write_end_order
@@ -152,13 +153,15 @@ class Sender:
         self._complete.append(step)
 
     def _send(self, name: str, path: Path) -> None:
-        """Send what is new in a file. One that is gone meanwhile is left out."""
+        """Send what is new in a file. One that is gone meanwhile, or is no regular file, is left out."""
         try:
-            found, sent = path.stat(), self._sent.setdefault(name, _Sent())
+            found, sent = path.lstat(), self._sent.setdefault(name, _Sent())
             stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
             if sent.stamp == stamp or time.monotonic() < sent.refused_at + _ROOM_S:
                 return
-            with path.open("rb") as file:
+            if not stat.S_ISREG(found.st_mode):
+                return
+            with open_plain(path, links=False) as file:
                 if path.suffix in _REPLACED and found.st_size <= WHOLE:
                     whole = {"path": name, "whole": 1}
                     done = self._wire.ask("PUT", "/file", params=whole, content=file.read()).is_success

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx2 as httpx
 
+from toprope.atomic import open_plain
 from toprope.supervisor.spread.credentials import contexts, make_identity
 
 CHUNK = 4 << 20
@@ -88,7 +89,7 @@ class Prefix:
         """Read the first `size` bytes of a file, all when None; a missing file is empty."""
         found = cls()
         try:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 while data := file.read(CHUNK if size is None else min(CHUNK, size - found.size)):
                     found.feed(data)
         except FileNotFoundError:

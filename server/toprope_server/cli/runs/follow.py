@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING
 from toprope_tools.runs.logs import components_of, owners_secrets
 
 from toprope.errors import InvalidValue, NotFound
+from toprope.records.run.folder import open_record
 from toprope.supervisor.keeper.logs import clean_line, read_page
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class LogTail:
 
         Args:
             last: Include an incomplete last line, because nothing follows.
+
+        Raises:
+            Corrupt: The log cannot be read.
         """
         data = self._rest + self._read()
         *whole, self._rest = data.split(b"\n")
@@ -63,7 +67,7 @@ class LogTail:
         while True:
             if self._file is None:
                 try:
-                    self._file = self._path.open("rb")
+                    self._file = open_record(self._path)
                 except FileNotFoundError:
                     return found
                 self._file.seek(self._start)
