@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -115,13 +114,10 @@ async def _inference(policy: Path) -> AsyncIterator[str]:
     engine.start()
     server = InferenceServer(engine, tokenizer, model_name="policy", secret=_SECRET)
     address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    ending, interrupted = asyncio.Event(), signal.getsignal(signal.SIGTERM)
-    serving = asyncio.create_task(serve(server.app, address.set_result, ending))
+    ending = asyncio.Event()
+    serving = asyncio.create_task(serve(server.app, address.set_result, ending, sigterm=False))
     try:
-        url = await address
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)  # it ends the server alone
-        signal.signal(signal.SIGTERM, interrupted)
-        yield url
+        yield await address
     finally:
         ending.set()
         await serving

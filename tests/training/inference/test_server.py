@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,11 +15,13 @@ from starlette.testclient import TestClient
 from tests.support.training_api_server import until
 from tests.training.inference.conftest import SECRET
 from toprope.records.journal.groups import MASKED
+from toprope.settings.schema import Config
 from toprope.training.component.http_server import serve
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.client import PolicyClient, Sampling, SessionLost
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import Cancelled, SamplingRequest
+from toprope.training.rollouts.preview_policy import serve_policy
 
 
 @pytest.fixture
@@ -167,6 +171,34 @@ def test_restarted_server_refuses_sessions_of_its_predecessor(engine: EmbeddedEn
 
     tasks: list[asyncio.Task[None]] = []
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize("sigterm", [False, True])
+def test_server_beside_other_work_leaves_sigterm_alone(engine: EmbeddedEngine, tokenizer: Any, sigterm: bool) -> None:
+    server = InferenceServer(engine, tokenizer, model_name="policy", secret=SECRET)
+
+    async def taken() -> bool:
+        before, ending = signal.getsignal(signal.SIGTERM), asyncio.Event()
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(serve(server.app, address.set_result, ending, sigterm=sigterm))
+        await address
+        during = signal.getsignal(signal.SIGTERM)
+        ending.set()
+        await task
+        return during is not before
+
+    assert asyncio.run(asyncio.wait_for(taken(), 60)) is sigterm
+
+
+def test_preview_leaves_sigterm_to_its_program(tmp_path: Path) -> None:
+    config = Config.model_validate({"policy": {"model": "embedded"}, "launcher": {"threads": 1}})
+
+    async def taken() -> bool:
+        before = signal.getsignal(signal.SIGTERM)
+        async with serve_policy(config, tmp_path, lambda said: None):
+            return signal.getsignal(signal.SIGTERM) is not before
+
+    assert not asyncio.run(asyncio.wait_for(taken(), 120))
 
 
 def test_client_that_leaves_cancels_its_request(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,10 @@ async def serve(
     port: int = 0,
     listener: socket.socket | None = None,
     http: type = AutoHTTPProtocol,
+    sigterm: bool = True,
     **options: Any,
 ) -> None:
-    """Serve `app` until `ending` is set. SIGTERM sets it too, if this is the main thread.
+    """Serve `app` until `ending` is set.
 
     Args:
         app: An ASGI application.
@@ -42,6 +43,8 @@ async def serve(
         port: Preferred port, used if it is free; the default 0 lets the system choose.
         listener: A bound TCP socket to serve on instead.
         http: The HTTP protocol, which gets deadlines and a limit of connections here.
+        sigterm: SIGTERM sets `ending` too, if this is the main thread. False beside other work, which has its own use
+            of the signal.
         options: Further options of `uvicorn.Config`.
     """
     listener = listener or _bind(port)
@@ -58,7 +61,7 @@ async def serve(
         **options,
     )
     server = _Server(config)
-    if threading.current_thread() is threading.main_thread():  # only the main thread can handle signals
+    if sigterm and threading.current_thread() is threading.main_thread():  # only the main thread can handle signals
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.set)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

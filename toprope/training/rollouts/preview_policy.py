@@ -51,6 +51,7 @@ async def serving(
     ending: asyncio.Event | None = None,
     engine: str = "embedded",
     python: str | None = None,
+    sigterm: bool = False,
 ) -> AsyncIterator[ServedPolicy]:
     """Serves the configured policy on loopback, in OpenAI's dialect, for the duration of the block.
 
@@ -61,9 +62,10 @@ async def serving(
         port: The port; 0 lets the system choose.
         secret: The bearer token; a new one if empty.
         name: The model's name for clients; `policy.model` if empty.
-        ending: Set when the server ends, by SIGTERM too, or when the engine can sample no more.
+        ending: Set when the server ends, or when the engine can sample no more.
         engine: As `inference.engine`, instead of the configuration's.
         python: The engine's own interpreter, if it needs one.
+        sigterm: SIGTERM ends the server. False leaves the signal to the program, which does other work in the block.
 
     Raises:
         InvalidValue: The port is taken, or the engine cannot serve this policy.
@@ -100,7 +102,7 @@ async def serving(
     server = InferenceServer(sampler, tokenizer, model_name=name or config.policy.model, secret=secret)
     sampler.start()
     address = loop.create_future()
-    task = asyncio.create_task(serve(server.app, address.set_result, ending, listener=listener))
+    task = asyncio.create_task(serve(server.app, address.set_result, ending, listener=listener, sigterm=sigterm))
     try:
         while not (ending.is_set() or await asyncio.to_thread(sampler.wait_ready, _LOOK_S)):
             pass

@@ -50,7 +50,7 @@ async def _serve(
     print(f"Loading {named} ...", file=sys.stderr, flush=True)
     async with serving(
         config, cache, lambda text: None,
-        port=port, secret=key.read(), name=named, ending=ending, engine=engine, python=python,
+        port=port, secret=key.read(), name=named, ending=ending, engine=engine, python=python, sigterm=True,
     ) as served:  # fmt: skip
         if ending.is_set():
             return  # ended while it loaded
