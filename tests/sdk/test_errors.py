@@ -47,6 +47,13 @@ def test_a_host_that_could_not_be_reached_is_named(error: Exception, host: str, 
     assert Failure.of(error).message.endswith(f"; {host} could not be reached")
 
 
+def test_group_of_exceptions_is_told_by_its_first_one() -> None:
+    first = ConnectionError("Cannot connect to host api.example.org:443 ssl:default")
+    told = Failure.of(ExceptionGroup("unhandled errors", [ExceptionGroup("more", [first]), OSError("second")]))
+    assert told.type == "ConnectionError" and told.message.endswith("; api.example.org could not be reached")
+    assert "OSError: second" in told.traceback
+
+
 def test_place_of_an_error_is_no_file_of_python_s_library() -> None:
     with pytest.raises(ValueError) as told:
         json.loads("x")

@@ -168,18 +168,19 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, near: str = "") -> Failure:
-        """Describe an exception.
+        """Describe an exception, or the first one of a group.
 
         Args:
             error: The exception, with its traceback.
             near: Folder of the environment's own code; a frame in it is preferred as `where`.
         """
+        whole, error = error, _first_of(error)
         where = getattr(error, "where", "") if isinstance(error, LoadError) else _where(error, near)
         return cls(
             type=type(error).__name__,
             message=_with_reason(error)[:_LONGEST_MESSAGE],
             where=where,
-            traceback="".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
+            traceback="".join(traceback.format_exception(whole))[-_LONGEST_TRACEBACK:],
         )
 
     def line(self) -> str:
@@ -249,6 +250,13 @@ def _with_reason(error: BaseException) -> str:
     if told != message or cause is None or isinstance(error, SdkError) or _message(cause) in message:
         return told
     return f"{message.rstrip('.')} (from {type(cause).__name__}: {_message(cause)})"
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """The first exception of a group, whose own text tells no reason; any other exception itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _with_host(message: str, error: BaseException) -> str:

@@ -15,6 +15,8 @@ import types
 from contextlib import AsyncExitStack
 from typing import Any
 
+from toprope.sdk.errors import Failure
+
 __all__ = ["HARNESS", "client_config", "register_harness", "sessions_server"]
 
 HARNESS = "toprope_in_process"
@@ -66,7 +68,10 @@ def register_harness() -> None:
                 if mcp_urls:
                     timeout = self.config.tool_timeout
                     specs = {name: {"url": url, "timeout": timeout} for name, url in mcp_urls.items()}
-                    tools, places, servers = await connect_mcp({"mcpServers": specs}, stack)
+                    try:
+                        tools, places, servers = await connect_mcp({"mcpServers": specs}, stack)
+                    except BaseExceptionGroup as group:  # verifiers would record only that there was one
+                        raise ConnectionError(f"{', '.join(mcp_urls.values())}: {Failure.of(group).line()}") from group
                 http = await stack.enter_async_context(_http(httpx))
                 while True:
                     body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
