@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import anyio
 import psutil
@@ -141,7 +142,10 @@ def keepers_of(folder: RunFolder) -> int:
     found = 0
     for process in processes_of_run(folder):
         try:
-            below = process.children() if "--foreground" in process.cmdline() else []
+            words = process.cmdline()
+            # A shell that an engine puts above a keeper has its words too, and short-lived children of its own.
+            python = bool(words) and Path(words[0]).name.startswith("python")
+            below = process.children() if python and "--foreground" in words else []
             # A process that an engine puts above a keeper has the same words, and the keeper below it.
             found += bool(below) and not any("--foreground" in one.cmdline() for one in below)
         except psutil.NoSuchProcess:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from rich.console import Console
 
 from benchmarks.cluster import bench, ray_house
 from benchmarks.cluster.house import kill_all
-from benchmarks.cluster.matrix import FAULTS, launcher_for, processes_of_run
+from benchmarks.cluster.matrix import FAULTS, keepers_of, launcher_for, processes_of_run
 from tests.support import supervisor_stand_ins
+from tests.support.run_harness import eventually
+from toprope.records.run.folder import RunFolder
 from toprope.supervisor.runs.manager import RunManager
 
 
@@ -47,6 +51,22 @@ def test_second_keeper_leaves_and_a_planted_one_is_counted(start):
     assert tally.doubts() == "" and tally._planted == 2
     tally._planted = 1
     assert "not counted" in tally.doubts()
+
+
+def test_shell_that_an_engine_puts_above_a_keeper_is_none(tmp_path):
+    folder = RunFolder.create(tmp_path / "runs", "a-run")
+    words = ["--foreground", str(folder.path)]
+    shell = ["sh", "-c", "sleep 60; true", "keeper", *words]
+    keeper = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'])", *words]
+    started = []
+    try:
+        for command, count in ((shell, 0), (keeper, 1)):
+            started.append(psutil.Process(subprocess.Popen(command).pid))
+            eventually(started[-1].children)
+            assert keepers_of(folder) == count
+    finally:
+        kill_all([below for one in started for below in one.children()])
+        kill_all(started)
 
 
 def test_run_that_never_steps_is_doubted(start, monkeypatch):
