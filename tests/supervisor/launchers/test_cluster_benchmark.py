@@ -61,12 +61,14 @@ def test_shell_that_an_engine_puts_above_a_keeper_is_none(tmp_path):
     started = []
     try:
         for command, count in ((shell, 0), (keeper, 1)):
-            started.append(psutil.Process(subprocess.Popen(command).pid))
-            eventually(started[-1].children)
+            started.append(subprocess.Popen(command))
+            eventually(psutil.Process(started[-1].pid).children)
             assert keepers_of(folder) == count
     finally:
-        kill_all([below for one in started for below in one.children()])
-        kill_all(started)
+        for one in started:
+            kill_all(psutil.Process(one.pid).children())
+            one.kill()
+            one.wait()
 
 
 def test_run_that_never_steps_is_doubted(start, monkeypatch):

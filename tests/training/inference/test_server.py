@@ -190,8 +190,8 @@ def test_server_beside_other_work_leaves_sigterm_alone(engine: EmbeddedEngine, t
     assert asyncio.run(asyncio.wait_for(taken(), 60)) is sigterm
 
 
-def test_preview_leaves_sigterm_to_its_program(tmp_path: Path) -> None:
-    config = Config.model_validate({"policy": {"model": "embedded"}, "launcher": {"threads": 1}})
+def test_preview_leaves_sigterm_to_its_program(tiny_policy: Path, tmp_path: Path) -> None:
+    config = Config.model_validate({"policy": {"model": str(tiny_policy)}, "launcher": {"threads": 1}})
 
     async def taken() -> bool:
         before = signal.getsignal(signal.SIGTERM)
