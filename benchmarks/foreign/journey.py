@@ -55,9 +55,11 @@ _CURES = 5
 """The most cures of an environment that are carried out."""
 _LACKS = re.compile(r"Its text asks for (the package of )?«?([\w.\[\],-]+)»?\. If the owner agrees")
 _BOUNDS = re.compile(r"(?:is|score) (-?[\d.]+)\b[^«»]*: set the knobs reward_low and reward_high")
+_WHOLE_ACTION = "action_json (true: the answer is the whole action) would do as well"
 _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dotenv": "python-dotenv"}
 """Module -> package of another name."""
 _SHUT = re.compile(r"Read-only file system: '([^']+)'")
+_FOLDER_FOR_FILE = re.compile(r"Is a directory: '([^']+)'")
 _AUTHORS = re.compile(r"(?i)write solve\(\)|fix the environment's code|in a reset\(")
 _TRAINING = {
     "policy.max_context": CONTEXT,
@@ -188,8 +190,8 @@ class Traveller:
             result.reached.append("trained")
 
     def _cured(self, result: Result) -> bool:
-        """Carry out the cure that an error names: a package of a missing module, a folder to be written, or the bounds
-        of rewards; False if it names no such cure, or the one before did not help."""
+        """Carry out the cure that an error names: a package of a missing module, a folder to be written, the bounds
+        of rewards, or the form of actions; False if it names no such cure, or the one before did not help."""
         candidate = result.candidate
         if beyond := _BOUNDS.search(result.error):
             value, knobs = float(beyond[1]), dict(candidate.knobs)
@@ -198,6 +200,9 @@ class Traveller:
             if abs(float(str(knobs.get(name, 0.0)))) >= size:
                 return False
             result.candidate = replace(candidate, knobs=(*(knobs | {name: bound}).items(),))
+            return True
+        if _WHOLE_ACTION in result.error and ("action_json", True) not in candidate.knobs:
+            result.candidate = replace(candidate, knobs=(*candidate.knobs, ("action_json", True)))
             return True
         if candidate.add and (lacks := _LACKS.search(result.error)):
             name = lacks[2].partition(".")[0] if lacks[1] else lacks[2]
@@ -220,7 +225,25 @@ class Traveller:
             writes.append(str(place))
             file.write_text(json.dumps(settings))
             return True
+        if mistaken := _FOLDER_FOR_FILE.search(result.error):
+            return self._opened_above(Path(os.path.realpath(mistaken[1])), result)
         return False
+
+    def _opened_above(self, made: Path, result: Result) -> bool:
+        """Open the folder above one that was made where the environment writes a file; False if none was made there."""
+        file = self._home / "config" / "settings.yaml"
+        settings = json.loads(file.read_text())
+        writes = settings.get("environment", {}).get(result.names[0], {}).get("writes", [])
+        above = self._own_place(str(made.parent), result.candidate)
+        if str(made) not in writes or above is None:
+            return False
+        try:
+            made.rmdir()
+        except OSError:
+            return False
+        writes[writes.index(str(made))] = str(above)
+        file.write_text(json.dumps(settings))
+        return True
 
     def _own_place(self, named: str, candidate: Candidate) -> Path | None:
         """Return the folder to open for a path that an error names, without links; None if it is not the benchmark's.

@@ -201,9 +201,9 @@ def test_only_places_of_the_benchmark_are_opened_to_foreign_code(tmp_path, monke
     monkeypatch.delenv("TOPROPE_BENCH_DIR", raising=False)
     traveller = Traveller(home, None, None, "")
 
-    def opened(place):
+    def opened(place, error="Read-only file system: '{}'\nwrites: [FOLDER]"):
         result = Result(Candidate("trl", "x", (str(added),)), names=["x"])
-        result.error = f"Read-only file system: '{place}'\nwrites: [FOLDER]"
+        result.error = error.format(place)
         cured = traveller._cured(result)
         listed = json.loads(settings.read_text()).get("environment", {}).get("x", {}).get("writes", [])
         assert not cured or Path(listed[-1]).is_dir()
@@ -215,9 +215,24 @@ def test_only_places_of_the_benchmark_are_opened_to_foreign_code(tmp_path, monke
     assert settings.read_text() == "{}" and not any(outside.iterdir()) and not (tmp_path / "new").exists()
     assert opened(home / "data" / "new") == str(home / "data" / "new")
     assert opened(added / "names.txt") == str(added), "a file that exists is opened with its folder"
+    as_file = "Is a directory: '{}'"
+    made = home / "data" / "Dockerfile"
+    assert not opened(home / "data", as_file), "only a folder that was opened for it"
+    assert opened(made) == str(made) and opened(made, as_file) == str(home / "data") and not made.exists()
+    assert opened(home / "full") and not (home / "full" / "x").write_text("") and not opened(home / "full", as_file)
     assert not opened(tmp_path / "temporary" / "x")
     monkeypatch.setenv("TOPROPE_BENCH_DIR", str(tmp_path / "temporary"))
     assert opened(tmp_path / "temporary" / "x")
+
+
+def test_whole_actions_are_given_where_a_server_does_not_say_its_actions(tmp_path):
+    traveller = Traveller(tmp_path, None, None, "")
+    result = Result(Candidate("openenv", "x"))
+    result.error = (
+        "It needs the knob action (str). action_json (true: the answer is the whole action) would do as well."
+    )
+    assert traveller._cured(result) and result.candidate.knobs == (("action_json", True),)
+    assert not traveller._cured(result), "a second time it does not help"
 
 
 def test_verdicts_have_the_form_that_is_asked_for():

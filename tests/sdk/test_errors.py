@@ -116,6 +116,15 @@ def test_a_library_that_goes_on_without_its_data_is_told_by_the_host(monkeypatch
         assert Failure.of(own).message == str(own)
 
 
+@pytest.mark.parametrize("reached", [True, False])
+def test_data_that_nltk_could_not_download_are_told_by_its_host(reached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = "raw.githubusercontent.com"
+    monkeypatch.setattr(errors, "_unreached", [*([] if reached else [host]), "other.example.org"])
+    monkeypatch.delitem(sys.modules, "huggingface_hub.constants", raising=False)
+    asked = LookupError("Resource 'words' not found. Please use >>> nltk.download('words') See https://www.nltk.org")
+    assert Failure.of(asked).message.endswith(f"; {host} could not be reached") is not reached
+
+
 @pytest.mark.parametrize(
     ("endpoint", "host"),
     [(None, "huggingface.co"), ("", "huggingface.co"), ("https://hub.example.org:8080/mirror/", "hub.example.org")],

@@ -55,6 +55,7 @@ _REFUSED = re.compile(
     r"offline mode is enabled|outgoing traffic has been disabled"
 )
 _HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled|outgoing traffic has been disabled")
+_NLTK = "raw.githubusercontent.com"
 _MISSING = re.compile(
     r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)|"
     r"\bdata ?set is empty|\bno (\w+ ){0,2}(items|examples|samples|rows) (available|found|loaded)"
@@ -282,6 +283,8 @@ def _with_host(message: str, error: BaseException) -> str:
         seen = seen.__cause__ or seen.__context__
     if not host and _HUB.search(message):  # its library drops the cause that has the host
         host = _hub()
+    if not host and "nltk.download(" in message:  # its downloader only prints that it failed
+        host = _NLTK
     ours = isinstance(error, SdkError) and (error.__cause__ or error.__context__) is None
     missing = bool(_MISSING.search(message)) and (not ours or _DATA_MISSING in message)
     constants: Any = sys.modules.get("huggingface_hub.constants")

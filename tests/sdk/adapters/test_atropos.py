@@ -126,7 +126,8 @@ def test_environment_that_hands_out_no_items_is_refused(collects: Callable[..., 
     ("scores", "parts", "said"),
     [
         ([0.5, -1.0], [{"score": -1.0}, {}, {"score": 0.5}], "scored no sequence"),
-        ([7.0, 1.0], [{"score": 1.0}, {}, {}], "reward_low and reward_high"),
+        ([7.0, -2.5], [{"score": -2.5}, {}, {"score": 7.0}], "scored no sequence"),
+        ([7000.0, 1.0], [{"score": 1.0}, {}, {}], "reward_low and reward_high"),
         (None, [{}, {}, {}], "dropped the group"),
     ],
 )

@@ -39,6 +39,7 @@ REQUIREMENTS = ("torch==2.13.0", "atroposlib==0.4.*", "gymnasium<1.3")
 """Atropos is archived: its environments name games of Gymnasium that later versions refuse."""
 PACKAGE = "atroposlib"
 _LONGEST_ITEM = 4000
+_UNDECLARED = 1000.0
 
 
 @dataclass
@@ -49,9 +50,9 @@ class AtroposKnobs:
     config: dict[str, Any] = knob({}, help="fields of the environment's own configuration")
     items: int = knob(512, ge=30, le=1_000_000, help="number of tasks: the first items of the environment")
     turns: int = knob(16, ge=1, le=1000, help="most answers in a rollout, as far as known")
-    reward_low: float = knob(-1.0, help="smallest score")
-    reward_high: float = knob(1.0, help="largest score")
-    success_reward: float | None = knob(None, help="score that counts as solved; null: reward_high")
+    reward_low: float | None = knob(None, help="smallest score; null: not known")
+    reward_high: float | None = knob(None, help="largest score; null: not known")
+    success_reward: float | None = knob(None, help="score that counts as solved; null: reward_high, or else 1")
 
 
 class Atropos(OwnLoop):
@@ -74,9 +75,10 @@ class Atropos(OwnLoop):
 
     def setup(self) -> None:
         knobs = self.knobs
-        if knobs.reward_low >= knobs.reward_high:
-            raise InvalidRequest(f"reward_low {knobs.reward_low:g} must be below reward_high {knobs.reward_high:g}.")
-        self.parts = {"score": Part(1.0, knobs.reward_low, knobs.reward_high, "the environment's score")}
+        low, high = self._bounds()
+        if low >= high:
+            raise InvalidRequest(f"reward_low ({low:g}) must be below reward_high ({high:g}).")
+        self.parts = {"score": Part(1.0, low, high, "the environment's score")}
         self.max_turns = knobs.turns
         if self._loop is None:
             self._loop = _Loop()
@@ -98,8 +100,12 @@ class Atropos(OwnLoop):
             )
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        wanted = self.knobs.success_reward
-        return bool(parts["score"] >= (self.knobs.reward_high if wanted is None else wanted) - 1e-9)
+        known = (self.knobs.success_reward, self.knobs.reward_high, 1.0)
+        return bool(parts["score"] >= next(one for one in known if one is not None) - 1e-9)
+
+    def _bounds(self) -> tuple[float, float]:
+        low, high = self.knobs.reward_low, self.knobs.reward_high
+        return -_UNDECLARED if low is None else low, _UNDECLARED if high is None else high
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         assert self._loop is not None  # setup has made it
@@ -186,7 +192,7 @@ class Atropos(OwnLoop):
             if owner is not None:
                 rewards[owner] = float(score)
         found: list[Played | BaseException] = []
-        low, high = self.knobs.reward_low, self.knobs.reward_high
+        low, high = self._bounds()
         for place, one in enumerate(group.rollouts):
             said: dict[str, Any] = {"messages": one.messages, "turns": len(one.said)}
             if place not in rewards:

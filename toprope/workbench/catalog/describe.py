@@ -360,8 +360,8 @@ def _cure(entry: Entry, failure: WorkerError) -> str:
     if _SHUT.search(text):
         return (
             "Behind its wall it writes only below its HOME and TMPDIR, and to a /tmp of its own unless code lies there."
-            f" The owner may make the folder and list it in settings.yaml, environment: {{{entry.name}: {{writes: "
-            "[FOLDER]}}, or trust it."
+            " The owner may make the folder, or take the one that is to hold a file, and list it in settings.yaml, "
+            f"environment: {{{entry.name}: {{writes: [FOLDER]}}}}, or trust it."
         )
     if key := _KEY.search(text):
         return (
