@@ -174,6 +174,22 @@ def keeper_of(folder: RunFolder) -> psutil.Process:
     return psutil.Process(read_json(folder.lock)["pid"])
 
 
+def name_of(process: psutil.Process) -> str:
+    """Return the name of a process; empty if it has ended."""
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; empty if it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def kill_all(processes: Sequence[psutil.Process]) -> None:
     """SIGKILL processes as if at one moment: none acts on the end of another."""
     for number in (signal.SIGSTOP, signal.SIGKILL):

@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import psutil
 
-from benchmarks.cluster.house import House, keeper_of, kill_all, wait_until
+from benchmarks.cluster.house import House, keeper_of, kill_all, wait_until, words_of
 from toprope.records.messages import ENV_FOLDER
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch
@@ -132,7 +132,7 @@ def left_of(folder: RunFolder) -> list[str]:
     limit = time.monotonic() + 10
     while (left := processes_of_run(folder)) and time.monotonic() < limit:
         time.sleep(0.05)
-    words = [" ".join(process.cmdline())[:200] for process in left if process.is_running()]
+    words = [" ".join(words)[:200] for process in left if (words := words_of(process))]
     kill_all(left)
     return words
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.cluster.house import START_S, Daemons, Net, keeper_of, kill_all, missing, wait_until
+from benchmarks.cluster.house import START_S, Daemons, Net, keeper_of, kill_all, missing, name_of, wait_until, words_of
 from toprope.errors import TopropeError
 from toprope.records.run.folder import RunFolder
 from toprope.settings.clusters import Cluster
@@ -63,7 +63,7 @@ class RayHouse:
     def mend(self) -> None:
         """See `House.mend`."""
         names = (_HEAD, *self.nodes)
-        lost = [name for name in names if "raylet" not in (one.name() for one in self.net.processes(name))]
+        lost = [name for name in names if "raylet" not in map(name_of, self.net.processes(name))]
         for name in names if _HEAD in lost else lost:  # nodes do not join another head
             kill_all(self.net.processes(name))
             if name in self._daemons.running:
@@ -137,9 +137,8 @@ class RayHouse:
 
     def kill_daemon(self, folder: RunFolder) -> None:
         """See `House.kill_daemon`: the raylet."""
-        for process in self.net.processes(self.net.node_of(keeper_of(folder).pid)):
-            if process.name() == "raylet":
-                process.kill()
+        node = self.net.node_of(keeper_of(folder).pid)
+        kill_all([one for one in self.net.processes(node) if name_of(one) == "raylet"])
 
     def kill_node(self, folder: RunFolder) -> None:
         """See `House.kill_node`."""
@@ -148,7 +147,7 @@ class RayHouse:
     @contextmanager
     def unreachable(self) -> Iterator[None]:
         """See `House.unreachable`: the dashboard is stopped and goes on."""
-        stopped = [one for one in self.net.processes(_HEAD) if any("dashboard.py" in word for word in one.cmdline())]
+        stopped = [one for one in self.net.processes(_HEAD) if any("dashboard.py" in word for word in words_of(one))]
         for process in stopped:
             process.suspend()
         try:
