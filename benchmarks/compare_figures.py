@@ -5,8 +5,10 @@
 figures.json has the figures of each benchmark with the day and the machine on which they were measured. A number has
 moved if it differs by more than its noise: the share that `NOISE` gives for figures of its kind, or any change for
 counts. `--write` puts the new figures in place of the old ones, there and in README.md, but never those of a failed
-control. `--from` reads outputs that are there already, FOLDER/NAME.log, instead of running. All of them take about
-seven hours; needs what each one needs, and a benchmark that says that something is missing is listed, not failed.
+control. Figures of a part, a sample or other arguments stand beside those of the whole benchmark, under their
+arguments, until the whole is measured anew. `--from` reads outputs that are there already, FOLDER/NAME.log or
+FOLDER/NAME.PART.log, instead of running. All of them take about seven hours; needs what each one needs, and a
+benchmark that refuses because something is missing is listed, not failed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from rich.table import Table
 
 from benchmarks.report import machine
 
-__all__ = ["FIGURES", "README", "Outcome", "main", "moved", "read_outcome", "with_figures"]
+__all__ = ["FIGURES", "README", "Outcome", "keep", "main", "moved", "read_outcome", "with_figures"]
 
 FIGURES = Path(__file__).parent / "figures.json"
 README = FIGURES.with_name("README.md")
@@ -55,6 +57,11 @@ class Outcome:
     at: float | None = None
     """When a stored output was written; None for now."""
 
+    @property
+    def key(self) -> str:
+        """In figures.json: the name, and arguments other than the benchmark's own."""
+        return f"{self.name} {self.figures.get('arguments', '')}".strip()
+
 
 def read_outcome(name: str, output: str, status: int, seconds: float = 0.0) -> Outcome:
     """The outcome in a benchmark's output, whose last line is one JSON object; that of a stored output tells itself if
@@ -66,8 +73,8 @@ def read_outcome(name: str, output: str, status: int, seconds: float = 0.0) -> O
             raise ValueError("the last line is no object")
     except (ValueError, IndexError):
         return Outcome(name, status, seconds, words=" ".join(lines[-2:])[-300:] or "it printed nothing")
-    if "skipped" in figures:
-        return Outcome(name, status, seconds, words=f"skipped: {figures['skipped']}")
+    if "refused" in figures:
+        return Outcome(name, status, seconds, words=f"refused: {figures['refused']}")
     return Outcome(name, _CONTROL_FAILED if "control_failed" in figures else status, seconds, figures)
 
 
@@ -103,31 +110,38 @@ def main(arguments: list[str] | None = None) -> int:
     outcomes = []
     for name in given.names or names:
         if given.folder is not None:
-            log = given.folder / f"{name}.log"
-            if not log.exists():
-                continue
-            text = log.read_text(encoding="utf-8", errors="replace")
-            one = replace(read_outcome(name, text, _STORED), at=log.stat().st_mtime)
+            for log in sorted(given.folder.glob(f"{name}.*log")):
+                text = log.read_text(encoding="utf-8", errors="replace")
+                outcomes.append(replace(read_outcome(name, text, _STORED), at=log.stat().st_mtime))
         else:
             console.rule(name)
-            one = _run(name)
-        outcomes.append(one)
+            outcomes.append(_run(name))
     table = Table("benchmark", "minutes", "result", "moved by more than noise", title="Benchmarks")
     for one in outcomes:
-        before = kept.get(one.name, {}).get("figures", {})
+        before = kept.get(one.key, kept.get(one.name, {})).get("figures", {})
         changes = [f"{name}: {old} -> {new}" for name, (old, new) in moved(before, one.figures).items()]
         result = one.words or _RESULTS.get(one.status, f"ended with {one.status}")
-        table.add_row(one.name, f"{one.seconds / 60:.1f}", result, "\n".join(changes) or ("" if before else "new"))
-        if one.figures and one.status != _CONTROL_FAILED:
-            told = dict(one.figures)
-            day = time.strftime("%Y-%m-%d", time.localtime(one.at))
-            kept[one.name] = {"on": told.pop("on", day), "machine": told.pop("machine", machine()), "figures": told}
+        table.add_row(one.key, f"{one.seconds / 60:.1f}", result, "\n".join(changes) or ("" if before else "new"))
     Console().print(table)
     if given.write:
+        for one in outcomes:
+            keep(kept, one)
         FIGURES.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         README.write_text(with_figures(README.read_text(encoding="utf-8"), kept), encoding="utf-8")
     print(json.dumps({one.name: one.status for one in outcomes}))
     return int(any(one.status in (1, _CONTROL_FAILED) and one.figures for one in outcomes))
+
+
+def keep(kept: dict[str, Any], one: Outcome) -> None:
+    """Put figures whose control held in place of the old ones; those of a whole benchmark replace its parts, too."""
+    if not one.figures or one.status == _CONTROL_FAILED:
+        return
+    if one.key == one.name:
+        for other in [other for other in kept if other.startswith(f"{one.name} ")]:
+            del kept[other]
+    told = dict(one.figures)
+    day = time.strftime("%Y-%m-%d", time.localtime(one.at))
+    kept[one.key] = {"on": told.pop("on", day), "machine": told.pop("machine", machine()), "figures": told}
 
 
 def with_figures(page: str, kept: Mapping[str, Any]) -> str:
@@ -141,7 +155,9 @@ def with_figures(page: str, kept: Mapping[str, Any]) -> str:
         told = told or [f"{key} {_short(figures[key])}" for key in plain[:_FEW]]
         told += ["the machine was not quiet"] if figures.get("quiet") is False else []
         told += [f"with `{figures['arguments']}`"] if figures.get("arguments") else []
-        lines.append(f"| `{name.replace('_', '-')}` | {', '.join(told)} | {one['on']} | {one['machine']} |")
+        lines.append(
+            f"| `{name.partition(' ')[0].replace('_', '-')}` | {', '.join(told)} | {one['on']} | {one['machine']} |"
+        )
     before, mark, _ = page.partition(_MARK)
     return f"{before}{mark}\n" + "\n".join(lines) + "\n"
 
@@ -153,8 +169,14 @@ def _short(value: Any) -> str:
 def _run(name: str) -> Outcome:
     began = time.monotonic()
     # Standard error is shown as it comes; the figures are on standard output.
-    done = subprocess.run([sys.executable, "-P", "-m", "benchmarks", name], stdout=subprocess.PIPE, text=True)
-    return read_outcome(name, done.stdout, done.returncode, time.monotonic() - began)
+    process = subprocess.Popen([sys.executable, "-P", "-m", "benchmarks", name], stdout=subprocess.PIPE, text=True)
+    try:
+        output, _ = process.communicate()
+    except BaseException:  # a signal: the benchmark unmounts, ends its runs and removes its folder itself
+        process.terminate()
+        process.communicate()
+        raise
+    return read_outcome(name, output, process.returncode, time.monotonic() - began)
 
 
 def _noise(name: str) -> float:

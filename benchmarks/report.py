@@ -1,7 +1,7 @@
 """The end of every benchmark: a table of figures with their goals, the control, and one JSON line.
 
 Goals are texts such as `>= 0.94`. A figure of time on the clock counts only if the machine was quiet; ratios of sides
-that alternate, and processor time, count under any load.
+that alternate, and processor time, count under any load. A benchmark that cannot measure here refuses, with words.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import operator
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["is_met", "machine", "report", "wait_until_quiet"]
+__all__ = ["REFUSED", "is_met", "is_time", "machine", "refuse", "report", "wait_until_quiet"]
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
@@ -28,6 +29,9 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
+REFUSED = 3
+"""The exit status of a benchmark that measured nothing, because a peer or a right is missing."""
+_TIME = re.compile(r"_(s|ms|us|seconds)(_max|_median|_p\d+)?$")
 QUIET_LOAD = 0.6
 """Processes that may run besides a benchmark, averaged over a minute."""
 
@@ -36,10 +40,10 @@ def report(
     title: str,
     figures: Mapping[str, Any],
     *,
+    control: str,
+    control_failed: str,
     goals: Mapping[str, str] | None = None,
-    control: str = "",
-    control_failed: str = "",
-    timed: Iterable[str] = (),
+    timed: Iterable[str] | None = None,
     quiet: bool | None = None,
 ) -> int:
     """Print the figures, as a table and, with the goals, as JSON on the last line.
@@ -50,16 +54,22 @@ def report(
     Args:
         title: Of the table.
         figures: Name -> value, as JSON takes it.
-        goals: Name of a figure -> its goal, `>= 0.94`. Figures that were not measured meet none.
-        control: How the figures could be won by accident, and what shows that they were not.
+        control: One line: how the figures could be won by accident, and what shows that they were not.
         control_failed: Why the control failed; empty if it held.
-        timed: Names of figures that are times on the clock.
-        quiet: If the machine was quiet, for `timed`; None if it was not asked.
+        goals: Name of a figure -> its goal, `>= 0.94`. Figures that were not measured meet none.
+        timed: Names of figures that are times on the clock; those that `is_time` tells by default.
+        quiet: If the machine was quiet, for `timed`; None if it was not asked, which counts as a busy one.
 
     Returns:
         The exit status: 2 if the control failed, 1 if a goal was missed, 0 otherwise.
+
+    Raises:
+        ValueError: The control is not one line.
     """
-    goals, timed = goals or {}, set(timed)
+    if len(control.strip().splitlines()) != 1:
+        raise ValueError(f"{title}: a benchmark says in one line how it could be won by accident")
+    goals = goals or {}
+    timed = set(filter(is_time, goals) if timed is None else timed)
     missed = []
     table = Table("figure", title=title)
     table.add_column("value", justify="right")
@@ -69,7 +79,7 @@ def report(
     for name, value in figures.items():
         cells = [name, f"{value:.4g}" if isinstance(value, float) else str(value)]
         if name in goals:
-            loud = name in timed and quiet is False
+            loud = name in timed and not quiet
             met = not loud and is_met(value, goals[name])
             cells += [goals[name], "met" if met else "not quiet" if loud else "missed"]
             missed += [] if met else [name]
@@ -77,8 +87,7 @@ def report(
     missed += [name for name in goals if name not in figures]
     console = Console()
     console.print(table)
-    if control:
-        print(f"control: {control}")
+    print(f"control: {control}")
     if control_failed:
         print(f"control failed, so the figures prove nothing: {control_failed}")
     if missed:
@@ -93,6 +102,18 @@ def report(
         about["quiet"] = quiet
     print(json.dumps({**about, **{name: _rounded(value) for name, value in figures.items()}, "goals": dict(goals)}))
     return 2 if control_failed else 1 if missed else 0
+
+
+def refuse(why: str) -> int:
+    """Say why nothing can be measured here, in words and as JSON on the last line; return the exit status."""
+    print(f"refused: {why}")
+    print(json.dumps({"refused": why}))
+    return REFUSED
+
+
+def is_time(name: str) -> bool:
+    """If a figure's name tells seconds or parts of them on the clock, as `stop_seconds` and `death_ms_max` do."""
+    return bool(_TIME.search(name)) and "cpu" not in name
 
 
 def is_met(value: Any, goal: str) -> bool:

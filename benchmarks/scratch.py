@@ -19,6 +19,7 @@ __all__ = ["end_processes", "processes_of", "scratch"]
 
 _GONE_WITHIN_S = 10.0
 _UNWOUND_WITHIN_S = 60.0
+_AGAIN_AFTER_S = 0.05
 _OPEN: list[Callable[[], None]] = []  # one scratch may hold another, as `python -m benchmarks` does
 
 
@@ -27,8 +28,9 @@ def scratch(name: str, kept: Path | None = None) -> Iterator[Path]:
     """Create a folder below TOPROPE_BENCH_DIR or the system's temporary folder.
 
     At the end of the block, and on SIGINT and SIGTERM, end the servers, keepers and crews that use the folder, and
-    remove it. The signals also apply if the parent ignored them, as for jobs in the background, and if the block
-    swallows the exit: after a minute this process ends all the same.
+    remove it. The signals also apply if the parent ignored them, as for jobs in the background, and if the exit gets
+    lost: one that Python ignored, because it arose in a callback, is raised again, and if the block swallows it, this
+    process ends all the same after a minute.
 
     Args:
         name: Part of the folder's name.
@@ -58,6 +60,19 @@ def scratch(name: str, kept: Path | None = None) -> Iterator[Path]:
         timer = threading.Timer(_UNWOUND_WITHIN_S, give_up)
         timer.daemon = True
         timer.start()
+        told = sys.unraisablehook
+
+        def lost(ignored: sys.UnraisableHookArgs) -> None:
+            if not issubclass(ignored.exc_type, SystemExit):
+                return told(ignored)
+            signal.signal(number, again)
+            threading.Timer(_AGAIN_AFTER_S, os.kill, (os.getpid(), number)).start()
+
+        def again(*_: object) -> None:
+            signal.signal(number, signal.SIG_IGN)
+            sys.exit(128 + number)
+
+        sys.unraisablehook = lost
         sys.exit(128 + number)
 
     _OPEN.append(clean_up)

@@ -28,7 +28,7 @@ from benchmarks.cluster.matrix import (
 )
 from benchmarks.faults.lives import RealHarness
 from benchmarks.learning.demo import demo
-from benchmarks.report import report, wait_until_quiet
+from benchmarks.report import refuse, report, wait_until_quiet
 from benchmarks.scratch import scratch
 from toprope.errors import ComponentFailed
 from toprope.records.run.folder import RunFolder
@@ -71,15 +71,14 @@ def measure(
     start_goal_s: float,
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Run the benchmark of one engine and print its figures. It skips, with words, where the engine cannot run."""
+    """Run the benchmark of one engine and print its figures. It refuses, with words, where the engine cannot run."""
     parser = argparse.ArgumentParser(description=f"Real crews on a {name} of two nodes, through every fault.")
     parser.add_argument("--no-demo", action="store_true", help="leave the demo out")
     parser.add_argument("--only", default="", help="only parts whose names contain one of these: faults, or `demo`")
     given = parser.parse_args(arguments)
     wanted = given.only.split(",")
     if why := why_not():
-        print(json.dumps({"skipped": why}))
-        return 0
+        return refuse(why)
     console = Console(stderr=True, highlight=False)
     quiet = wait_until_quiet()
     with scratch(name) as path:
@@ -124,7 +123,6 @@ def measure(
         goals=goals,
         control="every run takes a step before its fault; a second keeper that was planted is counted",
         control_failed=tally.doubts(),
-        timed=("start_seconds", "stop_seconds"),
         quiet=quiet,
     )
 

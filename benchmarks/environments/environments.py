@@ -57,13 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in parts:
         print(f"== {part}", flush=True)
         figures |= PARTS[part][0](**({"rollouts": given.rollouts} if part == "ecosystems" else {}))
-    timed = ("worker_overhead_ms", "worker_start_over_import_s") if "overhead" in parts else ()
     modules = [_MODULES[part] for part in parts]
     return report(
         "Environments",
         figures,
         goals={name: goal for part in parts for name, goal in PARTS[part][1].items()},
-        timed=timed,
         quiet=quiet,
         control=" ".join(module.CONTROL for module in modules),
         control_failed="; ".join(filter(None, (module.control_failed(figures) for module in modules))),

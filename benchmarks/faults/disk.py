@@ -7,7 +7,6 @@ last step. A second run is stopped while the disk is full. Estimated time: two m
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.lives import RealHarness, eventually
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import end_processes, scratch
 from toprope.analysis.reports.report import gather
 from toprope.records.run.checkpoints import newest_sound
@@ -135,8 +134,7 @@ def measure(home: Path) -> dict[str, Any]:
 def main() -> int:
     """Print the figures; exit with 1 if something was lost, with 2 if the control failed."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        print(json.dumps({"skipped": "a small tmpfs can be mounted by root on Linux only"}))
-        return 0
+        return refuse("a small tmpfs can be mounted by root on Linux only")
     with scratch("disk") as place, small_disk(place) as home:
         figures = measure(home)
     goals = {

@@ -198,7 +198,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         goals=goals | ({} if given.no_times else GOALS),
         control="a process and a file that are planted after a run's end must be found.",
         control_failed="" if planted == 2 else f"only {planted} of 2 planted leftovers were found",
-        timed=GOALS,
         quiet=quiet,
     )
 

@@ -102,7 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         },
         control="the curves of a training with another seed must differ.",
         control_failed="" if 0 < control < math.inf else f"another seed gives curves that differ by {control}",
-        timed=("death_to_state_ms_median", "stubborn_stop_seconds"),
         quiet=quiet,
     )
 

@@ -36,7 +36,7 @@ from toprope_server.cli.demo import server_parameters
 from benchmarks.foreign.candidates import COLLECTORS, PACKAGES_KEYS, Candidate, keys_of
 from benchmarks.foreign.grader import verdict
 from benchmarks.foreign.journey import ROLLED_CONTEXT, STAGES, Result, Traveller, variables_of
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 from toprope.sdk.worker.scripted_policy import scripted_session
 
@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     place = os.environ.get("TOPROPE_ECOSYSTEMS", "")
     if not place or not Path(place).is_dir():
-        print("TOPROPE_ECOSYSTEMS must name a folder with fetched repositories.", file=sys.stderr)
-        return 2
+        return refuse("TOPROPE_ECOSYSTEMS must name a folder with fetched repositories.")
     drawn = draw(Path(place), options.ecosystem or list(COLLECTORS), options.limit, options.seed, options.only)
     console = Console(stderr=True)
     console.print(f"seed {options.seed}: {len(drawn)} environments")

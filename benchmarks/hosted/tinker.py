@@ -32,7 +32,7 @@ from rich.console import Console
 
 from benchmarks.hosted.skyrl_server import PYTHON, SkyrlServer
 from benchmarks.models.models import make_model
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 from benchmarks.training_agent import TrainingAgent, training_agent
 from tests.support.run_engines import TINKER_BEFORE
@@ -81,8 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     missing = [str(path) for path in (PYTHON, TINKER_BEFORE / "tinker") if not path.exists()]
     if missing:
-        print(json.dumps({"skipped": f"make tools-tinker installs what is missing: {', '.join(missing)}"}))
-        return 0
+        return refuse(f"make tools-tinker installs what is missing: {', '.join(missing)}")
     console = Console(stderr=True, highlight=False)
     figures: dict[str, Any] = {}
     goals: dict[str, str] = {}

@@ -65,7 +65,6 @@ def main() -> int:
         "The demo",
         figures,
         goals={"accuracy_after": ">= 0.94", "first_step_seconds": "<= 4.5", "demo_warm_seconds": "<= 100"},
-        timed=("first_step_seconds", "demo_warm_seconds"),
         quiet=quiet,
         control="a run whose rewards are shuffled within each group must not rise.",
         control_failed="accuracy rose with shuffled rewards" if figures["control_rose"] else "",

@@ -212,7 +212,6 @@ def main() -> int:
         goals=goals,
         control="weights changed without a publication show in the log-probabilities",
         control_failed=f"they did not with {', '.join(blind)}" if blind else "",
-        timed=[name for name in figures if name.startswith(("tokens_per", "publish"))],
         quiet=quiet,
     )
 

@@ -42,7 +42,7 @@ from toprope_server.cli.demo import ENVIRONMENT
 from benchmarks.models import engines, fit
 from benchmarks.models.models import make_model
 from benchmarks.performance.train import run_reference
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 from benchmarks.training_agent import training_agent
 from tests.training.inference.test_conformance import HOME, start_rig
@@ -257,8 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rehearse", action="store_true", help="a tiny model on the CPU")
     given = parser.parse_args(arguments)
     if not given.rehearse and not torch.cuda.is_available():
-        print("PyTorch finds no NVIDIA GPU here, so nothing was measured. --rehearse tries the steps on the CPU.")
-        return 3
+        return refuse("PyTorch finds no NVIDIA GPU here. --rehearse tries the steps on the CPU.")
     figures, failed = {"versions_wrong": 0.0}, ""
     with scratch("gpu") as home:
         for shape in ["tiny"] if given.rehearse else given.shapes:

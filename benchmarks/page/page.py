@@ -28,7 +28,7 @@ import psutil
 from benchmarks.page.browser import MISSING, PAGE, dashboard, ready, variables
 from benchmarks.page.home import PageHome
 from benchmarks.page.pages import watch
-from benchmarks.report import report, wait_until_quiet
+from benchmarks.report import refuse, report, wait_until_quiet
 from benchmarks.scratch import scratch
 from benchmarks.server.many_runs import make_run, row
 from toprope.records.run.folder import RunFolder
@@ -122,8 +122,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=20, help="Seconds of each measurement of processor time.")
     given = parser.parse_args()
     if not ready():
-        print(MISSING, file=sys.stderr)
-        return 2
+        return refuse(MISSING)
     subprocess.run(["make", "page"], cwd=PAGE.parent, check=True)
     quiet = wait_until_quiet()
     with scratch("page") as folder:
@@ -146,7 +145,6 @@ def main() -> int:
         goals=GOALS,
         control="one violation of each kind, planted in the page, is counted",
         control_failed=f"not counted when planted: {', '.join(told['missed'])}" if told["missed"] else "",
-        timed=("first_chart_seconds", "first_chart_cold_seconds"),
         quiet=quiet,
     )
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from toprope_server.cli.demo import ENVIRONMENT, PRESET
 
 from benchmarks.performance.train import read_status
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 from benchmarks.training_agent import training_agent
 
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds of training (default 20)")
     given = parser.parse_args(arguments)
     if not sys.platform.startswith("linux"):
-        raise SystemExit("smaps_rollup exists on Linux only")
+        return refuse("smaps_rollup exists on Linux only")
     difference = control_mb()
     with scratch("memory") as home:
         (home / "config").mkdir()

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 
 __all__ = ["NODE_TOOLS_MISSING", "measure", "node_tool", "node_variables", "run_suite", "served"]
@@ -129,8 +129,7 @@ def measure() -> tuple[list[tuple[str, str, int, list[str]]], int]:
 def main() -> int:
     """Print the table and the figures; exit with 1 if a scenario fails, with 2 if the control failed."""
     if node_tool("conformance") is None:
-        print(json.dumps({"skipped": f"the conformance suite is not installed: {NODE_TOOLS_MISSING}"}))
-        return 0
+        return refuse(f"the conformance suite is not installed: {NODE_TOOLS_MISSING}")
     rows, others = measure()
     table = Table(title="MCP conformance, scenarios without fixtures")
     for column in ("revision", "scenario", "checks passed", "failed"):

@@ -251,7 +251,6 @@ def main() -> int:
         control="reading the rows of all runs must take longer than a call may, and an answer without its stored "
         "explanation longer than one with it.",
         control_failed=failed,
-        timed=goals,
         quiet=quiet,
     )
 

@@ -16,16 +16,14 @@ import psutil
 import pytest
 
 import benchmarks
-from benchmarks import compare_figures
 from benchmarks.__main__ import TARGETS
 from benchmarks.__main__ import main as run_benchmark
-from benchmarks.compare_figures import moved
 from benchmarks.faults.faults import campaign
 from benchmarks.hosted import tinker
 from benchmarks.learning import rollouts
 from benchmarks.learning.ppo import reference_error
 from benchmarks.orchestrator.means import Measured, compared
-from benchmarks.report import is_met, report, wait_until_quiet
+from benchmarks.report import REFUSED
 from benchmarks.scratch import processes_of
 from benchmarks.server import data
 
@@ -68,10 +66,10 @@ def test_unknown_benchmark_is_refused_with_names(monkeypatch, capsys):
     assert "demo, disk" in capsys.readouterr().err
 
 
-def test_tinker_benchmark_skips_with_words_without_its_server(tmp_path, monkeypatch, capsys):
+def test_tinker_benchmark_refuses_with_words_without_its_server(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tinker, "PYTHON", tmp_path / "python")
-    assert tinker.main([]) == 0
-    said = figures_of(capsys.readouterr().out)["skipped"]
+    assert tinker.main([]) == REFUSED
+    said = figures_of(capsys.readouterr().out)["refused"]
     assert "make tools-tinker" in said and str(tmp_path / "python") in said
 
 
@@ -92,72 +90,6 @@ def test_slice_of_rollouts_browses_whole_journal(capsys):
 def test_slice_of_data_exports_and_deduplicates_exactly(capsys):
     assert data.main(["--items", "160", "--texts", "200"]) == 0
     assert figures_of(capsys.readouterr().out)["count_errors"] == 0
-
-
-def test_report_says_which_goals_were_missed(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["benchmark", "--part", "a"])
-    goals = {"ratio": "<= 1.2", "state": '== "done"', "seconds": "<= 5", "never": ">= 0"}
-    figures = {"ratio": 1.1, "state": "done", "seconds": 4.0}
-    assert report("T", figures, goals=goals, timed=["seconds"], quiet=False) == 1
-    printed = capsys.readouterr().out
-    assert "missed: seconds, never" in printed and figures_of(printed)["quiet"] is False
-    assert report("T", figures, goals={"ratio": "<= 1.2"}, control="C must fail.", control_failed="C won") == 2
-    printed = capsys.readouterr().out
-    assert "prove nothing: C won" in printed and figures_of(printed)["control_failed"] == "C won"
-    assert figures_of(printed)["on"] and figures_of(printed)["arguments"] == "--part a"
-    assert report("T", figures, goals={name: goals[name] for name in figures}, timed=["seconds"], quiet=True) == 0
-
-
-def test_figures_that_moved_by_more_than_their_noise_are_named():
-    old = {"ratio": 1.0, "leaks": 0, "state": "done", "call_ms": 10.0, "load": 0.1, "gone": 3, "flag": True}
-    new = {"ratio": 1.05, "leaks": 1, "state": "lost", "call_ms": 20.0, "load": 9.0, "flag": False, "new": 1}
-    assert moved(old, new) == {
-        "leaks": (0, 1), "state": ("done", "lost"), "call_ms": (10.0, 20.0), "gone": (3, None), "flag": (True, False)
-    }  # fmt: skip
-    assert moved(old, old) == {}
-
-
-def test_stored_outputs_are_compared_and_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compare_figures, "FIGURES", tmp_path / "figures.json")
-    monkeypatch.setattr(compare_figures, "README", tmp_path / "README.md")
-    mark = compare_figures._MARK
-    (tmp_path / "README.md").write_text(f"# Benchmarks\n\n{mark}\nold\n")
-    (tmp_path / "server.log").write_text('words\n{"list_ratio": 1.1, "goals": {"list_ratio": "<= 1.2"}}\n')
-    (tmp_path / "demo.log").write_text("Traceback\nNo\n")
-    assert compare_figures.main(["--from", str(tmp_path), "--write"]) == 0
-    kept = json.loads((tmp_path / "figures.json").read_text())
-    assert list(kept) == ["server"] and kept["server"]["figures"]["list_ratio"] == 1.1 and kept["server"]["on"]
-    page = (tmp_path / "README.md").read_text()
-    assert page.startswith("# Benchmarks") and "old" not in page and "| `server` | list_ratio 1.1 (<= 1.2) |" in page
-    (tmp_path / "server.log").write_text('{"list_ratio": 1.9, "quiet": false}\n')
-    compare_figures.main(["server", "--from", str(tmp_path), "--write"])
-    told = capsys.readouterr().out
-    assert "list_ratio: 1.1 -> 1.9" in told and "goals met" not in told  # a stored output does not say how it ended
-    assert "the machine was not quiet" in (tmp_path / "README.md").read_text()
-    (tmp_path / "disk.log").write_text('{"skipped": "no disk"}\n')
-    (tmp_path / "data.log").write_text('{"on": "2020-01-02", "machine": "M", "arguments": "--items 9", "leaks": 0}\n')
-    (tmp_path / "server.log").write_text('{"list_ratio": 0.1, "control_failed": "it won"}\n')
-    assert compare_figures.main(["data", "disk", "server", "--from", str(tmp_path), "--write"]) == 1
-    told = capsys.readouterr().out
-    assert "skipped: no disk" in told and "control failed" in told
-    kept = json.loads((tmp_path / "figures.json").read_text())
-    assert sorted(kept) == ["data", "server"] and kept["server"]["figures"]["list_ratio"] == 1.9
-    page = (tmp_path / "README.md").read_text()
-    assert "| `data` | leaks 0, with `--items 9` | 2020-01-02 | M |" in page
-    with pytest.raises(SystemExit):
-        compare_figures.main(["no-such"])
-
-
-def test_figure_that_was_not_measured_meets_no_goal():
-    assert not is_met(None, "<= 5") and is_met(0, "== 0") and not is_met(0.2, "> 0.2")
-
-
-def test_busy_machine_is_waited_for_and_told(monkeypatch):
-    loads = iter([3.0, 0.1])
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert wait_until_quiet(lambda: next(loads))
-    monkeypatch.setenv("TOPROPE_BENCH_WAIT_S", "0")
-    assert not wait_until_quiet(lambda: 3.0)
 
 
 def test_ppo_reference_agrees_with_product():
@@ -218,6 +150,31 @@ with scratch.scratch("outer"), scratch.scratch("deaf"):  # as `python -m benchma
             assert benchmark.wait(60) == 128 + signal.SIGTERM
         finally:
             benchmark.kill()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_exit_that_python_ignored_is_raised_again(tmp_path):
+    program = """
+import os, signal, time
+from benchmarks import scratch
+
+class Callback:
+    def __del__(self):  # an exit that arises here is ignored
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):
+            pass
+
+scratch._UNWOUND_WITHIN_S = 3600
+with scratch.scratch("callback") as place:
+    try:
+        Callback()
+        time.sleep(60)
+    finally:
+        print("unwound", flush=True)
+"""
+    variables = os.environ | {"TOPROPE_BENCH_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=variables, stdout=subprocess.PIPE, timeout=50)
+    assert done.returncode == 128 + signal.SIGTERM and done.stdout == b"unwound\n"
     assert list(tmp_path.iterdir()) == []
 
 
