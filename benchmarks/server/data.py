@@ -60,13 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures |= exported(path, given.items // SIZE, given.format)
     figures |= deduplicated(given.texts)
     figures["count_errors"] = figures.pop("export_errors") + figures["dedupe_wrong"]
-    planted = figures["planted_errors_found"]
+    failed = (
+        [] if (found := figures["planted_errors_found"]) == 1 else [f"{found} errors were found in a file with one"]
+    )
+    failed += [f"{name} is 0" for name in ("control_dedupe_missed", "control_dedupe_wrong") if not figures[name]]
     return report(
         "Data",
         figures,
-        goals={"count_errors": "== 0"},
-        control="a reward that is changed in the exported file must be found.",
-        control_failed="" if planted == 1 else f"{planted} errors were found in a file with one",
+        goals={"count_errors": "== 0", "dedupe_missed_share": "<= 0.01", "export_rss_mb": "<= 200"},
+        control="a reward that is changed in the export must be found; removing no text must count as missed, and "
+        "removing one that is near to none as wrong.",
+        control_failed="; ".join(failed),
     )
 
 
@@ -230,20 +234,26 @@ def deduplicated(count: int) -> dict[str, Any]:
     kept, left = deduplicate(items, THRESHOLD)
     seconds, worked = time.monotonic() - began, time.process_time() - worked
     stayed = {item.metadata["number"] for item in kept}
-    # A kept text near a kept original was missed; a removed text near none was removed wrongly.
     sets = {number: shingles(f"{texts[number]}\n") for number in {*origins, *origins.values()}}
-    missed = sum(
-        number in stayed and source in stayed and similarity(sets[number], sets[source]) >= THRESHOLD
-        for number, source in origins.items()
-    )
+    near = {one: of for one, of in origins.items() if similarity(sets[one], sets[of]) >= THRESHOLD}
     fresh = set(range(count)) - origins.keys()
+
+    def judged(stayed: set[int]) -> tuple[int, int]:
+        """Texts that stayed beside an original that they are near to, and removed ones that are near to none."""
+        return sum(number in stayed and source in stayed for number, source in near.items()), len(fresh - stayed)
+
+    everything = set(range(count))
+    missed, wrong_removals = judged(stayed)
     return {
         f"dedupe_{count}_seconds": round(seconds, 1),
         "dedupe_cpu_seconds": round(worked, 1),
         "dedupe_kept": len(kept),
         "dedupe_removed": left,
         "dedupe_missed": missed,
-        "dedupe_wrong": len(fresh - stayed) + (len(kept) + left != count),
+        "dedupe_missed_share": missed / max(1, len(near)),
+        "dedupe_wrong": wrong_removals + (len(kept) + left != count),
+        "control_dedupe_missed": judged(everything)[0],
+        "control_dedupe_wrong": judged(everything - {min(fresh)})[1],
         "dedupe_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
 
