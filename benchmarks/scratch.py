@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -12,10 +13,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-__all__ = ["end_processes", "processes_of", "scratch"]
+__all__ = ["end_process", "end_processes", "processes_of", "scratch"]
 
 _GONE_WITHIN_S = 10.0
 _UNWOUND_WITHIN_S = 60.0
@@ -101,6 +103,16 @@ def processes_of(folder: Path, *, keepers_only: bool = False) -> list[psutil.Pro
         if process.pid != os.getpid() and any(text in word for word in words):
             found.append(process)
     return found
+
+
+def end_process(process: subprocess.Popen[Any], within_s: float = 20.0) -> None:
+    """Send SIGTERM and wait; kill a process that has not ended in so many seconds."""
+    process.terminate()
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def end_processes(folder: Path, *, keepers_only: bool = False) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 from tests.support.run_engines import RELEASE_TOOLS
 
@@ -31,6 +32,9 @@ GOALS = {
 
 def main() -> int:
     """Print the figures; exit with 1 if a goal is missed, with 2 if the control fails."""
+    tools = {"make tools-release": RELEASE_TOOLS / "bin" / "cyclonedx-py", "mmdebstrap": shutil.which("mmdebstrap")}
+    if lacking := [name for name, tool in tools.items() if not (tool and Path(tool).exists())]:
+        return refuse(f"it needs {' and '.join(lacking)}")
     with scratch("install") as folder:
         planted = folder / "planted"
         planted.mkdir()

@@ -32,7 +32,7 @@ from toprope.records.run.folder import RunFolder
 
 SIZE, TOKENS, TASKS = 8, 18, 30_000
 _PAGE = "<= 0.1"
-_LONG_S = 3600.0
+_LONG, _LONG_S = 10_000, 3600.0
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Group).decode
 
@@ -84,15 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     failed = ["the worst before the best count as ordered"] if ordered else []
     failed += ["a page that makes the index meets the goal for a page"] if is_met(anew, _PAGE) else []
+    of_page = {"page_cost_share": _PAGE} if given.groups >= _LONG else {}  # a short one is read as fast as its index
     return report(
         "Browsing a journal",
         figures,
         goals={
             "pages_out_of_order": "== 0",
             "groups_indexed": f"== {given.groups}",
-            "page_cost_share": _PAGE,
             "text_cost_ratio": "<= 1.2",
-        },
+        }
+        | of_page,
         control="the worst before the best must be out of order; a page that makes the index must miss its goal.",
         control_failed="; ".join(failed),
     )

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.page.home import HOSTILE, PageHome
+from benchmarks.scratch import end_process
 
 PAGE = Path(__file__).resolve().parents[2] / "page"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -40,8 +41,7 @@ def dashboard(home: PageHome, *options: str) -> Iterator[tuple[str, subprocess.P
             raise RuntimeError(f"the dashboard did not start: {line}{process.stdout.read()}")
         yield found[0], process
     finally:
-        process.terminate()
-        process.wait(10)
+        end_process(process)
         if process.stdout:
             process.stdout.close()
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import refuse, report
-from benchmarks.scratch import scratch
+from benchmarks.scratch import end_process, scratch
 
 __all__ = ["NODE_TOOLS_MISSING", "measure", "node_tool", "node_variables", "run_suite", "served"]
 
@@ -75,8 +75,7 @@ def served(folder: Path) -> Iterator[str]:
             raise RuntimeError("the server did not start")
         yield url
     finally:
-        process.terminate()
-        process.wait(10)
+        end_process(process)
         if process.stdout is not None:
             process.stdout.close()
 

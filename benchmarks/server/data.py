@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import resource
 import subprocess
@@ -43,6 +42,13 @@ from toprope.trajectories.synthesis.near_duplicates import deduplicate, shingles
 SIZE = 8
 PROMPT = "Spell this word backward (example: sun -> nus): "
 THRESHOLD = 0.7
+# Linux hands a parent's peak on to its children, so that of a small process stands between.
+_WATCHED = """
+import os, subprocess, sys
+_, status, used = os.wait4(subprocess.Popen(sys.argv[1:], stdout=sys.stderr).pid, 0)
+print(used.ru_maxrss)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -89,16 +95,15 @@ def exported(place: Path, groups: int, form: str) -> dict[str, Any]:
     order = Order(kind="export", runs=[str(folder.path)], form=form, target=str(target))
     (job / "order.json").write_text(order.model_dump_json())
     began = time.monotonic()
-    child = subprocess.Popen([sys.executable, "-P", "-m", "toprope.trajectories", str(job)])
-    _, status, used = os.wait4(child.pid, 0)
+    export = [sys.executable, "-P", "-m", "toprope.trajectories", str(job)]
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", _WATCHED, *export], stdout=subprocess.PIPE, text=True)
     seconds = time.monotonic() - began
-    child.returncode = os.waitstatus_to_exitcode(status)
-    if child.returncode:
-        raise SystemExit(f"the export ended with {child.returncode}: {(job / 'failure.json').read_text()}")
+    if done.returncode:
+        raise SystemExit(f"the export ended with {done.returncode}: {(job / 'failure.json').read_text()}")
     outcome = json.loads((job / "outcome.json").read_text())
     return {
         "export_items": outcome["items"],
-        "export_rss_mb": round(used.ru_maxrss / 1024),
+        "export_rss_mb": round(int(done.stdout.splitlines()[-1]) / 1024),
         "export_seconds": round(seconds, 1),
         "export_format": form,
         "export_mb": round(target.stat().st_size / 1e6, 1),

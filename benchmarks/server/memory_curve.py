@@ -6,14 +6,31 @@ Samples are pairs of seconds since the load began and bytes.
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["PLANTED_PERCENT", "by_minute", "settled_growth", "with_leak"]
+import psutil
+
+__all__ = ["PLANTED_PERCENT", "by_minute", "leaking", "settled_growth"]
 
 _SETTLED_MINUTES = 5
 """Until then the threads of the server make their first buffers."""
-PLANTED_PERCENT = 10
-"""Of memory, over the whole load: a leak of the control. The minutes that count see most of it."""
+PLANTED_PERCENT = 15
+"""Of its memory, over the whole load: the leak of the control. The minutes that count see most of it."""
+_HELD_MB = 100
+_LEAK = """
+import sys, time
+megabytes, leak, seconds = map(float, sys.argv[1:])
+held, began = [b"x" * int(megabytes * 2**20)], time.monotonic()
+print(flush=True)
+while True:
+    due = megabytes * (1 + leak * (time.monotonic() - began) / seconds) * 2**20
+    held.append(b"x" * max(0, int(due) - sum(map(len, held))))
+    time.sleep(min(1.0, seconds / 100))
+"""
 
 
 def settled_growth(samples: list[tuple[float, int]], seconds: float) -> float | None:
@@ -26,10 +43,17 @@ def settled_growth(samples: list[tuple[float, int]], seconds: float) -> float | 
     return 100.0 * (last - first) / first
 
 
-def with_leak(samples: list[tuple[float, int]], seconds: float) -> list[tuple[float, int]]:
-    """The samples of a server that also leaks PLANTED_PERCENT of its first memory, evenly."""
-    leak = PLANTED_PERCENT / 100 * samples[0][1] / seconds
-    return [(at, memory + int(at * leak)) for at, memory in samples]
+@contextmanager
+def leaking(seconds: float, percent: float = PLANTED_PERCENT) -> Iterator[psutil.Process]:
+    """A process that leaks so much of the memory that it holds in so many seconds, evenly."""
+    command = [sys.executable, "-I", "-S", "-c", _LEAK, str(_HELD_MB), str(percent / 100), str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield psutil.Process(process.pid)
+        finally:
+            process.kill()
 
 
 def by_minute(samples: list[tuple[float, int]]) -> list[float]:

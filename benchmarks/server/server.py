@@ -26,6 +26,7 @@ from toprope.records.audit import AuditTrail, shorten
 
 ROUNDS = 15
 CALLS = 400
+_LEAVES_WITHIN_S = 60
 GOALS = {"list_ratio": "<= 1.2", "rss_ratio": "<= 1.2", "torch_loaded": "== 0", "tools_list_tokens": "<= 7000"}
 ALLOWS = "installs: allow\nsaves: allow\n"
 """Settings with which a server offers every tool."""
@@ -97,7 +98,7 @@ class Session:
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        self.process.wait(_LEAVES_WITHIN_S)
         self.process.stdout.close()
 
     def _send(self, message: dict[str, Any]) -> None:

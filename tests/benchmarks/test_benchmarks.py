@@ -18,14 +18,20 @@ import pytest
 import benchmarks
 from benchmarks.__main__ import TARGETS
 from benchmarks.__main__ import main as run_benchmark
+from benchmarks.faults import containment
 from benchmarks.faults.faults import campaign
 from benchmarks.hosted import tinker
+from benchmarks.house import install
 from benchmarks.learning import rollouts
 from benchmarks.learning.ppo import reference_error
+from benchmarks.models import ranks
 from benchmarks.orchestrator.means import Measured, compared
+from benchmarks.page import page
+from benchmarks.performance import scale
 from benchmarks.report import REFUSED
-from benchmarks.scratch import processes_of
-from benchmarks.server import data
+from benchmarks.scratch import end_process, processes_of
+from benchmarks.server import conformance, data
+from tests.support.tiny_policy import make_tiny_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = [found.name for found in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not found.ispkg]
@@ -66,11 +72,21 @@ def test_unknown_benchmark_is_refused_with_names(monkeypatch, capsys):
     assert "demo, disk" in capsys.readouterr().err
 
 
-def test_tinker_benchmark_refuses_with_words_without_its_server(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tinker, "PYTHON", tmp_path / "python")
-    assert tinker.main([]) == REFUSED
-    said = figures_of(capsys.readouterr().out)["refused"]
-    assert "make tools-tinker" in said and str(tmp_path / "python") in said
+@pytest.mark.parametrize(
+    ("module", "peer", "missing", "words"),
+    [
+        (tinker, "PYTHON", Path("/nowhere/python"), "make tools-tinker installs what is missing: /nowhere/python"),
+        (install, "RELEASE_TOOLS", Path("/nowhere"), "make tools-release"),
+        (conformance, "NODE_TOOLS", Path("/nowhere"), "make tools-node"),
+        (page, "ready", lambda: False, "make tools-page"),
+        (containment.containment, "probe_bubblewrap", lambda: "no namespaces", "no namespaces"),
+    ],
+)
+def test_benchmark_without_its_peer_refuses_with_words(module, peer, missing, words, monkeypatch, capsys):
+    monkeypatch.setattr(module, peer, missing)
+    monkeypatch.setattr(sys, "argv", ["benchmark"])
+    assert (containment if module is containment.containment else module).main() == REFUSED
+    assert words in figures_of(capsys.readouterr().out)["refused"]
 
 
 def test_slice_of_fault_campaign_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -85,11 +101,40 @@ def test_slice_of_rollouts_browses_whole_journal(capsys):
     assert rollouts.main(["--groups", "60"]) == 0
     figures = figures_of(capsys.readouterr().out)
     assert figures["groups"] == 60 and figures["index_calls"] == 1
+    assert 0 < figures["page_cost_share"] and 0.1 < figures["control_page_cost_share"]
 
 
 def test_slice_of_data_exports_and_deduplicates_exactly(capsys):
     assert data.main(["--items", "160", "--texts", "200"]) == 0
     assert figures_of(capsys.readouterr().out)["count_errors"] == 0
+
+
+def test_judge_of_near_duplicates_that_sees_none_proves_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(data, "similarity", lambda one, other: 0.0)
+    monkeypatch.setattr(
+        data, "exported", lambda *_: {"export_errors": 0, "export_rss_mb": 90, "planted_errors_found": 1}
+    )
+    assert data.main(["--texts", "200"]) == 2
+    assert "control_dedupe_missed is 0" in capsys.readouterr().out
+
+
+def test_slice_of_scale_measures_a_run_and_simulates_one_that_is_full(tmp_path):
+    runs = scale._Runs(tmp_path)
+    try:
+        rate, costs = runs.measure(2, 1.0, wait_s=0.1)
+    finally:
+        runs.close()
+    assert rate > 0 and all(cost >= 0 for cost in costs.per_group.values())
+    free, full = scale.Costs({}, []), scale.Costs({"inference": scale.WAIT_S}, [])
+    assert scale.simulate(8, free) == pytest.approx(8 * scale.simulate(1, free), rel=0.05)
+    assert scale.simulate(8, full) < 4 * scale.simulate(1, full)
+
+
+def test_slice_of_ranks_compares_two_with_one(tmp_path):
+    make_tiny_policy(policy := tmp_path / "policy")
+    found = ranks.measure(tmp_path, policy, "grpo", 2)
+    assert found["loss_error"] <= ranks.GOAL and found["resumed_error"] <= ranks.GOAL
+    assert 0.3 < found["moments_share"] <= 0.6
 
 
 def test_ppo_reference_agrees_with_product():
@@ -151,6 +196,14 @@ with scratch.scratch("outer"), scratch.scratch("deaf"):  # as `python -m benchma
         finally:
             benchmark.kill()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_process_that_does_not_react_is_killed():
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        end_process(process, within_s=0.1)
+        assert process.returncode == -signal.SIGKILL
 
 
 def test_exit_that_python_ignored_is_raised_again(tmp_path):

@@ -31,7 +31,7 @@ from benchmarks.orchestrator import runs as orchestrator
 from benchmarks.orchestrator.orchestrator import _control_failed
 from benchmarks.performance import decode, growth, memory, train
 from benchmarks.server import load, many_runs, server
-from benchmarks.server.memory_curve import settled_growth, with_leak
+from benchmarks.server.memory_curve import leaking, settled_growth
 from benchmarks.training_agent import Done
 from benchmarks.trajectory_api import kills, trajectory_api
 from benchmarks.trajectory_api.trajectory import bodies, ours, run_folder
@@ -219,9 +219,13 @@ def test_commands_for_a_gpu_have_options_and_versions_that_exist(monkeypatch, ca
 
 
 def test_server_without_torch_is_told_from_one_with_it(tmp_path):
-    (tmp_path / "torch_server.py").write_text("import torch\n" + server.BARE)
-    assert server.start([sys.executable, "-P", str(tmp_path / "torch_server.py"), "1"], tmp_path)[2] > 0
-    assert server.start([sys.executable, "-P", "-m", "toprope_server.cli", "serve"], tmp_path)[2] == 0
+    planted = server.start(server.with_torch(tmp_path, 1), tmp_path)
+    ours = server.start([sys.executable, "-P", "-m", "toprope_server.cli", "serve"], tmp_path)
+    assert planted[2] > ours[2] == 0 and planted[1] > ours[1]
+    many = {"tools": [{"name": "a" * 20_000}]}
+    assert server.control_failed(planted, planted[0] / 2, planted[1] / 2, many) == ""
+    won = server.control_failed((1.0, 70.0, 0, None), 1.0, 70.0, {"tools": []})
+    assert all(name in won for name in server.GOALS)
 
 
 def test_home_of_many_runs_is_answered(tmp_path, monkeypatch):
@@ -273,6 +277,10 @@ def test_gains_are_counted_seed_by_seed(tmp_path):
     assert (
         found["gain_by_seed"] == [10.0, 30.0] and found["gain"] == 20.0 and found["gain_low"] < 20 < found["gain_high"]
     )
+    held = {"control_gain_points": -2.0, "dataset_items": 9, "dataset_items_wrong": 9, "accuracy_grpo": [0.5, 0.6]}
+    assert sft_then_grpo.control_failed(held) == ""
+    for wrong in ({"control_gain_points": 7.0}, {"dataset_items_wrong": 8}, {"accuracy_grpo": [0.5, 0.9]}):
+        assert sft_then_grpo.control_failed(held | wrong)
 
 
 def test_mixture_counts_what_improved_and_judges_its_control(tmp_path):
@@ -348,8 +356,18 @@ def test_load_stores_runs_and_ignores_the_first_minutes(tmp_path):
     samples = [(float(second), 100 if second < 360 else 110) for second in range(600)]
     assert settled_growth(samples, 600) == pytest.approx(10.0)
     assert settled_growth(samples, 300) is None
-    flat = [(float(second), 10**8) for second in range(1800)]
-    assert settled_growth(flat, 1800) == 0 and settled_growth(with_leak(flat, 1800), 1800) > 5
+    assert settled_growth([(float(second), 10**8) for second in range(1800)], 1800) == 0
+
+
+def test_process_that_leaks_is_seen_to():
+    with leaking(3.0, percent=50) as process:
+        looks = load.Looks(process)
+        _, first, *_ = looks.look()
+        limit = time.monotonic() + 60
+        while (grown := looks.look()[1]) < 1.3 * first:
+            assert time.monotonic() < limit, (first, grown)
+            time.sleep(0.05)
+    assert not process.is_running()
 
 
 def test_load_says_that_its_server_ended():
