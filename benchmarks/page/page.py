@@ -5,8 +5,9 @@ a dashboard that has not read it (cold: the chart first spans the run by a sampl
 in it), then five times in fresh profiles while it is followed. Processor time of an update counts all processes of
 Chromium, less their time while nothing changes; with one chart in the window, and with the whole Run screen. Then every
 screen is visited, light and dark. Ten more pages then watch the run, and the server's processor time counts. control: a
-console error, a request elsewhere, a held-out text and an image without a text are planted, and each must be
-counted. Estimated time: five minutes; needs `make tools-page` and Chromium.
+console error, a request elsewhere, a held-out text and an image without a text are planted, and each must be counted;
+60 ms of work after each answer must miss the goal for an update. Estimated time: six minutes; needs `make tools-page`
+and Chromium.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import psutil
 from benchmarks.page.browser import MISSING, PAGE, dashboard, ready, variables
 from benchmarks.page.home import PageHome
 from benchmarks.page.pages import watch
-from benchmarks.report import refuse, report, wait_until_quiet
+from benchmarks.report import is_met, refuse, report, wait_until_quiet
 from benchmarks.scratch import scratch
 from benchmarks.server.many_runs import make_run, row
 from toprope.records.run.folder import RunFolder
@@ -143,10 +145,18 @@ def main() -> int:
         "The page",
         figures,
         goals=GOALS,
-        control="one violation of each kind, planted in the page, is counted",
-        control_failed=f"not counted when planted: {', '.join(told['missed'])}" if told["missed"] else "",
+        control="one violation of each kind, planted in the page, is counted; an update that works longer is seen to.",
+        control_failed=control_failed(figures, told["missed"]),
         quiet=quiet,
     )
+
+
+def control_failed(figures: Mapping[str, Any], missed: Sequence[str]) -> str:
+    """Name what was planted and not seen: the violations in `missed`, or longer work after each answer."""
+    blind = [*missed]
+    if is_met(figures["control_update_cpu_ms"], GOALS["update_cpu_ms"]):
+        blind.append("update_cpu_ms")
+    return f"not counted when planted: {', '.join(blind)}" if blind else ""
 
 
 def ten_pages(process: subprocess.Popen[str], address: str, run_id: str, seconds: int) -> dict[str, float]:

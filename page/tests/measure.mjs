@@ -11,6 +11,7 @@ const heldout = JSON.parse(process.env.PAGE_HELDOUT);
 const rows = Number(process.env.PAGE_ROWS);
 const SECONDS = Number(process.env.PAGE_SECONDS);
 const OPENINGS = 5;
+const PLANTED_MS = 60;
 const TICK_S = 0.01; // CLK_TCK of Linux
 
 const lines = createInterface({ input: process.stdin })[Symbol.asyncIterator]();
@@ -119,6 +120,14 @@ await page.setViewport({ width: 1440, height: 640, deviceScaleFactor: 1 });
 await page.evaluate(() => scrollTo(0, 0));
 figures.charts_alone = await page.$$eval("figure.chart", (all) => all.filter((one) => one.getBoundingClientRect().top < innerHeight).length);
 figures.update_cpu_ms = (await updateCost()).ms;
+// The control: the page works so much longer after each answer.
+await page.evaluate((ms) => {
+  const work = () => { for (const until = performance.now() + ms; performance.now() < until; ); };
+  window.planted = new PerformanceObserver((list) => list.getEntries().filter(({ name }) => name.includes("/look")).forEach(work));
+  window.planted.observe({ type: "resource" });
+}, PLANTED_MS);
+figures.control_update_cpu_ms = (await updateCost()).ms;
+await page.evaluate(() => window.planted.disconnect());
 
 console.log(JSON.stringify({ measured: figures }));
 

@@ -137,6 +137,11 @@ def test_slice_of_ranks_compares_two_with_one(tmp_path):
     assert 0.3 < found["moments_share"] <= 0.6
 
 
+def test_page_that_works_longer_must_be_seen_to():
+    assert page.control_failed({"control_update_cpu_ms": 80.0}, []) == ""
+    assert "axe_violations, update_cpu_ms" in page.control_failed({"control_update_cpu_ms": 9.0}, ["axe_violations"])
+
+
 def test_ppo_reference_agrees_with_product():
     assert reference_error() < 1e-4
 
