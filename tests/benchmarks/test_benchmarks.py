@@ -24,14 +24,12 @@ from benchmarks.hosted import tinker
 from benchmarks.house import install
 from benchmarks.learning import rollouts
 from benchmarks.learning.ppo import reference_error
-from benchmarks.models import ranks
 from benchmarks.orchestrator.means import Measured, compared
 from benchmarks.page import page
 from benchmarks.performance import scale
 from benchmarks.report import REFUSED
 from benchmarks.scratch import end_process, processes_of
 from benchmarks.server import conformance, data
-from tests.support.tiny_policy import make_tiny_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = [found.name for found in pkgutil.walk_packages(benchmarks.__path__, "benchmarks.") if not found.ispkg]
@@ -128,13 +126,6 @@ def test_slice_of_scale_measures_a_run_and_simulates_one_that_is_full(tmp_path):
     free, full = scale.Costs({}, []), scale.Costs({"inference": scale.WAIT_S}, [])
     assert scale.simulate(8, free) == pytest.approx(8 * scale.simulate(1, free), rel=0.05)
     assert scale.simulate(8, full) < 4 * scale.simulate(1, full)
-
-
-def test_slice_of_ranks_compares_two_with_one(tmp_path):
-    make_tiny_policy(policy := tmp_path / "policy")
-    found = ranks.measure(tmp_path, policy, "grpo", 2)
-    assert found["loss_error"] <= ranks.GOAL and found["resumed_error"] <= ranks.GOAL
-    assert 0.3 < found["moments_share"] <= 0.6
 
 
 def test_page_that_works_longer_must_be_seen_to():
