@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 import benchmarks
+from benchmarks import scratch
 from benchmarks.__main__ import TARGETS
 from benchmarks.__main__ import main as run_benchmark
 from benchmarks.faults import containment
@@ -192,6 +195,19 @@ with scratch.scratch("outer"), scratch.scratch("deaf"):  # as `python -m benchma
         finally:
             benchmark.kill()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_are_ended_however_long_the_search_takes(tmp_path, monkeypatch):
+    hours = itertools.count(step=3600.0)
+    monkeypatch.setattr(scratch, "time", SimpleNamespace(monotonic=lambda: next(hours)), raising=False)
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        try:
+            scratch.end_processes(tmp_path)
+            assert processes_of(tmp_path) == []
+        finally:
+            process.kill()
 
 
 def test_process_that_does_not_react_is_killed():
