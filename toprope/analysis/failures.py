@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from toprope.records.run.status import Failure
@@ -52,8 +53,13 @@ class _Cause:
     confidence: Literal["low", "medium", "high"] = "high"
 
     def explains(self, line: str) -> bool:
-        # Compiled at the first failure: every server imports this module, and few see a failure.
-        return re.search(self.pattern, line, re.IGNORECASE) is not None
+        return compiled(self.pattern).search(line) is not None
+
+
+@cache
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern once, when it is needed: every server imports this module, and few see a failure."""
+    return re.compile(pattern, re.IGNORECASE)
 
 
 _LESS_GPU = (
@@ -176,6 +182,12 @@ _CRASHES = {
     "SIGILL": "a CPU instruction that this machine does not have",
     "SIGFPE": "an arithmetic error in native code",
 }
+
+
+def prepare() -> None:
+    """Compile all patterns, which takes milliseconds, so that the first failure need not wait for that."""
+    for cause in (*_SPECIFIC, _ENVIRONMENT):
+        compiled(cause.pattern)
 
 
 def classify(

@@ -223,9 +223,10 @@ class Guard:
         self._selector.register(self._control, selectors.EVENT_READ, self._read_order)
         self._start()
         try:
-            return self._watch()
-        finally:
+            return self._watch()  # leaves nobody behind, unless it fails
+        except BaseException:
             self._kill_all()
+            raise
 
     def _watch(self) -> int:
         self._report_line({"type": "guard_started", "pid": self._outer_pid})

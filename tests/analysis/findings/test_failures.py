@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from toprope.analysis.failures import Kind, classify, named
+from toprope.analysis.failures import Kind, classify, compiled, named, prepare
 from toprope.records.run.status import Failure
 
 TRACE = ["Traceback (most recent call last):", '  File "/opt/run/trainer.py", line 90, in run', "    model(batch)"]
@@ -90,6 +90,14 @@ def test_classify_prefers_specific_and_last_line() -> None:
 )
 def test_classify_ignores_harmless_lines(line: str) -> None:
     assert classify("trainer", 1, None, [line]).kind == "unknown"
+
+
+def test_prepared_failures_are_classified_without_compiling() -> None:
+    compiled.cache_clear()
+    prepare()
+    patterns = compiled.cache_info().misses
+    assert classify("trainer", None, "SIGKILL", ["step 3"]).kind == "killed"
+    assert compiled.cache_info().misses == patterns > 0
 
 
 def test_every_failure_kind_is_covered() -> None:

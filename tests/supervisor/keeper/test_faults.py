@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,6 +49,35 @@ def test_end_of_member_fails_run_with_reason(harness, component, at, do, state, 
     assert runs.events(folder.run_id)[-1].kind == "end"
     assert not folder.results.exists()
     harness.check_nothing_left(folder)
+
+
+COUNTING = """
+import runpy, sys
+from toprope.analysis import failures
+from toprope.supervisor.keeper import status_writer
+named = status_writer.named
+def counting(failure):
+    before = failures.compiled.cache_info().misses
+    found = named(failure)
+    print("compiled", before, failures.compiled.cache_info().misses, flush=True)
+    return found
+status_writer.named = counting
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_keeper_is_prepared_for_a_death_once_all_members_serve(harness):
+    """To compile the patterns of causes takes it longer than all else between a death and the state on disk."""
+    runs = harness.runs(ENDLESS)
+    runs.launcher.command[2:2] = ["-c", COUNTING]
+    folder = runs.start(harness.specification())
+    harness.started.append(folder)
+    os.kill(until(runs, folder, "training").crew["api"].pid, signal.SIGKILL)
+    assert ended(runs, folder).failure.kind == "killed"
+    (line,) = (line for line in folder.log("keeper").read_text().splitlines() if line.startswith("compiled"))
+    before, after = map(int, line.split()[1:])
+    assert before == after > 0
 
 
 def test_trainer_failure_after_finish_fails_run(harness):

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from toprope.analysis import failures
 from toprope.analysis.findings.stored_runs import explain_run
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
@@ -345,6 +346,8 @@ class RunLifecycle:
             loop.call_later(self._spec.config.launcher.stop_grace_s, self._end_finished, component)
         if self._start_timer is not None and self._reports.all_ready:
             self._start_timer.cancel()
+            self._start_timer = None
+            failures.prepare()  # a death is then on disk sooner
         self._pause.apply()
         self._decide_if_completed()
 
