@@ -107,9 +107,9 @@ def test_half_written_event_is_read_when_complete(tmp_path):
 
 
 def test_event_cache_is_bounded(tmp_path, monkeypatch):
-    cache, reads, read = EventCache(most=10), [], module.read_events
+    cache, reads, read = EventCache(most=40), [], module.read_events
     monkeypatch.setattr(module, "read_events", lambda path, after: reads.append(path) or read(path, after))
-    folders = [made(tmp_path, f"run-{n}") for n in range(6)]
+    folders = [made(tmp_path, f"run-{n}") for n in range(12)]
     for folder in folders:
         log = EventLog(folder)
         for _ in range(3):
@@ -117,12 +117,12 @@ def test_event_cache_is_bounded(tmp_path, monkeypatch):
         assert len(cache.read(folder)) == 3
     reads.clear()
     assert all(len(cache.read(folder)) == 3 for folder in reversed(folders))
-    # Each run takes four places, so that two of six stay in the cache.
-    assert len(reads) == 4
+    # Each run takes four places, so that ten of twelve stay in the cache.
+    assert len(reads) == 2
 
 
 def test_event_cache_keeps_the_newest_events_of_a_long_run(tmp_path, monkeypatch):
-    folder, cache, asked, read = made(tmp_path), EventCache(most=10), [], module.read_events
+    folder, cache, asked, read = made(tmp_path), EventCache(most=50), [], module.read_events
     monkeypatch.setattr(module, "read_events", lambda path, after: asked.append(after) or read(path, after))
     log = EventLog(folder)
     for _ in range(12):

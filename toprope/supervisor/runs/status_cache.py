@@ -95,7 +95,8 @@ class EventCache:
     """The newest events of runs, as last read. Safe to use from any number of threads.
 
     Args:
-        most: Most events to keep, over all runs; of one run, the newest half as many. Older ones are read again.
+        most: Most events to keep, over all runs; of one run, the newest tenth as many. Older ones are read again. An
+            event takes half a kilobyte, and a run that saves often has thousands of them.
     """
 
     def __init__(self, most: int = 10_000) -> None:
@@ -119,7 +120,7 @@ class EventCache:
             last = known.events[-1].seq if known.events else known.after
             # A new list, because another thread may be reading the old one.
             events = [*known.events, *read_events(folder.events, last)]
-            dropped = len(events) - self._most // 2
+            dropped = len(events) - self._most // 10
             kept, start = (events[dropped:], events[dropped - 1].seq) if dropped > 0 else (events, known.after)
             self._keep(folder.run_id, _Events(found.st_ino, found.st_size, start, kept))
         else:
