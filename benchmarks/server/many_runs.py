@@ -4,7 +4,8 @@ A home is written with the records' own writers: runs of every end, some of them
 metrics, half of them in ten long runs. Then a server is called over stdio, as a client calls it: lists by page and
 filter, status of one run and of twenty, results of short and long, completed and stopped runs, concise and detailed.
 The first call of each kind, before anything was read, is reported separately, and so are results of runs whose stored
-explanation is gone, as after an update, whose answers have to be equal. Estimated time: five minutes.
+explanation is gone, as after an update, short ones and long ones, whose answers have to be equal; a tenth of a second
+is the limit for them, because that happens once a run. Estimated time: five minutes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ LONG_RUNS = 10
 LIVE = 4
 CALLS = 300
 UNEXPLAINED = 30
+CALL_MS, UNEXPLAINED_MS = 20, 100
+"""Goals: for a call, and for one that explains a run first."""
 _DAY_S = 86_400.0
 _EVALUATED = {"before": 8, "after": 131}
 
@@ -196,6 +199,21 @@ def calls(folders: list[RunFolder]) -> dict[str, list[tuple[str, dict[str, Any]]
     }
 
 
+def ask_unexplained(session: Session, folders: list[RunFolder]) -> tuple[float, int]:
+    """Ask for the results of runs whose stored explanation is gone; return the milliseconds (median), and the number of
+    answers that differ from those with it.
+    """
+    times, differing = [], 0
+    for folder in folders:
+        wanted = {"name": "get_results", "arguments": {"run_id": folder.run_id}}
+        stored = session.ask("tools/call", wanted)["structuredContent"]
+        folder.explanation.unlink()
+        began = time.perf_counter()
+        differing += session.ask("tools/call", wanted)["structuredContent"] != stored
+        times.append(1e3 * (time.perf_counter() - began))
+    return sorted(times)[len(times) // 2], differing
+
+
 def cpu_s(process: psutil.Process) -> float:
     """Return the processor seconds so far, which other programs on the machine hardly change."""
     used = process.cpu_times()
@@ -214,6 +232,11 @@ def main() -> int:
         for folder in folders:
             read_rows(folder.metrics)
         figures["read_all_ms"] = 1e3 * (time.perf_counter() - began)
+        longest = folders[LIVE : LIVE + LONG_RUNS]
+        began = time.perf_counter()
+        for folder in longest:
+            read_rows(folder.metrics)
+        figures["read_long_ms"] = 1e3 * (time.perf_counter() - began) / len(longest)
         keepers = Keepers(folders[:LIVE])
         keepers.start()
         session = Session([sys.executable, "-P", "-m", "toprope_server.cli", "serve"], home)
@@ -227,29 +250,26 @@ def main() -> int:
                 figures[f"{name}_ms"] = times[len(times) // 2]
                 figures[f"{name}_p99_ms"] = times[int(len(times) * 0.99)]
                 figures[f"{name}_cpu_ms"] = (cpu_s(server) - worked) / len(times) * 1e3
-            times, differing = [], 0
-            for folder in folders[-UNEXPLAINED:]:
-                wanted = {"name": "get_results", "arguments": {"run_id": folder.run_id}}
-                stored = session.ask("tools/call", wanted)["structuredContent"]
-                folder.explanation.unlink()
-                began = time.perf_counter()
-                differing += session.ask("tools/call", wanted)["structuredContent"] != stored
-                times.append(1e3 * (time.perf_counter() - began))
-            figures["get_results_unexplained_ms"] = sorted(times)[len(times) // 2]
-            figures["answers_differing"] = differing
+            figures["answers_differing"] = 0
+            for name, some in {"": folders[-UNEXPLAINED:], "long_": longest}.items():
+                figures[f"get_results_unexplained_{name}ms"], differing = ask_unexplained(session, some)
+                figures["answers_differing"] += differing
         finally:
             session.close()
             keepers.close()
-    goals = dict.fromkeys(("list_runs_ms", "check_status_ms", "get_results_ms"), "<= 20")
-    failed = "" if (read := figures["read_all_ms"]) > 20 else f"all rows were read in {read:.1f} ms"
+    goals = dict.fromkeys(("list_runs_ms", "check_status_ms", "get_results_ms"), f"<= {CALL_MS}")
+    goals |= dict.fromkeys(("get_results_unexplained_ms", "get_results_unexplained_long_ms"), f"<= {UNEXPLAINED_MS}")
+    failed = "" if (read := figures["read_all_ms"]) > CALL_MS else f"all rows were read in {read:.1f} ms"
+    if not failed and (read := figures["read_long_ms"]) <= UNEXPLAINED_MS:
+        failed = f"all rows of a long run were read in {read:.1f} ms"
     if not failed and figures["get_results_unexplained_ms"] <= figures["get_results_ms"]:
         failed = "answers are as fast without their stored explanations"
     return report(
         "A home with many runs",
         figures,
         goals=goals | {"answers_differing": "== 0"},
-        control="reading the rows of all runs must take longer than a call may, and an answer without its stored "
-        "explanation longer than one with it.",
+        control="reading the rows of all runs must take longer than a call may, those of a long run longer than an "
+        "answer without its stored explanation may, and such an answer longer than one with it.",
         control_failed=failed,
         quiet=quiet,
     )

@@ -238,6 +238,8 @@ def test_home_of_many_runs_is_answered(tmp_path, monkeypatch):
         session.list_tools()
         for wanted in many_runs.calls(folders).values():
             assert session.call(*wanted[0]) > 0
+        milliseconds, differing = many_runs.ask_unexplained(session, folders[2:6])
+        assert milliseconds > 0 and differing == 0
     finally:
         session.close()
 
