@@ -343,17 +343,22 @@ def test_parts_and_plain_rows_equal_the_whole(tiny_policy: Path, monkeypatch: py
 
 def test_tokens_after_the_same_tokens_are_computed_once(tiny_policy: Path) -> None:
     answers = ([7, 8, 9], [7, 8, 9], [7, 8, 4, 5], [6, 8, 9])
-    rows = [TrainingRow([5, 6], one, [True] * len(one), [0.0] * len(one), 1.0, False) for one in answers]
-    [tree] = shared_trees(rows, 0)
+    prompts = [[5, 6]] * 4 + [[3], [4, 4]]
+    rows = [
+        TrainingRow(prompt, one, [True] * len(one), [0.0] * len(one), 1.0, False)
+        for prompt, one in zip(prompts, [*answers, [9, 9], [7, 8]], strict=True)
+    ]
+    tree, side_by_side = shared_trees(rows, 0)
     assert tree.tokens == [5, 6, 7, 8, 4, 6, 8] and tree.parents == [-1, 0, 1, 2, 3, 1, 5]
+    assert side_by_side.tokens == [4, 4, 7, 3, 9] and side_by_side.parents == [-1, 0, 1, -1, 3]
     model, found = load_model(tiny_policy, small_config()), []
     for shared in (True, False):
         scored = PolicyForward(model, 0, share_prompts=shared)
         scored._per_pair = 0
-        assert [len(one) for one in scored._trees(rows)] == ([7] if shared else [4, 4, 5, 4])
+        assert [len(one) for one in scored._trees(rows)] == ([7, 5] if shared else [4, 4, 5, 4, 2, 3])
         model.zero_grad()
         logps = scored(rows, 4).logps
-        (logps * torch.arange(16.0).view(4, 4)).sum().backward()
+        (logps * torch.arange(24.0).view(6, 4)).sum().backward()
         found.append([logps, *[value.grad.clone() for value in model.parameters()]])
     assert all(torch.allclose(first, second, atol=1e-4) for first, second in zip(*found, strict=True))
 

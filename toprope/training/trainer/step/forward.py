@@ -24,8 +24,14 @@ from toprope.training.trainer.step.layout import Layout, Tree, lay_out, plain_tr
 CHUNK_VALUES = 1 << 26
 """Logits that are held at once: 256 MB in float32."""
 _PROBE = [
-    TrainingRow([1, 2, 3], completion, [True] * 3, [0.0] * 3, 0.0, False)
-    for completion in ([4, 5, 6], [4, 7, 8], [7, 8, 9])
+    TrainingRow(prompt, completion, [True] * 3, [0.0] * 3, 0.0, False)
+    for prompt, completion in (
+        ([1, 2, 3], [4, 5, 6]),
+        ([1, 2, 3], [4, 7, 8]),
+        ([1, 2, 3], [7, 8, 9]),
+        ([6], [5, 4, 3]),  # stands beside the next one
+        ([8, 9], [2, 1, 2]),
+    )
 ]
 
 
@@ -238,7 +244,8 @@ class PolicyForward:
                     others = self._run(self._model, shared)[0]
                 except (RuntimeError, ValueError, TypeError, IndexError):
                     return  # the model does not take such a mask
-                first, second = states[plain.choice].float(), others[shared.choice].float()
+                first = states[plain.choice[plain.cells.argsort()]].float()
+                second = others[shared.choice[shared.cells.argsort()]].float()
                 tolerance = 1e-4 if states.dtype == torch.float32 else 0.02
                 scale = float(first.abs().max())
                 self.shares_prompts = bool((first - second).abs().max() <= tolerance * max(scale, 1e-6))

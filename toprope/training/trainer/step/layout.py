@@ -20,16 +20,25 @@ from toprope.training.trainer.batch_source import TrainingRow
 
 @dataclass(frozen=True)
 class Tree:
-    """T tokens of the rows that share a sequence; each token comes after its parent."""
+    """T tokens of the rows that share a sequence; each token comes after its parent. Trees side by side are one too."""
 
     tokens: list[int]
     parents: list[int]
-    """-1 for the first token."""
+    """-1 for a token with nothing before it."""
     paths: dict[int, list[int]]
     """By the number of each row, the places of the tokens after which its completion's tokens come."""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def beside(self, other: Tree) -> Tree:
+        """Both in one sequence; neither sees the other."""
+        first = len(self)
+        return Tree(
+            [*self.tokens, *other.tokens],
+            [*self.parents, *(-1 if parent < 0 else parent + first for parent in other.parents)],
+            {**self.paths, **{row: [place + first for place in path] for row, path in other.paths.items()}},
+        )
 
 
 @dataclass(frozen=True)
@@ -60,12 +69,20 @@ def plain_trees(rows: Sequence[TrainingRow], pad: int) -> list[Tree]:
 
 
 def shared_trees(rows: Sequence[TrainingRow], pad: int) -> list[Tree]:
-    """The rows with a scored token by their prompts."""
+    """The rows with a scored token by their prompts; small trees side by side, in as many tokens as the largest has."""
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for number, row in enumerate(rows):
         if any(row.trained):
             by_prompt.setdefault(tuple(row.prompt), []).append(number)
-    return [_grow(rows, members, pad) for members in by_prompt.values()]
+    trees = sorted((_grow(rows, members, pad) for members in by_prompt.values()), key=len, reverse=True)
+    packed: list[Tree] = []
+    for tree in trees:
+        place = next((place for place, other in enumerate(packed) if len(other) + len(tree) <= len(trees[0])), None)
+        if place is None:
+            packed.append(tree)
+        else:
+            packed[place] = packed[place].beside(tree)
+    return packed
 
 
 def _grow(rows: Sequence[TrainingRow], members: Sequence[int], pad: int) -> Tree:
@@ -129,8 +146,8 @@ def lay_out(
 
 def _depths(tree: Tree, width: int) -> list[int]:
     depths = [0] * width
-    for place, parent in enumerate(tree.parents[1:], 1):
-        depths[place] = depths[parent] + 1
+    for place, parent in enumerate(tree.parents):
+        depths[place] = 0 if parent < 0 else depths[parent] + 1
     return depths
 
 
@@ -144,7 +161,7 @@ def _visible(trees: Sequence[Tree], width: int) -> torch.Tensor:
     for tree in trees:
         seen: list[int] = []
         for place, parent in enumerate(tree.parents):
-            seen.append((seen[parent] if place else 0) | 1 << place)
+            seen.append((0 if parent < 0 else seen[parent]) | 1 << place)
         rows += [one.to_bytes(size, "little") for one in (*seen, *(1 << place for place in range(len(tree), width)))]
     packed = numpy.frombuffer(b"".join(rows), numpy.uint8).reshape(-1, size)
     bits = numpy.unpackbits(packed, axis=1, count=width, bitorder="little")
