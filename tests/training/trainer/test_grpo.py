@@ -363,36 +363,49 @@ def test_tokens_after_the_same_tokens_are_computed_once(tiny_policy: Path) -> No
     assert all(torch.allclose(first, second, atol=1e-4) for first, second in zip(*found, strict=True))
 
 
-def test_rows_without_advantage_get_no_gradient_and_change_nothing(
+def test_rows_without_advantage_change_nothing_and_a_sample_stands_for_them(
     tiny_policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    useful, flat = rollout_group([0.0, 1.0, 0.0]), rollout_group([1.0, 1.0, 1.0], task="u")
-    passed: list[tuple[int, bool]] = []
+    useful, flat = rollout_group([0.0, 1.0, 0.0]), rollout_group([1.0] * 9, task="u")
+    passed: list[int] = []
     score = PolicyForward.__call__
 
     def counted(self: PolicyForward, rows: list[TrainingRow], *arguments: Any, **options: Any) -> Any:
-        passed.append((len(rows), torch.is_grad_enabled()))
+        passed.append(len(rows))
         return score(self, rows, *arguments, **options)
 
     monkeypatch.setattr(PolicyForward, "__call__", counted)
     config = small_config(budget__steps=1)
     rows, weights = trained_loss(tiny_policy, [useful, flat], config)
+    still_config = small_config(budget__steps=8, optimizer__learning_rate=1e-12)
+    sampled, _ = trained_loss(tiny_policy, [useful, flat], still_config)
     monkeypatch.setattr(GrpoLearner, "_moving", lambda self, rows: range(len(rows)))
     all_rows, expected = trained_loss(tiny_policy, [useful, flat], config)
     monkeypatch.undo()
-    assert passed == [(3, True), (3, False), (6, True)]
-    for name, value in all_rows[0].items():  # metrics are about all rows
-        if name.startswith(("loss", "entropy", "clip_ratio", "policy", "sampling", "grad_norm")):
-            assert rows[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert passed == [4, *[4] * 7, 5, 12], "the ninth row without an advantage is one of the first of eight"
     assert all(torch.allclose(value, expected[name], atol=1e-7) for name, value in weights.items())
-    start = dict(load_model(tiny_policy, config).named_parameters())
+    for name, value in all_rows[0].items():
+        if name.startswith(("loss", "clip_ratio", "grad_norm")):  # nothing is estimated here
+            assert rows[0][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    # Every row without an advantage had its turn; the two that shared one counted half.
+    model, batch = load_model(tiny_policy, config), build_rows([useful, flat], config)
+    with torch.no_grad():
+        scores = PolicyForward(model, 0)(batch, 3)
+        delta = scores.logps - collate(batch, 0).sampled
+    by_row = {"entropy": scores.entropies.mean(1), "policy/approx_kl": (delta.exp() - 1 - delta).mean(1)}
+    for name, values in by_row.items():
+        for turn, step in enumerate(sampled, 1):
+            expected_mean = (values[:3].sum() + 9 * values[3:][turn % 8 :: 8].mean()) / 12
+            assert step[name] == pytest.approx(float(expected_mean), rel=1e-4), name
+        assert len({step[name] for step in sampled}) == 8
+    start = dict(model.named_parameters())
     assert any(not torch.allclose(value, start[name], atol=1e-6) for name, value in weights.items())
     _, still = trained_loss(tiny_policy, [flat], config)
     assert all(torch.equal(value, start[name]) for name, value in still.items())
     config.algorithm.beta = 0.1  # the KL term moves them
     learner = GrpoLearner.__new__(GrpoLearner)
     learner._config = config
-    assert list(learner._moving([*build_rows([flat], config)])) == [0, 1, 2]
+    assert list(learner._moving([*build_rows([flat], config)])) == list(range(9))
 
 
 def test_masked_rows_leave_a_row_to_the_optimizer(tiny_policy: Path) -> None:

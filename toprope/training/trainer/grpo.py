@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -13,6 +12,9 @@ from toprope.training.trainer.base import Learner
 from toprope.training.trainer.batch_source import TrainingRow
 from toprope.training.trainer.step.grpo_loss import GrpoMetrics, StepSize, grpo_loss
 from toprope.training.trainer.step.learner import StepBatch, StepLearner, SteppedRun, load_reference
+
+_SAMPLED = 8
+"""Of so many rows without an advantage one is scored, for metrics."""
 
 
 class GrpoRun(SteppedRun):
@@ -42,32 +44,33 @@ class GrpoLearner(StepLearner):
         config, found = self._config, GrpoMetrics(self._ranks)
         size = StepSize(len(batch.rows), batch.tensors.tokens, config.rollout.max_new_tokens)
         moving = self._moving(batch.rows)
-        idle = [number for number in range(len(batch.rows)) if number not in set(moving)]
-        passes, looks = self._shares(moving), self._shares(idle)
-        for place, numbers in enumerate([*passes, *looks]):
-            moves, part = place < len(passes), batch.part(numbers)
-            tensors, reference = part.tensors, None if prepared is None else prepared[numbers]
-            with nullcontext() if moves else torch.no_grad():  # metrics are about all rows
-                scores = self._forward(part.rows, tensors.columns)
+        looked, each = _sample_of_others(batch.rows, moving, step)
+        weights = torch.ones(len(batch.rows), device=self._forward.device)
+        weights[looked] = each
+        passes = self._shares([*moving, *looked])
+        for numbers in passes:
+            part = batch.part(numbers)
+            tensors, counts = part.tensors, weights[numbers]
+            scores = self._forward(part.rows, tensors.columns)
             if scores is None:
                 continue
-            self._drift.add(scores.logps.detach(), tensors)
+            self._drift.add(scores.logps.detach(), tensors, counts)
             loss = grpo_loss(
                 scores.logps,
                 scores.entropies,
                 tensors.sampled,
                 tensors.advantages,
                 tensors.mask,
-                reference,
+                None if prepared is None else prepared[numbers],
                 config.algorithm,
                 size,
+                counts,
             )
             total = loss.total
             if scores.aux_loss is not None:
                 total = total + self._forward.aux_weight * scores.aux_loss / (len(passes) * self._ranks.count)
             found.add(loss, total, scores.aux_loss)
-            if moves:
-                self._backward(total)
+            self._backward(total)
             self._hooks.beat()
         norm = self._take_optimizer_step()
         return found.read() | {"grad_norm": float(norm)}
@@ -85,3 +88,21 @@ class GrpoLearner(StepLearner):
             if (rows[number].advantage if (given := rows[number].token_advantages) is None else any(given))
         ]
         return moving or scored[:1] or range(min(1, len(rows)))
+
+
+def _sample_of_others(rows: Sequence[TrainingRow], moving: Sequence[int], step: int) -> tuple[list[int], float]:
+    """Numbers of some of the rows that do not move the policy, and how many tokens each token of theirs stands for.
+
+    Metrics are about all rows of a step, because those that move the policy are not like the others. A pass over the
+    others costs a small policy as much as skipping their gradients saves. The rows of a group are alike, so one of
+    eight is enough; every row has its turn, so that means over steps have no bias. Beside the moving rows it needs no
+    pass of its own, and its gradient is 0.
+    """
+    known = set(moving)
+    others = [number for number, row in enumerate(rows) if number not in known and any(row.trained)]
+    if not others:
+        return [], 1.0
+    stride = min(_SAMPLED, len(others))
+    chosen = others[step % stride :: stride]
+    tokens = [sum(sum(rows[number].trained) for number in numbers) for numbers in (others, chosen)]
+    return chosen, tokens[0] / tokens[1]

@@ -24,34 +24,36 @@ class PolicyDrift:
         self._sums: torch.Tensor | None = None
         self._largest: torch.Tensor | None = None
 
-    def add(self, logps: torch.Tensor, batch: RowTensors) -> None:
+    def add(self, logps: torch.Tensor, batch: RowTensors, counts: torch.Tensor | None = None) -> None:
         """Adds one pass.
 
         Args:
             logps: R x C log-probabilities under the policy before the step.
             batch: Tensors from `collate`.
+            counts: R, how many rows each stands for; 1 if not given.
         """
         import torch
 
         mask = batch.mask
         delta = logps - batch.sampled
         ages = batch.ages.unsqueeze(1)
-        current, older = (ages == 0) & mask, (ages > 0) & mask
-        size, zero = delta.abs(), torch.zeros((), device=delta.device)
+        weight = mask.to(delta.dtype) if counts is None else mask * counts.unsqueeze(1)
+        current, older = (ages == 0) * weight, (ages > 0) * weight
+        size = delta.abs()
         # Schulman's k3 estimator of KL(sampler || trainer) from the sampler's tokens: unbiased, never negative.
-        divergence = torch.where(mask, delta.clamp(max=20.0).exp() - 1 - delta, zero)
+        divergence = delta.clamp(max=20.0).exp() - 1 - delta
         sums = torch.stack(
             [
-                torch.where(current, size, zero).sum(),
+                (current * size).sum(),
                 current.sum(),
-                torch.where(older, size, zero).sum(),
+                (older * size).sum(),
                 older.sum(),
-                (ages.clamp(min=0) * older).sum(),
-                divergence.sum(),
-                mask.sum(),
+                (older * ages).sum(),
+                (weight * divergence).sum(),
+                weight.sum(),
             ]
         )
-        largest = torch.where(current, size, zero).amax() if mask.numel() else zero
+        largest = torch.where(current > 0, size, 0.0).amax() if mask.numel() else sums.new_zeros(())
         self._sums = sums if self._sums is None else self._sums + sums
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 

@@ -59,6 +59,7 @@ def grpo_loss(
     reference: torch.Tensor | None,
     section: AlgorithmSection,
     size: StepSize,
+    counts: torch.Tensor | None = None,
 ) -> GrpoLoss:
     """The loss of one pass over R rows of at most C tokens.
 
@@ -70,9 +71,12 @@ def grpo_loss(
         reference: R x C log-probabilities of the starting policy; None without a KL term.
         section: Settings.
         size: Size of the step that the rows belong to.
+        counts: R, how many rows each stands for in the means; 1 if not given.
     """
     weight = mask.to(logps.dtype)
     lengths = weight.sum(-1)
+    counts = torch.ones_like(lengths) if counts is None else counts
+    counted, rows, tokens = weight * counts.unsqueeze(1), counts.sum(), (lengths * counts).sum()
     means: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     largest: dict[str, torch.Tensor] = {}
     smallest: dict[str, torch.Tensor] = {}
@@ -80,9 +84,9 @@ def grpo_loss(
     def note(name: str, values: torch.Tensor) -> None:
         values = values.detach()
         if values.size(1) == 1:  # one value per row
-            means[name] = values.sum(), torch.full_like(lengths.sum(), len(values))
+            means[name] = (values.squeeze(1) * counts).sum(), rows
         else:
-            means[name] = (values * weight).sum(), lengths.sum()
+            means[name] = (values * counted).sum(), tokens
 
     before, correction = sampled, None
     if section.importance_sampling_mode != "none":
