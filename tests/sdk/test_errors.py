@@ -68,6 +68,40 @@ def test_no_host_is_made_up(error: Exception) -> None:
     assert Failure.of(error).message == str(error)
 
 
+def test_hub_is_named_as_the_reason_of_a_missing_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    monkeypatch.delitem(sys.modules, "huggingface_hub.constants", raising=False)
+    for unreached, told in (
+        (["data.example.org"], "; besides, data.example.org could not be reached"),
+        (["huggingface.co", "data.example.org"], "; huggingface.co could not be reached"),
+    ):
+        monkeypatch.setattr(errors, "_unreached", unreached)
+        for error in (
+            ValueError("No datasets could be loaded successfully"),
+            EnvironmentMistake("It gave None, as environments do whose data are missing"),
+        ):
+            assert Failure.of(error).message == f"{error}{told}"
+    assert "besides, " in Failure.of(LookupError("Resource words not found")).message, "it may be on any host"
+
+
+@pytest.mark.parametrize(
+    "line", ["pytest.no_such_name", "from pytest import no_such_name", "import pytest.no_such_name"]
+)
+def test_installed_version_is_named_that_lacks_an_imported_name(line: str) -> None:
+    with pytest.raises((ImportError, AttributeError)) as told:
+        exec(line, {"pytest": pytest})
+    lacks = f"; the installed pytest {pytest.__version__} lacks it"
+    assert Failure.of(told.value).message.endswith(lacks)
+    assert Failure.of(chain(RuntimeError("It needs games."), told.value)).message.endswith(f"{lacks})")
+
+
+def test_no_version_is_named_if_the_name_is_no_installed_package_s() -> None:
+    for line in ("import no_such_package.games", "None.no_such_name", "import tests_of_nobody"):
+        with pytest.raises((ImportError, AttributeError)) as told:
+            exec(line, {})
+        assert Failure.of(told.value).message == str(told.value)
+
+
 def test_replaced_exception_is_named_unless_its_text_is_repeated() -> None:
     def told(error: Exception, cause: Exception) -> str:
         try:

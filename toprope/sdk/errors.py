@@ -58,10 +58,14 @@ _HUB = re.compile(r"LocalEntryNotFoundError|on the Hub|OfflineModeIsEnabled|outg
 _NLTK = "raw.githubusercontent.com"
 _MISSING = re.compile(
     r"(?i)not found|no such file|download|missing|(could ?n.t|unable to|fail(ed)? to) (find|load|fetch|get)|"
-    r"\bdata ?set is empty|\bno (\w+ ){0,2}(items|examples|samples|rows) (available|found|loaded)"
+    r"\bdata ?set is empty|\bno (\w+ ){0,2}(items|examples|samples|rows|data ?sets?) (could be )?"
+    r"(available|found|loaded)"
 )
+_DATA = re.compile(r"(?i)\bdata ?sets?\b|\bdata are missing\b")
+"""The Hub has data sets: if it was not reached, a missing one is missing for that reason."""
 _DATA_MISSING = "data are missing"
 """The words of our own errors for data of others, which may have been asked for and not reached."""
+_NO_ATTRIBUTE = re.compile(r"^module '([\w.]+)' has no attribute ")
 _LINK = re.compile(r"(?i)\bsee:? +<?https?://\S+")
 """A link to help, whose host nobody asked."""
 _unreached: list[str] = []
@@ -247,10 +251,23 @@ def _message(error: BaseException) -> str:
 def _with_reason(error: BaseException) -> str:
     """Add the host that was not reached, or the exception that the code replaced without repeating its text."""
     message, cause = _message(error), error.__cause__
-    told = _with_host(message, error)
+    told = _with_version(_with_host(message, error), error)
     if told != message or cause is None or isinstance(error, SdkError) or _message(cause) in message:
         return told
-    return f"{message.rstrip('.')} (from {type(cause).__name__}: {_message(cause)})"
+    return f"{message.rstrip('.')} (from {type(cause).__name__}: {_with_version(_message(cause), cause)})"
+
+
+def _with_version(message: str, error: BaseException) -> str:
+    """Name the installed version of a package that lacks the imported name: the code was written for another one."""
+    module = _NO_ATTRIBUTE.match(message) if isinstance(error, AttributeError) else None
+    name = module[1] if module else getattr(error, "name", None) if isinstance(error, ImportError) else None
+    package = str(name or "").partition(".")[0]
+    if package not in sys.modules or "partially initialized" in message:
+        return message
+    from importlib import metadata
+
+    found = [(one, metadata.version(one)) for one in metadata.packages_distributions().get(package, [])]
+    return f"{message.rstrip('.')}; the installed {found[0][0]} {found[0][1]} lacks it" if found else message
 
 
 def _first_of(error: BaseException) -> BaseException:
@@ -290,6 +307,8 @@ def _with_host(message: str, error: BaseException) -> str:
     constants: Any = sys.modules.get("huggingface_hub.constants")
     offline = missing and getattr(constants, "HF_HUB_OFFLINE", False)  # It is not asked then.
     unreached = [*([_hub()] if offline else ()), *_unreached]
+    if not host and missing and _hub() in unreached and _DATA.search(message):
+        host = _hub()
     besides = ""
     if unreached and host in ("", *unreached) and (refused or missing):
         besides = "" if refused or host else "besides, "

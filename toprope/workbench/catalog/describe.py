@@ -56,6 +56,7 @@ _KEY = re.compile(
     r"(?:[A-Z0-9]+_)*(?:HF|HUB|GITHUB|GH|GITLAB|BOT|ACCESS|AUTH|API)_TOKEN)\b"
 )
 _IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): |\bCould not import\b")
+_OTHER_VERSION = re.compile(r"; the installed (?P<package>[\w.-]+) (?P<version>\S+) lacks it\)?$")
 _LACKS = re.compile(
     r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
 )
@@ -350,6 +351,12 @@ def _cure(entry: Entry, failure: WorkerError) -> str:
             "It needs data from there. Load it once where that host can be reached, with HF_HOME or a folder that this "
             "machine reads, name data of your own by its knobs, set environment.network: allow, or choose another "
             "environment."
+        )
+    if other := _OTHER_VERSION.search(text):
+        package, version = named(other["package"]), named(other["version"])
+        return (
+            f"It was written for another version of {package} than {version}. If the owner agrees, they repeat its "
+            f"toprope env add with --requirement '{package}==VERSION', a version of its time."
         )
     if _IMPORT.search(f"{failure.type}: {text}") and (lacks := _LACKS.search(text)):
         what = named(lacks["package"]) if lacks["package"] else f"the package of {named(lacks['module'])}"

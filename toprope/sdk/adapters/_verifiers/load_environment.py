@@ -13,7 +13,6 @@ import importlib
 import inspect
 import json
 import os
-import sys
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task, copy_for
 from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
 from toprope.sdk.discovery import first_line
-from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 
 __all__ = ["BEFORE", "RANGE", "LoadedEnvironment", "bounds", "loads_environment", "outside", "solved_from"]
 
@@ -40,20 +39,10 @@ _REFERENCES = ("answer", "reference", "solution", "target")
 
 
 def loads_environment(module: str) -> bool:
-    """Return True if an importable module has the function; verifiers itself is imported on the way.
-
-    Raises:
-        LoadError: The module does not load.
-    """
+    """Return True if an importable module has the function; verifiers itself is imported on the way."""
     # OpenAI's client refuses to be made without a key. Judges get the session's before they are asked.
     os.environ.setdefault(_JUDGE_VARIABLE, "none")
-    try:
-        return callable(getattr(importlib.import_module(module), "load_environment", None))
-    except ModuleNotFoundError as error:
-        raise LoadError(
-            f"{module} needs the package of {error.name!r}, which {sys.executable} does not have. The owner "
-            "repeats its toprope env add with --requirement PACKAGE."
-        ) from error
+    return callable(getattr(importlib.import_module(module), "load_environment", None))
 
 
 class LoadedEnvironment(OwnLoop):
