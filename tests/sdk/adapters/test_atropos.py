@@ -253,6 +253,8 @@ def test_atropos_file_imports_its_neighbours_by_package_and_from_its_repositorys
         ("from .beside import Parent as P\nclass A(P): ...\nclass B(A):\n    name = 'b'", ["own_a", "b"]),
         ("from atroposlib.envs.base import BaseEnv\nclass A(BaseEnv):\n    name = 'x'\nclass B(A):\n    name = 'x'",
          ["x_a", "x_b"]),
+        ("from atroposlib.envs.base import BaseEnv\nclass A(BaseEnv): ...\nclass B(A): ...\n"
+         "class C(B):\n    async def get_next_item(self): ...\nclass D(C): ...", ["own_c", "own_d"]),
         ("from beside import Other\nclass Sums(Other): ...", []),
         ("from elsewhere import BaseEnv\nclass Sums(BaseEnv): ...", []),
     ],

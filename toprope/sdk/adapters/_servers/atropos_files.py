@@ -13,6 +13,7 @@ from toprope.sdk.discovery import first_line, parse
 __all__ = ["declared"]
 
 _PACKAGE, _BASE = "atroposlib", "BaseEnv"
+_ITEMS = "get_next_item"
 _DEEPEST = 3
 
 
@@ -20,7 +21,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List the Atropos environments in a user's file, by their own `name` if they have one."""
     if _PACKAGE not in {name.split(".")[0] for name in _imported(tree)} and not _beside(file, tree):
         return []
-    found = _classes(file, tree, _DEEPEST)
+    found = _concrete(_classes(file, tree, _DEEPEST))
     listed = []
     for node in found.values():
         text = first_line(ast.get_docstring(node) or ast.get_docstring(tree))
@@ -43,6 +44,25 @@ def _classes(file: Path, tree: ast.Module, depth: int) -> dict[str, ast.ClassDef
             bases.add(node.name)
             found[node.name] = node
     return found
+
+
+def _concrete(found: dict[str, ast.ClassDef]) -> dict[str, ast.ClassDef]:
+    """Leave out the classes that have no items and are bases of one that has: their file shares code by them."""
+
+    def bases(node: ast.ClassDef) -> list[str]:
+        return [ast.unparse(base).partition("[")[0] for base in node.bases]
+
+    def has_items(node: ast.ClassDef) -> bool:
+        own = any(isinstance(one, ast.AsyncFunctionDef | ast.FunctionDef) and one.name == _ITEMS for one in node.body)
+        return own or any(has_items(found[base]) for base in bases(node) if base in found)
+
+    shared: set[str] = set()
+    unread = [node for node in found.values() if has_items(node)]
+    while unread:
+        above = {base for base in bases(unread.pop()) if base in found and not has_items(found[base])}
+        unread += [found[base] for base in above - shared]
+        shared |= above
+    return {name: node for name, node in found.items() if name not in shared}
 
 
 def _names_of_base(file: Path, tree: ast.Module, depth: int) -> Iterator[str]:
