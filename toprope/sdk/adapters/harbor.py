@@ -134,6 +134,8 @@ class Harbor(ToolEnvironment):
             return None
         if self.turns:
             return "Done."
+        if solution.parent.name == "solution":
+            self._sandbox.put(solution.parent, "/solution")  # it may use files beside it
         command = solution.read_text("utf-8", "replace")
         return f"<tool_call>{json.dumps({'name': 'bash', 'arguments': {'command': command}})}</tool_call>"
 

@@ -173,7 +173,7 @@ def test_tasks_that_need_a_container_are_left_out_and_refused(tasks: Path) -> No
     for name in ("task.toml", "instruction.md"):
         (tasks / "several" / name).write_text((tasks / "shop-0" / name).read_text())
     (tasks / "several" / "environment").mkdir()
-    (tasks / "several" / "environment" / "docker-compose.yaml").write_text("services: {}\n")
+    (tasks / "several" / "environment" / "docker-compose.yaml").write_text("services:\n  main:\n  data:\n")
     why = {one.name: one.missing(one.image()) for one in task_folders(tasks)}
     assert "no-such-package-xyz" in why["exotic"] and "several services" in why["several"] and not why["shop-0"]
 

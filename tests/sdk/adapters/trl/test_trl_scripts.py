@@ -119,6 +119,13 @@ def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, scri
     sampled.write_text("from trl import GRPOTrainer\nGRPOTrainer(model='m', train_dataset=[], rollout_worker=1)\n")
     [listed] = trl.declared(sampled, parse(sampled))
     assert "rollout worker" in listed.problem
+    sampled.write_text(f"DATASET = 'someone/sums'\n{sampled.read_text()}")
+    [listed] = trl.declared(sampled, parse(sampled))
+    assert "rollout worker" in listed.problem, "the id of a data set is no rows"
+    offline = tmp_path / "offline.py"
+    offline.write_text("raise OSError('No snapshot. To go online, set HF_HUB_OFFLINE=0')\n")
+    with pytest.raises(LoadError, match="the cache of the Hugging Face Hub, or environment.network"):
+        trl.make(json.dumps({"file": str(offline), "script": True}))
     with pytest.raises(LoadError, match="rollout function"):
         trl.make(listed.target)
 

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from pathlib import Path
 
 from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, TaskFolder, told
 from toprope.sdk.errors import EnvironmentMistake, LoadError
@@ -256,6 +257,11 @@ class Container:
         """A file of the task's machine; None if it is not there."""
         done = _done([self._program, "exec", (self._tests or self)._name, "cat", path], _STEP_S, errors=False)
         return done.stdout if done.returncode == 0 else None
+
+    def put(self, source: Path, path: str) -> None:
+        """Copy the content of a folder of the task to a place of its machine."""
+        self._make_afresh(path)
+        self._engine(["cp", f"{source}/.", f"{self._name}:{path}"], _STEP_S, f"{path} was not copied")
 
     def close(self) -> None:
         """End and remove the container, and that of its tests."""

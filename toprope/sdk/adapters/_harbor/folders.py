@@ -8,8 +8,12 @@ Terminal-Bench's first format has `task.yaml`, `Dockerfile`, `run-tests.sh`, who
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib.metadata
 import importlib.util
+import itertools
 import json
+import posixpath
 import re
 import shlex
 import shutil
@@ -29,6 +33,7 @@ PYTEST_FILES = (
 )
 """Files above `/tests` by which pytest would load code of the policy."""
 
+_WORKDIR = "/app"
 _LONGEST = 8000
 """Characters of a command's output that the policy sees."""
 _PACKAGES = Path("/usr/share/doc")
@@ -49,6 +54,7 @@ _COMMON = frozenset(
 )
 """Packages that images install by habit, and that a task with commands of its own hardly misses."""
 _APT = re.compile(r"^(?:sudo\s+)?apt(?:-get)?\s+(?:-\S+\s+)*install\b(.*)$", re.DOTALL)
+_PIP = re.compile(r"^(?:sudo\s+)?(?:(?:python3? -m |uv )?pip3? install|uv add)\b(.*)$")
 _INSTALLERS = re.compile(
     r"^(?:sudo\s+)?(?:apt(?:-get)?|apt-key|dpkg|apk|yum|dnf|pip3?|uv|npm|yarn|pnpm|gem|cargo install|go install|"
     r"curl|wget|add-apt-repository|locale-gen|python3? -m pip|rm -rf /var/lib/apt|update-alternatives|"
@@ -60,7 +66,7 @@ _INSTALLERS = re.compile(
 class Image:
     """Steps of a Dockerfile that a process can carry out, in order."""
 
-    workdir: str = "/app"
+    workdir: str = _WORKDIR
     variables: dict[str, str] = field(default_factory=dict)
     steps: tuple[tuple[str, str, str], ...] = ()
     """`("copy", source, destination)` and `("run", command, working folder)`."""
@@ -111,14 +117,15 @@ class TaskFolder:
         return self.path.name
 
     @property
-    def services(self) -> bool:
-        """True if it needs more than one container."""
-        return any((self.context / name).is_file() for name in ("docker-compose.yaml", "docker-compose.yml"))
+    def services(self) -> str:
+        """The reason that its docker-compose.yaml needs more than its image; empty if it does not."""
+        files = (self.context / name for name in ("docker-compose.yaml", "docker-compose.yml"))
+        return next((_composed(file.read_text("utf-8", "replace")) for file in files if file.is_file()), "")
 
     def image(self) -> Image:
         """The steps of its Dockerfile."""
-        if self.services:
-            return Image(problem="it runs several services (docker-compose)")
+        if services := self.services:
+            return Image(problem=services)
         if self.prebuilt or self.verifier is not None:
             return Image(
                 problem="its tests have a container of their own" if self.verifier else "its image is prebuilt"
@@ -136,7 +143,11 @@ class TaskFolder:
         if absent:
             return f"its image installs {', '.join(absent[:5])}, which this machine lacks"
         modules = [one for one in _imports(self.path / "tests") if importlib.util.find_spec(one) is None]
-        return f"its tests import {', '.join(modules[:5])}, which this Python lacks" if modules else ""
+        if modules:
+            return f"its tests import {', '.join(modules[:5])}, which this Python lacks"
+        used = _installed_by(self.solution.read_text("utf-8", "replace")) if self.solution is not None else []
+        absent = [one for one in used if not (_is_installed(one) or _has_package(one))]
+        return f"its solution installs {', '.join(absent[:5])}, which this machine lacks" if absent else ""
 
 
 @dataclass(frozen=True)
@@ -252,26 +263,41 @@ def _verifier(task: TaskFolder, said: dict[str, Any], artifacts: list[Any]) -> V
     )
 
 
+def _composed(text: str) -> str:
+    """The reason that a docker-compose.yaml needs more than one image; empty if it only names that.
+
+    Terminal-Bench has such a file in every task: one service that waits, with folders for logs.
+    """
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    begin = next((place for place, line in enumerate(lines, 1) if line.startswith("services:")), len(lines))
+    inside = list(itertools.takewhile(lambda line: line[0] in " \t-", lines[begin:]))
+    indents = [len(line) - len(line.lstrip()) for line in inside]
+    if sum(one == min(indents) for one in indents) > 1:
+        return "it runs several services (docker-compose)"
+    mounted = next((found[1] for line in inside if (found := re.match(r"\s*- *['\"]?([./~][^:]*):", line))), "")
+    return f"its docker-compose.yaml mounts {mounted}" if mounted else ""
+
+
 def _simple_yaml(text: str) -> dict[str, str]:
-    """The top-level scalars of a YAML file, block scalars included: all that a task.yaml needs here."""
-    found: dict[str, str] = {}
-    block: list[str] | None = None
-    key = ""
+    """The top-level scalars of a YAML file, of every style: all that a task.yaml needs here."""
+    found: dict[str, list[str]] = {}
     for line in text.splitlines():
-        named = re.match(r"^([A-Za-z_]\w*):\s*(.*)$", line)
-        if named is None:
-            if block is not None:
-                block.append(line)
-            continue
-        if block is not None:
-            found[key] = _dedented(block)
-        key, value = named[1], named[2].strip()
-        block = [] if re.fullmatch(r"[|>][+-]?\d*", value) else None
-        if block is None:
-            found[key] = value.strip("'\"")
-    if block is not None:
-        found[key] = _dedented(block)
-    return found
+        if named := re.match(r"^([A-Za-z_]\w*):\s*(.*)$", line):
+            found[named[1]] = lines = [named[2].strip()]
+        elif found and not line.startswith("#"):
+            lines.append(line)
+    return {key: _scalar(*lines) for key, lines in found.items()}
+
+
+def _scalar(first: str, *more: str) -> str:
+    if re.fullmatch(r"[|>][+-]?\d*", first):
+        return _dedented(list(more))
+    folded = re.sub(r"\\\n", "", "\n".join([first, *map(str.strip, more)]).strip())
+    folded = re.sub(r"\n+", lambda ends: "\n" * (len(ends[0]) - 1) or " ", folded)
+    if folded[:1] == '"':
+        with contextlib.suppress(ValueError):
+            return str(json.JSONDecoder(strict=False).raw_decode(folded)[0])
+    return folded[1:-1].replace("''", "'") if folded[:1] == "'" else folded.strip('"')
 
 
 def _dedented(lines: list[str]) -> str:
@@ -280,14 +306,15 @@ def _dedented(lines: list[str]) -> str:
 
 
 def _read_dockerfile(text: str) -> Image:
-    workdir, variables, installs, downloads = "/", dict[str, str](), list[str](), list[str]()
+    # Base images of tasks have a working folder of their own, as a rule this one.
+    workdir, variables, installs, downloads = _WORKDIR, dict[str, str](), list[str](), list[str]()
     steps: list[tuple[str, str, str]] = []
     froms = 0
     for word, rest in _instructions(text):
         if word == "FROM":
             froms += 1
         elif word == "WORKDIR":
-            workdir = rest if rest.startswith("/") else f"{workdir.rstrip('/')}/{rest}"
+            workdir = posixpath.join(workdir, rest)
         elif word in ("ENV", "ARG"):
             variables |= _variables(rest)
         elif word in ("COPY", "ADD"):
@@ -295,7 +322,7 @@ def _read_dockerfile(text: str) -> Image:
                 return Image(problem=f"its Dockerfile has {word} {rest[:60]}")
             parts = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
             *sources, target = [part for part in parts if not part.startswith("--")]
-            to = target if target.startswith("/") else f"{workdir.rstrip('/')}/{target}"
+            to = posixpath.join(workdir, target)
             steps += [("copy", source, to + ("/" if len(sources) > 1 and not to.endswith("/") else ""))
                       for source in sources]  # fmt: skip
         elif word == "RUN":
@@ -315,7 +342,7 @@ def _read_dockerfile(text: str) -> Image:
                 steps.append(("run", " && ".join(kept), workdir))
     if froms > 1:
         return Image(problem="its Dockerfile has several stages")
-    workdir = workdir if workdir != "/" else "/app"
+    workdir = workdir if workdir != "/" else _WORKDIR
     return Image(workdir, variables, tuple(steps), tuple(dict.fromkeys(installs)), tuple(downloads))
 
 
@@ -346,6 +373,24 @@ def _variables(text: str) -> dict[str, str]:
 
 def _is_installed(package: str) -> bool:
     return package in _COMMON or shutil.which(package) is not None or (_PACKAGES / package).is_dir()
+
+
+def _has_package(name: str) -> bool:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
+        return bool(importlib.metadata.distribution(name))
+    return False
+
+
+def _installed_by(script: str) -> list[str]:
+    """Packages of Debian and of Python that a shell script installs, without their versions."""
+    found: list[str] = []
+    for command in re.split(r"&&|;|\n", re.sub(r"\\[ \t]*\n", " ", script)):
+        asked = _APT.match(plain := command.strip()) or _PIP.match(plain)
+        for word in asked[1].split() if asked else ():
+            name = re.split(r"[=<>~!\[@]", word.strip("\"'"))[0]
+            if re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name) and not name.endswith((".txt", ".whl")):
+                found.append(name)
+    return list(dict.fromkeys(found))
 
 
 def _imports(tests: Path) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import re
 import shutil
 import signal
@@ -21,6 +22,7 @@ import weakref
 from pathlib import Path
 
 from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, Image, TaskFolder, told
+from toprope.sdk.adapters._harbor.programs import stand_ins
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.wall.kernel import hide_memory
 from toprope.sdk.wall.within import RolloutWall
@@ -36,17 +38,14 @@ KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 _SYSTEM = ("/etc", "/opt", "/srv", "/var", "/mnt", "/usr", "/bin", "/")
 _DEEPER = re.compile(r"(?<![\w./-])/((?:etc|opt|srv|var|mnt|usr/local)/[\w.-]+)")
 """Folders within those of the system, which a task may have to itself."""
+_ENVIRONMENT = "/root/.local/bin/env"
+"""File of uv's installer, which tests read into their shell: it must not be the policy's."""
+_LONGEST_WORD = 100_000
+"""Bytes of a command that a process may have as one argument; Linux allows 131,072."""
 _MARK = "TOPROPE_TASK_FOLDER"
 _DENIED = re.compile(r"Read-only file system|Permission denied|Operation not permitted|invalid (?:user|group)")
 _TEXT = 1 << 20
 """Bytes of a file up to which its paths are moved."""
-_IDLE = ("apt-get", "apt", "sudo-install", "pip", "pip3")
-_RUN_MODULE = '#!/bin/sh\nexec "{python}" -sP -m pytest "$@"\n'  # not what lies in the working folder or HOME
-_UVX = """#!/bin/sh
-while [ $# -gt 0 ] && [ "$1" != pytest ]; do shift; done
-[ $# -gt 0 ] && shift
-exec "{python}" -sP -m pytest "$@"
-"""
 
 
 def require_wall() -> None:
@@ -90,8 +89,9 @@ class Sandbox:
         own = {one for one in named if one not in _SYSTEM}
         moved = sorted({*_MOVED, f"/{image.workdir.strip('/').split('/')[0]}", *own}, key=len, reverse=True)
         self._paths = re.compile(rf"(?<![\w./\0-])({'|'.join(map(re.escape, moved))})(?=$|[^\w.-]|\.(?:\W|$))")
-        for path in (*_MOVED, image.workdir, "/logs/verifier", "/logs/agent"):
+        for path in (*_MOVED, image.workdir, "/logs/verifier", "/logs/agent", posixpath.dirname(_ENVIRONMENT)):
             self._inside(path).mkdir(parents=True, exist_ok=True)
+        self._inside(_ENVIRONMENT).touch()
         self._variables = {
             **{name: value for name, value in os.environ.items() if name in KEPT_VARIABLES},
             **{name: self._moved(value) for name, value in image.variables.items()},
@@ -99,8 +99,7 @@ class Sandbox:
             "HOME": str(self._inside("/root")), "TMPDIR": str(self._inside("/tmp")), _MARK: str(self._root),
             "PYTHONDONTWRITEBYTECODE": "1",
         }  # fmt: skip
-        for name in ("python", "python3"):
-            (self._bin / name).symlink_to(sys.executable)
+        self._stand_in(tests=False)
         for kind, first, second in image.steps:
             if kind == "copy":
                 self._copy(first, second)
@@ -127,11 +126,7 @@ class Sandbox:
         self._leave_behind_what_got_away()
         tests = self._inside("/tests")
         script = self._wall.touch(lambda: self._tests_in(tests), reads=[str(self._task.path.resolve())])
-        for name in _IDLE:
-            self._tool(name, "#!/bin/sh\nexit 0\n")
-        for name in ("uvx", "uv"):
-            self._tool(name, _UVX.format(python=sys.executable))
-        self._tool("pytest", _RUN_MODULE.format(python=sys.executable))
+        self._stand_in(tests=True)
         self._variables |= {"TEST_DIR": str(tests), "PYTHONNOUSERSITE": "1"}
         try:
             return self._run(f'bash "{script}"', self._image.workdir, self._task.seconds)
@@ -147,6 +142,13 @@ class Sandbox:
                 folder.rename(old)  # what the policy made read-only would outlive a removal
             shutil.rmtree(old, ignore_errors=True)
             folder.mkdir(parents=True)
+        environment = self._inside(_ENVIRONMENT)
+        try:
+            environment.parent.mkdir(parents=True, exist_ok=True)
+            environment.unlink(missing_ok=True)
+            environment.write_text("")
+        except OSError as error:
+            raise EnvironmentMistake(f"{_ENVIRONMENT} was not replaced before the tests: {error}") from None
         self._take(self._task.path / "tests", tests)
         script = tests / "test.sh"
         if not script.is_file():
@@ -174,10 +176,18 @@ class Sandbox:
         except OSError:
             return None
 
+    def put(self, source: Path, path: str) -> None:
+        """Copy the content of a folder of the task to a place of its machine."""
+        self._wall.touch(lambda: self._take(source, self._inside(path)), reads=[str(source.resolve())])
+
     def close(self) -> None:
         """End all its processes and delete the folder."""
         self._end_processes()
         self._delete()
+
+    def _stand_in(self, *, tests: bool) -> None:
+        for name, text in stand_ins(sys.executable, self._bin, tests=tests):
+            self._tool(name, text)
 
     def _tool(self, name: str, text: str) -> None:
         place = self._bin / name
@@ -189,8 +199,12 @@ class Sandbox:
         where = self._inside(folder)
         if not where.is_dir():
             self._wall.touch(lambda: where.mkdir(parents=True, exist_ok=True))
+        words = ["bash", "-c", self._moved(command)]
+        if len(words[-1].encode()) > _LONGEST_WORD:
+            self._tool("command", words[-1])
+            words = ["bash", str(self._bin / "command")]
         process = subprocess.Popen(
-            self._wall.command(["bash", "-c", self._moved(command)]), cwd=where, env=self._variables,
+            self._wall.command(words), cwd=where, env=self._variables,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         code: int | None

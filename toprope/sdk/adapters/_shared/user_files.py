@@ -208,8 +208,18 @@ def assigned(tree: ast.Module) -> set[str]:
 
 
 def data_beside(file: Path, tree: ast.Module) -> str:
-    """Return the default rows of a file: a usual definition, or a data file of the same name; empty if none."""
-    there = assigned(tree)
+    """Return the default rows of a file: a usual definition, or a data file of the same name; empty if none.
+
+    A text is no rows: scripts call the id of a data set so.
+    """
+    texts = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    there = assigned(tree) - texts
     for name in ROWS:
         if name in there:
             return name

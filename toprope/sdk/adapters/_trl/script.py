@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -163,7 +164,7 @@ def _cure(error: BaseException, path: Path) -> str:
         return f"Install what it imports{says}: {install}"
     if isinstance(error, SystemExit):
         return "The knob `arguments` sets the arguments of its command line; its own message is in the log."
-    if "Hub" in str(error):
+    if re.search("Hub|HF_HUB", str(error)):
         return "It needs that data set in the cache of the Hugging Face Hub, or environment.network: allow."
     return "The knob `arguments` sets the arguments of its command line, such as the address of a server."
 

@@ -1,0 +1,153 @@
+"""Tasks as Terminal-Bench has them: a docker-compose.yaml, uv, reports in CTRF, files beside the solution."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sdk.adapters.harbor.conftest import with_worker, worked, written
+from toprope.sdk.adapters._harbor.folders import TaskFolder, task_folders
+from toprope.sdk.adapters._harbor.sandbox import Sandbox
+from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the wall of Linux")
+
+COMPOSE = """\
+# one service
+services:
+  client:
+    build:
+      dockerfile: Dockerfile
+    command: [ "sh", "-c", "sleep infinity" ]
+    volumes:
+      - ${LOGS}:${LOGS_INSIDE}
+networks:
+  own:
+"""
+RUN_TESTS = """\
+#!/bin/bash
+set -eo pipefail
+apt-get update
+apt-get install -y curl
+curl -LsSf https://astral.sh/uv/0.7.13/install.sh | sh
+source $HOME/.local/bin/env
+uv venv .tbench-testing --python 3.12
+source .tbench-testing/bin/activate
+uv pip install pytest==8.4.1 pytest-json-ctrf==0.3.5
+"""
+STARTS = (
+    "uv run pytest --ctrf /logs/verifier/ctrf.json $TEST_DIR/test_outputs.py -rA",
+    "uvx -p 3.13 --with pytest==8.4.1 --with pytest-json-ctrf==0.3.5 pytest --ctrf=ctrf.json /tests/test_outputs.py",
+    "uv run --with requests python -m pytest /tests/test_outputs.py",
+    "uv run $TEST_DIR/by_hand.py",
+)
+
+
+def first_format(folder: Path, name: str, start: str = STARTS[0], solution: str = "echo 5 > total.txt\n") -> Path:
+    """A task of Terminal-Bench's first format, whose exit code decides."""
+    files = {
+        "task.yaml": f'instruction: "Write \\"5\\" to\\n/app/total.txt, as in \\u00e4.\n\n  Task {name}."\na: b\n',
+        "Dockerfile": "FROM someone/base:1\nCOPY data/stock.txt ./\n",
+        "data/stock.txt": "pears 5\n",
+        "docker-compose.yaml": COMPOSE,
+        "run-tests.sh": f"{RUN_TESTS}\n{start}\n",
+        "tests/test_outputs.py": "def test_total():\n    assert open('/app/total.txt').read().split() == ['5']\n",
+        "tests/by_hand.py": "import pytest\nassert open('/app/total.txt').read().split() == ['5']\n",
+        "solution.sh": solution,
+    }
+    for path, text in files.items():
+        (folder / name / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name / path).write_text(text)
+    return folder / name
+
+
+def one(folder: Path) -> TaskFolder:
+    [task] = task_folders(folder)
+    return task
+
+
+def test_tests_that_install_uv_run_in_the_worker_s_python(tmp_path: Path) -> None:
+    for number, start in enumerate(STARTS):
+        task = one(first_format(tmp_path, f"t{number}", start))
+        assert not task.missing(task.image())
+        for solved in (False, True):
+            machine = Sandbox(task, task.image())
+            said = machine.run("cat /app/stock.txt; " + ("cp stock.txt x; echo 5 > total.txt" * solved), 30.0)
+            code, printed = machine.verify()
+            machine.close()
+            assert said.startswith("pears 5") and (code == 0) == solved, (start, printed)
+
+
+def test_what_tests_read_into_their_shell_is_not_the_policy_s(tmp_path: Path) -> None:
+    task = one(first_format(tmp_path, "task"))
+    for forged in (
+        "echo exit 0 > ~/.local/bin/env",
+        "rm ~/.local/bin/env; ln -s /app/x ~/.local/bin/env; echo exit > x",
+    ):
+        machine = Sandbox(task, task.image())
+        machine.run(forged, 30.0)
+        code, printed = machine.verify()
+        machine.close()
+        assert code not in (0, None), printed
+
+
+def test_the_policy_has_the_packages_of_the_worker_s_python(tmp_path: Path) -> None:
+    task = one(first_format(tmp_path, "task"))
+    machine = Sandbox(task, task.image())
+    said = machine.run("python -c 'import sys, pytest; print(sys.prefix)'; echo 'print(6)' > x.py; uv run x.py", 60.0)
+    assert said.split() == [sys.prefix, "6"]
+    assert "already" in machine.run("pip install -q pytest==8.4.1 && sudo -E apt-get install -y bash", 30.0)
+    assert "not installed: no-such-thing" in machine.run("uv add 'no-such-thing>=2' pytest; echo $?", 30.0)
+    assert machine.run(f": {'x' * 200_000}; echo long", 30.0) == "long"
+    machine.close()
+
+
+def test_a_compose_file_of_one_service_asks_for_no_more_than_its_image(tmp_path: Path) -> None:
+    folder = first_format(tmp_path, "task")
+    compose = folder / "docker-compose.yaml"
+    assert not one(folder).services
+    compose.write_text(COMPOSE.replace("networks:", "  database:\n    image: x\nnetworks:"))
+    assert "several services" in one(folder).services
+    compose.write_text(COMPOSE.replace("- ${LOGS}", "- ./${LOGS}"))
+    assert "mounts ./${LOGS}" in one(folder).missing(one(folder).image())
+
+
+def test_texts_of_every_style_are_read(tmp_path: Path) -> None:
+    folder = first_format(tmp_path, "task")
+    assert one(folder).instruction == 'Write "5" to\n/app/total.txt, as in \u00e4.\nTask task.'
+    for written_so, meant in {
+        "'It''s: 5'": "It's: 5",
+        "Write 5\n  now.": "Write 5 now.",
+        "|-\n  Write:\n    5": "Write:\n  5",
+    }.items():
+        (folder / "task.yaml").write_text(f"instruction: {written_so}\ndifficulty: hard\ntags:\n  - a\n")
+        assert (one(folder).instruction, one(folder).difficulty) == (meant, "hard")
+
+
+def test_a_task_whose_solution_installs_what_is_not_here_is_left_out(tmp_path: Path) -> None:
+    script = "sudo apt-get update && sudo apt-get install -y \\\n  bash=5.2\nuv pip install pytest==8.4.1 {more}\n"
+    here = one(first_format(tmp_path, "here", solution=script.format(more="--quiet")))
+    assert not here.missing(here.image())
+    away = one(first_format(tmp_path, "away", solution=script.format(more="'no-such-thing[all]>=2'")))
+    assert away.missing(away.image()) == "its solution installs no-such-thing, which this machine lacks"
+
+
+def test_a_solution_finds_the_files_beside_it(tmp_path: Path) -> None:
+    for number in range(12):
+        folder = written(tmp_path, f"shop-{number}")
+        (folder / "solution" / "total.txt").write_text("5\n")
+        (folder / "solution" / "solve.sh").write_text("cp /solution/total.txt /workspace/total.txt\n")
+
+    async def body(link: EnvironmentWorker) -> Any:
+        [handle] = (await link.begin("train", 0, 1, timeout=60)).rollouts
+        while True:
+            answer = await link.solve(handle, timeout=60)
+            [turn] = await link.advance([[handle, answer, False]], timeout=120)
+            if turn.done:
+                return turn.outcome, await worked(link, "ls /solution")
+
+    outcome, (listed, _) = with_worker(tmp_path, body)
+    assert outcome.reward == 1.0 and listed == ["(no output)"]
