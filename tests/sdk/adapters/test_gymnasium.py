@@ -16,7 +16,7 @@ from tests.support.run_engines import ECOSYSTEMS
 from toprope.sdk import errors
 from toprope.sdk.adapters import gem
 from toprope.sdk.adapters.gymnasium import declared, make
-from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.errors import InvalidRequest, LoadError, MissingKnobs
 from toprope.sdk.rollouts import Rollout, configure
 from toprope.sdk.worker.client import WorkerClient
 from toprope.sdk.worker.splits import SPLITS, TaskSplits
@@ -164,6 +164,24 @@ class Settings:
     two = text.replace("Union[Settings, Any]", "Settings, more: Settings | None")
     with pytest.raises(LoadError, match=r"The knob high would set more\.high and another argument: rename"):
         opened(tmp_path / "two.py", two)
+
+
+def test_settings_without_a_default_are_knobs_that_must_be_set(tmp_path: Path) -> None:
+    text = """
+import dataclasses
+
+@dataclasses.dataclass
+class Settings:
+    high: int
+    words: list = dataclasses.field(default_factory=list)
+
+""" + GUESS.replace("high: int = 9, mood", "settings: Settings, label: str, *more: int, mood").replace(
+        "= high", "= settings.high"
+    )
+    with pytest.raises(MissingKnobs, match=r"needs the knobs label \(str: .*\), high \(int: "):
+        opened(tmp_path / "guess.py", text)
+    environment = opened(tmp_path / "guess.py", text, high=5, label="easy")
+    assert "1 to 5" in next(environment.tasks()).messages[0]["content"]
 
 
 def test_setting_that_an_author_left_open_is_a_knob(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import rows_of
 from toprope.sdk.adapters._shared.user_files import ROWS, Bounds, UserFile, data_beside, parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
-from toprope.sdk.authoring.knobs import knob
+from toprope.sdk.authoring.knobs import REQUIRED, knob
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
@@ -56,6 +56,9 @@ KEYS = ("file", "class", "registry", "id", "arguments", "rows", "range", "succes
 _TOLD = ("success", "is_success", "correct", "won")
 _LIMITS = ("max_turns", "max_steps", "_max_episode_steps", "max_episode_steps")
 _UNKNOWN_LIMIT, _LARGEST_LIMIT = 50, 1000
+_PLAIN = (bool, int, float, str)
+_PLAIN_NAMES = {kind.__name__: kind for kind in _PLAIN}
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ALIKE = 8
 """Number of first tasks compared to see if observations tell tasks apart."""
 _BASES = {"Env", "BaseTextEnv", "TextEnv"}
@@ -86,7 +89,7 @@ class Gymnasium(Environment):
             "reward": self._bounds.part(1.0, "sum of the rewards of all steps, clipped"),
             "return": Part(0.0, -_MOST, _MOST, "the same sum, not clipped; shown"),
         }
-        self.Knobs = _knobs(self._maker, self._given)  # type: ignore[assignment]
+        self.Knobs = _knobs(self._maker, self._given, rows=bool(self._rows))  # type: ignore[assignment]
 
     def setup(self) -> None:
         knobs = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
@@ -300,38 +303,57 @@ def _maker(target: Mapping[str, Any]) -> tuple[Callable[..., Any], UserFile | No
     return made, None
 
 
-def _knobs(maker: Callable[..., Any], given: Mapping[str, Any]) -> type:
-    """A dataclass of our knob `turns` and of the arguments with plain values. Raises LoadError if two share a name."""
+def _knobs(maker: Callable[..., Any], given: Mapping[str, Any], *, rows: bool = False) -> type:
+    """A dataclass of our knob `turns` and of the arguments with plain values.
+
+    Arguments of a plain type without a default must be set, unless `rows` have them.
+
+    Raises:
+        LoadError: Two share a name.
+    """
     fields: list[tuple[str, Any, Any]] = [
         ("turns", int, knob(0, ge=0, le=_LARGEST_LIMIT, help="most answers; 0: the environment's own limit"))
     ]
-    defaults = dict(given)
+    defaults, required = dict(given), dict[str, Any]()
     for one in _parameters(maker):
         if one.default is not one.empty:
             defaults.setdefault(one.name, one.default)
+        elif one.annotation in _PLAIN and one.name not in (*defaults, "turns") and not rows and one.kind not in _MANY:
+            required[one.name] = one.annotation
     for argument, kind in _configurations(maker, given).items():
         for field in dataclasses.fields(kind):
-            if field.name in defaults:
+            if field.name in defaults or field.name in required:
                 raise LoadError(
                     f"The knob {field.name} would set {argument}.{field.name} and another argument: rename one of them."
                 )
-            defaults[field.name] = field.default
+            if _has_no_default(field):
+                required[field.name] = _PLAIN_NAMES[getattr(field.type, "__name__", field.type)]
+            else:
+                defaults[field.name] = field.default
+    for name, kind in required.items():
+        fields.append((name, kind, knob(REQUIRED, help="the environment's own setting")))
     for name, value in defaults.items():
         unset = value is None and name in given
-        if (unset or type(value) in (bool, int, float, str)) and name.isidentifier() and name != "turns":
+        if (unset or type(value) in _PLAIN) and name.isidentifier() and name != "turns":
             fields.append((name, Any if unset else type(value), knob(value, help="the environment's own setting")))
-    return dataclasses.make_dataclass("Knobs", fields)
+    return dataclasses.make_dataclass("Knobs", fields, kw_only=True)
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _configurations(maker: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The dataclasses whose fields have defaults among the types of required arguments, by the argument's name."""
+    """The dataclasses among the types of required arguments, by the argument's name; their fields have defaults or a
+    plain type."""
     found: dict[str, Any] = {}
     for one in _parameters(maker):
         if one.default is one.empty and one.name not in given:
             is_union = get_origin(one.annotation) in (Union, types.UnionType)
             for kind in get_args(one.annotation) if is_union else (one.annotation,):
                 if dataclasses.is_dataclass(kind) and all(
-                    field.default is not dataclasses.MISSING for field in dataclasses.fields(kind)
+                    not _has_no_default(field) or getattr(field.type, "__name__", field.type) in _PLAIN_NAMES
+                    for field in dataclasses.fields(kind)
                 ):
                     found.setdefault(one.name, kind)
     return found
