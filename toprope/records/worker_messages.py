@@ -58,6 +58,8 @@ class Card(msgspec.Struct):
     """True if the reference answers were inferred from the names of columns."""
     own_loop: bool = False
     """True if the environment samples its rollouts itself, against an OpenAI endpoint."""
+    call_s: float = 0.0
+    """Seconds that a rollout's call may take by the environment's own limits."""
 
     @property
     def min_reward(self) -> float:

@@ -77,6 +77,25 @@ def number_below(messages: list[dict[str, Any]], index: int) -> str:
     return str(start - said - 1)
 
 
+def test_a_call_may_take_as_long_as_the_environment_s_own_limits_say(tmp_path: Path) -> None:
+    file = tmp_path / "patient.py"
+    text = COUNTDOWN.replace("max_turns = 5", "max_turns, call_s = 5, 60.0")
+    file.write_text(text.replace("self.at -= 1\n", "self.at -= 1\n        import time; time.sleep(0.5)\n"))
+
+    async def opened() -> EnvironmentWorker:
+        link = await EnvironmentWorker.start()
+        await link.open({"file": str(file), "attribute": "Countdown"}, timeout=60)
+        return link
+
+    async def run() -> SampledGroup:
+        async with await RestartingWorker.start(opened, LauncherSection(restarts=0)) as worker:
+            policy = ScriptedPolicy(number_below)
+            sampler = GroupSampler(worker, policy, multi_turn=True, call_timeout_s=0.3)  # type: ignore[arg-type]
+            return await sampler.sample(TaskRef("train", 0), 2, SAMPLING)
+
+    assert [outcome.reward for outcome in asyncio.run(run()).outcomes] == [1.0] * 2
+
+
 def test_multi_turn_group_uses_one_session(tmp_path: Path) -> None:
     policy = ScriptedPolicy(number_below)
 

@@ -297,3 +297,5 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
     assert "environment.network: allow" in empty.hint and "knobs=" in empty.hint
     late = failed(entry, WorkerTimeout("The worker did not answer 'open' within 120 s and was killed."))
     assert "load_timeout_s" in late.hint and "choose another environment" in late.hint
+    slow = failed(entry, WorkerTimeout("The worker did not answer 'advance' within 60 s and was killed."))
+    assert "environment.call_timeout_s gives it longer" in slow.hint

@@ -25,6 +25,7 @@ from toprope.sdk.tooled import ToolEnvironment, tool
 __all__ = ["Harbor", "in_folder", "make"]
 
 _TOLD = "\n\nUse the tool `bash` to work on it. When you are done, answer without calling a tool."
+_AROUND_S = 30.0
 _SHOWN = 5
 """Tasks that a refusal names."""
 
@@ -88,6 +89,8 @@ class Harbor(ToolEnvironment):
                 + ". ".join([*refused[:_SHOWN], *filter(None, [no_engine])])
                 + ("" if no_engine else ". Install what they need, or choose others.")
             )
+        # Commands and tests have limits of their own; what comes before and after them takes seconds.
+        self.call_s = max(self.knobs.command_s, *(one.seconds for one in self._ready.values())) + _AROUND_S
         if len(self._contained) < len(self._ready):
             require_wall()
         if refused:

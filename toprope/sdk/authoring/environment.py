@@ -165,6 +165,9 @@ class Environment:
     """Words for listings and searches."""
     guessed_reference: bool = False
     """True if the references are a guess, such as the column of a data set that looks like the right answer."""
+    call_s: float = 0.0
+    """Seconds that `step` or `score` may take by time limits of its own, such as those of a task's tests. Rollouts wait
+    at least so long, whatever the limit of the run."""
     packages: tuple[str, ...] = ()
     """Names of distributions that the tasks depend on; every run records their versions."""
     files: tuple[str, ...] = ()

@@ -396,6 +396,7 @@ def _card(
         "max_reward": Scoring(parts).max_reward,
         "tags": list(environment.tags),
         "own_loop": isinstance(environment, OwnLoop),
+        "call_s": environment.call_s,
         "guessed_reference": bool(environment.guessed_reference),
         "versions": loaded.versions,
     }

@@ -55,6 +55,7 @@ _KEY = re.compile(
     r"\b(?!(?:[A-Z0-9]+_)*(?:INVALID|MISSING|EXPIRED|WRONG|BAD|NO)_)(?:[A-Z][A-Z0-9_]*_(?:API_KEY|ACCESS_KEY|SECRET)|"
     r"(?:[A-Z0-9]+_)*(?:HF|HUB|GITHUB|GH|GITLAB|BOT|ACCESS|AUTH|API)_TOKEN)\b"
 )
+_OF_ROLLOUT = re.compile(r"did not answer '(?:begin|advance|settle|score|run)'")
 _IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): |\bCould not import\b")
 _OTHER_VERSION = re.compile(r"; the installed (?P<package>[\w.-]+) (?P<version>\S+) lacks it\)?$")
 _LACKS = re.compile(
@@ -329,7 +330,8 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
         )
     if isinstance(failure, WorkerTimeout):
         own = "Look for an endless loop, a download, or slow task generation."
-        theirs = f"It may wait for a download or a server; environment.load_timeout_s gives it longer. {_FOREIGN}"
+        limit = "call_timeout_s" if _OF_ROLLOUT.search(str(failure)) else "load_timeout_s"
+        theirs = f"It may wait for a download or a server; environment.{limit} gives it longer. {_FOREIGN}"
         hint = own if entry.ecosystem == "toprope" else theirs
         words = failure.stderr.rpartition("\n")[2].strip()
         printed = f" It printed last: {marked(words, _LONGEST)}" if words else ""

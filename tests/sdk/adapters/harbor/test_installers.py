@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,21 @@ def test_the_policy_has_the_packages_of_the_worker_s_python(tmp_path: Path) -> N
     assert "not installed: no-such-thing" in machine.run("uv add 'no-such-thing>=2' pytest; echo $?", 30.0)
     assert machine.run(f": {'x' * 200_000}; echo long", 30.0) == "long"
     machine.close()
+
+
+def test_only_plugins_of_pytest_that_the_task_installs_are_loaded(tmp_path: Path) -> None:
+    plugins = {one.dist.name: one.name for one in entry_points(group="pytest11") if one.dist is not None}
+    package, plugin = sorted(plugins.items())[0]
+    start = "uv run pytest --trace-config --co /tests/test_outputs.py; exit 0"
+    for folder, expected in (
+        (first_format(tmp_path, "plain", start), []),
+        (first_format(tmp_path, "plugged", f"uv add {package}\n{start}"), [plugin]),
+    ):
+        machine = Sandbox(one(folder), one(folder).image())
+        _, printed = machine.verify()
+        machine.close()
+        assert one(folder).plugins == expected
+        assert "active plugins" in printed and (f" {plugin} " in printed) == bool(expected), printed
 
 
 def test_a_compose_file_of_one_service_asks_for_no_more_than_its_image(tmp_path: Path) -> None:

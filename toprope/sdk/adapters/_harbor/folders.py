@@ -122,6 +122,14 @@ class TaskFolder:
         files = (self.context / name for name in ("docker-compose.yaml", "docker-compose.yml"))
         return next((_composed(file.read_text("utf-8", "replace")) for file in files if file.is_file()), "")
 
+    @property
+    def plugins(self) -> list[str]:
+        """Plugins of pytest in this Python that its Dockerfile or its tests' script installs."""
+        files = (self.context / "Dockerfile", self.path / self.tests)
+        said = "\n".join(file.read_text("utf-8", "replace") for file in files if file.is_file())
+        found = importlib.metadata.entry_points(group="pytest11")
+        return [one.name for one in found if one.dist is not None and one.dist.name in said]
+
     def image(self) -> Image:
         """The steps of its Dockerfile."""
         if services := self.services:

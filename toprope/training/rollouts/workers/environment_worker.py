@@ -30,6 +30,9 @@ class EnvironmentWorker(WorkerClient):
     `vary`, empty for the one opened by `open`.
     """
 
+    call_s: float = 0.0
+    """Seconds that a rollout's call may take by the own limits of what is open."""
+
     @classmethod
     async def behind(cls, wall: Wall, interpreter: str | None = None, **options: Any) -> Self:
         """Start a worker behind a wall. Takes and raises what `WorkerClient.start` does."""
@@ -68,7 +71,9 @@ class EnvironmentWorker(WorkerClient):
             "split_rule": split_rule,
             **({"rewards": [dict(one) for one in rewards]} if rewards else {}),
         }
-        return await self._ask(Card, "open", timeout, arguments)
+        card = await self._ask(Card, "open", timeout, arguments)
+        self.call_s = card.call_s
+        return card
 
     async def vary(self, variant: str, knobs: Mapping[str, Any], *, timeout: float) -> Card:
         """Open the same environment with other knobs beside what is open."""
