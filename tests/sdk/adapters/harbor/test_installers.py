@@ -131,6 +131,32 @@ def test_a_compose_file_of_one_service_asks_for_no_more_than_its_image(tmp_path:
     assert "mounts ./${LOGS}" in one(folder).missing(one(folder).image())
 
 
+def test_steps_keep_the_words_between_their_commands(tmp_path: Path) -> None:
+    folder = first_format(tmp_path, "task")
+    (folder / "Dockerfile").write_text(
+        "FROM x\n"
+        'RUN apt-get update && python3 -c \'import os; open("a", "w").write("1; 2")\' && pip install numpy\n'
+        "RUN false || echo b > b; apt-get clean\n"
+        "RUN if [ -e a ]; then \\\n  apt-get install -y bash && cp a c; \\\n  else exit 1; fi\n"
+        "RUN (cd /tmp && echo d > d) && cp /tmp/d .\n"
+    )
+    machine = Sandbox(one(folder), one(folder).image())
+    assert machine.run("cat a b c d", 30.0).split() == ["1;", "2b", "1;", "2d"]
+    machine.close()
+
+
+def test_modules_that_the_task_brings_or_asks_for_are_not_missing(tmp_path: Path) -> None:
+    folder = first_format(tmp_path, "task")
+    (folder / "tests" / "test_more.py").write_text("import brought_along, asked_for\nfrom whole_package import x\n")
+    (folder / "data" / "brought_along.py").write_text("")
+    (folder / "task.yaml").write_text("instruction: Write /app/asked_for.py and the folder whole_package/.\n")
+    assert not one(folder).missing(one(folder).image())
+    (folder / "task.yaml").write_text("instruction: Write it.\n")
+    assert one(folder).missing(one(folder).image()) == (
+        "its tests import asked_for, whole_package, which this Python lacks"
+    )
+
+
 def test_texts_of_every_style_are_read(tmp_path: Path) -> None:
     folder = first_format(tmp_path, "task")
     assert one(folder).instruction == 'Write "5" to\n/app/total.txt, as in \u00e4.\nTask task.'

@@ -71,7 +71,9 @@ def test_steps_for_users_are_left_undone_and_missing_downloads_are_named(tmp_pat
     dockerfile.write_text(image + users)
     assert with_worker(tmp_path, pages) == 1.0
     dockerfile.write_text(image + "RUN wget https://example.org/a.zip -O /tmp/a.zip && cat /tmp/a.zip\n")
-    with pytest.raises(WorkerError, match=r"cat /tmp/a.zip.* fails(.|\n)*downloads https://example.org/a.zip"):
+    with pytest.raises(
+        WorkerError, match=r"cat /tmp/a.zip.* fails(.|\n)*downloads https://example.org/a.zip(.|\n)*Install"
+    ):
         with_worker(tmp_path, pages)
 
 

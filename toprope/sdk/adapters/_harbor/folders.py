@@ -55,6 +55,7 @@ _COMMON = frozenset(
 """Packages that images install by habit, and that a task with commands of its own hardly misses."""
 _APT = re.compile(r"^(?:sudo\s+)?apt(?:-get)?\s+(?:-\S+\s+)*install\b(.*)$", re.DOTALL)
 _PIP = re.compile(r"^(?:sudo\s+)?(?:(?:python3? -m |uv )?pip3? install|uv add)\b(.*)$")
+_COMPOUND = re.compile(r"\s*(?:if|for|while|until|case|then|else|do|[{(])(?=\s|$)|\s*\(")
 _INSTALLERS = re.compile(
     r"^(?:sudo\s+)?(?:apt(?:-get)?|apt-key|dpkg|apk|yum|dnf|pip3?|uv|npm|yarn|pnpm|gem|cargo install|go install|"
     r"curl|wget|add-apt-repository|locale-gen|python3? -m pip|rm -rf /var/lib/apt|update-alternatives|"
@@ -150,7 +151,10 @@ class TaskFolder:
         absent = [one for one in image.installs if not _is_installed(one)]
         if absent:
             return f"its image installs {', '.join(absent[:5])}, which this machine lacks"
-        modules = [one for one in _imports(self.path / "tests") if importlib.util.find_spec(one) is None]
+        own = {re.sub(r"\W.*", "", file.name) for file in self.context.rglob("*")}
+        own |= {*re.findall(r"([\w-]+)(?:\.py\b|/)", self.instruction)}  # the policy is to write them
+        wanted = [one for one in _imports(self.path / "tests") if one not in own]
+        modules = [one for one in wanted if importlib.util.find_spec(one) is None]
         if modules:
             return f"its tests import {', '.join(modules[:5])}, which this Python lacks"
         used = _installed_by(self.solution.read_text("utf-8", "replace")) if self.solution is not None else []
@@ -337,17 +341,20 @@ def _read_dockerfile(text: str) -> Image:
             if "<<" in rest:
                 steps.append(("run", rest, workdir))
                 continue
-            kept = []
-            for command in re.split(r"&&|;", rest):
+            kept, pieces = [], re.split(r"(\|\||&&|;)", rest)
+            for command, ends in itertools.zip_longest(pieces[::2], pieces[1::2], fillvalue=""):
                 plain = command.strip()
                 if asked := _APT.match(plain):
                     installs += [one.partition("=")[0] for one in asked[1].split() if not one.startswith("-")]
                 elif plain and not _INSTALLERS.match(plain):
-                    kept.append(plain)
+                    kept += [command, ends]
                 elif plain.startswith(("curl", "wget")):
                     downloads += re.findall(r"https?://[^\s'\"]+", plain)
+            if any(map(_COMPOUND.match, pieces[::2])):
+                kept = pieces  # installers within say themselves if something is missing
             if kept:
-                steps.append(("run", " && ".join(kept), workdir))
+                done = "".join(kept).strip()
+                steps.append(("run", re.sub(r"\s*(\|\||&&|;)$", "", done), workdir))
     if froms > 1:
         return Image(problem="its Dockerfile has several stages")
     workdir = workdir if workdir != "/" else _WORKDIR

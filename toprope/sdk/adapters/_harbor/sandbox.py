@@ -112,6 +112,9 @@ class Sandbox:
                     cause = f"RUN {first[:80]} of {task.name}'s Dockerfile fails: {said[-200:].strip()}"
                     if image.downloads:
                         cause += f"\nIt downloads {image.downloads[0][:200]}, which only a container does."
+                    cause += (
+                        "\nInstall what it needs here, let it run in a container (docker or podman), or choose others."
+                    )
                     raise EnvironmentMistake(cause)
 
     def run(self, command: str, seconds: float) -> str:
