@@ -20,6 +20,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from toprope.machine import gpu_names
+
 __all__ = ["REFUSED", "is_met", "is_time", "machine", "refuse", "report", "wait_until_quiet"]
 
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
@@ -141,7 +143,8 @@ def wait_until_quiet(load: Callable[[], float] = lambda: os.getloadavg()[0]) -> 
 def machine() -> str:
     """This machine in a few words."""
     gigabytes = round(psutil.virtual_memory().total / 2**30)
-    return f"{os.cpu_count()} cores, {gigabytes} GB, {platform.machine()}, Python {platform.python_version()}"
+    words = f"{os.cpu_count()} cores, {gigabytes} GB, {platform.machine()}, Python {platform.python_version()}"
+    return ", ".join([words, *gpu_names()])
 
 
 def _rounded(value: Any) -> Any:

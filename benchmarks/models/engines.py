@@ -26,7 +26,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,29 @@ def rig(name: str, folder: Path) -> Iterator[Rig]:
         made.engine.stop()
 
 
-def measure(made: Rig, *, tokens: int = _TOKENS, tolerance: float = 1e-4) -> tuple[dict[str, float], float]:
+def measure(
+    made: Rig,
+    *,
+    tokens: int = _TOKENS,
+    tolerance: float = 1e-4,
+    rounds: int = 3,
+    checked: int = _ANSWERS,
+    updates: int | None = None,
+    told: Callable[[dict[str, float]], object] = lambda found: None,
+) -> tuple[dict[str, float], float]:
     """The figures of one engine but for conformance, and the error that the control shows.
 
     Args:
         tokens: Of each answer.
         tolerance: Largest error of a log-probability whose version is right.
+        rounds: Of which the fastest counts.
+        checked: Answers of each request whose log-probabilities are computed again.
+        updates: Publications while answers are sampled; None for the usual number.
+        told: Called with the first figures as soon as they are known.
     """
     sample(made.engine, SamplingRequest([5, 6], n=8, max_new_tokens=8))  # the first request compiles
     error, rates = 0.0, []
-    for _ in range(3):
+    for _ in range(rounds):
         requests = [
             SamplingRequest([5 + number, 6, 7], n=_ANSWERS, max_new_tokens=tokens) for number in range(_REQUESTS)
         ]
@@ -86,8 +99,9 @@ def measure(made: Rig, *, tokens: int = _TOKENS, tolerance: float = 1e-4) -> tup
         found = sample(made.engine, *requests)
         rates.append((made.engine.tokens - before) / (time.perf_counter() - began))
         for request, answers in zip(requests, found, strict=True):
-            error = max([error, *(made.error_of(request.prompt_ids, answer) for answer in answers)])
-    publish_s, wrong = _update(made, tolerance)
+            error = max([error, *(made.error_of(request.prompt_ids, answer) for answer in answers[:checked])])
+    told({"tokens_per_second": max(rates), "logprob_error": error})
+    publish_s, wrong = _update(made, tolerance, updates or _UPDATES)
     with torch.no_grad():
         made.trained.get_output_embeddings().weight.mul_(4.0)
     [[answer]] = sample(made.engine, SamplingRequest([5, 6], max_new_tokens=_TOKENS))
@@ -101,10 +115,10 @@ def measure(made: Rig, *, tokens: int = _TOKENS, tolerance: float = 1e-4) -> tup
     return figures, shown
 
 
-def _update(made: Rig, tolerance: float) -> tuple[float, int]:
+def _update(made: Rig, tolerance: float, updates: int) -> tuple[float, int]:
     """Mean seconds of an update, and the number of tokens with a wrong version."""
     seconds, wrong = [], 0
-    for _ in range(_UPDATES):
+    for _ in range(updates):
         models = {made.engine.version: load_copy(made.trained)}
         answered: queue.Queue[Any] = queue.Queue()
         request = SamplingRequest([5, 6, 7], n=16, max_new_tokens=100)

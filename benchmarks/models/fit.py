@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -102,11 +103,23 @@ def measure(case: Case) -> tuple[float, ModelShape]:
 def _peak() -> float:
     import torch
 
-    if torch.cuda.is_initialized():  # PyTorch keeps what it once took; the parent subtracts what others hold
-        free, total = torch.cuda.mem_get_info()
-        return float(total - free)
+    if torch.cuda.is_initialized():  # PyTorch keeps what it once took
+        return _held_on_gpu()
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024.0 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+def _held_on_gpu() -> float:
+    """Bytes of the GPU that this process holds by its driver, or all processes if it does not tell them apart."""
+    import torch
+
+    asked = "nvidia-smi --query-compute-apps=pid,used_gpu_memory --format=csv,noheader,nounits"
+    for line in subprocess.check_output(asked.split(), text=True).splitlines():
+        pid, _, held = line.partition(",")
+        if pid.strip() == str(os.getpid()) and held.strip().isdigit():
+            return float(held) * 2**20
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free)
 
 
 def child(case: Case) -> None:

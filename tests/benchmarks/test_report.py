@@ -11,13 +11,20 @@ import pytest
 
 from benchmarks import compare_figures
 from benchmarks.compare_figures import moved
-from benchmarks.report import REFUSED, is_met, is_time, refuse, report, wait_until_quiet
+from benchmarks.report import REFUSED, is_met, is_time, machine, refuse, report, wait_until_quiet
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def figures_of(output: str) -> dict[str, float]:
     return json.loads(output.splitlines()[-1])
+
+
+def test_machine_is_told_with_its_gpus(monkeypatch):
+    monkeypatch.setattr("benchmarks.report.gpu_names", lambda: ["NVIDIA H200"])
+    assert machine().endswith(", NVIDIA H200")
+    monkeypatch.setattr("benchmarks.report.gpu_names", lambda: [])
+    assert "NVIDIA" not in machine()
 
 
 def test_report_says_which_goals_were_missed(capsys, monkeypatch):

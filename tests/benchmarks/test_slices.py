@@ -37,6 +37,7 @@ from benchmarks.trajectory_api import kills, trajectory_api
 from benchmarks.trajectory_api.trajectory import bodies, ours, run_folder
 from benchmarks.trajectory_api.trajectory_api import mixed
 from benchmarks.wrong_inputs import wrong_inputs
+from toprope.errors import InvalidValue
 from toprope.records.run.folder import RunFolder
 from toprope.records.sweep_journal import Standing
 from toprope.training.policy.weight_sync import WeightsDiffer
@@ -111,6 +112,13 @@ def test_memory_that_training_takes_is_estimated(monkeypatch):
     assert expected.total == pytest.approx(peak, rel=fit.LIMIT_PERCENT / 100)
 
 
+def test_memory_of_a_gpu_is_that_of_the_process_that_asks(monkeypatch):
+    for listed, held in ((f"1, 7\n{os.getpid()}, 512\n", 512 * 2**20), (f"{os.getpid()}, [N/A]\n", 3e9)):
+        monkeypatch.setattr(fit.subprocess, "check_output", lambda *_, listed=listed, **__: listed)
+        monkeypatch.setattr(gpu.torch.cuda, "mem_get_info", lambda: (5e9, 8e9))
+        assert fit._held_on_gpu() == held
+
+
 def test_engine_beside_a_trainer_is_measured_and_the_control_sees_a_change(tmp_path, monkeypatch):
     for name, value in {"_REQUESTS": 2, "_UPDATES": 1}.items():
         monkeypatch.setattr(engines, name, value)
@@ -137,6 +145,14 @@ def test_figures_of_a_run_on_a_gpu_are_its_worst_cases():
     }
 
 
+def test_whole_run_on_a_gpu_trains_on_groups_of_equal_rewards_too(tmp_path):
+    changes = gpu.Bench(tmp_path, "tiny", "cpu", 4).changes("lora-4bit", "embedded")
+    assert changes["algorithm.drop_zero_signal"] is False, (
+        "random weights solve no task, so the run would wait for ever"
+    )
+    assert changes["policy.load_in_4bit"] and changes["budget.steps"] == 4
+
+
 def test_stock_trl_is_given_settings_that_it_has(tmp_path, monkeypatch):
     from trl import GRPOConfig
 
@@ -151,7 +167,7 @@ def test_stock_trl_is_given_settings_that_it_has(tmp_path, monkeypatch):
     bench.train_with_trl("lora", None)
     bench.train_with_trl("full", "/elsewhere/python")
     (side, policy, words, python), (_, _, others, other) = asked
-    assert (side, policy, words[:4]) == ("trl", bench.model, (7, gpu._WARM, 1, 0))
+    assert (side, policy, words[:4]) == ("trl", bench.model, (gpu._TRL_STEPS, gpu._TRL_WARM, 1, 0))
     assert (python, other) == (sys.executable, "/elsewhere/python")
     settings, with_vllm = json.loads(words[4]), json.loads(others[4])
     assert settings.pop("groups") * settings["per_device_train_batch_size"] == 16
@@ -184,6 +200,27 @@ def test_peak_memory_of_a_gpu_is_noted_for_each_case(tmp_path, monkeypatch):
     settings = [one for way in bench.ways("full", "vllm").values() for one in way.items()]
     assert settings == [("inference.sleep", True), ("inference.transfer", "gpu")]
     assert list(bench.ways("lora", "vllm")) == ["", "_sleep"] and bench.ways("full", "transformers") == {"": {}}
+
+
+def test_case_that_fails_or_takes_too_long_is_counted_and_others_go_on(tmp_path, capsys):
+    bench = gpu.Bench(tmp_path, "tiny", "cpu", 4, limit_s=1, log=tmp_path / "log")
+    with bench.case("a run"):
+        raise BaseExceptionGroup("of a client", [SystemExit("run-1 is failed")])
+    with bench.case("slow"):
+        threading.Event().wait(60)
+    with bench.case("absent"):
+        raise InvalidValue("vLLM is not installed")
+    with bench.case("good"):
+        bench._note("good", {"step_seconds": 1.0})
+    with pytest.raises(SystemExit), bench.case("stopped"):
+        raise SystemExit(143)
+    assert bench.figures["cases_failed"] == 2 and bench.figures["step_seconds_tiny_good"] == 1.0
+    printed = capsys.readouterr().out
+    assert "a run failed: SystemExit: run-1 is failed" in printed and "slow failed: TimeoutError" in printed
+    assert "absent is left out: vLLM" in printed
+    logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line.get("failed") for line in logged] == ["a run", "slow", None]
+    assert logged[2] == {"step_seconds_tiny_good": 1.0}
 
 
 @pytest.mark.engines

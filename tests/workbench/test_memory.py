@@ -121,7 +121,7 @@ def test_changes_that_make_it_fit_are_named_and_do():
         mends = fit(config_of(inference__engine=engine, **small), shape, 1e9).mends
         assert any("policy.load_in_4bit" in changes for _, changes, _ in mends) is offered
     assert fit(config, shape, None).fits is None
-    assert "no GPU was measured" in fit(config, shape, 80e9, gpus=1).sure
+    assert "H200 was measured" in fit(config, shape, 80e9, gpus=1).sure
 
 
 def test_processes_and_bits_divide_what_they_can():
@@ -160,6 +160,15 @@ def test_vllm_takes_its_share_of_a_gpu_unless_it_sleeps():
     fields["optimizer__micro_batch_size"] = 0
     apart = fit(config_of(launcher__inference_gpus=2, launcher__num_processes=2, **fields), shape, 60e9, gpus=4)
     assert apart.sampler.total == pytest.approx(2 * 0.4 * 60e9)
+
+
+def test_continuous_batching_takes_its_share_of_one_gpu():
+    shape, fields = ModelShape.of(QWEN), {"policy__max_context": 1024, "inference__engine": "transformers"}
+    half = fit(config_of(inference__memory_share=0.5, **fields), shape, 60e9, gpus=1)
+    assert half.sampler.total == pytest.approx(30e9)
+    assert half.total == pytest.approx(half.trainer.total + 30e9)
+    on_cpu = fit(config_of(**fields), shape, 60e9).sampler
+    assert on_cpu == fit(config_of(policy__max_context=1024), shape, 60e9).sampler
 
 
 def test_answers_name_parts_and_unknown_models(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,7 +203,9 @@ def test_preview_leaves_sigterm_to_its_program(tiny_policy: Path, tmp_path: Path
     assert not asyncio.run(asyncio.wait_for(taken(), 120))
 
 
-def test_client_that_leaves_cancels_its_request(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_leaves_cancels_its_request(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("toprope.training.inference.app._LOOK_S", 0.02)
     asked: list[tuple[SamplingRequest, Any]] = []
 
@@ -226,7 +230,11 @@ def test_client_that_leaves_cancels_its_request(model: Any, tokenizer: Any, monk
         ending.set()
         await task
 
+    caplog.set_level(logging.ERROR, "asyncio")
     asyncio.run(asyncio.wait_for(main(), 30))
+    gc.collect()  # asyncio reports results that nobody took when they are collected
+    assert not caplog.records
+    asked[0][1](Cancelled())  # the loop has ended
 
 
 @pytest.mark.parametrize("tiny", [{"temperature": 1e-45}, {"top_p": 1e-300}])

@@ -22,6 +22,7 @@ import hmac
 import secrets
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -307,12 +308,14 @@ class InferenceServer:
             self._delivered.append((future, result))
             if not self._waking:
                 self._waking = True
-                loop.call_soon_threadsafe(self._settle)
+                with suppress(RuntimeError):  # the loop has ended, and nobody waits for an answer
+                    loop.call_soon_threadsafe(self._settle)
 
         self._engine.submit(request, done)
         while not (await asyncio.wait([future], timeout=_LOOK_S))[0]:
             if await client.is_disconnected():
                 self._engine.cancel(request)
+                future.cancel()  # nobody takes its result
                 raise BadRequest("the client has left")
         return future.result()
 
