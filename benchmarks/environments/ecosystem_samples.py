@@ -247,9 +247,9 @@ def interpreter(ecosystem: str) -> str | None:
     folder = cache / "ecosystems" / ecosystem
     if ecosystem == "atropos":
         folder = Path(os.environ.get("TOPROPE_BENCH_VENV") or cache / "bench-atropos")
-    python = folder / "bin" / "python"
-    if python.is_file():
-        return str(python)
+    # An installation that broke off leaves an interpreter without the ecosystem.
+    if (folder / ("bin/run-api" if ecosystem == "atropos" else "installed")).exists():
+        return str(folder / "bin" / "python")
     return sys.executable if ecosystem in ("reasoning_gym", "trl", "score") else None
 
 

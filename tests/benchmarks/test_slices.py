@@ -21,6 +21,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from benchmarks.environments import environments, worker_overhead
+from benchmarks.environments.ecosystem_samples import interpreter
 from benchmarks.environments.worker_overhead import measure, sources
 from benchmarks.faults import disk, lifecycle
 from benchmarks.faults.judge import Story
@@ -362,6 +363,16 @@ def test_goals_of_environments_are_figures_that_parts_give(monkeypatch, capsys):
     assert "missed: good_tasks_flagged, named_defects_missed" in capsys.readouterr().out
     found["unplanted_flags"] = ["splits_leak"]
     assert environments.main([]) == 2
+
+
+def test_interpreter_whose_installation_broke_off_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    folder = tmp_path / ".cache" / "toprope" / "ecosystems" / "verifiers"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").touch()
+    assert interpreter("verifiers") is None and interpreter("trl") == sys.executable
+    (folder / "installed").touch()
+    assert interpreter("verifiers") == str(folder / "bin" / "python")
 
 
 def test_lost_and_doubled_groups_are_counted():
