@@ -327,7 +327,7 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any], *, rows: bool = 
                     f"The knob {field.name} would set {argument}.{field.name} and another argument: rename one of them."
                 )
             if _has_no_default(field):
-                required[field.name] = _PLAIN_NAMES[getattr(field.type, "__name__", field.type)]
+                required[field.name] = _PLAIN_NAMES[_type_name(field)]
             else:
                 defaults[field.name] = field.default
     for name, kind in required.items():
@@ -343,6 +343,10 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
     return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
+def _type_name(field: dataclasses.Field[Any]) -> str:
+    return field.type if isinstance(field.type, str) else str(getattr(field.type, "__name__", ""))
+
+
 def _configurations(maker: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The dataclasses among the types of required arguments, by the argument's name; their fields have defaults or a
     plain type."""
@@ -352,7 +356,7 @@ def _configurations(maker: Callable[..., Any], given: Mapping[str, Any]) -> dict
             is_union = get_origin(one.annotation) in (Union, types.UnionType)
             for kind in get_args(one.annotation) if is_union else (one.annotation,):
                 if dataclasses.is_dataclass(kind) and all(
-                    not _has_no_default(field) or getattr(field.type, "__name__", field.type) in _PLAIN_NAMES
+                    not _has_no_default(field) or _type_name(field) in _PLAIN_NAMES
                     for field in dataclasses.fields(kind)
                 ):
                     found.setdefault(one.name, kind)
