@@ -174,6 +174,31 @@ def test_calls_are_rewarded_until_one_ends_the_episode(tmp_path: Path) -> None:
         make(json.dumps({**target, "environment": "others"})).setup()
 
 
+@pytest.mark.parametrize(
+    ("file", "more", "names"),
+    [
+        ("server.py", "", ["sums"]),
+        ("sums_server.py", "", ["sums_server"]),
+        ("app.py", "class Products(Environment): ...", ["sums", "products"]),
+        ("maths.py", "class Products(Environment): ...", ["maths-sums", "maths-products"]),
+    ],
+)
+def test_file_with_the_name_of_every_server_is_listed_by_its_class(file: str, more: str, names: list[str]) -> None:
+    assert [one.name for one in declared(Path(file), ast.parse(f"{SUMS}\n{more}"))] == names
+
+
+def test_server_that_cannot_be_loaded_names_the_host_that_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "ors.py").write_text(STAND_IN)
+    target = listed(tmp_path)
+    lines = (
+        "import contextlib, socket\nwith contextlib.suppress(OSError):\n    socket.getaddrinfo('data.invalid', 80)\n"
+    )
+    (tmp_path / "sums.py").write_text(f"{lines}raise FileNotFoundError('no rows downloaded')\n{SUMS}")
+    why = r"FileNotFoundError: no rows downloaded; besides, data\.invalid could not be reached$"
+    with pytest.raises(LoadError, match=why):
+        make(json.dumps(target)).setup()
+
+
 def test_server_by_address_names_its_environment() -> None:
     assert make("http://127.0.0.1:9#sums").name == "sums"
     with pytest.raises(LoadError, match="not a server address"):

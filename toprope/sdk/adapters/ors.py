@@ -43,6 +43,7 @@ KEYS = ("url", "file", "environment", "split", "range", "clip", "success", "max_
 """Keys of a target, and of an owner's YAML file."""
 _PACKAGES = ("ors", "openreward")
 _SERVE = str(Path(__file__).parent / "_servers" / "ors_serve.py")
+_USUAL = ("app", "env", "environment", "main", "server")
 _FREE: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -196,7 +197,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     ]
     return [
         Listed(
-            name=file.stem if len(found) == 1 else f"{file.stem}-{node.name.lower()}",
+            name=_named(file, node.name.lower(), alone=len(found) == 1),
             target=json.dumps({"file": str(file), "environment": node.name.lower()}),
             description=first_line(ast.get_docstring(node)) or first_line(ast.get_docstring(tree)),
             tools=True,
@@ -204,6 +205,12 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
         )
         for node in found
     ]
+
+
+def _named(file: Path, kind: str, *, alone: bool) -> str:
+    """Return the name of a class: the file's, unless that is one that servers usually have."""
+    usual = file.stem in _USUAL
+    return kind if usual else file.stem if alone else f"{file.stem}-{kind}"
 
 
 def _text(blocks: Any) -> str:

@@ -1,16 +1,45 @@
-"""Serve the ORS environments of a file: `python ors_serve.py FILE PORT`."""
+"""Serve the ORS environments of a file: `python ors_serve.py FILE PORT`.
+
+The other programs that serve environments end with an error as this one does: `runpy.run_path(THIS)["telling"]`. They
+run in the environment's interpreter, where the package around this file cannot be imported.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
     """Serve until a signal."""
-    file, port = Path(sys.argv[1]), int(sys.argv[2])
+    with telling():
+        _serve(Path(sys.argv[1]), int(sys.argv[2]))
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[Any]:
+    """Ends the program with the text of an exception, its cause, and a host that was not reached.
+
+    Yields the module of errors, which notes from now on the hosts that this process cannot resolve.
+    """
+    spec = importlib.util.spec_from_file_location("toprope_errors", Path(__file__).parents[2] / "errors.py")
+    assert spec is not None and spec.loader is not None  # the file is there
+    errors = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(errors)
+    errors.note_unreachable_hosts()
+    try:
+        yield errors
+    except Exception as error:
+        raise SystemExit(f"{type(error).__name__}: {errors.Failure.of(error).message}") from error
+
+
+def _serve(file: Path, port: int) -> None:
     sys.path.insert(0, str(file.parent))
     module = importlib.import_module(file.stem)
     kinds = [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__]
