@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -48,6 +48,8 @@ class Episode:
     """An episode that states its seed and rewards repeating it; two may be open at a time."""
 
     open = refused = 0
+    next_answer: ClassVar[dict[str, Any]] = {}
+    """Answers the next action, once."""
 
     def __init__(self) -> None:
         self.answers: list[dict[str, Any]] = []
@@ -73,6 +75,9 @@ class Episode:
             errors = [{"type": "missing", "loc": [name], "msg": "Field required"} for name in MISSING]
             told = {"code": "VALIDATION_ERROR", "message": "Invalid action", "errors": errors}
             self.answers.append({"type": "error", "data": told})
+        elif Episode.next_answer:
+            self.answers.append(Episode.next_answer)
+            Episode.next_answer = {}
         elif asked["data"] == {"message": "boom", "kind": "word"}:
             self.answers.append({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "it broke"}})
         elif "column" in asked["data"]:
@@ -376,10 +381,47 @@ def test_reason_of_an_environment_that_cannot_be_created_is_told(server: Served,
     assert plain["data"] == {"message": "Invalid message"}
 
 
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import no_such_module", r"\(ENVIRONMENT_FAILED\): ModuleNotFoundError: No module named 'no_such_module' \("),
+        ("raise ConnectionRefusedError('no database')", r"\(ENVIRONMENT_FAILED\): ConnectionRefusedError: no database"),
+    ],
+)
+def test_what_an_environment_lacks_is_no_refusal_of_an_action(
+    server: Served, stand_in: Callable[..., None], code: str, reason: str
+) -> None:
+    stand_in("openenv.core.env_server.http_server", WSErrorResponse=dict)
+    http_server = importlib.import_module("openenv.core.env_server.http_server")
+    _tell_failures(errors)
+
+    async def stepped() -> None:
+        async with openenv.Connection(f"ws{server.removeprefix('http')}/ws") as episode:
+            await episode.reset({"seed": 0})
+            try:
+                exec(code, {})
+            except Exception as error:
+                told = http_server.WSErrorResponse(data={"message": str(error), "code": "EXECUTION_ERROR"})
+            Episode.next_answer = {"type": "error", **told}
+            await episode.step({"message": "fine", "kind": "word"})
+
+    with pytest.raises(EnvironmentMistake, match=f"^OpenEnv refuses step {reason}"):
+        asyncio.run(stepped())
+
+
 def test_server_whose_program_reached_no_host_is_told_with_the_host() -> None:
     code = "print('fatal: Could not resolve host: git.example.org', file=__import__('sys').stderr)\n"
     code += "raise SystemExit('CalledProcessError: git clone failed.')"
     with pytest.raises(LoadError, match=r"git clone failed; git\.example\.org could not be reached$"):
+        StartedServer("server", "", ["{python}", "-c", code], "", {})
+
+
+def test_server_whose_program_failed_is_told_with_what_that_printed() -> None:
+    code = (
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'raise SystemExit(\"no Python 3.10 here\")'])\n"
+    )
+    code += "raise SystemExit('CalledProcessError: Command venv returned 2.')"
+    with pytest.raises(LoadError, match=r"CalledProcessError: .* returned 2\. It had printed: no Python 3\.10 here$"):
         StartedServer("server", "", ["{python}", "-c", code], "", {})
 
 

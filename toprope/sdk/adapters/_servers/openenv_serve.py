@@ -1,18 +1,23 @@
 """Serve an OpenEnv app: `python openenv_serve.py MODULE:APP PORT ROOT [FURTHER...]`.
 
 Modules are imported from ROOT first, and from the further folders last, so that those hide no installed package. A
-server answers an exception with its text alone; here it names the cause as well. It works in a new folder with links
-to what is in the given one, because authors write beside their code, which a wall closes.
+server answers an exception with its text alone; here it names the cause as well, and an exception that no action causes
+(a missing module, a host that was not reached) has the code `FAILED`. It works in a new folder with links to what is in
+the given one, because authors write beside their code, which a wall closes.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import runpy
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+FAILED = "ENVIRONMENT_FAILED"
+"""Code of an error whose cause is the environment, not the action."""
+_UNREACHED = "could not be reached"
 
 
 def main() -> None:
@@ -26,23 +31,10 @@ def main() -> None:
     os.chdir(place)
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
-    errors = _errors()
-    _tell_failures(errors)
-    try:
+    with runpy.run_path(str(Path(__file__).with_name("ors_serve.py")))["telling"]() as errors:
+        _tell_failures(errors)
         # Without pings: an environment that computes does not answer them in time.
         uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", ws_ping_interval=None)
-    except Exception as error:
-        raise SystemExit(f"{type(error).__name__}: {errors.Failure.of(error).message}") from error
-
-
-def _errors() -> Any:
-    """Return the module that names the hosts of failed requests; the package around it cannot be imported here."""
-    spec = importlib.util.spec_from_file_location("toprope_errors", Path(__file__).parents[2] / "errors.py")
-    assert spec is not None and spec.loader is not None  # the file is there
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.note_unreachable_hosts()
-    return module
 
 
 def _tell_failures(errors: Any) -> None:
@@ -56,7 +48,10 @@ def _tell_failures(errors: Any) -> None:
     def telling(data: dict[str, Any]) -> Any:
         error = sys.exc_info()[1]
         if error is not None and data.get("message") == str(error):
-            data = {**data, "message": errors.Failure.of(error).message}
+            why = errors.Failure.of(error)
+            data = {**data, "message": why.message}
+            if isinstance(error, ImportError | ConnectionError) or _UNREACHED in why.message:
+                data |= {"message": why.line(), "code": FAILED}
         return plain(data=data)
 
     http_server.WSErrorResponse = telling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import itertools
 import os
 import re
 import socket
@@ -24,6 +25,7 @@ _WAIT_S = 60.0
 _START_S = 900.0
 """Limit of a server that is started here; opening an environment has a limit of its own, which the owner sets."""
 _LONGEST = 400
+_TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
 
 
@@ -91,8 +93,15 @@ class StartedServer:
         """Return what a server that ended has said last."""
         self._silent.wait(2)
         told = self.raised() or next((line for line in reversed(self._lines) if line), "it printed nothing")[:_LONGEST]
-        # The exception often lacks the output of the program.
-        return with_unresolved(told, "\n".join(self._lines)) if "CalledProcessError" in told else told
+        if "CalledProcessError" not in told:
+            return told
+        if (named := with_unresolved(told, "\n".join(self._lines))) != told:
+            return named
+        # The exception lacks what the program printed, which came before it.
+        lines = list(self._lines)
+        last = max((place for place, line in enumerate(lines) if _RAISED.match(line)), default=0)
+        before = [line for line in itertools.takewhile(lambda line: line != _TRACEBACK, lines[:last]) if line]
+        return f"{told} It had printed: {before[-1][:_LONGEST]}" if before else told
 
     def raised(self) -> str:
         """Return the last exception that a server started here has printed; empty if it printed no exception."""
