@@ -13,6 +13,7 @@ import pytest
 from tests.sdk.adapters.nemo_gym.conftest import begun, say
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.sdk.adapters import nemo_gym
+from toprope.sdk.adapters._servers.nemo_gym_serve import _settings
 from toprope.sdk.discovery import parse
 from toprope.sdk.errors import LoadError
 from toprope.sdk.worker.service import Service
@@ -20,6 +21,7 @@ from toprope.sdk.worker.service import Service
 APP = """
 import asyncio
 import json
+import os
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -29,6 +31,7 @@ from resources_servers.judged.words import RIGHT
 class Judged(SimpleResourcesServer):
     def setup_webserver(self):
         assert type(self) is not Judged, "the configuration names another file"
+        assert json.loads(os.environ["NEMO_GYM_CONFIG_DICT"]) == self.server_client.global_config_dict
         [[known]] = [one.values() for one in self.server_client.global_config_dict["grader"].values()]
         if self.config.asks_at_once:
             assert self.server_client._build_server_base_url(known) == self.config.asks_at_once
@@ -123,6 +126,66 @@ def test_server_of_a_folder_is_listed_started_and_judged_by_a_named_endpoint(tmp
         played(settings={"asks_at_once": "http://judge"})
     with pytest.raises(LoadError, match=r"knob `settings` must set what its configuration lacks \(points: .* number"):
         played(settings={"points": "many"})
+
+
+SETTINGS_OF = """
+limit: 7
+searched:
+  resources_servers:
+    judged:
+      entrypoint: served.py
+      points: ${oc.env:POINTS_OF_TEST,0.25}
+      asks_at_once: ${oc.select:address.of_test,${oc.env:ADDRESS_OF_TEST,null}}
+      place: data/${oc.env:SPLIT_OF_TEST,train}-${limit}.jsonl
+      search_key: ${search_key_of_test}
+      judge_base_url: ${policy_base_url}
+      judge_api_key: ${policy_api_key}
+      judge_model: ${policy_model_name}
+      image: ???
+      nested: {tolerance: "${oc.env:TOLERANCE_OF_TEST,0.5}"}
+"""
+
+
+def test_settings_of_a_configuration_are_variables_defaults_other_keys_and_the_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "judged"
+    (place / "configs").mkdir(parents=True)
+    (place / "configs" / "judged.yaml").write_text(SETTINGS_OF)
+    settings, left = _settings(place)
+    assert settings == {
+        "entrypoint": "served.py", "points": 0.25, "asks_at_once": None, "place": "data/train-7.jsonl",
+        "nested": {"tolerance": 0.5},
+    }  # fmt: skip
+    judge = {"judge_base_url": "POLICY_BASE_URL", "judge_api_key": "POLICY_API_KEY", "judge_model": "POLICY_MODEL_NAME"}
+    unset = {"asks_at_once": "ADDRESS_OF_TEST"}
+    assert left == {"search_key": "SEARCH_KEY_OF_TEST", "image": "", **unset, **judge}
+    monkeypatch.setenv("POINTS_OF_TEST", "0.5")
+    monkeypatch.setenv("ADDRESS_OF_TEST", "http://there")
+    monkeypatch.setenv("SEARCH_KEY_OF_TEST", "12345")
+    monkeypatch.setenv("TOPROPE_JUDGE_URL", "http://127.0.0.1:1/v1")
+    monkeypatch.setenv("TOPROPE_JUDGE_MODEL", "j")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another-endpoint")
+    settings, _ = _settings(place)
+    assert (settings["points"], settings["asks_at_once"], settings["search_key"]) == ("0.5", "http://there", "12345")
+    assert settings["judge_base_url"] == "http://127.0.0.1:1/v1" and settings["judge_model"] == "j"
+    assert settings["judge_api_key"] == "none"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1/")
+    assert _settings(place)[0]["judge_api_key"] == "sk-of-another-endpoint"
+
+
+def test_setting_that_is_left_to_the_owner_is_told_with_its_variable(tmp_path: Path) -> None:
+    file = published(tmp_path, [{"responses_create_params": {"input": f"Question {number}"}} for number in range(30)])
+    target = json.loads(nemo_gym.declared(file, parse(file))[0].target)
+    target["packages"].append(str(tmp_path / "omegaconf"))
+    text = PACKAGE["base_resources_server"].replace("points: float = 0.0", "points: float")
+    (tmp_path / "nemo_gym" / "base_resources_server.py").write_text(text)
+    settings = file.parent / "configs" / "judged.yaml"
+    settings.write_text(settings.read_text().replace("0.5", "${points_of_test}"))
+    source = {"adapter": "nemo_gym", "target": json.dumps({**target, "timeout_s": 10})}
+    why = r"the knob `settings`, or the owner the variables POINTS_OF_TEST, .* lacks \(points: Field required\)"
+    with pytest.raises(LoadError, match=why):
+        Service().answer("open", {"source": source})
 
 
 def test_server_that_compares_a_group_waits_for_the_rollouts_there_are(tmp_path: Path) -> None:

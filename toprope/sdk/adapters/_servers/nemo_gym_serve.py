@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 import json
 import os
+import re
+import runpy
 import shutil
 import sys
 import tempfile
@@ -28,7 +29,11 @@ TOGETHER = "X-Toprope-Together"
 """Header of a verification: the number of rollouts that are verified at the same time."""
 _COHORT = "num_rollouts_per_prompt"
 """The setting with which a server waits for so many rollouts before it compares them."""
+_WHOLE = "NEMO_GYM_CONFIG_DICT"
+"""The variable from which servers of NeMo Gym take the configuration of all of them."""
 _OWNERS_ENDPOINT = "OPENAI_BASE_URL"
+_OPEN = re.compile(r"\$\{(?:(oc\.env|oc\.select):)?([\w.]+)(?:, *([^${}]*))?\}")
+"""An interpolation of OmegaConf without another one inside: resolver, name, default."""
 _WAIT_S = 300.0
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _SAMPLING = {"max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
@@ -36,11 +41,8 @@ _SAMPLING = {"max_output_tokens": "max_tokens", "temperature": "temperature", "t
 
 def main() -> None:
     """Serve until a signal."""
-    errors = _errors()
-    try:
+    with runpy.run_path(str(Path(__file__).with_name("ors_serve.py")))["telling"]() as errors:
         _serve(errors)
-    except Exception as error:
-        raise SystemExit(f"{type(error).__name__}: {errors.Failure.of(error).message}") from error
 
 
 def _serve(errors: Any) -> None:
@@ -57,12 +59,14 @@ def _serve(errors: Any) -> None:
     sys.path[:0] = [str(root)]
     sys.path.append(str(own))
     os.chdir(own)
-    own_settings = {**_settings(folder), **json.loads(os.environ.get(SETTINGS) or "{}")}
+    settings, left = _settings(folder)
+    own_settings = {**settings, **json.loads(os.environ.get(SETTINGS) or "{}")}
     file = str(own_settings.get("entrypoint") or "app.py").removesuffix(".py")
     module = importlib.import_module(f"resources_servers.{name}.{file}" if folder.parent in packages else file)
     kind = _server_of(module)
     settings = {**own_settings, "host": "127.0.0.1", "port": port, "name": name}
-    server = kind(config=_checked(kind.model_fields["config"].annotation, settings), server_client=_client(settings))
+    config = _checked(kind.model_fields["config"].annotation, settings, left)
+    server = kind(config=config, server_client=_client(settings))
     app = server.setup_webserver()
     if getattr(server.config, "expose_tools_over_mcp", False):
         from nemo_gym.mcp_auto_exposure import maybe_auto_expose  # type: ignore[import-not-found,unused-ignore]
@@ -74,16 +78,6 @@ def _serve(errors: Any) -> None:
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
-
-
-def _errors() -> Any:
-    """Return the module that names the hosts of failed requests; the package around it cannot be imported here."""
-    spec = importlib.util.spec_from_file_location("toprope_errors", Path(__file__).parents[2] / "errors.py")
-    assert spec is not None and spec.loader is not None  # the file is there
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.note_unreachable_hosts()
-    return module
 
 
 def _server_of(module: Any) -> Any:
@@ -100,28 +94,105 @@ def _server_of(module: Any) -> Any:
     return found[-1]
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """The server's settings in the first of its configurations that has some, without those that are left open."""
+def _settings(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The server's settings in the first of its configurations that has some, and the names that others are left to."""
     import yaml
 
     files = sorted(folder.glob("configs/*.yaml"), key=lambda file: (file.stem != folder.name, file.name))
     for file in files:
-        for one in (yaml.safe_load(file.read_text()) or {}).values():
+        whole = yaml.safe_load(file.read_text()) or {}
+        for one in whole.values():
             own = one.get("resources_servers") if isinstance(one, dict) else None
             if own:
                 given = own.get(folder.name) or next(iter(own.values()))
-                return {key: value for key, value in given.items() if value != "???" and "${" not in str(value)}
-    return {"entrypoint": "app.py", "domain": "other"}
+                settings, left = dict[str, Any](), dict[str, str]()
+                for key, value in given.items():
+                    try:
+                        settings[key] = _filled(value, whole)
+                    except _Left as missing:
+                        left[key] = str(missing)
+                    if settings.get(key) is None and (judge := _of_judge(key)):
+                        settings[key] = judge
+                    elif key in settings and settings[key] is None and (open_ := _OPEN.search(str(value))):
+                        left[key] = _variable(*open_.groups()[:2])
+                return settings, left
+    return {"entrypoint": "app.py", "domain": "other"}, {}
 
 
-def _checked(kind: Any, settings: dict[str, Any]) -> Any:
+class _Left(Exception):
+    """A setting is left to whoever runs the server; the text is the variable that may hold it, or empty."""
+
+
+def _filled(value: Any, whole: dict[str, Any]) -> Any:
+    """Fill in what OmegaConf would: variables and defaults for `oc.env` and `oc.select`, and other keys of the file.
+
+    A name that the file does not have, which NeMo Gym's users put into their `env.yaml`, is the variable of that name
+    in capital letters.
+
+    Raises:
+        _Left: Something in it is neither a variable nor a key, and has no default.
+    """
+    if isinstance(value, dict):
+        return {key: _filled(one, whole) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, whole) for one in value]
+    if value == "???":
+        raise _Left("")
+    while isinstance(value, str) and (open_ := _OPEN.search(value)):
+        resolver, name, default = open_.groups()
+        variable = _variable(resolver, name)
+        known = os.environ.get(variable)
+        if known is None and resolver != "oc.env":
+            place: Any = whole
+            for word in name.split("."):
+                place = place.get(word) if isinstance(place, dict) else None
+            known = None if isinstance(place, dict) else _filled(place, whole)
+        if known is None and default is None:
+            raise _Left(variable)
+        if open_[0] != value:
+            value = f"{value[: open_.start()]}{default if known is None else known}{value[open_.end() :]}"
+        elif known is not None:
+            return known
+        else:
+            import yaml
+
+            return yaml.safe_load(default)
+    if isinstance(value, str) and "${" in value:  # another resolver
+        raise _Left("")
+    return value
+
+
+def _variable(resolver: str | None, name: str) -> str:
+    """Return the variable for an interpolation."""
+    return name if resolver == "oc.env" else name.upper().replace(".", "_")
+
+
+def _of_judge(key: str) -> str:
+    """Return what a server that asks its judge by itself needs for a setting; empty if the judge is not named."""
+    if "judge" not in key or not (address := os.environ.get(JUDGE)):
+        return ""
+    if key.endswith("_url"):
+        return address
+    if key.endswith("_key"):
+        return _key_for(address)
+    return os.environ.get(JUDGE_MODEL, "") if key.endswith(("_model", "_model_name")) else ""
+
+
+def _checked(kind: Any, settings: dict[str, Any], left: dict[str, str]) -> Any:
     from pydantic import ValidationError
 
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ValueError(f"the knob `settings` must set what its configuration lacks ({wrong})") from None
+        keys = dict.fromkeys(str(one["loc"][0]) for one in error.errors() if one["loc"])
+        variables = [left[key] for key in keys if left.get(key)]
+        if any("judge" in key for key in keys):
+            raise ValueError(
+                f"name an endpoint for its judge by the knobs judge_url and judge_model ({wrong})"
+            ) from None
+        how = f", or the owner the variables {', '.join(variables)}, which may be secret," if variables else ""
+        raise ValueError(f"the knob `settings`{how} must set what its configuration lacks ({wrong})") from None
 
 
 def _client(settings: dict[str, Any]) -> Any:
@@ -146,8 +217,10 @@ def _client(settings: dict[str, Any]) -> Any:
             return os.environ[JUDGE].rstrip("/").removesuffix("/v1")  # callers append it
 
     names = [str(one["name"]) for one in settings.values() if isinstance(one, dict) and one.get("name")]
-    known = DictConfig({name: {"responses_api_models": {"endpoint": {"name": name}}} for name in names})
-    return Models(head_server_config=BaseServerConfig(host="127.0.0.1", port=9), global_config_dict=known)
+    known = {name: {"responses_api_models": {"endpoint": {"name": name}}} for name in names}
+    # NeMo Gym's own functions for requests, Ray and sandboxes read it there, or else from this program's arguments.
+    os.environ[_WHOLE] = json.dumps(known)
+    return Models(head_server_config=BaseServerConfig(host="127.0.0.1", port=9), global_config_dict=DictConfig(known))
 
 
 class _Answer:
@@ -196,6 +269,12 @@ async def _asked(path: str, body: Any) -> _Answer:
     )  # fmt: skip
 
 
+def _key_for(address: str) -> str:
+    """Return the key for an endpoint, which only the owner's gets; `none` for another one."""
+    owners = (os.environ.get(_OWNERS_ENDPOINT) or "https://api.openai.com/v1").rstrip("/")
+    return os.environ.get(KEY) or "none" if f"{address.rstrip('/')}/".startswith(f"{owners}/") else "none"
+
+
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Refuses redirects, which would carry the key to another address."""
 
@@ -204,11 +283,9 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _said(asked: dict[str, Any]) -> Any:
-    """Return the endpoint's answer to a request for a chat completion. Only the owner's endpoint gets the key."""
+    """Return the endpoint's answer to a request for a chat completion."""
     address = f"{os.environ[JUDGE].rstrip('/')}/chat/completions"
-    owners = os.environ.get(_OWNERS_ENDPOINT) or "https://api.openai.com/v1"
-    key = os.environ.get(KEY) if address.startswith(f"{owners.rstrip('/')}/") else None
-    headers = {"Authorization": f"Bearer {key or 'none'}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {_key_for(address)}", "Content-Type": "application/json"}
     request = urllib.request.Request(address, json.dumps(asked).encode(), headers)
     try:
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=_WAIT_S) as answer:
