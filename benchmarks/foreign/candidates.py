@@ -112,7 +112,8 @@ def _added(place: Path, ecosystem: str, shared: str) -> tuple[str, ...]:
 
 
 def _openenv(root: Path) -> Iterator[Candidate]:
-    for folder in sorted(root.glob("meta-pytorch+OpenEnv/envs/*_env")):
+    for file in sorted(root.glob("meta-pytorch+OpenEnv/envs/*/server/app.py")):
+        folder = file.parents[1]
         yield Candidate("openenv", f"OpenEnv/{folder.name}", _added(folder, "openenv", ""))
 
 

@@ -55,6 +55,7 @@ _CURES = 5
 """The most cures of an environment that are carried out."""
 _LACKS = re.compile(r"Its text asks for (the package of )?«?([\w.\[\],-]+)»?\. If the owner agrees")
 _BOUNDS = re.compile(r"(?:is|score) (-?[\d.]+)\b[^«»]*: set the knobs reward_low and reward_high")
+_RANGE = re.compile(r"gave (-?[\d.]+), beyond (-?[\d.]+) to (-?[\d.]+): declare `range`[^«»]*among the knobs")
 _WHOLE_ACTION = "action_json (true: the answer is the whole action) would do as well"
 _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dotenv": "python-dotenv"}
 """Module -> package of another name."""
@@ -200,6 +201,12 @@ class Traveller:
             if abs(float(str(knobs.get(name, 0.0)))) >= size:
                 return False
             result.candidate = replace(candidate, knobs=(*(knobs | {name: bound}).items(),))
+            return True
+        if beyond := _RANGE.search(result.error):
+            value, low, high = map(float, beyond.groups())
+            size = 10.0 ** len(str(int(abs(value))))
+            wider = [min(low, -size) if value < low else low, max(high, size) if value > high else high]
+            result.candidate = replace(candidate, knobs=(*(dict(candidate.knobs) | {"range": wider}).items(),))
             return True
         if _WHOLE_ACTION in result.error and ("action_json", True) not in candidate.knobs:
             result.candidate = replace(candidate, knobs=(*candidate.knobs, ("action_json", True)))

@@ -235,6 +235,19 @@ def test_whole_actions_are_given_where_a_server_does_not_say_its_actions(tmp_pat
     assert not traveller._cured(result), "a second time it does not help"
 
 
+def test_range_of_rewards_is_widened_where_a_server_gives_more(tmp_path):
+    traveller = Traveller(tmp_path, None, None, "")
+    result = Result(Candidate("nemo_gym", "x", knobs=(("judge_model", "grader"),)))
+    said = "/verify gave {}, beyond {} to {}: declare `range`: [low, high], or `clip`: true, among the knobs."
+    result.error = said.format(3, 0, 1)
+    assert traveller._cured(result)
+    assert dict(result.candidate.knobs) == {"judge_model": "grader", "range": [0.0, 10.0]}
+    result.error = said.format(-2.5, 0, 10)
+    assert traveller._cured(result) and dict(result.candidate.knobs)["range"] == [-10.0, 10.0]
+    result.error = said.format(3, 0, 1).replace("among the knobs", "in the target")
+    assert not traveller._cured(result)
+
+
 def test_verdicts_have_the_form_that_is_asked_for():
     def asked(text, **more):
         return verdict({"messages": [{"role": "user", "content": text}], **more})
