@@ -54,6 +54,7 @@ _PRINTED = re.compile(r"\bIt printed last: |\bIts last lines:")
 _CURES = 5
 """The most cures of an environment that are carried out."""
 _LACKS = re.compile(r"Its text asks for (the package of )?«?([\w.\[\],-]+)»?\. If the owner agrees")
+_ADDS = re.compile(r"The owner adds it: toprope env add ('[\w.-]+\[[\w,.-]+\]'|[\w.-]+(?= -r))((?: -r [\w-]+)*)")
 _BOUNDS = re.compile(r"(?:is|score) (-?[\d.]+)\b[^«»]*: set the knobs reward_low and reward_high")
 _RANGE = re.compile(r"gave (-?[\d.]+), beyond (-?[\d.]+) to (-?[\d.]+): declare `range`[^«»]*among the knobs")
 _WHOLE_ACTION = "action_json (true: the answer is the whole action) would do as well"
@@ -217,6 +218,12 @@ class Traveller:
             if package in candidate.add:
                 return False
             result.candidate = replace(candidate, add=(*candidate.add, "-r", package))
+            return True
+        if candidate.entry and (adds := _ADDS.search(result.error)):
+            words = (adds[1].strip("'"), *adds[2].split())
+            if words == candidate.add:
+                return False
+            result.candidate = replace(candidate, add=words)
             return True
         if "writes: [FOLDER]" in result.error and (shut := _SHUT.search(result.error)):
             place = self._own_place(shut[1], candidate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -188,6 +189,20 @@ def test_owner_carries_out_the_cures_that_errors_name(tmp_path, monkeypatch):
     assert json.loads(settings.read_text())["environment"] == {"words/x": {"writes": [str(tmp_path / "data")]}}
     assert result.candidate.knobs == (("reward_high", 10.0), ("reward_low", -100.0))
     assert result.failed_at == "described" and closed in result.error, "a cure is tried once"
+
+
+def test_owner_adds_a_package_with_the_extra_that_its_task_needs(tmp_path):
+    traveller = Traveller(tmp_path, None, None, "")
+    result = Result(Candidate("inspect_ai", "x", ("games",), "inspect_ai/games/x"))
+    for said, add in (
+        ("'games[golf]' -r inspect_ai", ("games[golf]", "-r", "inspect_ai")),
+        ("games -r gensim", ("games", "-r", "gensim")),
+    ):
+        result.error = f"games/x needs what is not installed: words. The owner adds it: toprope env add {said}."
+        assert traveller._cured(result) and result.candidate.add == add
+        assert not traveller._cured(result), "a second time it does not help"
+    result = Result(replace(result.candidate, entry=""), error=result.error)
+    assert not traveller._cured(result), "a file is added by its own way"
 
 
 def test_only_places_of_the_benchmark_are_opened_to_foreign_code(tmp_path, monkeypatch):

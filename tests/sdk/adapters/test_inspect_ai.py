@@ -231,12 +231,20 @@ def test_inspect_names_what_a_task_needs(
     lines = ["Name: package", "Version: 1.0", 'Requires-Dist: rouge_score>=0.1; extra == "b3"', "Requires-Dist: numpy"]
     (info / "METADATA").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(LoadError, match=r"imports rouge_score, .*toprope env add 'package\[b3\]' -r inspect_ai"):
+    with pytest.raises(LoadError, match=r"imports rouge_score\. .*toprope env add 'package\[b3\]' -r inspect_ai"):
         inspect([], failure=ModuleNotFoundError("no", name="rouge_score"))
     with pytest.raises(LoadError, match="toprope env add package -r gensim"):
         inspect([], failure=ModuleNotFoundError("no", name="gensim.models"))
     with pytest.raises(LoadError, match="env add /a/task.py -r inspect_ai -r PACKAGE, with .* that has agents"):
         inspect([], failure=ModuleNotFoundError("no", name="agents"), target="/a/task.py@sums")
+    with pytest.raises(LoadError, match=r"`uv sync --extra golf`. The owner .*env add 'package\[golf\]' -r inspect_ai"):
+        inspect([], failure=ImportError("golf is not installed. Install it via `uv sync --extra golf`."))
+    with pytest.raises(LoadError, match=r"toprope env add 'package\[swim\]' -r inspect_ai"):
+        inspect([], failure=AssertionError("please install it by running `uv sync --extra swim`"))
+    with pytest.raises(LoadError, match=r"^Could not import what .* Install with: pip install rl-golf"):
+        inspect([], failure=PrerequisiteError("[bold]ERROR[/bold]: Install with:\n\npip install rl-golf"))
+    with pytest.raises(ImportError, match="^cannot import name"):
+        inspect([], failure=ImportError("cannot import name 'golf' from 'games'"))
     with pytest.raises(InvalidRequest, match="these parameters: Set a KEY first"):
         inspect([], failure=PrerequisiteError("Set a [bold blue]KEY[/bold blue] first"))
 

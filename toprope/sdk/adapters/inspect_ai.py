@@ -26,6 +26,7 @@ from typing import Any, Literal
 from toprope.sdk.adapters._harbor.sandbox import require_wall
 from toprope.sdk.adapters._inspect_ai.commands import confine_commands, with_refusal
 from toprope.sdk.adapters._inspect_ai.listing import declared, installed
+from toprope.sdk.adapters._inspect_ai.packages import missing_package, without_markup
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
@@ -98,14 +99,14 @@ class Inspect(OwnLoop):
         _give_agents_a_key()
         try:
             tasks = load_tasks([self._target], dict(self.knobs.args))
-        except ModuleNotFoundError as error:
-            raise LoadError(
-                f"{self._target} imports {error.name}, which is not installed. The owner adds it: "
-                f"toprope env add {_needed(self._target, str(error.name))}"
+        except Exception as error:
+            if (lacking := missing_package(self._target, error)) is not None:
+                raise lacking from error
+            if not isinstance(error, TypeError | ValueError | LookupError | FileNotFoundError | PrerequisiteError):
+                raise
+            raise InvalidRequest(
+                f"inspect does not load {self._target} with these parameters: {without_markup(error)}"
             ) from error
-        except (TypeError, ValueError, LookupError, FileNotFoundError, PrerequisiteError) as error:
-            why = re.sub(r"\[/?[a-z ]+\]", "", str(error))  # the markup of its terminal
-            raise InvalidRequest(f"inspect does not load {self._target} with these parameters: {why}") from error
         if len(tasks) != 1:
             names = ", ".join(str(task.name) for task in tasks) or "none"
             raise InvalidRequest(f"{self._target} names {len(tasks)} tasks ({names}): name one with @.")
@@ -408,26 +409,6 @@ def _reason(error: Any) -> str:
     places = [place for place, line in enumerate(lines) if _RAISED.match(line)]
     text = " ".join(lines[places[-1] :]) if places else error.message or ""
     return " ".join(with_refusal(text).split())[:_LONGEST_REASON] or "inspect gives no reason"
-
-
-def _needed(target: str, module: str) -> str:
-    """Return what to add for a missing module: the extra of the task's package that has it, or the module itself."""
-    from importlib import metadata
-
-    package = target.partition("/")[0].replace("_", "-")
-    word = module.partition(".")[0].replace("_", "-").lower()
-    if not package:
-        return f"{target.partition('@')[0]} -r inspect_ai -r PACKAGE, with the package that has {module}."
-    try:
-        required = metadata.requires(package) or []
-    except metadata.PackageNotFoundError:
-        required = []
-    for line in required:
-        name, _, condition = line.partition(";")
-        extra = re.search(r"extra == ['\"]([\w.-]+)['\"]", condition)
-        if extra and re.split(r"[\s\[<>=!~@]", name.strip(), maxsplit=1)[0].replace("_", "-").lower() == word:
-            return f"'{package}[{extra[1]}]' -r inspect_ai"
-    return f"{package if required else 'inspect_ai'} -r {word}"
 
 
 def _number(value: Any, to_float: Any) -> float:

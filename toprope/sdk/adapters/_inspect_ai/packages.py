@@ -1,0 +1,58 @@
+"""Packages that tasks of inspect-ai need and an interpreter lacks."""
+
+from __future__ import annotations
+
+import re
+
+from toprope.sdk.errors import LoadError
+
+__all__ = ["missing_package", "without_markup"]
+
+_EXTRA = re.compile(r"--extra[ =]([A-Za-z][\w.-]*)")
+_PIP = re.compile(r"\bpip install\b")
+
+
+def missing_package(target: str, error: BaseException) -> LoadError | None:
+    """Return the error that names what to add for a task that does not load; None if it does not lack a package.
+
+    Args:
+        target: inspect's name of the task.
+        error: Raised by its package or by inspect.
+    """
+    package = target.partition("/")[0].replace("_", "-")
+    extra = _EXTRA.search(str(error)) if package else None
+    if extra:
+        return LoadError(_told(target, without_markup(error), f"'{package}[{extra[1]}]' -r inspect_ai"))
+    if isinstance(error, ModuleNotFoundError):
+        return LoadError(_told(target, f"it imports {error.name}", _needed(target, package, str(error.name))))
+    if type(error).__name__ == "PrerequisiteError" and _PIP.search(str(error)):
+        return LoadError(f"Could not import what {target} needs: {without_markup(error)}")
+    return None
+
+
+def without_markup(error: BaseException) -> str:
+    """Return an error's text without the markup of inspect's terminal, in one line."""
+    return " ".join(re.sub(r"\[/?[a-z ]+\]", "", str(error)).split())
+
+
+def _told(target: str, why: str, needed: str) -> str:
+    return f"{target} needs what is not installed: {why.rstrip('.')}. The owner adds it: toprope env add {needed}"
+
+
+def _needed(target: str, package: str, module: str) -> str:
+    """Return what to add for a missing module: the extra of the task's package that has it, or the module itself."""
+    from importlib import metadata
+
+    word = module.partition(".")[0].replace("_", "-").lower()
+    if not package:
+        return f"{target.partition('@')[0]} -r inspect_ai -r PACKAGE, with the package that has {module}."
+    try:
+        required = metadata.requires(package) or []
+    except metadata.PackageNotFoundError:
+        required = []
+    for line in required:
+        name, _, condition = line.partition(";")
+        extra = re.search(r"extra == ['\"]([\w.-]+)['\"]", condition)
+        if extra and re.split(r"[\s\[<>=!~@]", name.strip(), maxsplit=1)[0].replace("_", "-").lower() == word:
+            return f"'{package}[{extra[1]}]' -r inspect_ai"
+    return f"{package if required else 'inspect_ai'} -r {word}"
