@@ -36,6 +36,8 @@ __all__ = [
     "WorkerFailure",
     "WorkerTimeout",
     "sayable",
+    "shortened",
+    "with_host",
     "with_unresolved",
 ]
 
@@ -232,6 +234,17 @@ def with_unresolved(message: str, said: str) -> str:
     """Add the host of a program that failed to a message, if the program said that it could not resolve it."""
     found = None if "could not be reached" in message else _UNRESOLVED.search(said)
     return f"{message.rstrip('.')}; {found[1]} could not be reached" if found else message
+
+
+def with_host(message: str) -> str:
+    """Name the host that could not be reached, in the text of an error that was caught and kept as a text."""
+    return _with_host(message, RuntimeError(message))
+
+
+def shortened(text: str, longest: int) -> str:
+    """Leave out the middle of a text that is too long: an error ends with its reason and its place."""
+    head = longest * 3 // 5
+    return text if len(text) <= longest else f"{text[:head]} … {text[head + 3 - longest :]}"
 
 
 def sayable(text: str) -> str:

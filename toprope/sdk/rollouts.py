@@ -15,7 +15,7 @@ from typing import Any
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, as_messages, copy_for
 from toprope.sdk.authoring.knobs import described_missing, make_knobs
 from toprope.sdk.authoring.rewards import RewardFunctions, seen_of
-from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, MissingKnobs
+from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, MissingKnobs, shortened
 
 __all__ = ["Rollout", "Turn", "configure", "grouped", "play", "score_together"]
 
@@ -184,7 +184,7 @@ class Rollout:
             reward=0.0,
             turns=self._environment.turns,
             truncated=self._environment.truncated,
-            error=Failure.of(error, self._near).line()[:_LONGEST_ERROR],
+            error=shortened(Failure.of(error, self._near).line(), _LONGEST_ERROR),
         )
 
 

@@ -19,7 +19,7 @@ import pytest
 from toprope.records.journal import groups
 from toprope.sdk import Environment, Outcome, Part, Task, knob, play
 from toprope.sdk.authoring import environment as authoring
-from toprope.sdk.authoring.env_managed import OwnLoop
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, sample_group
 from toprope.sdk.authoring.environment import Scoring, copy_for
 from toprope.sdk.authoring.knobs import describe_knobs, make_knobs
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
@@ -247,6 +247,21 @@ def test_rollouts_of_a_group_are_seeded_once_each(monkeypatch: pytest.MonkeyPatc
     task, session = Task("a"), SimpleNamespace(timeout_s=9.0)
     played = asyncio.run(Draws().group(task, [session] * 2))
     assert played == [random.Random(f"0:{task.id}:{number}").random() for number in range(2)]
+
+
+def test_errors_of_rollouts_end_with_the_host_however_long_they_are() -> None:
+    words = "ConnectionError: Couldn't reach 'someone/rows' on the Hub (LocalEntryNotFoundError)"
+    long = ConnectionError(f"{'x' * 900} Cannot connect to host data.example.org:443")
+
+    class Caught(OwnLoop):
+        async def group(self, task: Any, sessions: Any) -> Any:
+            return [Played({}, error=words), Played({}, error="It lost."), long]
+
+    sampled = asyncio.run(sample_group(Caught(), Task("a"), [SimpleNamespace()] * 3))
+    caught, plain, raised = [one.error or "" for one in sampled.outcomes]
+    assert caught == f"{words}; huggingface.co could not be reached" and plain == "It lost."
+    assert raised.startswith("ConnectionError: xxx") and raised.endswith("; data.example.org could not be reached")
+    assert len(raised) == 500
 
 
 def test_task_id_depends_on_content() -> None:

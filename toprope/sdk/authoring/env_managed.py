@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, copy_for
-from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest
+from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, shortened, with_host
 
 __all__ = ["OwnLoop", "Played", "Session", "sample_group"]
 
@@ -166,13 +166,14 @@ def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome
     if isinstance(found, KeyboardInterrupt):
         raise found
     if isinstance(found, BaseException):
-        return Outcome(0.0, error=Failure.of(found, near).line()[:_LONGEST_ERROR])
+        return Outcome(0.0, error=shortened(Failure.of(found, near).line(), _LONGEST_ERROR))
     try:
         if not isinstance(found, Played):
             raise EnvironmentMistake(f"rollout() must return Played(...), not {type(found).__name__}.")
         turns, truncated = max(int(found.turns), 0), bool(found.truncated)
         if found.error is not None:
-            return Outcome(0.0, turns=turns, truncated=truncated, error=str(found.error)[:_LONGEST_ERROR])
+            told = shortened(with_host(str(found.error)), _LONGEST_ERROR)
+            return Outcome(0.0, turns=turns, truncated=truncated, error=told)
         scoring = Scoring.of(environment)
         parts = scoring.read(found.parts)
         reward = scoring.reward(parts)
@@ -185,7 +186,7 @@ def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # an author may return anything
-        return Outcome(0.0, error=Failure.of(error, near).line()[:_LONGEST_ERROR])
+        return Outcome(0.0, error=shortened(Failure.of(error, near).line(), _LONGEST_ERROR))
 
 
 def _sayable(messages: Any) -> Messages:
