@@ -121,7 +121,7 @@ def engines() -> list[Engine]:
             (("apt-get", "install", "--yes", "--quiet", "mmdebstrap", "buildah", "bubblewrap"),),
             ("apt-get",),
         ),
-        Engine("benchmark of a GPU, rehearsed", ("tests/benchmarks/test_slices.py",)),
+        Engine("benchmark of a GPU, rehearsed", ("tests/benchmarks/test_gpu_slices.py",)),
         Engine(
             "bitsandbytes",
             ("tests/training/policy/test_quantization.py",),
