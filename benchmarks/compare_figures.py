@@ -26,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import machine
+from benchmarks.report import is_time, machine
 
 __all__ = ["FIGURES", "README", "Outcome", "keep", "main", "moved", "read_outcome", "with_figures"]
 
@@ -149,11 +149,17 @@ def with_figures(page: str, kept: Mapping[str, Any]) -> str:
     lines = ["| Name | Last figures | On | Machine |", "| --- | --- | --- | --- |"]
     for name, one in sorted(kept.items()):
         figures = one["figures"]
-        goals = {key: goal for key, goal in figures.get("goals", {}).items() if key in figures}
+        goals = figures.get("goals", {})
         plain = [key for key, value in figures.items() if _is_number(value) and key not in _IGNORED]
-        told = [f"{key} {_short(figures[key])} ({goal})" for key, goal in sorted(goals.items())]
+        told = [
+            f"{key} {_short(figures[key]) if key in figures else 'not measured'} ({goal})"
+            for key, goal in sorted(goals.items())
+        ]
         told = told or [f"{key} {_short(figures[key])}" for key in plain[:_FEW]]
-        told += ["the machine was not quiet"] if figures.get("quiet") is False else []
+        if figures.get("quiet") is False:
+            told.append("the machine was not quiet")
+        elif "quiet" not in figures and any(map(is_time, goals)):
+            told.append("times of a machine that was not asked if it was quiet")
         told += [f"with `{figures['arguments']}`"] if figures.get("arguments") else []
         lines.append(
             f"| `{name.partition(' ')[0].replace('_', '-')}` | {', '.join(told)} | {one['on']} | {one['machine']} |"

@@ -6,6 +6,7 @@ that alternate, and processor time, count under any load. A benchmark that canno
 
 from __future__ import annotations
 
+import itertools
 import json
 import operator
 import os
@@ -13,7 +14,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -34,6 +35,8 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 REFUSED = 3
 """The exit status of a benchmark that measured nothing, because a peer or a right is missing."""
 _TIME = re.compile(r"_(s|ms|us|seconds)(_max|_median|_p\d+)?$")
+_PLACES = frozenset({"--home", "--kept", "--log", "--picture", "--report", "--trl"})
+"""Options that name places of one machine, which change no figure."""
 QUIET_LOAD = 0.6
 """Processes that may run besides a benchmark, averaged over a minute."""
 
@@ -95,8 +98,8 @@ def report(
     if missed:
         print(f"missed: {', '.join(missed)}")
     about: dict[str, Any] = {"on": time.strftime("%Y-%m-%d"), "machine": machine()}
-    if sys.argv[1:]:
-        about["arguments"] = " ".join(sys.argv[1:])
+    if told := _arguments(sys.argv[1:]):
+        about["arguments"] = told
     if control_failed:
         about["control_failed"] = control_failed
     about["load"] = round(os.getloadavg()[0], 1)
@@ -104,6 +107,16 @@ def report(
         about["quiet"] = quiet
     print(json.dumps({**about, **{name: _rounded(value) for name, value in figures.items()}, "goals": dict(goals)}))
     return 2 if control_failed else 1 if missed else 0
+
+
+def _arguments(words: Sequence[str]) -> str:
+    """Return the arguments without those that name places."""
+    kept = [
+        word
+        for before, word in itertools.pairwise(["", *words])
+        if before not in _PLACES and word.partition("=")[0] not in _PLACES
+    ]
+    return " ".join(kept)
 
 
 def refuse(why: str) -> int:

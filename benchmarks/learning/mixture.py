@@ -79,7 +79,7 @@ GRPO: dict[str, Any] = {
     "optimizer.lr_scheduler_type": "linear",
     "evaluation.heldout_tasks": 600,
 }
-STEPS, CONTROL_STEPS = 500, 100
+STEPS = 500
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ async def _measure(console: Console, home: Path, seed: int, steps: int, demonstr
         tuned = await train("Some demonstrations of each task", shown)
         grpo = GRPO | {"policy.model": f"run:{tuned.run_id}"}
         run = await train("One run on the mixture, by reward", grpo | {"budget.steps": steps})
-        shuffled = {"algorithm.shuffle_rewards": True, "budget.steps": min(steps, CONTROL_STEPS)}
+        shuffled = {"algorithm.shuffle_rewards": True, "budget.steps": steps}
         control = await train("The same with shuffled rewards", grpo | shuffled)
     shares = run.results.get("metrics") or {}
     learned = []

@@ -154,7 +154,8 @@ def main() -> int:
 def control_failed(figures: Mapping[str, Any], missed: Sequence[str]) -> str:
     """Name what was planted and not seen: the violations in `missed`, or longer work after each answer."""
     blind = [*missed]
-    if is_met(figures["control_update_cpu_ms"], GOALS["update_cpu_ms"]):
+    planted = figures["control_update_cpu_ms"]
+    if planted is None or is_met(planted, GOALS["update_cpu_ms"]):
         blind.append("update_cpu_ms")
     return f"not counted when planted: {', '.join(blind)}" if blind else ""
 

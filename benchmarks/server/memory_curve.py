@@ -14,19 +14,20 @@ from contextlib import contextmanager
 
 import psutil
 
-__all__ = ["PLANTED_PERCENT", "by_minute", "leaking", "settled_growth"]
+__all__ = ["PLANTED_PERCENT", "by_minute", "leaking", "settled_growth", "with_leak"]
 
 _SETTLED_MINUTES = 5
 """Until then the threads of the server make their first buffers."""
 PLANTED_PERCENT = 15
-"""Of its memory, over the whole load: the leak of the control. The minutes that count see most of it."""
+"""Of memory, over the whole load: the leak of both controls. The minutes that count see most of it."""
 _HELD_MB = 100
 _LEAK = """
-import sys, time
+import os, sys, time
+parent = os.getppid()
 megabytes, leak, seconds = map(float, sys.argv[1:])
 held, began = [b"x" * int(megabytes * 2**20)], time.monotonic()
 print(flush=True)
-while True:
+while os.getppid() == parent:
     due = megabytes * (1 + leak * (time.monotonic() - began) / seconds) * 2**20
     held.append(b"x" * max(0, int(due) - sum(map(len, held))))
     time.sleep(min(1.0, seconds / 100))
@@ -41,6 +42,12 @@ def settled_growth(samples: list[tuple[float, int]], seconds: float) -> float | 
     first = statistics.median(memory for at, memory in samples if begin <= at < begin + 60)
     last = statistics.median(memory for at, memory in samples if at >= seconds - 60)
     return 100.0 * (last - first) / first
+
+
+def with_leak(samples: list[tuple[float, int]], seconds: float) -> list[tuple[float, int]]:
+    """The samples of a server that also leaks PLANTED_PERCENT, evenly. A server that shrinks would hide that."""
+    leak = PLANTED_PERCENT / 100 * samples[0][1] / seconds
+    return [(at, memory + int(at * leak)) for at, memory in samples]
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def test_machine_is_told_with_its_gpus(monkeypatch):
 
 
 def test_report_says_which_goals_were_missed(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["benchmark", "--part", "a"])
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--home", "/h", "--part", "a", "--log=/l", "--trl", "/p"])
     goals = {"ratio": "<= 1.2", "state": '== "done"', "seconds": "<= 5", "never": ">= 0"}
     figures = {"ratio": 1.1, "state": "done", "seconds": 4.0}
     held = {"control": "C must fail.", "control_failed": ""}
@@ -119,6 +119,9 @@ def test_parts_stand_beside_the_whole_until_it_is_measured_anew():
     assert leaks == {"server": 5, "server --part a": 3, "server --part b": 2}
     page = compare_figures.with_figures(compare_figures._MARK, {"server --part a": kept["server --part a"]})
     assert "| `server` | leaks 3, with `--part a` | 2020-01-02 | M |" in page
+    goals = {"goals": {"ratio": "<= 1.2", "stop_seconds": "<= 5"}, "stop_seconds": 1.0}
+    page = compare_figures.with_figures(compare_figures._MARK, {"faults": {"on": "", "machine": "", "figures": goals}})
+    assert "ratio not measured (<= 1.2), stop_seconds 1 (<= 5), times of a machine that was not asked" in page
     compare_figures.keep(kept, measured(leaks=4))
     assert list(kept) == ["servers", "server"] and kept["server"]["figures"] == {"leaks": 4}
 

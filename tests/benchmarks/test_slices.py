@@ -27,7 +27,7 @@ from benchmarks.orchestrator import runs as orchestrator
 from benchmarks.orchestrator.orchestrator import _control_failed
 from benchmarks.performance import decode, growth, memory, train
 from benchmarks.server import load, many_runs, server
-from benchmarks.server.memory_curve import leaking, settled_growth
+from benchmarks.server.memory_curve import leaking, settled_growth, with_leak
 from benchmarks.training_agent import Done
 from benchmarks.trajectory_api import kills, trajectory_api
 from benchmarks.trajectory_api.trajectory import bodies, ours, run_folder
@@ -257,7 +257,12 @@ def test_load_stores_runs_and_ignores_the_first_minutes(tmp_path):
     samples = [(float(second), 100 if second < 360 else 110) for second in range(600)]
     assert settled_growth(samples, 600) == pytest.approx(10.0)
     assert settled_growth(samples, 300) is None
-    assert settled_growth([(float(second), 10**8) for second in range(1800)], 1800) == 0
+    even = [(float(second), 10**8) for second in range(1800)]
+    assert settled_growth(even, 1800) == 0 < 5 < settled_growth(with_leak(even, 1800), 1800)
+    shrinking = [(at, int(memory * (1 - 0.1 * at / 1800))) for at, memory in even]
+    assert settled_growth(with_leak(shrinking, 1800), 1800) < 5, (
+        "a server that shrinks hides a leak, so the control fails"
+    )
 
 
 def test_process_that_leaks_is_seen_to():
