@@ -68,11 +68,15 @@ def test_guessed_references_refuse_nothing() -> None:
 
 
 def test_lone_rollout_errors_only_warn_for_own_loop() -> None:
-    raised = [Scored(0, kind, 0.0, error="RuntimeError: left out") for kind in ("reference", "junk", "empty")]
+    error = f"RuntimeError: {'left out ' * 99}, as ffmpeg is missing"
+    raised = [Scored(0, kind, 0.0, error=error) for kind in ("reference", "junk", "empty")]
     [alone] = [one for one in judge(seen_with(*raised, own_loop=True)) if one.rule == "never_varies"]
     assert (alone.level, alone.refuses) == ("warning", False) and "tried alone" in alone.what
     [ours] = [one for one in judge(seen_with(*raised)) if one.rule == "never_varies"]
     assert (ours.level, ours.refuses) == ("critical", True)
+    assert (
+        ours.what.endswith("as ffmpeg is missing") and "if others wrote it, give it what the error names" in ours.next
+    )
 
 
 @pytest.mark.parametrize(

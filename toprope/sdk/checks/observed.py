@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from toprope.sdk.errors import shortened
+
 __all__ = ["Again", "Ended", "Observed", "Scored", "SplitSeen", "TaskSeen"]
 
 
@@ -128,7 +130,7 @@ class Observed:
 
 
 Level = Literal["note", "warning", "critical"]
-_SHOWN = 160
+_SHOWN = 300
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,5 @@ class Finding:
 
 
 def cut(text: str | None) -> str:
-    """Return a text on one line, shortened."""
-    text = " ".join((text or "").split())
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+    """Return a text on one line, shortened in its middle: errors end with their reason."""
+    return shortened(" ".join((text or "").split()), _SHOWN)

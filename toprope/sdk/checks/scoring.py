@@ -16,6 +16,7 @@ _MUCH, _SOME = 0.2, 0.05
 _OFTEN = 0.25
 """Share of tasks above which success of a wrong answer is not chance."""
 _TOLERANCE = 1e-6
+_FIX = "fix score() if the environment is yours; if others wrote it, give it what the error names, or choose another"
 
 
 def never_varies(seen: Observed) -> Finding | None:
@@ -40,7 +41,7 @@ def never_varies(seen: Observed) -> Finding | None:
             "warning" if seen.own_loop else "critical",
             f"Scoring raises on every one of {said}{how}: {cut(seen.scores[0].error)}",
             threshold,
-            "use test_inference to see if rollouts of the policy fail as well" if seen.own_loop else "fix score()",
+            "use test_inference to see if rollouts of the policy fail as well" if seen.own_loop else _FIX,
             observed,
             refuses=not seen.own_loop,
         )
