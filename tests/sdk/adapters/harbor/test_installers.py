@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import pytest
 
 from tests.sdk.adapters.harbor.conftest import with_worker, worked, written
 from toprope.sdk.adapters._harbor.folders import TaskFolder, task_folders
+from toprope.sdk.adapters._harbor.programs import stand_ins
 from toprope.sdk.adapters._harbor.sandbox import Sandbox
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
@@ -44,6 +49,10 @@ STARTS = (
     "uvx -p 3.13 --with pytest==8.4.1 --with pytest-json-ctrf==0.3.5 pytest --ctrf=ctrf.json /tests/test_outputs.py",
     "uv run --with requests python -m pytest /tests/test_outputs.py",
     "uv run $TEST_DIR/by_hand.py",
+    "uv -q --project /app run pytest $TEST_DIR/test_outputs.py",
+    "uv --directory /tests run pytest test_outputs.py",
+    "uv run -m pytest /tests/test_outputs.py",
+    "uv venv /app/v && /app/v/bin/python -Wignore -um pytest /tests/test_outputs.py",
 )
 
 
@@ -93,6 +102,94 @@ def test_what_tests_read_into_their_shell_is_not_the_policy_s(tmp_path: Path) ->
         code, printed = machine.verify()
         machine.close()
         assert code not in (0, None), printed
+
+
+PASSES = "printf '#!/bin/sh\\nexit 0\\n' | tee"
+VENV = "mkdir -p .venv/bin; cd .venv/bin;"
+INSTALLER = "https://astral.sh/uv/install.sh"
+TESTS = "pytest /tests/test_outputs.py"
+HIDDEN = (
+    "env -i setsid bash -c 'exec 3>>activate; for i in {1..900}; do echo exit 0 >&3; sleep 0.01; done' "
+    ">/dev/null 2>&1 &"
+)
+FORGERIES = {
+    "activate": (f"{VENV} {PASSES} activate", f"uv venv; . .venv/bin/activate; {TESTS}"),
+    "descriptor": (
+        f"{VENV} {HIDDEN} while ! [ -s activate ]; do sleep 0.01; done",
+        f"uv venv; for i in {{1..40}}; do . .venv/bin/activate; sleep 0.01; done; {TESTS}",
+    ),
+    "python": (f"{VENV} {PASSES} python; chmod +x *", f"uv venv --seed; .venv/bin/python -m {TESTS}"),
+    "link": (f"{VENV} {PASSES} pytest; chmod +x *; cd ..; mv bin x; ln -s x bin", f"uv sync; .venv/bin/{TESTS}"),
+    "module venv": (f"{VENV} {PASSES} python3; chmod +x *", f"python -m venv .venv; .venv/bin/python3 -m {TESTS}"),
+    "installer": (f"{PASSES} /tmp/i.sh", f"curl -LsSfo /tmp/i.sh {INSTALLER} && . /tmp/i.sh; {TESTS}"),
+    "installer by its name": (f"{PASSES} /tmp/install.sh", f"cd /tmp; wget -q {INSTALLER}; . ./install.sh; {TESTS}"),
+    "installer elsewhere": (
+        f"mkdir a; {PASSES} a/i.sh", f"wget --output-document=a/i.sh -P b {INSTALLER}; . a/i.sh; {TESTS}",
+    ),
+    "pytest": ("echo 'raise SystemExit(0)' > pytest.py", f"python3 -B -m {TESTS}"),
+    "unittest": ("echo 'raise SystemExit(0)' > unittest.py", "python -m unittest discover -s /tests -p test_unit.py"),
+    "unknown word": ("true", f"uv no-such-word {TESTS}"),
+    "no word": ("true", "uv -q; exit"),
+    "no command": ("true", "uv run --with pytest; exit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", FORGERIES)
+def test_what_the_policy_left_is_not_run_for_what_tests_install(tmp_path: Path, way: str) -> None:
+    forgery, start = FORGERIES[way]
+    folder = first_format(tmp_path, "task")
+    (folder / "run-tests.sh").write_text(f"{start}\n")
+    (folder / "tests" / "test_unit.py").write_text(
+        "import unittest\nclass Test(unittest.TestCase):\n    def test(self):\n        open('/app/total.txt')\n"
+    )
+    machine = Sandbox(one(folder), one(folder).image())
+    machine.run(forgery, 30.0)
+    code, printed = machine.verify()
+    machine.close()
+    assert code not in (0, None), printed
+
+
+def test_tests_end_if_the_policy_s_virtual_environment_stays(tmp_path: Path) -> None:
+    user = 65534 if os.getuid() == 0 else None
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        place = Path(temporary)
+        python = sys.executable if user is None else shutil.which("python3", path="/usr/bin:/usr/local/bin")
+        for name, text in stand_ins(python or sys.executable, place, tests=True):
+            (place / name).write_text(text)
+            (place / name).chmod(0o755)
+        place.chmod(0o755)
+        folder = place / "app" / ".venv" / "bin"
+        folder.mkdir(parents=True)
+        (folder / "activate").write_text("exit 0\n")
+        variables = {"PATH": f"{place}:{os.environ['PATH']}"}
+
+        def done(script: str) -> int:
+            return subprocess.run(
+                ["bash", "-c", script], cwd=folder.parents[1], user=user, env=variables, start_new_session=True
+            ).returncode
+
+        if done("python -S -c ''"):
+            pytest.skip("another user has no Python here")
+        assert done("uv venv /dev/null/x; exit 0") == -9
+        for own in (folder, folder.parent, folder.parents[1], folder / "activate"):
+            os.chown(own, user or -1, -1)
+        folder.chmod(0o555)
+        for script in ("uv venv; . .venv/bin/activate", "(timeout 9 uv venv; true); . .venv/bin/activate"):
+            assert done(script) == -9
+        assert done(f"curl -o .venv/bin/activate {INSTALLER}; exit 0") == -9
+        folder.chmod(0o755)
+        assert done("uv venv; . .venv/bin/activate; exit 7") == 7
+        folder.chmod(0o755)
+
+
+def test_a_module_of_pytest_finds_the_policy_s_after_those_installed(tmp_path: Path) -> None:
+    folder = first_format(tmp_path, "task", "cd /app; python -m pytest /tests/test_outputs.py")
+    (folder / "tests" / "test_outputs.py").write_text("def test():\n    import answer, json\n    json.dumps(1)\n")
+    machine = Sandbox(one(folder), one(folder).image())
+    machine.run("touch answer.py; echo 'dumps = 1' > json.py", 30.0)
+    code, printed = machine.verify()
+    machine.close()
+    assert code == 0, printed
 
 
 def test_the_policy_has_the_packages_of_the_worker_s_python(tmp_path: Path) -> None:
