@@ -162,11 +162,18 @@ def test_vllm_takes_its_share_of_a_gpu_unless_it_sleeps():
     assert apart.sampler.total == pytest.approx(2 * 0.4 * 60e9)
 
 
-def test_continuous_batching_takes_its_share_of_one_gpu():
+def test_continuous_batching_takes_a_share_of_what_is_free_on_one_gpu():
     shape, fields = ModelShape.of(QWEN), {"policy__max_context": 1024, "inference__engine": "transformers"}
     half = fit(config_of(inference__memory_share=0.5, **fields), shape, 60e9, gpus=1)
-    assert half.sampler.total == pytest.approx(30e9)
-    assert half.total == pytest.approx(half.trainer.total + 30e9)
+    cache = half.sampler.parts["cache"]
+    weights = half.sampler.total - cache
+    loaded = sum(half.trainer.parts[name] for name in ("libraries", "weights"))
+    assert weights > CUDA_BASE and cache == pytest.approx(0.5 * (60e9 - loaded - weights))
+    assert half.total == pytest.approx(half.trainer.total + half.sampler.total)
+    apart = fit(config_of(launcher__inference_gpus=1, inference__memory_share=0.5, **fields), shape, 60e9, gpus=2)
+    assert apart.sampler.parts["cache"] == pytest.approx(0.5 * (60e9 - weights))
+    full = fit(config_of(inference__memory_share=0.5, **fields), shape, 1e9, gpus=1)
+    assert full.sampler.parts["cache"] == 0, "nothing is free"
     on_cpu = fit(config_of(**fields), shape, 60e9).sampler
     assert on_cpu == fit(config_of(policy__max_context=1024), shape, 60e9).sampler
 

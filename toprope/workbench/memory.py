@@ -33,6 +33,8 @@ _SAMPLE_COPIES = 7
 """Logits of this token and the next, scaled ones, weights and their cumulative sum in float64."""
 SAMPLED_AT_ONCE = 256
 """Rows of the sampler's largest decode batch."""
+_IN_STEPS = ("activations", "logits", "gradients", "optimizer")
+"""Parts of the trainer that its steps take, after the sampler has its cache."""
 _APART = {"inference.sleep": False, "inference.transfer": "disk"}
 """Goes with GPUs of inference's own: both settings are for one that trainer and sampler share."""
 
@@ -147,11 +149,15 @@ def estimate(
     Args:
         prompt: Tokens of a prompt; what policy.max_context leaves beside the answer if None.
         gpu: Weights, activations and caches lie on a GPU.
-        available: Bytes of a GPU, of which vLLM takes a share; its cache is as of the other engines if None.
+        available: Free bytes of a GPU. vLLM takes a share of them with its weights; transformers' cache is a share of
+            what weights leave, and a trainer on the same GPU. None: their caches are as the embedded engine's.
     """
     answer = config.rollout.max_new_tokens
     prompt = max(1, config.policy.max_context - answer) if prompt is None else prompt
-    return _trainer(config, shape, prompt, answer, gpu), _sampler(config, shape, prompt, answer, gpu, available)
+    trainer = _trainer(config, shape, prompt, answer, gpu)
+    if available and config.inference.engine == "transformers" and not config.launcher.inference_gpus:
+        available = max(1.0, available - sum(size for name, size in trainer.parts.items() if name not in _IN_STEPS))
+    return trainer, _sampler(config, shape, prompt, answer, gpu, available)
 
 
 def _trainer(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: bool) -> Memory:
@@ -212,10 +218,12 @@ def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     parts = {"libraries": CUDA_BASE if gpu else SAMPLER_BASE, "weights": _weights(config, shape, weight)}
     if config.policy.lora:
         parts["adapters"] = 4.0 * _adapters(config, shape)
-    if gpu and available and config.inference.engine != "embedded":  # the cache takes what the share leaves
-        spread = config.launcher.inference_gpus if config.inference.engine == "vllm" else 1
-        share = config.inference.memory_share * available * max(1, spread)
-        return Memory(parts | {"cache": max(0.0, share - sum(parts.values()))})
+    share, held = config.inference.memory_share, sum(parts.values())
+    if gpu and available and config.inference.engine == "vllm":  # the cache takes what the share leaves
+        whole = share * available * max(1, config.launcher.inference_gpus)
+        return Memory(parts | {"cache": max(0.0, whole - held)})
+    if gpu and available and config.inference.engine == "transformers":  # the share is of what is free by then
+        return Memory(parts | {"cache": share * max(0.0, available - held)})
     parts["cache"] = cache
     parts["reading and sampling"] = max(reading, sampling)
     return Memory(parts)

@@ -25,7 +25,6 @@ from toprope.settings.schema import Config
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.engine import Cancelled, Engine, Sample, SamplingRequest
 from toprope.training.inference.engines.choice import make_engine
-from toprope.training.inference.engines.continuous import ContinuousEngine
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.policy.publishing import Publisher, open_publisher
 from toprope.training.policy.weight_sync import CHECK_EVERY, WeightsDiffer
@@ -367,12 +366,3 @@ def test_continuous_batching_refuses_keys_and_values_of_different_width(tmp_path
     with pytest.raises(InvalidValue, match=r"DeepseekV3ForCausalLM continuously: .* \[8, 16\]") as refused:
         make_engine(config, tmp_path, tokenizer)
     assert "embedded" in str(refused.value.hint)
-
-
-def test_continuous_batching_takes_a_share_of_what_is_free_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = object.__new__(ContinuousEngine)
-    engine._share, engine._device = 0.4, torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2e9)
-    for free, taken in ((50e9, 20e9), (100e9, 0.4 * 98e9)):  # a trainer holds half of the GPU, and nobody else does
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 100e9))
-        assert engine._share_of_own() * (100e9 - 2e9) == pytest.approx(taken)

@@ -162,7 +162,7 @@ class ContinuousEngine:
             page_size=_PAGE if on_cpu else 256,
             num_blocks=self._cpu_pages() if on_cpu else None,
             max_batch_tokens=_CPU_TOKENS if on_cpu else None,
-            max_memory_percent=None if on_cpu else self._share_of_own(),
+            max_memory_percent=None if on_cpu else self._share,
             allow_block_sharing=False,
             use_async_batching=False,
             use_cuda_graph=False,  # a captured step could not sample by the rows' settings
@@ -179,11 +179,6 @@ class ContinuousEngine:
                 f"transformers cannot batch {type(self._model).__name__} continuously: {str(error)[:300]}",
                 hint="Set inference.engine to embedded, which takes every causal language model.",
             ) from error
-
-    def _share_of_own(self) -> float:
-        """The share of what this process does not hold, of which the library takes it also if others hold a part."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return self._share * min(1.0, free / max(1, total - torch.cuda.memory_reserved(self._device)))
 
     def _cpu_pages(self) -> int:
         config = self._model.config.get_text_config()
