@@ -45,8 +45,8 @@ class GrpoLearner(StepLearner):
         size = StepSize(len(batch.rows), batch.tensors.tokens, config.rollout.max_new_tokens)
         moving = self._moving(batch.rows)
         looked, each = _sample_of_others(batch.rows, moving, step)
-        weights = torch.ones(len(batch.rows), device=self._forward.device)
-        weights[looked] = each
+        weights = torch.ones((len(batch.rows), 2), device=self._forward.device)
+        weights[looked] = torch.tensor(each, device=self._forward.device)
         passes = self._shares([*moving, *looked])
         for numbers in passes:
             part = batch.part(numbers)
@@ -54,7 +54,7 @@ class GrpoLearner(StepLearner):
             scores = self._forward(part.rows, tensors.columns)
             if scores is None:
                 continue
-            self._drift.add(scores.logps.detach(), tensors, counts)
+            self._drift.add(scores.logps.detach(), tensors, counts[:, 0])
             loss = grpo_loss(
                 scores.logps,
                 scores.entropies,
@@ -90,8 +90,11 @@ class GrpoLearner(StepLearner):
         return moving or scored[:1] or range(min(1, len(rows)))
 
 
-def _sample_of_others(rows: Sequence[TrainingRow], moving: Sequence[int], step: int) -> tuple[list[int], float]:
-    """Numbers of some of the rows that do not move the policy, and how many tokens each token of theirs stands for.
+def _sample_of_others(
+    rows: Sequence[TrainingRow], moving: Sequence[int], step: int
+) -> tuple[list[int], tuple[float, float]]:
+    """Numbers of some of the rows that do not move the policy, and how many tokens each token of theirs stands for,
+    and how many rows each row.
 
     Metrics are about all rows of a step, because those that move the policy are not like the others. A pass over the
     others costs a small policy as much as skipping their gradients saves. The rows of a group are alike, so one of
@@ -101,8 +104,8 @@ def _sample_of_others(rows: Sequence[TrainingRow], moving: Sequence[int], step: 
     known = set(moving)
     others = [number for number, row in enumerate(rows) if number not in known and any(row.trained)]
     if not others:
-        return [], 1.0
+        return [], (1.0, 1.0)
     stride = min(_SAMPLED, len(others))
     chosen = others[step % stride :: stride]
     tokens = [sum(sum(rows[number].trained) for number in numbers) for numbers in (others, chosen)]
-    return chosen, tokens[0] / tokens[1]
+    return chosen, (tokens[0] / tokens[1], len(others) / len(chosen))

@@ -19,6 +19,7 @@ from toprope.settings.sections.algorithms import ALGORITHMS
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer.batch_source import TrainingRow
 from toprope.training.trainer.collate import collate
+from toprope.training.trainer.grpo import _sample_of_others
 from toprope.training.trainer.step.forward import PolicyForward
 from toprope.training.trainer.step.grpo_loss import GrpoMetrics, StepSize, grpo_loss
 
@@ -265,3 +266,46 @@ def test_rows_without_a_token_add_nothing(tiny_policy: Path) -> None:
     _, found, metrics = of_ours(model, config, [*rows, silent], None, shared=True, micro=8)
     assert all(torch.allclose(found[key], value, atol=1e-7) for key, value in expected.items())
     assert metrics["clip_ratio/low_min"] is not None
+
+
+def few_rows(config: Config, counts: list[list[float]] | None = None, **changed: torch.Tensor) -> dict[str, Any]:
+    """Gradient, loss and metrics of a row with an advantage and a shorter one without."""
+    logps = torch.full((2, 4), -1.0, requires_grad=True)
+    given = {"sampled": torch.full((2, 4), -1.5), "entropies": torch.ones(2, 4)} | changed
+    loss = grpo_loss(
+        logps, given["entropies"], given["sampled"], torch.tensor([[1.0], [0.0]]),
+        torch.tensor([[True] * 4, [True, True, False, False]]), None, config.algorithm, StepSize(4, 10.0, 4),
+        None if counts is None else torch.tensor(counts),
+    )  # fmt: skip
+    loss.total.backward()
+    found = GrpoMetrics()
+    found.add(loss, loss.total)
+    assert logps.grad is not None
+    return {"gradient": logps.grad, **found.read()}
+
+
+@pytest.mark.parametrize("name", [*NAMES, "rloo"])
+def test_row_without_an_advantage_has_no_gradient_even_if_its_ratio_overflows(name: str) -> None:
+    config, _ = apply_changes(small_config(), {"algorithm.name": name})
+    far = few_rows(config, sampled=torch.tensor([[-1.0] * 4, [-200.0] * 4]))
+    near = few_rows(config, sampled=torch.full((2, 4), -1.0))
+    assert torch.equal(far["gradient"], near["gradient"]) and not far["gradient"][1].any()
+    assert far["gradient"][0].abs().sum() > 0
+    assert far["loss"] == near["loss"] and math.isfinite(near["loss"])
+
+
+def test_row_that_stands_for_others_counts_by_tokens_or_by_rows() -> None:
+    """The second row has 2 tokens and stands for 3 rows of 6 tokens, or for 12 tokens."""
+    entropies = torch.tensor([[1.0] * 4, [2.0] * 4])
+    for name, mean in (("grpo", 4 / 16), ("gspo", 1 / 4)):  # one ratio per token, and one per row
+        config, _ = apply_changes(small_config(), {"algorithm.name": name})
+        found = few_rows(config, [[1.0, 1.0], [6.0, 3.0]], entropies=entropies)
+        assert found["clip_ratio/high_mean"] == pytest.approx(mean), name
+        assert found["entropy"] == pytest.approx((4 + 2 * 12) / 16), name
+
+
+def test_sample_of_rows_that_do_not_move_stands_for_their_tokens_and_for_their_number() -> None:
+    rows = some_rows()
+    chosen, (tokens, number) = _sample_of_others(rows, [0], 2)
+    assert chosen == [3] and number == 6
+    assert tokens == sum(sum(row.trained) for row in rows[1:]) / sum(rows[3].trained) != number

@@ -63,6 +63,9 @@ def grpo_loss(
 ) -> GrpoLoss:
     """The loss of one pass over R rows of at most C tokens.
 
+    Without a KL term, rows whose advantages are all 0 have a loss and a gradient of exactly 0, however far their ratio
+    is from 1.
+
     Args:
         logps, entropies: R x C log-probabilities and entropies of the policy.
         sampled: R x C log-probabilities of the sampler.
@@ -71,12 +74,16 @@ def grpo_loss(
         reference: R x C log-probabilities of the starting policy; None without a KL term.
         section: Settings.
         size: Size of the step that the rows belong to.
-        counts: R, how many rows each stands for in the means; 1 if not given.
+        counts: R x 2, how many tokens each token of a row stands for in the means, and how many rows the row; 1 if
+            not given.
     """
     weight = mask.to(logps.dtype)
     lengths = weight.sum(-1)
-    counts = torch.ones_like(lengths) if counts is None else counts
-    counted, rows, tokens = weight * counts.unsqueeze(1), counts.sum(), (lengths * counts).sum()
+    per_token, per_row = torch.ones_like(lengths).expand(2, -1) if counts is None else counts.unbind(-1)
+    counted, rows, tokens = weight * per_token.unsqueeze(1), per_row.sum(), (lengths * per_token).sum()
+    moves = (advantages != 0).any(-1, keepdim=True)
+    if reference is None:  # the ratio may overflow, and infinity times 0 is no number
+        logps = torch.where(moves, logps, logps.detach())
     means: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     largest: dict[str, torch.Tensor] = {}
     smallest: dict[str, torch.Tensor] = {}
@@ -84,7 +91,7 @@ def grpo_loss(
     def note(name: str, values: torch.Tensor) -> None:
         values = values.detach()
         if values.size(1) == 1:  # one value per row
-            means[name] = (values.squeeze(1) * counts).sum(), rows
+            means[name] = (values.squeeze(1) * per_row).sum(), rows
         else:
             means[name] = (values * counted).sum(), tokens
 
@@ -128,6 +135,8 @@ def grpo_loss(
         divergence = (torch.exp(delta) - delta - 1) * ratio
         note("kl", divergence)
         loss = loss + section.beta * divergence
+    else:
+        loss = torch.where(moves, loss, torch.zeros_like(loss))
     note("entropy", entropies)
     loss = loss * weight
     if kind in ("grpo", "sapo", "rloo"):
