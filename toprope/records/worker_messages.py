@@ -59,7 +59,7 @@ class Card(msgspec.Struct):
     own_loop: bool = False
     """True if the environment samples its rollouts itself, against an OpenAI endpoint."""
     call_s: float = 0.0
-    """Seconds that a rollout's call may take by the environment's own limits."""
+    """Seconds that a call about one rollout may take by the environment's own limits."""
 
     @property
     def min_reward(self) -> float:

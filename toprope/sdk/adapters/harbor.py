@@ -89,8 +89,8 @@ class Harbor(ToolEnvironment):
                 + ". ".join([*refused[:_SHOWN], *filter(None, [no_engine])])
                 + ("" if no_engine else ". Install what they need, or choose others.")
             )
-        # Commands and tests have limits of their own; what comes before and after them takes seconds.
-        self.call_s = max(self.knobs.command_s, *(one.seconds for one in self._ready.values())) + _AROUND_S
+        # A rollout's last call runs a command and the tests, which have limits of their own; the rest takes seconds.
+        self.call_s = self.knobs.command_s + max(one.seconds for one in self._ready.values()) + _AROUND_S
         if len(self._contained) < len(self._ready):
             require_wall()
         if refused:

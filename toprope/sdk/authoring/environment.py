@@ -166,8 +166,8 @@ class Environment:
     guessed_reference: bool = False
     """True if the references are a guess, such as the column of a data set that looks like the right answer."""
     call_s: float = 0.0
-    """Seconds that `step` or `score` may take by time limits of its own, such as those of a task's tests. Rollouts wait
-    at least so long, whatever the limit of the run."""
+    """Seconds that `step` and `score` may take together by time limits of its own, such as those of a task's tests.
+    Rollouts wait at least so long, up to an hour, whatever the limit of the run."""
     packages: tuple[str, ...] = ()
     """Names of distributions that the tasks depend on; every run records their versions."""
     files: tuple[str, ...] = ()

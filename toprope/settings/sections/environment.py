@@ -44,7 +44,13 @@ class EnvironmentSection(Section):
     )
     max_turns: int = Field(10, ge=1, le=1000, description="Turns after which a multi-turn rollout is cut off.")
     load_timeout_s: float = Field(120.0, gt=0, le=3600, description="Seconds the environment may take to load.")
-    call_timeout_s: float = Field(60.0, gt=0, le=3600, description="Seconds one call into the environment may take.")
+    call_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="Seconds one call into the environment may take. An environment's own time limits, such as those "
+        "of a task's tests, count instead if they are longer, up to an hour per rollout of the call.",
+    )
     rollout_timeout_s: float = Field(
         600.0,
         gt=0,

@@ -71,7 +71,7 @@ async def _find_constant_reward(host: EnvironmentHost) -> Finding | None:
         worker = await host.worker.current()
         return worker
 
-    trial = Trial(replace, call_timeout_s=timeout, until=time.monotonic() + _SECONDS)
+    trial = Trial(replace, call_timeout_s=worker.allowed_s(timeout), until=time.monotonic() + _SECONDS)
     trial.link, seen = worker, trial.seen
     card = host.card
     seen.max_reward, seen.min_reward = card.max_reward, card.min_reward

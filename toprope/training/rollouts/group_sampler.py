@@ -145,7 +145,7 @@ class GroupSampler:
             task.split,
             task.index,
             size,
-            timeout=self._allowed_s(worker, size),
+            timeout=self._timeout,
             weights=self.worker_weights,
             variant=task.variant,
         )
@@ -226,7 +226,7 @@ class GroupSampler:
             await worker.discard(outgrown, timeout=self._timeout)
         if not moves:
             return []
-        results = await worker.advance(moves, timeout=self._allowed_s(worker, len(moves)))
+        results = await worker.advance(moves, timeout=self._timeout)
         active = []
         for rollout, result in zip(moved, results, strict=True):
             if not result.done:
@@ -238,15 +238,11 @@ class GroupSampler:
                 rollout.outcome = result.outcome
         return active
 
-    def _allowed_s(self, worker: EnvironmentWorker, rollouts: int) -> float:
-        """Seconds for a call about rollouts, which an environment without own limits has for all of them."""
-        return max(self._timeout, worker.call_s * rollouts)
-
     async def _settle(self, worker: EnvironmentWorker, rollouts: list[_Rollout]) -> None:
         """Scores rollouts that had to wait for the others of their group."""
         if not rollouts:
             return
         handles = [rollout.handle for rollout in rollouts]
-        outcomes = await worker.settle(handles, timeout=self._allowed_s(worker, len(handles)))
+        outcomes = await worker.settle(handles, timeout=self._timeout)
         for rollout, outcome in zip(rollouts, outcomes, strict=True):
             rollout.outcome = outcome

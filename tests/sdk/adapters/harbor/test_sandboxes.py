@@ -98,6 +98,13 @@ def test_a_task_of_terminal_bench_may_hold_a_stray_task_toml(tmp_path: Path) -> 
     assert (task.instruction, task.tests) == ("Add.", "run-tests.sh")
 
 
+def test_a_call_may_take_as_long_as_a_command_and_the_tests_together(tasks: Path) -> None:
+    async def body(link: EnvironmentWorker) -> float:
+        return link.allowed_s(1.0)
+
+    assert 100 + 60 < with_worker(tasks, body, command_s=100.0) < 100 + 60 + 60
+
+
 def test_slow_commands_and_what_they_leave_behind_are_ended(tasks: Path) -> None:
     async def body(link: EnvironmentWorker) -> Any:
         return await worked(link, "sleep 60", f"nohup sleep {LEFT_S} >/dev/null 2>&1 &\necho started", SUM)

@@ -50,3 +50,48 @@ def test_answer_of_wrong_shape_is_worker_error(
             assert found.value.kind == "raised" and worker.alive
 
     asyncio.run(main())
+
+
+SLOW = """
+import time
+from dataclasses import dataclass
+from toprope.sdk import Environment, Task, knob
+
+class Slow(Environment):
+    @dataclass
+    class Knobs:
+        own_s: float = knob(0.0)
+
+    def setup(self):
+        self.call_s = self.knobs.own_s
+
+    def tasks(self):
+        for number in range(50):
+            yield Task(f"Say {number}.")
+
+    def score(self):
+        time.sleep(1.0)
+        return 1.0
+"""
+
+
+def test_calls_about_rollouts_may_take_as_long_as_the_environment_s_own_limits(tmp_path: Path) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    source = {"file": str(file), "attribute": "Slow"}
+
+    async def main() -> None:
+        async with await EnvironmentWorker.start() as worker:
+            await worker.open(source, timeout=60, knobs={"own_s": 30.0})
+            assert (await worker.score("train", 0, "x", timeout=0.2)).reward == 1.0
+            begun = await worker.begin("train", 0, 2, timeout=20)
+            moved = await worker.advance([[one, "x", False] for one in begun.rollouts], timeout=0.2)
+            assert [one.outcome.reward for one in moved if one.outcome] == [1.0, 1.0]
+            await worker.open(source, timeout=60)
+            assert worker.allowed_s(7.0, 3) == 7.0, "none of its own"
+            await worker.vary("longer", {"own_s": 30.0}, timeout=60)
+            assert (await worker.score("train", 0, "x", timeout=0.2, variant="longer")).reward == 1.0
+            await worker.open(source, timeout=60, knobs={"own_s": 1e6})
+            assert worker.allowed_s(7.0, 3) == 3 * 3600, "an hour a rollout"
+
+    asyncio.run(main())

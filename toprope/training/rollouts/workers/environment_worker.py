@@ -20,6 +20,8 @@ from toprope.sdk.worker.client import WorkerClient
 from toprope.sdk.worker.splits import SOURCE_RULE
 
 _T = TypeVar("_T")
+_LONGEST_CALL_S = 3600.0
+"""Most seconds that an environment's own limits give a call, per rollout."""
 
 
 class EnvironmentWorker(WorkerClient):
@@ -27,11 +29,17 @@ class EnvironmentWorker(WorkerClient):
 
     Every method takes the seconds that the worker may be busy with it and raises `WorkerFailure` as
     `WorkerClient.call` does; an answer of the wrong shape is a `WorkerError`. `variant` names an environment opened by
-    `vary`, empty for the one opened by `open`.
+    `vary`, empty for the one opened by `open`. Where an environment's own time limits are longer, `score`, `begin`,
+    `advance` and `settle` allow these: see `allowed_s`.
     """
 
     call_s: float = 0.0
     """Seconds that a rollout's call may take by the own limits of what is open."""
+
+    def allowed_s(self, timeout: float, rollouts: int = 1) -> float:
+        """Return the seconds that a call about rollouts may take: `timeout`, or an environment's own limits for each of
+        them, which count up to an hour."""
+        return max(timeout, min(self.call_s, _LONGEST_CALL_S) * rollouts)
 
     @classmethod
     async def behind(cls, wall: Wall, interpreter: str | None = None, **options: Any) -> Self:
@@ -77,7 +85,9 @@ class EnvironmentWorker(WorkerClient):
 
     async def vary(self, variant: str, knobs: Mapping[str, Any], *, timeout: float) -> Card:
         """Open the same environment with other knobs beside what is open."""
-        return await self._ask(Card, "vary", timeout, {"variant": variant, "knobs": dict(knobs)})
+        card = await self._ask(Card, "vary", timeout, {"variant": variant, "knobs": dict(knobs)})
+        self.call_s = max(self.call_s, card.call_s)
+        return card
 
     async def tasks(self, split: str, start: int, count: int, *, timeout: float, variant: str = "") -> TaskPage:
         """Up to `count` distinct tasks of a split, from number `start` on."""
@@ -91,7 +101,7 @@ class EnvironmentWorker(WorkerClient):
     async def score(self, split: str, index: int, answer: str, *, timeout: float, variant: str = "") -> Outcome:
         """Score one answer as a whole rollout, whether or not the environment would ask for more turns."""
         arguments = {"split": split, "index": index, "answer": answer, **_named(variant)}
-        return await self._ask(Outcome, "score", timeout, arguments)
+        return await self._ask(Outcome, "score", self.allowed_s(timeout), arguments)
 
     async def begin(
         self,
@@ -105,7 +115,7 @@ class EnvironmentWorker(WorkerClient):
     ) -> Begun:
         """Begin `count` rollouts of a task; `weights` replaces weights of reward parts for them."""
         arguments = {"split": split, "index": index, "count": count, **_weighted(weights), **_named(variant)}
-        return await self._ask(Begun, "begin", timeout, arguments)
+        return await self._ask(Begun, "begin", self.allowed_s(timeout, count), arguments)
 
     async def advance(self, moves: Sequence[Sequence[Any]], *, timeout: float) -> list[Advanced]:
         """Pass answers to rollouts; one result per move.
@@ -114,11 +124,13 @@ class EnvironmentWorker(WorkerClient):
             moves: `[rollout, text, truncated, token ids]` each; the last two may be left out.
             timeout: Seconds for all of them.
         """
-        return await self._ask(list[Advanced], "advance", timeout, {"moves": moves})
+        return await self._ask(list[Advanced], "advance", self.allowed_s(timeout, len(moves)), {"moves": moves})
 
     async def settle(self, rollouts: Sequence[int], *, timeout: float) -> list[Outcome | None]:
         """Score rollouts that wait for their group; None for those that the worker does not know."""
-        return await self._ask(list[Outcome | None], "settle", timeout, {"rollouts": rollouts})
+        return await self._ask(
+            list[Outcome | None], "settle", self.allowed_s(timeout, len(rollouts)), {"rollouts": rollouts}
+        )
 
     async def discard(self, rollouts: Sequence[int], *, timeout: float) -> None:
         """Forget rollouts."""
