@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ import pytest
 
 from toprope.sdk import errors
 from toprope.sdk.adapters import openenv
+from toprope.sdk.adapters._servers.openenv import Refused
 from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
 from toprope.sdk.adapters._servers.openenv_serve import _tell_failures
 from toprope.sdk.adapters._servers.started import StartedServer
@@ -382,15 +384,23 @@ def test_reason_of_an_environment_that_cannot_be_created_is_told(server: Served,
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
+    ("code", "refusal", "reason"),
     [
-        ("import no_such_module", r"\(ENVIRONMENT_FAILED\): ModuleNotFoundError: No module named 'no_such_module' \("),
-        ("raise ConnectionRefusedError('no database')", r"\(ENVIRONMENT_FAILED\): ConnectionRefusedError: no database"),
+        ("import no_such_module", False, "(ENVIRONMENT_FAILED): ModuleNotFoundError: No module named 'no_such_"),
+        ("raise ConnectionRefusedError('none')", False, "(ENVIRONMENT_FAILED): ConnectionRefusedError: none"),
+        ("import no_pandas", True, "No module named 'no_pandas'"),  # the action asks for it
+        ("raise LookupError('Resource words not found')", True, "besides, data.example.org could not be reached"),
     ],
 )
 def test_what_an_environment_lacks_is_no_refusal_of_an_action(
-    server: Served, stand_in: Callable[..., None], code: str, reason: str
+    server: Served,
+    stand_in: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    refusal: bool,
+    reason: str,
 ) -> None:
+    monkeypatch.setattr(errors, "_unreached", ["data.example.org"])
     stand_in("openenv.core.env_server.http_server", WSErrorResponse=dict)
     http_server = importlib.import_module("openenv.core.env_server.http_server")
     _tell_failures(errors)
@@ -403,9 +413,9 @@ def test_what_an_environment_lacks_is_no_refusal_of_an_action(
             except Exception as error:
                 told = http_server.WSErrorResponse(data={"message": str(error), "code": "EXECUTION_ERROR"})
             Episode.next_answer = {"type": "error", **told}
-            await episode.step({"message": "fine", "kind": "word"})
+            await episode.step({"message": "import no_pandas", "kind": "word"})
 
-    with pytest.raises(EnvironmentMistake, match=f"^OpenEnv refuses step {reason}"):
+    with pytest.raises(Refused if refusal else EnvironmentMistake, match=re.escape(reason)):
         asyncio.run(stepped())
 
 

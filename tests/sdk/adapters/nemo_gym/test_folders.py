@@ -13,7 +13,7 @@ import pytest
 from tests.sdk.adapters.nemo_gym.conftest import begun, say
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.sdk.adapters import nemo_gym
-from toprope.sdk.adapters._servers.nemo_gym_serve import _settings
+from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, _checked, _settings
 from toprope.sdk.discovery import parse
 from toprope.sdk.errors import LoadError
 from toprope.sdk.worker.service import Service
@@ -124,7 +124,7 @@ def test_server_of_a_folder_is_listed_started_and_judged_by_a_named_endpoint(tmp
     assert "'grader': name an endpoint by the knob judge_url" in played()["error"]
     with pytest.raises(LoadError, match="'grader': name an endpoint by the knob judge_url"):
         played(settings={"asks_at_once": "http://judge"})
-    with pytest.raises(LoadError, match=r"knob `settings` must set what its configuration lacks \(points: .* number"):
+    with pytest.raises(LoadError, match=r"has wrong ones \(points: .* number.*Set them by the knob `settings`"):
         played(settings={"points": "many"})
 
 
@@ -174,6 +174,45 @@ def test_settings_of_a_configuration_are_variables_defaults_other_keys_and_the_j
     assert _settings(place)[0]["judge_api_key"] == "sk-of-another-endpoint"
 
 
+def test_names_of_a_configuration_are_its_own_keys_before_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "judged" / "configs").mkdir(parents=True)
+    (tmp_path / "judged" / "configs" / "judged.yaml").write_text(
+        "language: de\nloop: '${loop}'\nwhole: ???\none: '${two}'\ntwo: 'x${one}'\n"
+        "judged:\n  resources_servers:\n    judged:\n"
+        "      said: '${language}'\n      home: '${oc.env:LANGUAGE}'\n      again: '${loop}'\n      round: '${one}'\n"
+        "      near: 'a-${.said}'\n      far: '${.none}'\n      deep: {near: '${.at}', at: 3}\n"
+        "      whole: '${whole}'\n      odd: 'x${ODD_OF_TEST}'\n"
+    )
+    monkeypatch.setenv("LANGUAGE", "en_GB")
+    monkeypatch.setenv("ODD_OF_TEST", "${ODD_OF_TEST}x")
+    known = {"said": "de", "home": "en_GB", "near": "a-de", "deep": {"near": 3, "at": 3}, "odd": "x${ODD_OF_TEST}x"}
+    settings, left = _settings(tmp_path / "judged")
+    assert settings == known
+    assert left == {"again": "LOOP", "round": "ONE", "far": "", "whole": "WHOLE"}
+    monkeypatch.setenv("WHOLE", "given")
+    assert _settings(tmp_path / "judged")[0] == {**known, "whole": "given"}
+
+
+def test_advice_about_the_judge_is_for_its_endpoint_while_that_is_unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pydantic import BaseModel
+
+    class Config(BaseModel):
+        judge_base_url: str = ""
+        judge_samples: int = 1
+
+    endpoint, settings = "by the knobs judge_url and judge_model", "Set them by the knob `settings`"
+    for address, given, told in (
+        ("", {"judge_base_url": None}, endpoint),
+        ("", {"judge_samples": "many"}, settings),
+        ("http://127.0.0.1:1/v1", {"judge_base_url": None}, settings),
+    ):
+        monkeypatch.setenv(JUDGE, address)
+        with pytest.raises(ValueError, match=told):
+            _checked(Config, given, {})
+
+
 def test_setting_that_is_left_to_the_owner_is_told_with_its_variable(tmp_path: Path) -> None:
     file = published(tmp_path, [{"responses_create_params": {"input": f"Question {number}"}} for number in range(30)])
     target = json.loads(nemo_gym.declared(file, parse(file))[0].target)
@@ -183,7 +222,7 @@ def test_setting_that_is_left_to_the_owner_is_told_with_its_variable(tmp_path: P
     settings = file.parent / "configs" / "judged.yaml"
     settings.write_text(settings.read_text().replace("0.5", "${points_of_test}"))
     source = {"adapter": "nemo_gym", "target": json.dumps({**target, "timeout_s": 10})}
-    why = r"the knob `settings`, or the owner the variables POINTS_OF_TEST, .* lacks \(points: Field required\)"
+    why = r"\(points: Field required\)\. Set them by the knob `settings`; the owner may set .* variables POINTS_OF_TEST"
     with pytest.raises(LoadError, match=why):
         Service().answer("open", {"source": source})
 

@@ -34,8 +34,12 @@ _WHOLE = "NEMO_GYM_CONFIG_DICT"
 _OWNERS_ENDPOINT = "OPENAI_BASE_URL"
 _OPEN = re.compile(r"\$\{(?:(oc\.env|oc\.select):)?([\w.]+)(?:, *([^${}]*))?\}")
 """An interpolation of OmegaConf without another one inside: resolver, name, default."""
+_HIDDEN, _SHOWN = str.maketrans("${}", "\0\1\2"), str.maketrans("\0\1\2", "${}")
+"""Signs of values that were filled in already, so that they are not filled in again; and back."""
 _WAIT_S = 300.0
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+_OF_ENDPOINT = ("_url", "_key", "_model", "_model_name")
+"""How settings of an endpoint end."""
 _SAMPLING = {"max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
 
 
@@ -108,7 +112,7 @@ def _settings(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
                 settings, left = dict[str, Any](), dict[str, str]()
                 for key, value in given.items():
                     try:
-                        settings[key] = _filled(value, whole)
+                        settings[key] = _filled(value, whole, given)
                     except _Left as missing:
                         left[key] = str(missing)
                     if settings.get(key) is None and (judge := _of_judge(key)):
@@ -123,48 +127,71 @@ class _Left(Exception):
     """A setting is left to whoever runs the server; the text is the variable that may hold it, or empty."""
 
 
-def _filled(value: Any, whole: dict[str, Any]) -> Any:
+def _filled(value: Any, whole: dict[str, Any], beside: dict[str, Any], within: tuple[str, ...] = ()) -> Any:
     """Fill in what OmegaConf would: variables and defaults for `oc.env` and `oc.select`, and other keys of the file.
 
     A name that the file does not have, which NeMo Gym's users put into their `env.yaml`, is the variable of that name
     in capital letters.
 
+    Args:
+        whole: The file.
+        beside: The part of the file that holds the value, where names with a dot before them are.
+        within: Names whose values are being filled in.
+
     Raises:
         _Left: Something in it is neither a variable nor a key, and has no default.
     """
     if isinstance(value, dict):
-        return {key: _filled(one, whole) for key, one in value.items()}
+        return {key: _filled(one, whole, value, within) for key, one in value.items()}
     if isinstance(value, list):
-        return [_filled(one, whole) for one in value]
+        return [_filled(one, whole, {}, within) for one in value]
     if value == "???":
         raise _Left("")
     while isinstance(value, str) and (open_ := _OPEN.search(value)):
         resolver, name, default = open_.groups()
-        variable = _variable(resolver, name)
-        known = os.environ.get(variable)
-        if known is None and resolver != "oc.env":
-            place: Any = whole
-            for word in name.split("."):
-                place = place.get(word) if isinstance(place, dict) else None
-            known = None if isinstance(place, dict) else _filled(place, whole)
+        variable = lacking = _variable(resolver, name)
+        known: Any = None
+        if resolver != "oc.env":
+            try:
+                known = _of_file(name, whole, beside, within)
+            except _Left as missing:
+                lacking = str(missing) or variable
+        if known is None:
+            known = os.environ.get(variable)
         if known is None and default is None:
-            raise _Left(variable)
+            raise _Left(lacking)
         if open_[0] != value:
-            value = f"{value[: open_.start()]}{default if known is None else known}{value[open_.end() :]}"
+            text = default if known is None else str(known).translate(_HIDDEN)
+            value = f"{value[: open_.start()]}{text}{value[open_.end() :]}"
         elif known is not None:
             return known
         else:
             import yaml
 
-            return yaml.safe_load(default)
+            return yaml.safe_load(default.translate(_SHOWN))
     if isinstance(value, str) and "${" in value:  # another resolver
         raise _Left("")
-    return value
+    return value.translate(_SHOWN) if isinstance(value, str) else value
+
+
+def _of_file(name: str, whole: dict[str, Any], beside: dict[str, Any], within: tuple[str, ...]) -> Any:
+    """Return what a name of the file stands for; None if the file has no plain value for it.
+
+    Raises:
+        _Left: As `_filled`; the value may also ask for itself.
+    """
+    place: Any = beside if name.startswith(".") else whole
+    if name in within:
+        raise _Left("")
+    around: Any = {}
+    for word in name.removeprefix(".").split("."):
+        around, place = place, place.get(word) if isinstance(place, dict) else None
+    return None if isinstance(place, dict) else _filled(place, whole, around, (*within, name))
 
 
 def _variable(resolver: str | None, name: str) -> str:
-    """Return the variable for an interpolation."""
-    return name if resolver == "oc.env" else name.upper().replace(".", "_")
+    """Return the variable for an interpolation; empty for a name that counts from its place in the file."""
+    return name if resolver == "oc.env" else "" if name.startswith(".") else name.upper().replace(".", "_")
 
 
 def _of_judge(key: str) -> str:
@@ -187,12 +214,14 @@ def _checked(kind: Any, settings: dict[str, Any], left: dict[str, str]) -> Any:
         wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         keys = dict.fromkeys(str(one["loc"][0]) for one in error.errors() if one["loc"])
         variables = [left[key] for key in keys if left.get(key)]
-        if any("judge" in key for key in keys):
+        if not os.environ.get(JUDGE) and any("judge" in key and key.endswith(_OF_ENDPOINT) for key in keys):
             raise ValueError(
                 f"name an endpoint for its judge by the knobs judge_url and judge_model ({wrong})"
             ) from None
-        how = f", or the owner the variables {', '.join(variables)}, which may be secret," if variables else ""
-        raise ValueError(f"the knob `settings`{how} must set what its configuration lacks ({wrong})") from None
+        secret = f"; the owner may set secret ones as variables {', '.join(variables)}" if variables else ""
+        raise ValueError(
+            f"its configuration lacks settings or has wrong ones ({wrong}). Set them by the knob `settings`{secret}"
+        ) from None
 
 
 def _client(settings: dict[str, Any]) -> Any:

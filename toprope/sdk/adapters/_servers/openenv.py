@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toprope.sdk.adapters._servers.openenv_serve import FAILED
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.errors import EnvironmentMistake
 
@@ -153,7 +154,9 @@ class Connection:
             if said.get("code") == "CAPACITY_REACHED":
                 raise Full(said.get("message", ""))
             why = f"{said.get('message') or raw}{_details(said.get('errors'))}"
-            if kind == "step" and said.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
+            code, lacks = said.get("code"), said.get("lacks")
+            asked_for = code == FAILED and lacks and str(lacks) in json.dumps(message)  # code that the policy wrote
+            if kind == "step" and (asked_for or code in ("VALIDATION_ERROR", "EXECUTION_ERROR")):
                 raise Refused(why, _missing(said.get("errors")))
             raise EnvironmentMistake(f"OpenEnv refuses {kind} ({said.get('code', '?')}): {why}")
         if not isinstance(found, dict):

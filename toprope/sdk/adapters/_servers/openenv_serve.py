@@ -2,8 +2,8 @@
 
 Modules are imported from ROOT first, and from the further folders last, so that those hide no installed package. A
 server answers an exception with its text alone; here it names the cause as well, and an exception that no action causes
-(a missing module, a host that was not reached) has the code `FAILED`. It works in a new folder with links to what is in
-the given one, because authors write beside their code, which a wall closes.
+(a missing module, a host that was not reached) has the code `FAILED` and, as `lacks`, the module. It works in a new
+folder with links to what is in the given one, because authors write beside their code, which a wall closes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 FAILED = "ENVIRONMENT_FAILED"
 """Code of an error whose cause is the environment, not the action."""
-_UNREACHED = "could not be reached"
+_UNREACHED, _BESIDES = "could not be reached", "; besides, "
 
 
 def main() -> None:
@@ -50,8 +50,9 @@ def _tell_failures(errors: Any) -> None:
         if error is not None and data.get("message") == str(error):
             why = errors.Failure.of(error)
             data = {**data, "message": why.message}
-            if isinstance(error, ImportError | ConnectionError) or _UNREACHED in why.message:
-                data |= {"message": why.line(), "code": FAILED}
+            unreached = _UNREACHED in why.message and _BESIDES not in why.message  # else it was not asked by this call
+            if isinstance(error, ImportError | ConnectionError) or unreached:
+                data |= {"message": why.line(), "code": FAILED, "lacks": getattr(error, "name", None) or ""}
         return plain(data=data)
 
     http_server.WSErrorResponse = telling
