@@ -255,6 +255,7 @@ def test_atropos_file_imports_its_neighbours_by_package_and_from_its_repositorys
          ["x_a", "x_b"]),
         ("from atroposlib.envs.base import BaseEnv\nclass A(BaseEnv): ...\nclass B(A): ...\n"
          "class C(B):\n    async def get_next_item(self): ...\nclass D(C): ...", ["own_c", "own_d"]),
+        ("from atroposlib.envs.base import BaseEnv\nclass BaseEnv(BaseEnv):\n    name = 'own'", ["own"]),
         ("from beside import Other\nclass Sums(Other): ...", []),
         ("from elsewhere import BaseEnv\nclass Sums(BaseEnv): ...", []),
     ],

@@ -164,6 +164,11 @@ class Settings:
     two = text.replace("Union[Settings, Any]", "Settings, more: Settings | None")
     with pytest.raises(LoadError, match=r"The knob high would set more\.high and another argument: rename"):
         opened(tmp_path / "two.py", two)
+    turns = text.replace("high: int = 9", "high: int = 9\n    turns: int")
+    with pytest.raises(LoadError, match=r"The knob turns would set settings\.turns and another argument: rename"):
+        opened(tmp_path / "turns.py", turns.replace("high: int = 9\n    turns: int", "turns: int\n    high: int = 9"))
+    limited = text.replace("high: int = 9", "high: int = 9\n    turns: int = 3")
+    assert opened(tmp_path / "limited.py", limited, high=5).knobs.turns == 0, "theirs keeps its default"
 
 
 def test_settings_without_a_default_are_knobs_that_must_be_set(tmp_path: Path) -> None:

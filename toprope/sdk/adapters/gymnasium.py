@@ -322,7 +322,8 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any], *, rows: bool = 
             required[one.name] = one.annotation
     for argument, kind in _configurations(maker, given).items():
         for field in dataclasses.fields(kind):
-            if field.name in defaults or field.name in required:
+            taken = ("turns",) if _has_no_default(field) else ()  # ours leaves a default of theirs as it is
+            if field.name in (*defaults, *required, *taken):
                 raise LoadError(
                     f"The knob {field.name} would set {argument}.{field.name} and another argument: rename one of them."
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import textwrap
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from toprope.sdk.adapters import trl
+from toprope.sdk.adapters._shared.user_files import data_beside
 from toprope.sdk.discovery import parse, script_requirements
 from toprope.sdk.errors import LoadError
 from toprope.sdk.worker.service import Service
@@ -122,6 +124,9 @@ def test_a_script_that_lacks_a_package_or_a_trainer_says_so(tmp_path: Path, scri
     sampled.write_text(f"DATASET = 'someone/sums'\n{sampled.read_text()}")
     [listed] = trl.declared(sampled, parse(sampled))
     assert "rollout worker" in listed.problem, "the id of a data set is no rows"
+    loaded = "dataset = 'someone/sums'\ndataset = load_dataset(dataset)\n"
+    assert data_beside(sampled, ast.parse(loaded)) == "dataset", "the last value of a name is that of its script"
+    assert data_beside(sampled, ast.parse("dataset = load_dataset('a')\ndataset: str = 'done'\n")) == ""
     offline = tmp_path / "offline.py"
     offline.write_text("raise OSError('No snapshot. To go online, set HF_HUB_OFFLINE=0')\n")
     with pytest.raises(LoadError, match="the cache of the Hugging Face Hub, or environment.network"):

@@ -50,7 +50,8 @@ def _concrete(found: dict[str, ast.ClassDef]) -> dict[str, ast.ClassDef]:
     """Leave out the classes that have no items and are bases of one that has: their file shares code by them."""
 
     def bases(node: ast.ClassDef) -> list[str]:
-        return [ast.unparse(base).partition("[")[0] for base in node.bases]
+        named = (ast.unparse(base).partition("[")[0] for base in node.bases)
+        return [name for name in named if name != node.name]  # the imported class of the same name
 
     def has_items(node: ast.ClassDef) -> bool:
         own = any(isinstance(one, ast.AsyncFunctionDef | ast.FunctionDef) and one.name == _ITEMS for one in node.body)

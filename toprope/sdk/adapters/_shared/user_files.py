@@ -210,16 +210,16 @@ def assigned(tree: ast.Module) -> set[str]:
 def data_beside(file: Path, tree: ast.Module) -> str:
     """Return the default rows of a file: a usual definition, or a data file of the same name; empty if none.
 
-    A text is no rows: scripts call the id of a data set so.
+    A text is no rows: scripts call the id of a data set so, and may load its rows under the same name later.
     """
-    texts = {
-        target.id
+    is_text = {
+        target.id: isinstance(node.value, ast.Constant)
         for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name)
     }
-    there = assigned(tree) - texts
+    there = {name for name in assigned(tree) if not is_text.get(name, False)}
     for name in ROWS:
         if name in there:
             return name
