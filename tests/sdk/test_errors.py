@@ -95,6 +95,24 @@ def test_installed_version_is_named_that_lacks_an_imported_name(line: str) -> No
     assert Failure.of(chain(RuntimeError("It needs games."), told.value)).message.endswith(f"{lacks})")
 
 
+def test_own_mistake_of_a_package_names_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    errors._distributions.cache_clear()
+    monkeypatch.setattr("importlib.metadata.packages_distributions", lambda: reads.append(1) or {"pytest": ["pytest"]})
+    for inside, named in (("pytest.sub", False), ("my_env", True)):
+        with pytest.raises(AttributeError) as told:
+            exec("pytest.no_such_name", {"pytest": pytest, "__name__": inside})
+        assert ("lacks it" in Failure.of(told.value).message) is named
+    lacking = "def __getattr__(name):\n raise AttributeError(f'module {__name__!r} has no attribute {name!r}')"
+    answering = {"__name__": "pytest"}
+    exec(lacking, answering)
+    with pytest.raises(AttributeError) as told:
+        exec("get('no_such_name')", {"get": answering["__getattr__"], "__name__": "my_env"})
+    assert "lacks it" in Failure.of(told.value).message, "the package only answers for its module"
+    assert reads == [1], "the list of packages is read once"
+    errors._distributions.cache_clear()
+
+
 def test_no_version_is_named_if_the_name_is_no_installed_package_s() -> None:
     for line in ("import no_such_package.games", "None.no_such_name", "import tests_of_nobody"):
         with pytest.raises((ImportError, AttributeError)) as told:

@@ -14,12 +14,13 @@ SdkError
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -275,12 +276,28 @@ def _with_version(message: str, error: BaseException) -> str:
     module = _NO_ATTRIBUTE.match(message) if isinstance(error, AttributeError) else None
     name = module[1] if module else getattr(error, "name", None) if isinstance(error, ImportError) else None
     package = str(name or "").partition(".")[0]
-    if package not in sys.modules or "partially initialized" in message:
+    if package not in sys.modules or "partially initialized" in message or package == _package_at_fault(error):
         return message
     from importlib import metadata
 
-    found = [(one, metadata.version(one)) for one in metadata.packages_distributions().get(package, [])]
+    found = [(one, metadata.version(one)) for one in _distributions().get(package, [])]
     return f"{message.rstrip('.')}; the installed {found[0][0]} {found[0][1]} lacks it" if found else message
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Distributions by package; reading them takes a second where many are installed."""
+    from importlib import metadata
+
+    return metadata.packages_distributions()
+
+
+def _package_at_fault(error: BaseException) -> str:
+    """Return the package whose code asked for what is lacking."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    while frames and frames[-1].f_code.co_name == "__getattr__":  # answers for its module
+        frames.pop()
+    return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""
 
 
 def _first_of(error: BaseException) -> BaseException:

@@ -330,8 +330,8 @@ def _told(entry: Entry, failure: WorkerFailure) -> EnvironmentFailed | InvalidVa
         )
     if isinstance(failure, WorkerTimeout):
         own = "Look for an endless loop, a download, or slow task generation."
-        limit = "call_timeout_s" if _OF_ROLLOUT.search(str(failure)) else "load_timeout_s"
-        theirs = f"It may wait for a download or a server; environment.{limit} gives it longer. {_FOREIGN}"
+        longer = "" if _OF_ROLLOUT.search(str(failure)) else "; environment.load_timeout_s gives it longer"
+        theirs = f"It may wait for a download or a server{longer}. {_FOREIGN}"
         hint = own if entry.ecosystem == "toprope" else theirs
         words = failure.stderr.rpartition("\n")[2].strip()
         printed = f" It printed last: {marked(words, _LONGEST)}" if words else ""
