@@ -93,3 +93,11 @@ def test_answer_that_ends_worker_is_skipped(tmp_path: Path) -> None:
     )
     reports, _ = tried(tmp_path, code)
     assert [type(report) for report in reports] == [Renewed]
+
+
+def test_scores_may_take_as_long_as_the_environment_s_own_limits(tmp_path: Path) -> None:
+    code = (
+        "    call_s = 60.0\n    def score(self):\n        import time\n        time.sleep(1.0)\n"
+        "        return float(self.answer == self.task.reference)\n"
+    )
+    assert tried(tmp_path, code, call_timeout_s=0.3) == ([], 2), "no worker was replaced"
