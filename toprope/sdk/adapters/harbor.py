@@ -70,7 +70,7 @@ class Harbor(ToolEnvironment):
         self._engine, no_engine = "", ""
         for one in wanted:
             problem = "all tasks run in containers" if self.knobs.container == "always" else one.missing(one.image())
-            if problem and self.knobs.container != "never" and not one.services:
+            if problem and self.knobs.container != "never" and not one.beyond_image:
                 if not self._engine and not no_engine:
                     try:
                         self._engine = engine()

@@ -11,8 +11,9 @@ import pytest
 
 from tests.sdk.adapters.harbor.conftest import SUM, worked, written
 from toprope.sdk.adapters import harbor
+from toprope.sdk.adapters._harbor.container import Container
 from toprope.sdk.adapters._harbor.folders import task_folders
-from toprope.sdk.errors import LoadError
+from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.wall import Wall
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
@@ -74,6 +75,11 @@ def test_no_process_of_the_policy_writes_a_container_s_reward(tmp_path: Path, do
     (docker / "state" / "stuck").rename(docker / "state" / "busy")
     stayed = asyncio.run(work("true"))
     assert "/logs/verifier was not replaced before its tests: rm: cannot remove" in (stayed.error or "")
+    [task] = task_folders(folder / "shop-0")
+    machine = Container(task, str(docker / "docker"), is_checked=False)
+    with pytest.raises(EnvironmentMistake, match="/solution was not replaced before its files were copied: rm"):
+        machine.put(task.path / "solution", "/solution")
+    machine.close()
 
 
 REPLACED = {

@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -197,6 +199,8 @@ def test_the_policy_has_the_packages_of_the_worker_s_python(tmp_path: Path) -> N
     machine = Sandbox(task, task.image())
     said = machine.run("python -c 'import sys, pytest; print(sys.prefix)'; echo 'print(6)' > x.py; uv run x.py", 60.0)
     assert said.split() == [sys.prefix, "6"]
+    assert "already" in machine.run("apt-get install -o A=b -f software-properties-common", 30.0)
+    assert "no-such-thing" in machine.run("apt-get install -f no-such-thing", 30.0)
     assert "already" in machine.run("pip install -q pytest==8.4.1 && sudo -E apt-get install -y bash", 30.0)
     assert "not installed: no-such-thing" in machine.run("uv add 'no-such-thing>=2' pytest; echo $?", 30.0)
     assert machine.run(f": {'x' * 200_000}; echo long", 30.0) == "long"
@@ -218,12 +222,50 @@ def test_only_plugins_of_pytest_that_the_task_installs_are_loaded(tmp_path: Path
         assert "active plugins" in printed and (f" {plugin} " in printed) == bool(expected), printed
 
 
+@pytest.mark.parametrize("place", ["tests/requirements-dev.txt", "pyproject.toml"])
+def test_plugins_of_lists_beside_the_tests_are_loaded(tmp_path: Path, place: str) -> None:
+    plugins = {one.dist.name: one.name for one in entry_points(group="pytest11") if one.dist is not None}
+    package, plugin = sorted(plugins.items())[0]
+    folder = first_format(tmp_path, "task", "uv run pytest --trace-config --co /tests/test_outputs.py; exit 0")
+    with (folder / "Dockerfile").open("a") as file:
+        file.write("ENV PYTEST_ADDOPTS=--strict-markers\n")
+    (folder / place).write_text(f'["{package.replace("-", "_")}>=1"]\n' if "toml" in place else f"{package}>=1\n")
+    machine = Sandbox(one(folder), one(folder).image())
+    assert machine._variables["PYTEST_ADDOPTS"] == f"-p {plugin} --strict-markers"
+    machine.close()
+
+
+def test_this_python_s_plugins_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, reads = one(first_format(tmp_path, "task")), Mock(return_value=[])
+    assert task.plugins == []
+    monkeypatch.setattr("importlib.metadata.entry_points", reads)
+    assert task.plugins == [] and not reads.called
+
+
+def test_reports_of_plugins_that_are_not_loaded_are_left_out(tmp_path: Path) -> None:
+    for name, text in stand_ins(sys.executable, tmp_path, tests=True):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "pytest_html.py").write_text(
+        "def pytest_addoption(parser):\n    parser.addoption('--html')\n"
+        "def pytest_configure(config):\n    print('report', config.getoption('--html'))\n"
+    )
+    (tmp_path / "test_one.py").write_text("def test():\n    pass\n")
+    variables = {"PYTHONPATH": str(tmp_path / "reports"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    for options, expected in (("", False), ("-p pytest_html", True)):
+        done = subprocess.run(
+            [sys.executable, "-sP", "pytest.py", "--", "--html", "a.html", "test_one.py"],
+            cwd=tmp_path, env={**variables, "PYTEST_ADDOPTS": options}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0 and ("report a.html" in done.stdout) == expected, done.stdout
+
+
 def test_a_compose_file_of_one_service_asks_for_no_more_than_its_image(tmp_path: Path) -> None:
     folder = first_format(tmp_path, "task")
     compose = folder / "docker-compose.yaml"
-    assert not one(folder).services
+    assert not one(folder).beyond_image
     compose.write_text(COMPOSE.replace("networks:", "  database:\n    image: x\nnetworks:"))
-    assert "several services" in one(folder).services
+    assert "several services" in one(folder).beyond_image
     compose.write_text(COMPOSE.replace("- ${LOGS}", "- ./${LOGS}"))
     assert "mounts ./${LOGS}" in one(folder).missing(one(folder).image())
 
@@ -236,9 +278,15 @@ def test_steps_keep_the_words_between_their_commands(tmp_path: Path) -> None:
         "RUN false || echo b > b; apt-get clean\n"
         "RUN if [ -e a ]; then \\\n  apt-get install -y bash && cp a c; \\\n  else exit 1; fi\n"
         "RUN (cd /tmp && echo d > d) && cp /tmp/d .\n"
+        "RUN apt-get update && apt-get install -y bash || exit 1\n"
+        "RUN which no-such-program || apt-get install -y curl\n"
+        "RUN pip install numpy || echo e > e; pip install numpy && echo f > f\n"
+        "RUN apt-get update && apt-get install -y bash:any; apt-get clean;\n"
     )
+    assert len(one(folder).image().steps) == 7, "installers alone are no step"
     machine = Sandbox(one(folder), one(folder).image())
-    assert machine.run("cat a b c d", 30.0).split() == ["1;", "2b", "1;", "2d"]
+    assert machine.run("cat a b c d f; ls e 2>/dev/null", 30.0).split()[:5] == ["1;", "2b", "1;", "2d", "f"]
+    assert "exit code" in machine.run("test -e e", 30.0)
     machine.close()
 
 
@@ -252,6 +300,15 @@ def test_modules_that_the_task_brings_or_asks_for_are_not_missing(tmp_path: Path
     assert one(folder).missing(one(folder).image()) == (
         "its tests import asked_for, whole_package, which this Python lacks"
     )
+    (folder / "task.yaml").write_text("instruction: Write whole_package/core.py and asked_for.py's test.\n")
+    assert not one(folder).missing(one(folder).image())
+    away = "See github.com/asked_for/whole_package/, https://example.org/asked_for/whole_package/a.py, asked_for/x."
+    (folder / "task.yaml").write_text(f"instruction: {away}\n")
+    (folder / "data" / "asked_for.yaml").write_text("")
+    assert "asked_for, whole_package" in one(folder).missing(one(folder).image())
+    (folder / "task.yaml").write_text(f"instruction: {'x' * 300_000}\n")
+    begun = time.process_time()
+    assert "asked_for" in one(folder).missing(one(folder).image()) and time.process_time() - begun < 5.0
 
 
 def test_texts_of_every_style_are_read(tmp_path: Path) -> None:
@@ -270,6 +327,21 @@ def test_a_task_whose_solution_installs_what_is_not_here_is_left_out(tmp_path: P
     script = "sudo apt-get update && sudo apt-get install -y \\\n  bash=5.2\nuv pip install pytest==8.4.1 {more}\n"
     here = one(first_format(tmp_path, "here", solution=script.format(more="--quiet")))
     assert not here.missing(here.image())
+    words = (
+        "pip install pytest 2>/dev/null  # and no-comment",
+        "pip install pytest | tee no-log",
+        "pip install 'pytest >= 1.0' --constraint no-file --index-url no-index",
+        "DEBIAN_FRONTEND=x apt-get -o Acquire::Retries=3 install -o no-value -t no-release bash > no-output || no-step",
+        'python3 -m pip install -r no-list.txt "$PACKAGES" ./no-folder',
+        "apt install -f bash software-properties-common",
+    )
+    for number, line in enumerate(words):
+        task = one(first_format(tmp_path, f"t{number}", solution=f"{line}\n"))
+        assert not task.missing(task.image()), line
+    kept = one(
+        first_format(tmp_path, "kept", solution="apt-get install -f no-a\npip install 2>&1 no-b 'no-c @ http://x'")
+    )
+    assert "no-a, no-b, no-c" in kept.missing(kept.image())
     away = one(first_format(tmp_path, "away", solution=script.format(more="'no-such-thing[all]>=2'")))
     assert away.missing(away.image()) == "its solution installs no-such-thing, which this machine lacks"
 

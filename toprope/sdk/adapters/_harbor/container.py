@@ -139,9 +139,9 @@ class Container:
 
     def _test(self, brings_tests: bool) -> tuple[int | None, str]:
         tests, script = self._task.path / "tests", "/tests/test.sh"
-        self._make_afresh("/logs/verifier")
+        self._make_afresh("/logs/verifier", "its tests")
         if not brings_tests:
-            self._make_afresh("/tests")
+            self._make_afresh("/tests", "its tests")
             if tests.is_dir():
                 self._engine(["cp", f"{tests}/.", f"{self._name}:/tests"], _STEP_S, "its tests were not copied")
             if not (tests / "test.sh").is_file():
@@ -150,10 +150,10 @@ class Container:
                 self._engine(["cp", place, f"{self._name}:{script}"], _STEP_S, "its tests were not copied")
         return self._run(f"TEST_DIR=/tests bash {script}", self._task.seconds)
 
-    def _make_afresh(self, folder: str) -> None:
+    def _make_afresh(self, folder: str, before: str) -> None:
         code, said = self._run(f"rm -rf {folder} && mkdir -p {posixpath.dirname(folder)} && mkdir {folder}", _STEP_S)
         if code != 0:
-            raise EnvironmentMistake(f"{self._task.name}: {folder} was not replaced before its tests: {said[-200:]}")
+            raise EnvironmentMistake(f"{self._task.name}: {folder} was not replaced before {before}: {said[-200:]}")
 
     def _remember_programs(self) -> None:
         """Note the image's programs, before the policy's first command."""
@@ -260,7 +260,7 @@ class Container:
 
     def put(self, source: Path, path: str) -> None:
         """Copy the content of a folder of the task to a place of its machine."""
-        self._make_afresh(path)
+        self._make_afresh(path, "its files were copied")
         self._engine(["cp", f"{source}/.", f"{self._name}:{path}"], _STEP_S, f"{path} was not copied")
 
     def close(self) -> None:

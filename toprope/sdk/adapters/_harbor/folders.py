@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import itertools
@@ -16,13 +17,13 @@ import json
 import posixpath
 import re
 import shlex
-import shutil
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from toprope.sdk.adapters._harbor.packages import asked_for, is_here, is_installed, words_of
 from toprope.sdk.errors import LoadError
 
 __all__ = ["PYTEST_FILES", "Image", "TaskFolder", "Verifier", "holds_task", "task_folders", "told"]
@@ -36,25 +37,6 @@ PYTEST_FILES = (
 _WORKDIR = "/app"
 _LONGEST = 8000
 """Characters of a command's output that the policy sees."""
-_PACKAGES = Path("/usr/share/doc")
-"""Each package of Debian and Fedora has a folder there. The database of dpkg is behind a worker's wall."""
-_COMMON = frozenset(
-    {"python3", "python3-pip", "python3-venv", "python3-dev", "pip", "curl", "wget", "ca-certificates", "tmux"}
-    | {
-        "asciinema",
-        "bash",
-        "coreutils",
-        "sudo",
-        "locales",
-        "procps",
-        "apt-utils",
-        "gnupg",
-        "software-properties-common",
-    }
-)
-"""Packages that images install by habit, and that a task with commands of its own hardly misses."""
-_APT = re.compile(r"^(?:sudo\s+)?apt(?:-get)?\s+(?:-\S+\s+)*install\b(.*)$", re.DOTALL)
-_PIP = re.compile(r"^(?:sudo\s+)?(?:(?:python3? -m |uv )?pip3? install|uv add)\b(.*)$")
 _COMPOUND = re.compile(r"\s*(?:if|for|while|until|case|then|else|do|[{(])(?=\s|$)|\s*\(")
 _INSTALLERS = re.compile(
     r"^(?:sudo\s+)?(?:apt(?:-get)?|apt-key|dpkg|apk|yum|dnf|pip3?|uv|npm|yarn|pnpm|gem|cargo install|go install|"
@@ -118,23 +100,25 @@ class TaskFolder:
         return self.path.name
 
     @property
-    def services(self) -> str:
+    def beyond_image(self) -> str:
         """The reason that its docker-compose.yaml needs more than its image; empty if it does not."""
         files = (self.context / name for name in ("docker-compose.yaml", "docker-compose.yml"))
         return next((_composed(file.read_text("utf-8", "replace")) for file in files if file.is_file()), "")
 
     @property
     def plugins(self) -> list[str]:
-        """Plugins of pytest in this Python that its Dockerfile or its tests' script installs."""
-        files = (self.context / "Dockerfile", self.path / self.tests)
+        """Plugins of pytest in this Python that its Dockerfile, its tests' script or lists beside them install."""
+        files = {self.context / "Dockerfile", self.path / self.tests}
+        for folder in (self.context, self.path / "tests"):
+            files |= {folder / "pyproject.toml", *folder.glob("requirements*.txt")}
         said = "\n".join(file.read_text("utf-8", "replace") for file in files if file.is_file())
-        found = importlib.metadata.entry_points(group="pytest11")
-        return [one.name for one in found if one.dist is not None and one.dist.name in said]
+        words = {*re.findall(r"[a-z0-9-]+", said.lower().replace("_", "-"))}
+        return [name for package, name in _pytest_plugins() if package in words]
 
     def image(self) -> Image:
         """The steps of its Dockerfile."""
-        if services := self.services:
-            return Image(problem=services)
+        if problem := self.beyond_image:
+            return Image(problem=problem)
         if self.prebuilt or self.verifier is not None:
             return Image(
                 problem="its tests have a container of their own" if self.verifier else "its image is prebuilt"
@@ -148,17 +132,18 @@ class TaskFolder:
         """The reason that this machine cannot run the task in a process; empty if it can."""
         if image.problem:
             return image.problem
-        absent = [one for one in image.installs if not _is_installed(one)]
+        absent = [one for one in image.installs if not is_installed(one)]
         if absent:
             return f"its image installs {', '.join(absent[:5])}, which this machine lacks"
-        own = {re.sub(r"\W.*", "", file.name) for file in self.context.rglob("*")}
-        own |= {*re.findall(r"([\w-]+)(?:\.py\b|/)", self.instruction)}  # the policy is to write them
+        files = self.context.rglob("*")
+        own = {file.name.partition(".")[0] for file in files if file.suffix in (".py", ".pyx", ".so") or file.is_dir()}
+        own |= _modules(self.instruction)  # the policy is to write them
         wanted = [one for one in _imports(self.path / "tests") if one not in own]
         modules = [one for one in wanted if importlib.util.find_spec(one) is None]
         if modules:
             return f"its tests import {', '.join(modules[:5])}, which this Python lacks"
         used = _installed_by(self.solution.read_text("utf-8", "replace")) if self.solution is not None else []
-        absent = [one for one in used if not (_is_installed(one) or _has_package(one))]
+        absent = [one for one in used if not is_here(one)]
         return f"its solution installs {', '.join(absent[:5])}, which this machine lacks" if absent else ""
 
 
@@ -341,20 +326,21 @@ def _read_dockerfile(text: str) -> Image:
             if "<<" in rest:
                 steps.append(("run", rest, workdir))
                 continue
-            kept, pieces = [], re.split(r"(\|\||&&|;)", rest)
-            for command, ends in itertools.zip_longest(pieces[::2], pieces[1::2], fillvalue=""):
+            pieces = re.split(r"(\|\||&&|;)", rest)
+            kept, does = [*pieces], False
+            for place, command in enumerate(pieces[::2]):
                 plain = command.strip()
-                if asked := _APT.match(plain):
-                    installs += [one.partition("=")[0] for one in asked[1].split() if not one.startswith("-")]
-                elif plain and not _INSTALLERS.match(plain):
-                    kept += [command, ends]
-                elif plain.startswith(("curl", "wget")):
+                installs += asked_for(words_of(plain), ["apt"])
+                if plain.startswith(("curl", "wget")):
                     downloads += re.findall(r"https?://[^\s'\"]+", plain)
+                if _INSTALLERS.match(plain):
+                    kept[2 * place] = " true "
+                elif plain:
+                    does = True
             if any(map(_COMPOUND.match, pieces[::2])):
-                kept = pieces  # installers within say themselves if something is missing
-            if kept:
-                done = "".join(kept).strip()
-                steps.append(("run", re.sub(r"\s*(\|\||&&|;)$", "", done), workdir))
+                kept, does = pieces, True  # installers within say themselves if something is missing
+            if does:
+                steps.append(("run", "".join(kept).strip(), workdir))
     if froms > 1:
         return Image(problem="its Dockerfile has several stages")
     workdir = workdir if workdir != "/" else _WORKDIR
@@ -386,26 +372,30 @@ def _variables(text: str) -> dict[str, str]:
     return {name: value for name, has, value in (word.partition("=") for word in words) if has}
 
 
-def _is_installed(package: str) -> bool:
-    return package in _COMMON or shutil.which(package) is not None or (_PACKAGES / package).is_dir()
-
-
-def _has_package(name: str) -> bool:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError, ValueError):
-        return bool(importlib.metadata.distribution(name))
-    return False
-
-
 def _installed_by(script: str) -> list[str]:
     """Packages of Debian and of Python that a shell script installs, without their versions."""
-    found: list[str] = []
-    for command in re.split(r"&&|;|\n", re.sub(r"\\[ \t]*\n", " ", script)):
-        asked = _APT.match(plain := command.strip()) or _PIP.match(plain)
-        for word in asked[1].split() if asked else ():
-            name = re.split(r"[=<>~!\[@]", word.strip("\"'"))[0]
-            if re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name) and not name.endswith((".txt", ".whl")):
-                found.append(name)
-    return list(dict.fromkeys(found))
+    commands = re.split(r"&&|;|\n", re.sub(r"\\[ \t]*\n", " ", script))
+    return list(dict.fromkeys(name for command in commands for name in asked_for(words_of(command))))
+
+
+@functools.cache
+def _pytest_plugins() -> tuple[tuple[str, str], ...]:
+    """Plugins of pytest in this Python: names of distributions, and of the plugins."""
+    found = importlib.metadata.entry_points(group="pytest11")
+    return tuple((one.dist.name.lower().replace("_", "-"), one.name) for one in found if one.dist is not None)
+
+
+def _modules(text: str) -> set[str]:
+    """Modules that a text names: `.py` files with their folders, and paths that end as folders; no addresses."""
+    found: set[str] = set()
+    for path in re.findall(r"[\w./-]+", re.sub(r"https?://\S*", " ", text)):
+        *folders, name = path.rstrip(".").split("/")
+        is_address = len(folders) > 0 and "." in folders[0].lstrip(".")
+        if name.endswith(".py") and not is_address:
+            found |= {*folders, name.removesuffix(".py")}
+        elif folders and not name and not is_address:
+            found.add(folders[-1])
+    return found
 
 
 def _imports(tests: Path) -> list[str]:

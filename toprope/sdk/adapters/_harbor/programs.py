@@ -11,37 +11,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from toprope.sdk.adapters._harbor import packages
+
 __all__ = ["stand_ins"]
 
 _NOTHING = "#!/bin/sh\nexit 0\n"
-_INSTALL = '#!/bin/sh\nexec "{python}" -sP "{bin}/install.py" "$@"\n'
-_INSTALL_PY = """\
-import importlib.metadata, pathlib, re, shutil, sys
-
-VALUES = ("-r", "-c", "-t", "-i", "-f", "-e", "-p", "--index-url", "--extra-index-url", "--find-links", "--python")
-
-
-def is_here(name):
-    try:
-        return bool(importlib.metadata.distribution(name))
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return bool(shutil.which(name)) or (pathlib.Path("/usr/share/doc") / name).is_dir()
-
-
-words, absent, asks = iter(sys.argv[1:]), [], False
-for word in words:
-    if word in VALUES:
-        next(words, None)
-    elif word in ("install", "add"):
-        asks = True
-    elif asks and not word.startswith("-") and "/" not in word and word != ".":
-        name = re.split(r"[=<>~!\\[;@ ]", word)[0]
-        if name and not is_here(name):
-            absent.append(name)
-if absent:
-    sys.exit(f"not installed: {', '.join(absent)}. This machine installs no packages.")
-print("All that was asked for is installed already." if asks else "")
-"""
+_INSTALL = '#!/bin/sh\nexec "{python}" -sP "{bin}/install.py" "${0##*/}" "$@"\n'
 _PYTHON = '#!/bin/sh\nexec "{python}" "$@"\n'
 """A link would be a Python without the packages of a virtual environment."""
 _PYTHON_OF_TESTS = """\
@@ -84,14 +59,25 @@ exec "$@"
 """
 _PYTEST = '#!/bin/sh\nexec "{python}" -sP "{bin}/pytest.py" -- "$@"\n'
 _PYTEST_PY = """\
-import importlib.util, sys
+import importlib.metadata, importlib.util, os, shlex, sys
 import pytest
 
 PLUGINS = {"--ctrf": "pytest_json_ctrf", "--html": "pytest_html", "--json-report-file": "pytest_jsonreport"}
+words = shlex.split(os.environ.get("PYTEST_ADDOPTS", "")) + sys.argv[2:]
+named = {after if word == "-p" else word[2:] for word, after in zip(words, [*words[1:], ""]) if word.startswith("-p")}
+known = {one.name: one.value for one in importlib.metadata.entry_points(group="pytest11")}
+loaded = {known.get(name, name).partition(".")[0] for name in named}
+
+
+def is_loaded(module):
+    is_named = module in loaded or not os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+    return is_named and importlib.util.find_spec(module) is not None
+
+
 given, kept = iter(sys.argv[2:]), []
-for word in given:  # reports of plugins that are not here; pytest would refuse the option
+for word in given:  # reports of plugins that are not loaded; pytest would refuse the option
     option, has_value, _ = word.partition("=")
-    if option in PLUGINS and importlib.util.find_spec(PLUGINS[option]) is None:
+    if option in PLUGINS and not is_loaded(PLUGINS[option]):
         has_value or next(given, None)
     else:
         kept.append(word)
@@ -262,7 +248,7 @@ def stand_ins(python: str, folder: Path, *, tests: bool) -> Iterator[tuple[str, 
         if program := shutil.which(name):
             yield name, own(_FETCH, program=program)
     yield "sudo", _SUDO
-    yield "install.py", _INSTALL_PY
+    yield "install.py", Path(packages.__file__).read_text("utf-8")
     yield "afresh.py", own(_AFRESH_PY)
     yield "pytest.py", _PYTEST_PY
     yield "pytest", own(_PYTEST)

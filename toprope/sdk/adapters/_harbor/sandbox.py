@@ -99,7 +99,9 @@ class Sandbox:
             "HOME": str(self._inside("/root")), "TMPDIR": str(self._inside("/tmp")), _MARK: str(self._root),
             "PYTHONDONTWRITEBYTECODE": "1",
             # The worker's Python has plugins of others, which take seconds to load.
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": " ".join(f"-p {one}" for one in task.plugins),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": self._moved(
+                " ".join([*(f"-p {one}" for one in task.plugins), image.variables.get("PYTEST_ADDOPTS", "")]).strip()
+            ),
         }  # fmt: skip
         self._stand_in(tests=False)
         for kind, first, second in image.steps:

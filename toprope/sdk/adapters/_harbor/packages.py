@@ -1,0 +1,116 @@
+"""Packages that commands ask installers for, and the rule by which they count as present.
+
+A copy of this file is the installer of a task's machine (see `programs`), so it imports nothing of the project.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import posixpath
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["asked_for", "is_here", "is_installed", "words_of"]
+
+_FOLDERS = Path("/usr/share/doc")
+"""Each package of Debian and Fedora has a folder there. The database of dpkg is behind a worker's wall."""
+_COMMON = frozenset(
+    ("python3 python3-pip python3-venv python3-dev pip curl wget ca-certificates tmux asciinema bash coreutils sudo "
+     "locales procps apt-utils gnupg software-properties-common").split()
+)  # fmt: skip
+"""Packages that images install by habit, and that a task with commands of its own hardly misses."""
+_OF_APT = frozenset(
+    (
+        "-o",
+        "-c",
+        "-t",
+        "-a",
+        "--option",
+        "--config-file",
+        "--target-release",
+        "--default-release",
+        "--host-architecture",
+    )
+)
+_OF_PIP = frozenset(
+    ("-r -c -t -i -f -e -p -C --requirement --constraint --target --index-url --extra-index-url --find-links "
+     "--editable --python --index --default-index --group --extra --prefix --root --platform --python-version "
+     "--no-binary --only-binary --config-settings --proxy --timeout --retries --cache-dir --log --trusted-host "
+     "--progress-bar --upgrade-strategy").split()
+)  # fmt: skip
+"""Options whose values are no packages."""
+
+
+def is_installed(package: str) -> bool:
+    """Return True if a package of Debian is here."""
+    return package in _COMMON or shutil.which(package) is not None or (_FOLDERS / package).is_dir()
+
+
+def is_here(name: str) -> bool:
+    """Return True if a package of Debian or of this Python is here."""
+    try:
+        return is_installed(name) or bool(importlib.metadata.distribution(name))
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
+
+
+def words_of(command: str) -> list[str]:
+    """Split a command of the shell into words, up to a pipe; without redirections and comments."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    try:
+        found = [*lexer]
+    except ValueError:  # a quotation is cut off
+        return command.split()
+    words: list[str] = []
+    rest = iter(found)
+    for word in rest:
+        if re.fullmatch(r"&?[<>]+[&|]?", word):
+            next(rest, None)
+        elif re.fullmatch(r"[()|&;]+", word):
+            break
+        else:
+            words.append(word)
+    return words
+
+
+def asked_for(words: Sequence[str], programs: Sequence[str] = ("apt", "pip", "uv")) -> list[str]:
+    """Return the packages that a command installs, without their versions.
+
+    Args:
+        words: Words of the command.
+        programs: Installers that count; `apt` and `pip` stand for their variants too.
+    """
+    rest = [*words]
+    while rest and (rest[0] in ("sudo", "env") or rest[0].startswith("-") or "=" in rest[0]):
+        rest.pop(0)
+    if re.fullmatch(r"python[\d.]*", rest[0] if rest else "") and rest[1:2] == ["-m"]:
+        rest = rest[2:]
+    program = re.sub(r"^apt-get$", "apt", re.sub(r"[\d.]+$", "", posixpath.basename(rest[0]))) if rest else ""
+    if program not in programs:
+        return []
+    values, ends = (_OF_APT, r"[=:/]") if program == "apt" else (_OF_PIP, r"[=<>~!\[;@ ]")
+    found: list[str] = []
+    asks = False
+    given = iter(rest[1:])
+    for word in given:
+        if word in values:
+            next(given, None)
+        elif word in ("install", "add") and not asks:
+            asks = True
+        elif asks and not word.startswith("-"):
+            name = re.split(ends, word.strip("\"'"))[0]
+            if re.fullmatch(r"[A-Za-z][\w.+-]*", name) and not name.endswith((".txt", ".whl")):
+                found.append(name)
+    return found
+
+
+if __name__ == "__main__":
+    wanted = asked_for(sys.argv[1:])
+    if absent := [one for one in wanted if not is_here(one)]:
+        sys.exit(f"not installed: {', '.join(absent)}. This machine installs no packages.")
+    print("All that was asked for is installed already." if wanted else "")
