@@ -105,7 +105,7 @@ def processes_of(folder: Path, *, keepers_only: bool = False) -> list[psutil.Pro
 
 
 def end_process(process: subprocess.Popen[Any], within_s: float = 20.0) -> None:
-    """Send SIGTERM and wait; kill a process that has not ended in so many seconds."""
+    """Send SIGTERM and wait; kill a process that has not ended within the limit, in seconds."""
     process.terminate()
     try:
         process.wait(within_s)

@@ -56,7 +56,7 @@ _SOURCE_SEED = 100
 
 
 class _Arms:
-    """Trains the sides of the comparison, each of so many steps in all."""
+    """Trains the sides of the comparison, all with the same number of steps."""
 
     def __init__(self, agent: TrainingAgent, steps: int) -> None:
         self._agent, self._steps = agent, steps

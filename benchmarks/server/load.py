@@ -284,7 +284,7 @@ async def _at_rest(looks: Looks, limit_s: float) -> tuple[int, int, int]:
 async def _session(
     url: str, token: str, live: list[str], looks: Looks, leak: Looks, tally: Tally, options: Any
 ) -> dict[str, Any]:
-    """Play warm-up, rest, load, rest; return the figures. The control is looked at as the server is."""
+    """Play warm-up, rest, load, rest; return the figures. The control is sampled like the server."""
     seconds = options.minutes * 60.0
     warm_up = min(LONGEST_WARM_UP_S, WARM_UP_SHARE * seconds)
 

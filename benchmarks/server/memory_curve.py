@@ -52,7 +52,7 @@ def with_leak(samples: list[tuple[float, int]], seconds: float) -> list[tuple[fl
 
 @contextmanager
 def leaking(seconds: float, percent: float = PLANTED_PERCENT) -> Iterator[psutil.Process]:
-    """A process that leaks so much of the memory that it holds in so many seconds, evenly."""
+    """A process that leaks `percent` of the memory that it holds over `seconds`, evenly."""
     command = [sys.executable, "-I", "-S", "-c", _LEAK, str(_HELD_MB), str(percent / 100), str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -14,7 +14,7 @@ from toprope.training.trainer.step.grpo_loss import GrpoMetrics, StepSize, grpo_
 from toprope.training.trainer.step.learner import StepBatch, StepLearner, SteppedRun, load_reference
 
 _SAMPLED = 8
-"""Of so many rows without an advantage one is scored, for metrics."""
+"""One of this many rows without an advantage is scored, for metrics."""
 
 
 class GrpoRun(SteppedRun):

@@ -39,7 +39,7 @@ _HIDDEN, _SHOWN = str.maketrans("${}", "\0\1\2"), str.maketrans("\0\1\2", "${}")
 _WAIT_S = 300.0
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _OF_ENDPOINT = ("_url", "_key", "_model", "_model_name")
-"""How settings of an endpoint end."""
+"""Endings of the names of an endpoint's settings."""
 _SAMPLING = {"max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
 
 
@@ -124,7 +124,7 @@ def _settings(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 class _Left(Exception):
-    """A setting is left to whoever runs the server; the text is the variable that may hold it, or empty."""
+    """A setting is left to the owner; the text is the variable that may hold it, or empty."""
 
 
 def _filled(value: Any, whole: dict[str, Any], beside: dict[str, Any], within: tuple[str, ...] = ()) -> Any:
