@@ -105,11 +105,12 @@ def processes_of(folder: Path, *, keepers_only: bool = False) -> list[psutil.Pro
 
 
 def end_process(process: subprocess.Popen[Any], within_s: float = 20.0) -> None:
-    """Send SIGTERM and wait; kill a process that has not ended within the limit, in seconds."""
+    """Send SIGTERM and wait; kill a process that has not ended within the limit, in seconds, and say so."""
     process.terminate()
     try:
         process.wait(within_s)
     except subprocess.TimeoutExpired:
+        print(f"process {process.pid} did not end within {within_s:g} s of SIGTERM: killed", file=sys.stderr)
         process.kill()
         process.wait()
 

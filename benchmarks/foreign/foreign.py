@@ -11,7 +11,8 @@ which has the value "none" here, and those whose submodules could not be fetched
 `--home` keeps the installed interpreters for another draw. Estimated time: an hour for a draw of 90, without
 installations; needs the package index. Environments with graders ask a model that always gives a bad verdict in the
 form that they ask for, because the embedded policy gives none that can be read. Where an error names a missing module,
-a folder to be written or bounds of rewards, the owner sets that and tries again.
+a folder to be written or bounds of rewards, the owner sets that and tries again, at most five times;
+`rolled_share_without_cure` counts those as failed.
 """
 
 from __future__ import annotations
@@ -96,6 +97,9 @@ def figures_of(results: Sequence[Result]) -> dict[str, Any]:
         "needs_key": whole["needs_key"],
         "unfetched": whole["unfetched"],
         "rolled_share": whole["rolled_share"],
+        "rolled_share_without_cure": _share(
+            sum("rolled" in one.reached and not one.cures for one in results if not one.left_out), whole["counted"]
+        ),
         "trained_share": whole["trained_share"],
         "rolled_share_lowest": min((one["rolled_share"] for one in each.values() if one["counted"]), default=0.0),
         "unhelpful_errors": sum(one.unhelpful for one in results),

@@ -87,6 +87,8 @@ class Result:
     reached: list[str] = field(default_factory=list)
     failed_at: str = ""
     error: str = ""
+    cures: int = 0
+    """How often the owner carried out what an error asked for, and tried again."""
 
     @property
     def refused_host(self) -> str:
@@ -127,6 +129,7 @@ class Result:
             "reached": self.reached,
             "failed_at": self.failed_at,
             "error": self.error[:3000],
+            "cures": self.cures,
             "refused_host": self.refused_host,
             "left_out": self.left_out,
             "unhelpful": self.unhelpful,
@@ -154,15 +157,15 @@ class Traveller:
 
     async def go(self, candidate: Candidate, *, train: bool) -> Result:
         """Take an environment as far as it comes; `train` is the last stage."""
-        result, tried = Result(candidate), 0
+        result = Result(candidate)
         while True:
             try:
                 await self._through(result, train=train)
                 result.failed_at = result.error = ""
             except Refused as refusal:
                 result.error = str(refusal)
-                if tried < _CURES and self._cured(result):
-                    tried += 1
+                if result.cures < _CURES and self._cured(result):
+                    result.cures += 1
                     continue
             except TimeoutError:
                 result.error = f"It was not {result.failed_at} within the benchmark's time limit."

@@ -319,13 +319,16 @@ def fail_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     engine: Any = rig.engine
     if rig.name == "vllm":
         return lambda: engine._process.process.kill()
-    forward, model = engine._model.forward, engine._model
+    # The embedded engine takes the short pass where the model has one.
+    place = engine._short if getattr(engine, "_short", None) is not None else engine._model
+    name = "states" if place is not engine._model else "forward"
+    whole = getattr(place, name)
 
     def fail(*args: Any, **options: Any) -> Any:
-        monkeypatch.setattr(model, "forward", forward)
+        monkeypatch.setattr(place, name, whole)
         raise RuntimeError("out of memory, for example")
 
-    monkeypatch.setattr(model, "forward", fail)
+    monkeypatch.setattr(place, name, fail)
 
     def ask() -> None:
         with pytest.raises(RuntimeError, match="out of memory"):

@@ -11,7 +11,7 @@ import transformers
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from tests.training.inference.conftest import reference_logprobs, sample
-from toprope.training.inference import growing_cache
+from toprope.training.inference import embedded_engine, growing_cache
 from toprope.training.inference.embedded_engine import EmbeddedEngine, takes_wide_masks
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.inference.growing_cache import GrowingLayer, RowMoves, grow_by_blocks, keep_rows
@@ -58,14 +58,26 @@ def _linear_beside_layers() -> Any:
     return transformers.MiniMaxForCausalLM(config)
 
 
-@pytest.mark.parametrize("build", [_llama, _sliding, _convolutional, _learned_positions, _linear_beside_layers])
+@pytest.mark.parametrize(
+    ("build", "short"),
+    [
+        (_llama, True),
+        (_llama, False),
+        (_sliding, False),
+        (_convolutional, False),
+        (_learned_positions, False),
+        (_linear_beside_layers, False),
+    ],
+)
 def test_logprobs_match_a_plain_pass_while_rows_leave(
-    build: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    build: Any, short: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers are filled and copied several times, and rows end at different lengths."""
     monkeypatch.setattr(growing_cache, "_BLOCK", 4)
     torch.manual_seed(0)
     model = build().eval().requires_grad_(False)
+    if not short:
+        monkeypatch.setattr(embedded_engine, "make_short_forward", lambda model: None)
     engine = EmbeddedEngine(model, tokenizer, max_context=512)
     engine.end_ids = frozenset({7, 8})  # about one token in 32, so rows end all the time
     engine.start()
@@ -79,6 +91,7 @@ def test_logprobs_match_a_plain_pass_while_rows_leave(
         answers = sample(engine, *requests)
     finally:
         engine.stop()
+    assert (engine._short is not None) == short
     lengths = set()
     for request, samples in zip(requests, answers, strict=True):
         assert len(samples) == request.n

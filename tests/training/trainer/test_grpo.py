@@ -325,9 +325,17 @@ def test_parts_and_plain_rows_equal_the_whole(tiny_policy: Path, monkeypatch: py
     for value in reference.parameters():
         value.data += 0.1 * torch.randn_like(value)
     found, of_reference = [], []
-    for most, window in ((1 << 26, None), (4000, None), (1 << 26, 4)):
+    for most, window, short in (
+        (1 << 26, None, False),
+        (1 << 26, None, True),
+        (4000, None, False),
+        (4000, None, True),
+        (1 << 26, 4, False),
+        (1 << 26, 4, True),
+    ):
         monkeypatch.setattr(forward, "CHUNK_VALUES", most)
-        scored = PolicyForward(model, 0, temperature=0.7)
+        scored = PolicyForward(model, 0, temperature=0.7, short=short)
+        assert (scored._short is not None) == short
         scored._window, scored._per_pair = window, 0
         assert len(scored._trees(rows)) == (5 if window else 1)
         scores = scored(rows, 3)
@@ -353,7 +361,7 @@ def test_tokens_after_the_same_tokens_are_computed_once(tiny_policy: Path) -> No
     assert side_by_side.tokens == [4, 4, 7, 3, 9] and side_by_side.parents == [-1, 0, 1, -1, 3]
     model, found = load_model(tiny_policy, small_config()), []
     for shared in (True, False):
-        scored = PolicyForward(model, 0, share_prompts=shared)
+        scored = PolicyForward(model, 0, share_prompts=shared, short=shared)
         scored._per_pair = 0
         assert [len(one) for one in scored._trees(rows)] == ([7, 5] if shared else [4, 4, 5, 4, 2, 3])
         model.zero_grad()

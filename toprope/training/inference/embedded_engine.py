@@ -23,6 +23,7 @@ from toprope.training.inference.decode_batch import DecodeBatch
 from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
 from toprope.training.inference.growing_cache import RowMoves, grow_by_blocks, keep_rows
 from toprope.training.inference.sampling import TokenSampler
+from toprope.training.policy.short_forward import ShortForward, make_short_forward
 from toprope.training.policy.weight_sync import WeightReader, WeightsDiffer
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class EmbeddedEngine:
         self._in_flight, self._gave_up = in_flight, gave_up
         self._generator = torch.Generator(device=model.device).manual_seed(seed)
         self._takes_wide_masks: bool | None = None
+        self._short: ShortForward | None = None
+        self._is_short_known = False
         self.end_ids = find_end_ids(model, tokenizer)
         self._queue: queue.SimpleQueue[tuple[SamplingRequest, Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -192,6 +195,9 @@ class EmbeddedEngine:
         batch = DecodeBatch(requests, self._tokenizer, self.end_ids, self.max_context)
         sampler = TokenSampler([(requests[row.request], row.number) for row in batch.live], device, self._generator)
         with torch.inference_mode():
+            if not self._is_short_known:
+                self._is_short_known = True
+                self._short = make_short_forward(self._model)
             logits, cache, mask, lengths = self._read_prompts(requests)
             complete: list[int] = []
             width = max(len(request.prompt_ids) for request in requests)
@@ -223,14 +229,9 @@ class EmbeddedEngine:
                         self.tokens += batch.tokens
                         raise _NewWeights
                 width += 1
-                output = self._model(
-                    input_ids=token.unsqueeze(1),
-                    attention_mask=None if mask is None else mask[..., :width],
-                    position_ids=lengths,
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-                logits, lengths = output.logits[:, -1], lengths + 1
+                seen = None if mask is None else mask[..., :width]
+                logits, _ = self._run_model(token.unsqueeze(1), lengths, seen, cache)
+                lengths = lengths + 1
         self.tokens += batch.tokens
         return {request: answer(request) for request in complete}
 
@@ -258,22 +259,34 @@ class EmbeddedEngine:
         if any(padding):
             mask = (torch.arange(width) >= torch.tensor(padding).unsqueeze(1)).to(device)
             if self._takes_wide_masks is None:
-                self._takes_wide_masks = takes_wide_masks(self._model)
+                self._takes_wide_masks = self._short is not None or takes_wide_masks(self._model)
             first = _prompt_mask(mask[:, :longest]) if self._takes_wide_masks else mask[:, :longest]
         positions = (torch.arange(longest) - torch.tensor(padding).unsqueeze(1)).clamp(min=0)
-        output = self._model(
-            input_ids=ids.to(device),
-            attention_mask=first,
-            position_ids=positions.to(device),
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        logits, cache = self._run_model(ids.to(device), positions.to(device), first)
         index = torch.tensor(source, device=device)
-        grow_by_blocks(output.past_key_values, None if source == list(range(len(places))) else index, width)
+        grow_by_blocks(cache, None if source == list(range(len(places))) else index, width)
         lengths = positions[:, -1:].to(device) + 1
         if mask is not None:
             mask = mask[index, None, None] if self._takes_wide_masks else mask[index]
-        return output.logits[:, -1][index], output.past_key_values, mask, lengths[index]
+        return logits[index], cache, mask, lengths[index]
+
+    def _run_model(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any = None
+    ) -> tuple[torch.Tensor, Any]:
+        """Append tokens (rows, tokens) to a cache, or a new one; return the logits (rows, vocabulary) after the last,
+        and the cache."""
+        if self._short is not None:
+            cache = self._short.new_cache() if cache is None else cache
+            return self._short.head(self._short.states(ids, positions, mask, cache)[:, -1]), cache
+        output = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1], output.past_key_values
 
     def _pad_id(self) -> int:
         pad: int | None = self._tokenizer.pad_token_id

@@ -118,9 +118,9 @@ def of_ours(
     model: Any, config: Config, rows: list[TrainingRow], reference: torch.Tensor | None, *, shared: bool, micro: int = 7
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, float | None]]:
     """Loss, gradients and metrics of ours, in micro-batches."""
-    forward = PolicyForward(model, 0, temperature=0.8, share_prompts=shared)
+    forward = PolicyForward(model, 0, temperature=0.8, share_prompts=shared, short=shared)
     if shared:
-        assert forward.shares_prompts
+        assert forward.shares_prompts and forward._short is not None
         forward._per_pair = 0  # so few tokens would not be worth it
     model.train()
     model.zero_grad()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from toprope.training.policy.short_forward import ShortForward, make_short_forward
 from toprope.training.trainer.batch_source import TrainingRow
 from toprope.training.trainer.ranks import settle
 from toprope.training.trainer.step.layout import Layout, Tree, lay_out, plain_trees, shared_trees
@@ -68,6 +69,8 @@ class PolicyForward:
         autocast: Makes the context of a forward pass, for passes in half precision.
         share_prompts: False computes every row by itself.
         joint: Several ranks pass their rows at the same time; one without scored tokens takes part all the same.
+        short: Use the short pass where the model allows it; not for a model that checkpoints its activations, or under
+            autocast.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class PolicyForward:
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         share_prompts: bool = True,
         joint: bool = False,
+        short: bool = False,
     ) -> None:
         self._model, self._pad, self._temperature, self._joint = model, pad, temperature, joint
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -93,7 +97,10 @@ class PolicyForward:
         self._per_pair: int = 2 * text.num_hidden_layers * text.hidden_size
         self.shares_prompts = False
         self._plain_head = False
+        self._short: ShortForward | None = None
         self._probe(share_prompts)
+        if short and self._plain_head and not (joint or self.aux_weight):
+            self._short = make_short_forward(model)
         self._autocast = autocast  # not before: half precision would hide what the probe looks for
 
     @property
@@ -163,6 +170,14 @@ class PolicyForward:
     def _run(self, model: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Hidden states (U x width) before the output layer at the scored positions, their logits (U x V), and the
         auxiliary loss. Logits are None where there are too many to hold at once."""
+        if self._short is not None and model is self._model:
+            positions = layout.positions
+            if positions is None:
+                positions = torch.arange(layout.ids.size(1), device=layout.ids.device).expand_as(layout.ids)
+            every = self._short.states(layout.ids, positions, layout.visible)
+            states = every.reshape(-1, every.size(-1))[layout.places]
+            fits = len(states) * model.get_output_embeddings().weight.size(0) <= CHUNK_VALUES
+            return states, self._short.head(states) if fits else None, None
         found: list[torch.Tensor] = []
         head = model.get_output_embeddings()
         whole = not self._plain_head or len(layout.places) * head.weight.size(0) <= CHUNK_VALUES

@@ -115,6 +115,7 @@ class StepLearner(ABC):
             temperature=config.rollout.temperature,
             autocast=self._accelerator.autocast,
             joint=not self._ranks.alone,
+            short=self._accelerator.mixed_precision == "no" and not config.optimizer.gradient_checkpointing,
         )
 
     def train(self) -> None:
