@@ -110,7 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     outcomes = []
     for name in given.names or names:
         if given.folder is not None:
-            for log in sorted(given.folder.glob(f"{name}.*log")):
+            whole = given.folder / f"{name}.log"  # first, since it replaces parts
+            for log in sorted(given.folder.glob(f"{name}.*log"), key=lambda log: (log != whole, log)):
                 text = log.read_text(encoding="utf-8", errors="replace")
                 outcomes.append(replace(read_outcome(name, text, _STORED), at=log.stat().st_mtime))
         else:

@@ -159,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return report(
         "Containment",
         figures,
-        goals={"bubblewrap_unseen": "== 0", "guard_seen": f"<= {len(WHOM)}"},
+        # A daemon that cleared its environment, if keeper and guard are killed at the same moment (docs/faults.md).
+        goals={"bubblewrap_unseen": "== 0", "guard_seen": "<= 1"},
         control="guards alone must be seen to leave something until a front end looks.",
         control_failed="" if figures["guard_unseen"] else "guards left nothing, so the kills killed nothing",
     )

@@ -42,6 +42,7 @@ from toprope.trajectories.synthesis.near_duplicates import deduplicate, shingles
 SIZE = 8
 PROMPT = "Spell this word backward (example: sun -> nus): "
 THRESHOLD = 0.7
+TOO_LAX_AND_STRICT, CONTROLLED = (0.999, 0.001), 2000
 # Linux hands a parent's peak on to its children, so that of a small process stands between.
 _WATCHED = """
 import os, subprocess, sys
@@ -74,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Data",
         figures,
         goals={"count_errors": "== 0", "dedupe_missed_share": "<= 0.01", "export_rss_mb": "<= 200"},
-        control="a reward that is changed in the export must be found; removing no text must count as missed, and "
-        "removing one that is near to none as wrong.",
+        control="a reward that is changed in the export must be found; removal with too high a threshold must miss "
+        "near duplicates, and with too low a one remove texts that are none.",
         control_failed="; ".join(failed),
     )
 
@@ -243,12 +244,18 @@ def deduplicated(count: int) -> dict[str, Any]:
     near = {one: of for one, of in origins.items() if similarity(sets[one], sets[of]) >= THRESHOLD}
     fresh = set(range(count)) - origins.keys()
 
-    def judged(stayed: set[int]) -> tuple[int, int]:
-        """Texts that stayed beside an original that they are near to, and removed ones that are near to none."""
-        return sum(number in stayed and source in stayed for number, source in near.items()), len(fresh - stayed)
+    def judged(stayed: set[int], among: int = count) -> tuple[int, int]:
+        """Of the first texts, those that stayed beside an original that they are near to, and removed ones that are
+        near to none."""
+        missed = sum(number in stayed and source in stayed for number, source in near.items() if number < among)
+        return missed, len({number for number in fresh if number < among} - stayed)
 
-    everything = set(range(count))
     missed, wrong_removals = judged(stayed)
+    # The same removal with thresholds that are too high and too low.
+    few = min(count, CONTROLLED)
+    lax, strict = (
+        {item.metadata["number"] for item in deduplicate(items[:few], threshold)[0]} for threshold in TOO_LAX_AND_STRICT
+    )
     return {
         f"dedupe_{count}_seconds": round(seconds, 1),
         "dedupe_cpu_seconds": round(worked, 1),
@@ -257,8 +264,8 @@ def deduplicated(count: int) -> dict[str, Any]:
         "dedupe_missed": missed,
         "dedupe_missed_share": missed / max(1, len(near)),
         "dedupe_wrong": wrong_removals + (len(kept) + left != count),
-        "control_dedupe_missed": judged(everything)[0],
-        "control_dedupe_wrong": judged(everything - {min(fresh)})[1],
+        "control_dedupe_missed": judged(lax, few)[0],
+        "control_dedupe_wrong": judged(strict, few)[1],
         "dedupe_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
 

@@ -103,6 +103,11 @@ def test_stored_outputs_are_compared_and_written(tmp_path, monkeypatch, capsys):
     assert sorted(kept) == ["data --items 9", "server"] and kept["server"]["figures"]["list_ratio"] == 1.9
     page = (tmp_path / "README.md").read_text()
     assert "| `data` | leaks 0, with `--items 9` | 2020-01-02 | M |" in page
+    (tmp_path / "data.log").write_text('{"on": "2020-01-03", "machine": "M", "leaks": 0}\n')
+    (tmp_path / "data.items.log").write_text('{"on": "2020-01-03", "machine": "M", "arguments": "--items 9"}\n')
+    compare_figures.main(["data", "--from", str(tmp_path), "--write"])
+    kept = json.loads((tmp_path / "figures.json").read_text())
+    assert {"data", "data --items 9"} <= set(kept), "the whole does not replace a part that is read with it"
     with pytest.raises(SystemExit):
         compare_figures.main(["no-such"])
 

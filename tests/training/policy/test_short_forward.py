@@ -12,7 +12,7 @@ from torch import nn
 
 from toprope.training.policy.short_forward import ShortForward, make_short_forward
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -24,7 +24,7 @@ _SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-_STRETCHED = {
+_STRETCHED: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 100.0,
     "factor": 8.0,
