@@ -60,7 +60,7 @@ _RANGE = re.compile(r"gave (-?[\d.]+), beyond (-?[\d.]+) to (-?[\d.]+): declare 
 _WHOLE_ACTION = "action_json (true: the answer is the whole action) would do as well"
 _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python-headless", "dotenv": "python-dotenv"}
 """Module -> package of another name."""
-_SHUT = re.compile(r"Read-only file system: '([^']+)'")
+_SHUT = re.compile(r"Read-only file system: '(?P<place>[^']+)'|dir '(?P<made>[^']+)': Read-only file system")
 _FOLDER_FOR_FILE = re.compile(r"Is a directory: '([^']+)'")
 _AUTHORS = re.compile(r"(?i)write solve\(\)|fix the environment's code|in a reset\(")
 _TRAINING = {
@@ -229,7 +229,7 @@ class Traveller:
             result.candidate = replace(candidate, add=words)
             return True
         if "writes: [FOLDER]" in result.error and (shut := _SHUT.search(result.error)):
-            place = self._own_place(shut[1], candidate)
+            place = self._own_place(shut["place"] or os.path.dirname(shut["made"]), candidate)
             file = self._home / "config" / "settings.yaml"
             settings = json.loads(file.read_text())
             writes = settings.setdefault("environment", {}).setdefault(result.names[0], {}).setdefault("writes", [])

@@ -33,6 +33,7 @@ from toprope.sdk.adapters._verifiers.load_environment import (
     outside,
     solved_from,
 )
+from toprope.sdk.adapters._verifiers.tool_servers import fork_tool_servers
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
@@ -106,6 +107,8 @@ class Verifiers(OwnLoop):
         tools = [*first.toolsets(first.config), *taskset.toolsets(taskset.config)]
         for server in tools:
             _check_server(server)
+        if tools:
+            fork_tool_servers(sorted({type(server).__module__.partition(".")[0] for server in tools}))
         plain = own["harness"] == "auto" and not tools and type(self._env).__name__ == "SingleAgentEnv"
         self.max_turns = 1 if plain else own["turns"]
 

@@ -193,7 +193,11 @@ def _is_covered(model: Any) -> bool:
     """If every layer looks at all former tokens, by positions that stay, and nobody changed the pass of a module."""
     config, base = model.config, model.model
     changed = any(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in model.modules()
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
+        or getattr(module, "gradient_checkpointing", False)
+        for module in model.modules()
     )
     return (
         getattr(config, "sliding_window", None) is None
@@ -202,7 +206,6 @@ def _is_covered(model: Any) -> bool:
         and config._attn_implementation == "sdpa"
         and config.hidden_act == "silu"
         and not getattr(config, "attention_dropout", 0.0)
-        and not model.is_gradient_checkpointing
         and not changed
     )
 
