@@ -116,7 +116,7 @@ def open_taskset(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch)
         }.items():
             stand_in(name, **members)
         monkeypatch.setenv("PATH", os.environ["PATH"])  # the adapter adds to it
-        monkeypatch.setattr(verifiers, "fork_tool_servers", lambda packages: None)
+        monkeypatch.setattr(verifiers, "fork_tool_servers", lambda: None)
         environment = configure(verifiers.make("copy"))
         assert isinstance(environment, OwnLoop)
         return environment

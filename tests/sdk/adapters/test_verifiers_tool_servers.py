@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from toprope.sdk.adapters._verifiers import tool_servers
@@ -20,9 +21,10 @@ from toprope.sdk.adapters._verifiers import tool_servers
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks")
 
 _SERVER = """
-import os, pathlib, time
+import os, pathlib, tempfile, time
 print("serving", flush=True)
-told = [__name__, os.getcwd(), os.environ["VF_CONFIG"], str(os.environ.get("OWNERS_API_KEY"))]
+told = [__name__, os.getcwd(), os.environ["VF_CONFIG"], str(os.environ.get("OWNERS_API_KEY")), tempfile.gettempdir()]
+assert b"secret" not in pathlib.Path("/proc/self/environ").read_bytes()
 pathlib.Path(os.environ["MCP_PORT_FILE"]).write_text(" ".join(told))
 time.sleep(600)
 """
@@ -56,18 +58,20 @@ def runtime(
     made: list[tool_servers._Forker] = []
 
     class Forker(tool_servers._Forker):
-        def __init__(self, packages: Any) -> None:
-            super().__init__(packages)
+        def __init__(self) -> None:
+            super().__init__()
             made.append(self)
 
     monkeypatch.setattr(tool_servers, "_Forker", Forker)
     (tmp_path / "served.py").write_text(_SERVER)
+    (tmp_path / "noisy.py").write_text("import tempfile\nprint(tempfile.gettempdir(), flush=True)\n")
+    monkeypatch.setattr(tool_servers, "_IMPORTED", ("noisy", "no_such_module"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("OWNERS_API_KEY", "secret")
     kind = type("SubprocessRuntime", (Runtime,), dict(vars(Runtime)))
     stand_in("verifiers.v1.runtimes.subprocess", SubprocessRuntime=kind)
-    tool_servers.fork_tool_servers(["served_elsewhere"])
-    tool_servers.fork_tool_servers(["served_elsewhere"])  # once is enough
+    tool_servers.fork_tool_servers()
+    tool_servers.fork_tool_servers()  # once is enough
     [forker] = made
 
     def make(name: str) -> Runtime:
@@ -100,10 +104,10 @@ def test_servers_are_forks_with_an_environment_a_folder_and_a_log_of_their_own(r
     async def start_and_stop() -> None:
         runtimes = [runtime("a"), runtime("b")]
         for number, one in enumerate(runtimes):
-            environment = {"MCP_PORT_FILE": _PORT_FILE, "VF_CONFIG": str(number)}
+            environment = {"MCP_PORT_FILE": _PORT_FILE, "VF_CONFIG": str(number), "TMPDIR": str(one.workdir)}
             await one.run_background([sys.executable, "-m", "served"], environment, "log")
         for number, one in enumerate(runtimes):
-            assert await _port(one) == f"__main__ {one.workdir} {number} None"
+            assert await _port(one) == f"__main__ {one.workdir} {number} None {one.workdir}"
             assert (one.workdir / "log").read_text() == "serving\n" and not one.others
             [server] = one._background
             assert server.returncode is None and os.getpgid(server.pid) == server.pid
@@ -125,15 +129,49 @@ def test_server_that_cannot_start_says_why_in_its_log(runtime: Any) -> None:
     asyncio.run(start())
 
 
+def test_server_of_a_rollout_that_was_cancelled_meanwhile_is_ended(runtime: Any) -> None:
+    async def cancel() -> None:
+        one, other = runtime("a"), runtime("b")
+        command = [sys.executable, "-m", "served"]
+        environment = {"MCP_PORT_FILE": _PORT_FILE, "VF_CONFIG": "0", "TMPDIR": "/"}
+        starting = asyncio.create_task(one.run_background(command, environment, "log"))
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await other.run_background(command, environment, "log")
+        assert (await _port(other)).split()[1] == str(other.workdir), "the answers still belong to their orders"
+        [living] = psutil.Process(one.forker.pid).children()
+        assert not one._background and living.pid == other._background[0].pid
+        os.killpg(living.pid, signal.SIGTERM)
+
+    asyncio.run(cancel())
+
+
+def test_servers_end_with_the_process_that_forks(runtime: Any) -> None:
+    async def end() -> None:
+        one = runtime("a")
+        environment = {"MCP_PORT_FILE": _PORT_FILE, "VF_CONFIG": "0"}
+        await one.run_background([sys.executable, "-m", "served"], environment, "log")
+        one.forker.kill()
+        assert await asyncio.wait_for(one._background[0].wait(), 30) == 0
+
+    asyncio.run(end())
+
+
 def test_other_programs_start_as_before_and_so_do_servers_once_nothing_forks(runtime: Any) -> None:
     async def start() -> None:
         one = runtime("a")
         await one.run_background(["sleep", "9"], {}, "log")
         (one.workdir / "file").write_text("text")
         assert await one._read("file") == b"text"
+        command = [sys.executable, "-m", "served"]
+        await one.run_background(command, {"PYTHONPATH": "/elsewhere"}, "log")  # counts when an interpreter starts
         one.forker.kill()
         one.forker.wait(30)
-        await one.run_background([sys.executable, "-m", "served"], {}, "log")
-        assert one.others == [["sleep", "9"], [sys.executable, "-m", "served"]] and not one._background
+        await one.run_background(command, {}, "log")
+        assert one.others == [["sleep", "9"], command, command] and not one._background
+        with pytest.raises(FileNotFoundError):
+            await one.run_background(command, {}, "no/log")
 
     asyncio.run(start())

@@ -108,7 +108,7 @@ class Verifiers(OwnLoop):
         for server in tools:
             _check_server(server)
         if tools:
-            fork_tool_servers(sorted({type(server).__module__.partition(".")[0] for server in tools}))
+            fork_tool_servers()
         plain = own["harness"] == "auto" and not tools and type(self._env).__name__ == "SingleAgentEnv"
         self.max_turns = 1 if plain else own["turns"]
 
