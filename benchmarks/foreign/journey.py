@@ -54,7 +54,10 @@ _PRINTED = re.compile(r"\bIt printed last: |\bIts last lines:")
 _CURES = 5
 """The most cures of an environment that are carried out."""
 _LACKS = re.compile(r"Its text asks for (the package of )?«?([\w.\[\],-]+)»?\. If the owner agrees")
-_ADDS = re.compile(r"The owner adds it: toprope env add ('[\w.-]+\[[\w,.-]+\]'|[\w.-]+(?= -r))((?: -r [\w-]+)*)")
+_ADDS = re.compile(
+    r"(?:The owner adds it|the extras of both): toprope env add "
+    r"('[\w.-]+\[[\w,.-]+\]'|[\w.-]+(?= -r))((?: -r [\w-]+)*)"
+)
 _BOUNDS = re.compile(r"(?:is|score) (-?[\d.]+)\b[^«»]*: set the knobs reward_low and reward_high")
 _RANGE = re.compile(r"gave (-?[\d.]+), beyond (-?[\d.]+) to (-?[\d.]+): declare `range`[^«»]*among the knobs")
 _WHOLE_ACTION = "action_json (true: the answer is the whole action) would do as well"
@@ -99,8 +102,8 @@ class Result:
 
     @property
     def needs_key(self) -> bool:
-        """True if it reached no host and was given a placeholder for a key."""
-        return bool(self.refused_host and keys_of([self.candidate]))
+        """True if it was installed, reached no host and was given a placeholder for a key."""
+        return bool(self.refused_host and self.failed_at != "listed" and keys_of([self.candidate]))
 
     @property
     def unfetched(self) -> bool:

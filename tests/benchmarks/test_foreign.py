@@ -118,6 +118,8 @@ def test_environments_with_keys_and_without_submodules_are_not_left_out(tmp_path
     found = figures_of([keyed, unfetched, rolled])
     assert (found["needs_key"], found["unfetched"], found["left_out"], found["rolled_share"]) == (1, 1, 0, 0.333)
     assert found["by_ecosystem"]["trl"]["needs_key"] == 1 and not keyed.record()["left_out"]
+    keyed.reached, keyed.failed_at = [], "listed"  # no key takes part in an installation
+    assert not keyed.needs_key and keyed.left_out
 
 
 def test_failed_submodule_is_no_failed_listing(tmp_path, monkeypatch):

@@ -177,6 +177,22 @@ class Sampler:
         return SampledGroup("t", [], ["x"], [Outcome(1.0)], [[turn]], 0.1)
 
 
+def test_groups_without_a_token_tell_the_error_of_their_rollouts(member: Member) -> None:
+    class Silent:
+        async def sample(self, *arguments: Any) -> Any:
+            await asyncio.sleep(0)
+            outcomes = [Outcome(0.0), Outcome(0.0, error="SampleError: the prompt is too long")]
+            return SampledGroup("t", [], ["", ""], outcomes, [[], []], 0.1)
+
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await produce(member, FullApi(), Silent())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    assert "contains a sampled token: SampleError: the prompt is too long" in str(caught.value.exceptions[0])
+
+
 def only_environment(member: Member, sampler: Any) -> Any:
     """The environments of a run with one environment, whose groups come from `sampler`."""
     [plan] = members_of(member.spec.config.environment)

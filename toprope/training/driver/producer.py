@@ -238,7 +238,9 @@ class GroupProducer:
             sampled = await sampler.sample(choice.task, self._config.rollout.group_size, self._sampling)
             group = sampled.to_record(choice.label, self._group_id(number))
             if not group.tokens:
-                return self._count_failure(choice, _EMPTY, "no rollout of it contains a sampled token")
+                errors = [outcome.error for outcome in sampled.outcomes if outcome.error]
+                why = f": {errors[0]}" if errors else ""
+                return self._count_failure(choice, _EMPTY, f"no rollout of it contains a sampled token{why}")
             self._failures_in_a_row[choice.label] = 0
             self._on_group(sampled)
             self._tasks.note_difficulty(choice, sampled.task_id, sampled.outcomes)

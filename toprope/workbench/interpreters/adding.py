@@ -33,6 +33,7 @@ from toprope.workbench.interpreters.naming import (
     require_no_secret,
     run_from_folder,
     target_of,
+    with_extras_of,
 )
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.registry import Added, Registry
@@ -193,11 +194,16 @@ class Interpreters:
 
     def _require_free(self, name: str, target: Target) -> None:
         there = self.registry.read().get(name)
-        if there is not None and there.given != target.given:
-            raise InvalidValue(
-                f"{name} is the name of {there.given}, which was added before.",
-                hint="Choose another with --name, or remove that one.",
-            )
+        if there is None or there.given == target.given:
+            return
+        hint, both = "Choose another with --name, or remove that one.", None
+        if target.kind == there.kind == "packages" and target.requirements and there.requirements:
+            both = with_extras_of(target.requirements[0], there.requirements[0])
+            if both == target.requirements[0]:  # it takes the place of one that had less
+                return
+        if both is not None:
+            hint = f"To have the extras of both: toprope env add '{both}'. {hint}"
+        raise InvalidValue(f"{name} is the name of {there.given}, which was added before.", hint=hint)
 
     def _require_idle(self, name: str) -> None:
         """Check that no live run uses the checkout of this name."""

@@ -91,6 +91,19 @@ def _with_extras(requirement: Requirement, plain: str, adapters: Sequence[Adapte
     return (plain,)
 
 
+def with_extras_of(wanted: str, former: str) -> str | None:
+    """Return the requirement `wanted` with the extras of `former`, too; None if they are not of one package."""
+    try:
+        new, old = Requirement(wanted), Requirement(former)
+    except InvalidRequirement:
+        return None
+    if canonicalize_name(new.name) != canonicalize_name(old.name) or new.url or old.url:
+        return None
+    if old.extras <= new.extras:
+        return wanted
+    return f"{new.name}[{','.join(sorted(new.extras | old.extras))}]{new.specifier}"
+
+
 def module_name(name: str) -> str:
     """Return the name of the Python file of an environment, without its ending.
 
