@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -317,27 +318,18 @@ def test_passes_in_bfloat16_keep_float32_weights(tiny_policy: Path, monkeypatch:
 
 def test_parts_and_plain_rows_equal_the_whole(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the limit logits are computed in parts; a window below a sequence's length rules a shared prompt out."""
-    config = small_config()
-    model = load_model(tiny_policy, config)
+    model = load_model(tiny_policy, config := small_config())
     rows = build_rows([rollout_group([0.0, 1.0, 0.5]), rollout_group([1.0, 0.0], task="u")], config)
     torch.manual_seed(2)
     reference = load_model(tiny_policy, config)
     for value in reference.parameters():
         value.data += 0.1 * torch.randn_like(value)
     found, of_reference = [], []
-    for most, window, short in (
-        (1 << 26, None, False),
-        (1 << 26, None, True),
-        (4000, None, False),
-        (4000, None, True),
-        (1 << 26, 4, False),
-        (1 << 26, 4, True),
-    ):
+    for (most, window), short in product(((1 << 26, None), (4000, None), (1 << 26, 4)), (False, True)):
         monkeypatch.setattr(forward, "CHUNK_VALUES", most)
         scored = PolicyForward(model, 0, temperature=0.7, short=short)
-        assert (scored._short is not None) == short
         scored._window, scored._per_pair = window, 0
-        assert len(scored._trees(rows)) == (5 if window else 1)
+        assert len(scored._trees(rows)) == (5 if window else 1) and (scored._short is not None) == short
         scores = scored(rows, 3)
         of_reference.append(scored(rows, 3, model=reference).logps.detach())
         model.zero_grad()

@@ -217,23 +217,6 @@ def test_equal_locks_share_interpreter_until_last_is_removed(home: Home, quick: 
         here.remove("again")
 
 
-def test_package_with_more_extras_takes_the_place_of_itself(home: Home, quick: None) -> None:
-    evals = Adapter("judge", "", "judge", extras={"its-evals": ("math",)})
-    interpreters = Interpreters(home, lambda: [evals])
-    interpreters.add(Order("its-evals"))
-    assert interpreters.registry.read()["its-evals"].requirements == ["its-evals[math]"]
-    for given in ("its-evals[text]", "its-evals"):
-        if given == "its-evals":
-            interpreters.add(Order("its-evals[math,text]"))
-        with pytest.raises(InvalidValue, match="was added before") as refusal:
-            interpreters.add(Order(given))
-        assert "toprope env add 'its-evals[math,text]'" in refusal.value.hint
-    assert interpreters.registry.read()["its-evals"].given == "its-evals[math,text]"
-    with pytest.raises(InvalidValue) as refusal:
-        interpreters.add(Order("tinygame", name="its-evals"))
-    assert "extras" not in refusal.value.hint
-
-
 def test_concurrent_adds_make_one_interpreter(home: Home, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2, timeout=60)
     resolve = Installer.resolve

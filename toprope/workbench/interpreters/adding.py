@@ -198,9 +198,8 @@ class Interpreters:
             return
         hint, both = "Choose another with --name, or remove that one.", None
         if target.kind == there.kind == "packages" and target.requirements and there.requirements:
-            both = with_extras_of(target.requirements[0], there.requirements[0])
-            if both == target.requirements[0]:  # it takes the place of one that had less
-                return
+            if (both := with_extras_of(target.requirements[0], there.requirements[0])) == target.requirements[0]:
+                return  # it takes the place of one that had less
         if both is not None:
             hint = f"To have the extras of both: toprope env add '{both}'. {hint}"
         raise InvalidValue(f"{name} is the name of {there.given}, which was added before.", hint=hint)
