@@ -91,7 +91,7 @@ class Result:
     failed_at: str = ""
     error: str = ""
     cures: int = 0
-    """How often the owner carried out what an error asked for, and tried again."""
+    """Times that the owner carried out what an error asked for, and tried again."""
 
     @property
     def refused_host(self) -> str:

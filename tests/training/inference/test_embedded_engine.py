@@ -13,7 +13,6 @@ import torch
 from tests.support.trainer_stand_ins import small_config
 from tests.support.training_api_server import until
 from tests.training.inference.conftest import reference_logprobs, sample
-from toprope.training.inference import embedded_engine
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.policy.loading import load_model, load_tokenizer
@@ -40,14 +39,15 @@ def test_models_with_a_short_pass_are_not_called(
     engine: EmbeddedEngine, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [SamplingRequest([5, 6]), SamplingRequest([9] * 7, max_new_tokens=3)]
-    sample(engine, *requests)  # the first batch finds out
+    sample(engine, *requests)  # the thread has begun
     monkeypatch.setattr(type(model), "forward", None)
     sample(engine, *requests)
 
 
-def test_no_pass_makes_a_mask(engine: EmbeddedEngine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_engine, "make_short_forward", lambda model: None)
+def test_no_pass_makes_a_mask(engine: EmbeddedEngine, model: Any) -> None:
     requests, seen = [SamplingRequest([5, 6]), SamplingRequest([9] * 7, max_new_tokens=3)], set[int]()
+    sample(engine, *requests)
+    engine._short = engine._takes_wide_masks = None
     sample(engine, *requests)  # the first batch finds out if the model takes masks as they are
     hook = model.register_forward_pre_hook(
         lambda _, args, given: seen.add(given["attention_mask"].ndim), with_kwargs=True

@@ -73,7 +73,6 @@ class EmbeddedEngine:
         self._generator = torch.Generator(device=model.device).manual_seed(seed)
         self._takes_wide_masks: bool | None = None
         self._short: ShortForward | None = None
-        self._is_short_known = False
         self.end_ids = find_end_ids(model, tokenizer)
         self._queue: queue.SimpleQueue[tuple[SamplingRequest, Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -116,6 +115,7 @@ class EmbeddedEngine:
         request.given_up = True
 
     def _run(self) -> None:
+        self._short = make_short_forward(self._model)
         held = None
         while True:
             first = held or self._queue.get()
@@ -195,9 +195,6 @@ class EmbeddedEngine:
         batch = DecodeBatch(requests, self._tokenizer, self.end_ids, self.max_context)
         sampler = TokenSampler([(requests[row.request], row.number) for row in batch.live], device, self._generator)
         with torch.inference_mode():
-            if not self._is_short_known:
-                self._is_short_known = True
-                self._short = make_short_forward(self._model)
             logits, cache, mask, lengths = self._read_prompts(requests)
             complete: list[int] = []
             width = max(len(request.prompt_ids) for request in requests)

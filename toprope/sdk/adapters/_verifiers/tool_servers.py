@@ -118,7 +118,7 @@ class _Forker:
         return _Fork(told) if told else None
 
     def _ask(self, order: bytes) -> int:
-        """Return the number of the new process; 0 if there is none."""
+        """Return the number of the new process; 0 if it was not made."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(order)

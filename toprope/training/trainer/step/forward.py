@@ -170,17 +170,16 @@ class PolicyForward:
     def _run(self, model: Any, layout: Layout) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Hidden states (U x width) before the output layer at the scored positions, their logits (U x V), and the
         auxiliary loss. Logits are None where there are too many to hold at once."""
+        head = model.get_output_embeddings()
+        whole = not self._plain_head or len(layout.places) * head.weight.size(0) <= CHUNK_VALUES
         if self._short is not None and model is self._model:
             positions = layout.positions
             if positions is None:
                 positions = torch.arange(layout.ids.size(1), device=layout.ids.device).expand_as(layout.ids)
             every = self._short.states(layout.ids, positions, layout.visible)
             states = every.reshape(-1, every.size(-1))[layout.places]
-            fits = len(states) * model.get_output_embeddings().weight.size(0) <= CHUNK_VALUES
-            return states, self._short.head(states) if fits else None, None
+            return states, self._short.head(states) if whole else None, None
         found: list[torch.Tensor] = []
-        head = model.get_output_embeddings()
-        whole = not self._plain_head or len(layout.places) * head.weight.size(0) <= CHUNK_VALUES
 
         def choose(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             states = arguments[0].reshape(-1, arguments[0].size(-1))[layout.places]
