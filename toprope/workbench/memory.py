@@ -210,20 +210,23 @@ def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
         return Memory({})
     rows = min(config.rollout.concurrency * config.rollout.group_size, SAMPLED_AT_ONCE)
     length = prompt + answer
+    held, columns = rows, min(1.25 * length, length + 64)
     # Buffers grow by a quarter, and the old one is still there while it is copied: of one layer at a time.
-    cache = 2.0 * shape.layers * shape.kv_heads * shape.head_dim * weight * rows * min(1.25 * length, length + 64)
+    if gpu:  # they are rounded up
+        held, columns = 1 << (rows - 1).bit_length(), 1.25 * length
+    cache = 2.0 * shape.layers * shape.kv_heads * shape.head_dim * weight * held * columns
     prompts = rows / config.rollout.group_size * prompt
     reading = prompts * weight * (2 * shape.hidden + 3 * shape.intermediate + 3 * shape.heads * shape.head_dim)
     sampling = 4.0 * _SAMPLE_COPIES * rows * shape.vocabulary
     parts = {"libraries": CUDA_BASE if gpu else SAMPLER_BASE, "weights": _weights(config, shape, weight)}
     if config.policy.lora:
         parts["adapters"] = 4.0 * _adapters(config, shape)
-    share, held = config.inference.memory_share, sum(parts.values())
+    share, others = config.inference.memory_share, sum(parts.values())
     if gpu and available and config.inference.engine == "vllm":  # the cache takes what the share leaves
         whole = share * available * max(1, config.launcher.inference_gpus)
-        return Memory(parts | {"cache": max(0.0, whole - held)})
+        return Memory(parts | {"cache": max(0.0, whole - others)})
     if gpu and available and config.inference.engine == "transformers":  # the share is of what is free by then
-        return Memory(parts | {"cache": share * max(0.0, available - held)})
+        return Memory(parts | {"cache": share * max(0.0, available - others)})
     parts["cache"] = cache
     parts["reading and sampling"] = max(reading, sampling)
     return Memory(parts)

@@ -5,7 +5,7 @@ their keys and values are repeated for all answers to them. A row leaves the bat
 answered when its last row has ended. New weights are adopted between decode batches, or between tokens: rows then go on
 with the keys and values that they have, or begin again.
 
-Any causal language model of transformers works. The engine is meant for a CPU or a small GPU.
+Any causal language model of transformers works. On a GPU see `decode_steps`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from toprope.training.inference.decode_batch import DecodeBatch
+from toprope.training.inference.decode_steps import CapturedSteps, PlainSteps, Prompts, Steps, make_captured_steps
 from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
-from toprope.training.inference.growing_cache import RowMoves, grow_by_blocks, keep_rows
+from toprope.training.inference.growing_cache import RowMoves
 from toprope.training.inference.sampling import TokenSampler
 from toprope.training.policy.short_forward import ShortForward, make_short_forward
 from toprope.training.policy.weight_sync import WeightReader, WeightsDiffer
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 _Item = tuple[SamplingRequest, Done]
 _GATHER_ROUNDS = 4
 """Longest wait for a batch, in multiples of `gather_s`."""
+_GATHER_SHARE, _GATHER_MOST_S = 0.02, 0.05
+"""The wait for another request as a share of the last batch's time, and its limit: on a GPU a batch takes about as long
+with few rows as with many, and clients that were answered together come back one by one."""
 _DELIVER_S = 0.02
 """Seconds for which answers are collected before they are delivered together; each delivery wakes the server."""
 
@@ -46,7 +50,8 @@ class EmbeddedEngine:
     Args:
         model: A causal LM in evaluation mode; only the engine's thread calls it.
         weights: Source of newer weights; None for a policy that is not trained.
-        gather_s: Seconds without a new request after which a batch begins; it waits at most four times as long.
+        gather_s: Seconds without a new request after which a batch begins, or more after a batch that took long; it
+            waits at most four times as long.
         max_rows: Largest number of answers in one decode batch.
         max_context: Longest sequence of prompt and answer, in tokens.
         seed: Seed for requests without one.
@@ -73,12 +78,13 @@ class EmbeddedEngine:
         self._generator = torch.Generator(device=model.device).manual_seed(seed)
         self._takes_wide_masks: bool | None = None
         self._short: ShortForward | None = None
+        self._captured: CapturedSteps | None = None
         self.end_ids = find_end_ids(model, tokenizer)
         self._queue: queue.SimpleQueue[tuple[SamplingRequest, Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._working, self._stopped, self._pulse, self._last_pulse = False, False, 0, -1
         self.version = self.batches = self.rows = self.tokens = 0
-        self.busy_s = 0.0
+        self.busy_s = self._last_batch_s = 0.0
 
     def start(self) -> None:
         """Start the thread with the trainer's present weights, since this server may replace an earlier one."""
@@ -116,6 +122,7 @@ class EmbeddedEngine:
 
     def _run(self) -> None:
         self._short = make_short_forward(self._model)
+        self._captured = make_captured_steps(self._short, self._model.device)
         held = None
         while True:
             first = held or self._queue.get()
@@ -140,7 +147,8 @@ class EmbeddedEngine:
                 answers = dict.fromkeys(waiting, error)
                 if isinstance(error, WeightsDiffer):
                     self._gave_up(error)
-            self.busy_s += time.monotonic() - began
+            self._last_batch_s = time.monotonic() - began
+            self.busy_s += self._last_batch_s
             self.batches, self.rows = self.batches + 1, self.rows + sum(request.n for request, _ in batch)
             for request, answer in answers.items():
                 waiting[request](answer)
@@ -161,10 +169,11 @@ class EmbeddedEngine:
     def _gather(self, first: _Item) -> tuple[list[_Item], _Item | None]:
         """The requests of a batch, and the one that no longer fitted, if any."""
         batch, rows = [first], first[0].n
-        latest = time.monotonic() + _GATHER_ROUNDS * self._gather_s
+        pause = max(self._gather_s, min(_GATHER_MOST_S, _GATHER_SHARE * self._last_batch_s))
+        latest = time.monotonic() + _GATHER_ROUNDS * pause
         while rows < self._max_rows:
             try:
-                item = self._queue.get(timeout=max(0.0, min(self._gather_s, latest - time.monotonic())))
+                item = self._queue.get(timeout=max(0.0, min(pause, latest - time.monotonic())))
             except queue.Empty:
                 break
             if item is None:
@@ -195,9 +204,8 @@ class EmbeddedEngine:
         batch = DecodeBatch(requests, self._tokenizer, self.end_ids, self.max_context)
         sampler = TokenSampler([(requests[row.request], row.number) for row in batch.live], device, self._generator)
         with torch.inference_mode():
-            logits, cache, mask, lengths = self._read_prompts(requests)
+            logits, steps = self._read_prompts(requests)
             complete: list[int] = []
-            width = max(len(request.prompt_ids) for request in requests)
             delivered = time.monotonic()
             while True:
                 self._pulse += 1
@@ -211,9 +219,8 @@ class EmbeddedEngine:
                     moves = RowMoves(len(batch.live), ended, device)
                     batch.keep(moves.order)
                     sampler.keep(moves.index, moves.order)
-                    keep_rows(cache, moves)
-                    token, lengths = token[moves.index], lengths[moves.index]
-                    mask = None if mask is None else mask[moves.index]
+                    steps.keep(moves)
+                    token = token[moves.index]
                     if complete and time.monotonic() - delivered > _DELIVER_S:
                         for request in complete:
                             waiting.pop(request)(answer(request))
@@ -225,22 +232,15 @@ class EmbeddedEngine:
                             waiting.pop(request)(answer(request))
                         self.tokens += batch.tokens
                         raise _NewWeights
-                width += 1
-                seen = None if mask is None else mask[..., :width]
-                logits, _ = self._run_model(token.unsqueeze(1), lengths, seen, cache)
-                lengths = lengths + 1
+                logits = steps.after(token)
         self.tokens += batch.tokens
         return {request: answer(request) for request in complete}
 
-    def _read_prompts(
-        self, requests: list[SamplingRequest]
-    ) -> tuple[torch.Tensor, Any, torch.Tensor | None, torch.Tensor]:
+    def _read_prompts(self, requests: list[SamplingRequest]) -> tuple[torch.Tensor, Steps]:
         """Run the model over the prompts, each different one once.
 
         Returns:
-            Logits of the first tokens (rows, vocabulary), the filled cache, the mask (rows, longest prompt and answer;
-            with two axes of 1 between if the model takes such masks) or None if all prompts are equally long, and the
-            lengths of the prompts (rows, 1).
+            Logits of the first tokens (rows, vocabulary), and what computes those of the others.
         """
         device, places = self._model.device, dict[tuple[int, ...], int]()
         source = [
@@ -261,11 +261,13 @@ class EmbeddedEngine:
         positions = (torch.arange(longest) - torch.tensor(padding).unsqueeze(1)).clamp(min=0)
         logits, cache = self._run_model(ids.to(device), positions.to(device), first)
         index = torch.tensor(source, device=device)
-        grow_by_blocks(cache, None if source == list(range(len(places))) else index, width)
         lengths = positions[:, -1:].to(device) + 1
         if mask is not None:
             mask = mask[index, None, None] if self._takes_wide_masks else mask[index]
-        return logits[index], cache, mask, lengths[index]
+        prompts = Prompts(cache, index, mask, lengths[index], longest, width)
+        if self._captured is not None:
+            return logits[index], self._captured.begin(prompts)
+        return logits[index], PlainSteps(lambda *given: self._run_model(*given)[0], prompts)
 
     def _run_model(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any = None

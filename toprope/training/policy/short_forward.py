@@ -77,9 +77,7 @@ class ShortForward:
         rows, count = ids.shape
         held = 0 if cache is None else cache.get_seq_length()
         longest = held + count  # no place is beyond it, and it waits for no device
-        if len(self._angles) < longest:
-            self._angles = self._tabulate(max(_ROOM, 2 * longest))
-        cos, sin = self._angles[positions].unsqueeze(-2).unbind(2)
+        cos, sin = self.angles(longest)[positions].unsqueeze(-2).unbind(2)
         states, causal = self._embed(ids), mask is None and count > 1
         for number, layer in enumerate(self._layers):
             seen = layer.before_attention(states)
@@ -120,6 +118,12 @@ class ShortForward:
             seen = layer.before_mlp(states)
             states = states + layer.down(silu(layer.gate(seen)) * layer.up(seen))
         return self._norm(states)
+
+    def angles(self, count: int) -> torch.Tensor:
+        """A table of at least so many positions, (positions, 2, width); another one if the last was too short."""
+        if len(self._angles) < count:
+            self._angles = self._tabulate(max(_ROOM, 2 * count))
+        return self._angles
 
     def new_cache(self) -> Any:
         """An empty cache."""
