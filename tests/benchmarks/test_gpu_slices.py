@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+from contextlib import suppress
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -109,11 +110,16 @@ def test_peak_memory_of_a_gpu_is_noted_for_each_case(tmp_path, monkeypatch):
     assert list(bench.ways("lora", "vllm")) == ["", "_sleep"] and bench.ways("full", "transformers") == {"": {}}
 
 
-def test_case_that_fails_or_takes_too_long_is_counted_and_others_go_on(tmp_path, capsys):
+def test_case_that_fails_or_takes_too_long_is_counted_and_others_go_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "_AGAIN_S", 0.2)
     bench = gpu.Bench(tmp_path, "tiny", "cpu", 4, limit_s=1, log=tmp_path / "log")
     with bench.case("a run"):
         raise BaseExceptionGroup("of a client", [SystemExit("run-1 is failed")])
     with bench.case("slow"):
+        threading.Event().wait(60)
+    with bench.case("deaf"):
+        with suppress(TimeoutError):
+            threading.Event().wait(60)
         threading.Event().wait(60)
     with bench.case("absent", optional=True):
         raise InvalidValue("vLLM is not installed")
@@ -121,13 +127,13 @@ def test_case_that_fails_or_takes_too_long_is_counted_and_others_go_on(tmp_path,
         bench._note("good", {"step_seconds": 1.0})
     with pytest.raises(SystemExit), bench.case("stopped"):
         raise SystemExit(143)
-    assert bench.figures["cases_failed"] == 2 and bench.figures["step_seconds_tiny_good"] == 1.0
+    assert bench.figures["cases_failed"] == 3 and bench.figures["step_seconds_tiny_good"] == 1.0
     printed = capsys.readouterr().out
     assert "a run failed: SystemExit: run-1 is failed" in printed and "slow failed: TimeoutError" in printed
     assert "absent is left out: vLLM" in printed
     logged = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [line.get("failed") for line in logged] == ["a run", "slow", None]
-    assert logged[2] == {"step_seconds_tiny_good": 1.0}
+    assert [line.get("failed") for line in logged] == ["a run", "slow", "deaf", None]
+    assert logged[3] == {"step_seconds_tiny_good": 1.0}
 
 
 @pytest.mark.engines
