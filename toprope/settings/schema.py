@@ -239,7 +239,7 @@ class InferenceSection(Section):
 
     engine: Literal["embedded", "transformers", "vllm"] = Field(
         "embedded",
-        description="embedded: for a CPU or a small GPU, takes every model. transformers: its continuous batching, for "
+        description="embedded: for a CPU or a GPU, takes every model. transformers: its continuous batching, for "
         "a GPU where nothing else is installed. vllm: a vLLM server of the run's own (toprope engine add vllm).",
     )
     memory_share: float = Field(

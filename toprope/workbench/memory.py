@@ -213,7 +213,7 @@ def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     held, columns = rows, min(1.25 * length, length + 64)
     # Buffers grow by a quarter, and the old one is still there while it is copied: of one layer at a time.
     if gpu:  # they are rounded up
-        held, columns = 1 << (rows - 1).bit_length(), 1.25 * length
+        held, columns = max(8, 1 << (rows - 1).bit_length()), max(1.25 * length, length + 64)
     cache = 2.0 * shape.layers * shape.kv_heads * shape.head_dim * weight * held * columns
     prompts = rows / config.rollout.group_size * prompt
     reading = prompts * weight * (2 * shape.hidden + 3 * shape.intermediate + 3 * shape.heads * shape.head_dim)

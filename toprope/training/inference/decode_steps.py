@@ -24,6 +24,8 @@ _ROWS, _COLUMNS = 8, 64
 to powers of two: to capture a graph takes as long as many steps."""
 _GRAPHS = 128
 """Graphs that are kept; each takes a few megabytes."""
+_FREE_SHARE = 0.5
+"""Most of the free memory that buffers take: they are made for the longest answers, which few batches have."""
 
 Compute = Callable[[], torch.Tensor]
 Capture = Callable[[Compute], Compute]
@@ -34,6 +36,8 @@ Capture = Callable[[Compute], Compute]
 class Prompts:
     """A batch whose prompts have been read, each different one once."""
 
+    logits: torch.Tensor
+    """(prompts, vocabulary): of the first tokens of answers."""
     cache: Any
     """Of transformers, filled, with a row for each prompt."""
     source: torch.Tensor
@@ -98,23 +102,25 @@ class CapturedSteps:
     Args:
         short: The model's short pass.
         capture: `GraphCapture` of the GPU.
+        free: Returns the bytes of free memory.
     """
 
-    def __init__(self, short: ShortForward, capture: Capture) -> None:
-        self._short, self._capture = short, capture
-        self._graphs: dict[tuple[int, int, int], Compute] = {}
+    def __init__(self, short: ShortForward, capture: Capture, free: Callable[[], float] = lambda: math.inf) -> None:
+        self._short, self._capture, self._free = short, capture, free
         self._is_warm = self._is_checked = self._is_broken = False
-        self._layers: list[_Buffers] = []
-        self._mask = self._tokens = self._lengths = self._slot = torch.empty(0)
-        self._tables: list[torch.Tensor] = []
         self._room = self._width = 0
+        self._release()
 
-    def begin(self, prompts: Prompts) -> CapturedSteps:
-        """Take over a batch; the one before has ended."""
+    def begin(self, prompts: Prompts) -> CapturedSteps | None:
+        """Take over a batch, if the one before has ended; return None if another way has to serve it."""
+        if self._is_broken:
+            self._release()
+            return None
         rows, longest = len(prompts.source), prompts.longest
         room = _rounded(prompts.end, _COLUMNS, 3)
+        if not self._reserve(prompts, _rounded(rows, _ROWS, 1), room):
+            return None
         self._room, self._width = room, longest
-        self._reserve(prompts.cache.layers, _rounded(rows, _ROWS, 1), room)
         for buffers, layer in zip(self._layers, prompts.cache.layers, strict=True):
             for flat, filled in ((buffers.keys, layer.keys), (buffers.values, layer.values)):
                 flat.zero_()  # what lies there may be no number, which no mask hides
@@ -127,23 +133,36 @@ class CapturedSteps:
         self._slot.fill_(longest)
         return self
 
-    def _reserve(self, layers: list[Any], rows: int, room: int) -> None:
-        """Make buffers for so many rows and columns, unless those of former batches have room for them."""
+    def _release(self) -> None:
+        """Let go of buffers and of the graphs that use them."""
+        self._graphs: dict[tuple[int, int, int], Compute] = {}
+        self._layers: list[_Buffers] = []
+        self._mask = self._tokens = self._lengths = self._slot = self._logits = torch.empty(0)
+        self._tables: list[torch.Tensor] = []
+
+    def _reserve(self, prompts: Prompts, rows: int, room: int) -> bool:
+        """Make buffers for so many rows and columns, unless those of former batches have room for them; False if there
+        is too little memory."""
         table = self._short.angles(room)
+        if len(self._tokens) < rows or len(self._mask) < rows * room:
+            places, rows = max(len(self._mask), rows * room), max(len(self._tokens), rows)
+            self._release()
+            layers = prompts.cache.layers
+            needed = sum(one.numel() // one.shape[0] // one.shape[2] * one.element_size() for one in _filled(layers))
+            if places * needed > _FREE_SHARE * self._free():
+                return False
+            try:
+                self._layers = [_Buffers.like(layer, places) for layer in layers]
+                self._logits = prompts.logits.new_empty(rows, prompts.logits.shape[1])
+            except torch.OutOfMemoryError:
+                self._release()
+                return False
+            self._mask = torch.empty(places, dtype=torch.bool, device=table.device)
+            self._tokens, self._lengths = torch.zeros(2, rows, 1, dtype=torch.long, device=table.device).unbind()
+            self._slot = torch.zeros(1, dtype=torch.long, device=table.device)
         if not any(table is former for former in self._tables):
             self._tables.append(table)  # graphs read the former ones
-        if self._layers and len(self._tokens) >= rows and len(self._mask) >= rows * room:
-            return
-        places, rows = max(len(self._mask), rows * room), max(len(self._tokens), rows)
-        self._graphs.clear()
-        self._tables, self._layers = [table], []
-        for layer in layers:
-            heads, width = layer.keys.shape[1], layer.keys.shape[3]
-            keys, values = (one.new_empty(places * heads * width) for one in (layer.keys, layer.values))
-            self._layers.append(_Buffers(keys, values, heads, width))
-        self._mask = torch.empty(places, dtype=torch.bool, device=table.device)
-        self._tokens, self._lengths = torch.zeros(2, rows, 1, dtype=torch.long, device=table.device).unbind()
-        self._slot = torch.zeros(1, dtype=torch.long, device=table.device)
+        return True
 
     def keep(self, moves: RowMoves) -> None:
         if not len(moves.holes):
@@ -158,7 +177,7 @@ class CapturedSteps:
         rows = len(token)
         self._tokens[:rows, 0] = token
         self._width += 1
-        shape = (_rounded(rows, _ROWS, 1), _rounded(self._width, _COLUMNS, 2), self._room)
+        shape = (_rounded(rows, _ROWS, 1), min(_rounded(self._width, _COLUMNS, 2), self._room), self._room)
         replay = self._graphs.pop(shape, None)
         if replay is None and self._is_warm and not self._is_broken:
             replay = self._captured(shape)
@@ -176,14 +195,16 @@ class CapturedSteps:
             self._give_up(str(error))
             return None
         if not self._is_checked:
-            self._is_checked = True
-            theirs = self._compute(*shape)
+            theirs = self._compute(*shape).clone()
             self._step_back()
             ours = replay()
             self._step_back()
-            if not torch.allclose(ours.float(), theirs.float(), rtol=0.0, atol=0.02 * float(theirs.abs().max())):
-                self._give_up("the logits of a graph differ")
-                return None
+            limit = 0.02 * float(theirs.abs().max())
+            if math.isfinite(limit):  # else the weights are at fault
+                if not torch.allclose(ours, theirs, rtol=0.0, atol=limit):
+                    self._give_up("the logits of a graph differ")
+                    return None
+                self._is_checked = True
         if len(self._graphs) >= _GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         return replay
@@ -202,7 +223,8 @@ class CapturedSteps:
         mask.index_fill_(3, self._slot, True)
         cache = _FixedCache([_FixedLayer(layer, rows, columns, room, self._slot) for layer in self._layers], room)
         states = self._short.states(self._tokens[:rows], self._lengths[:rows], mask[..., :columns], cache)
-        logits: torch.Tensor = self._short.head(states[:, -1])
+        logits = self._logits[:rows]
+        logits.copy_(self._short.head(states[:, -1]))  # one place for all graphs, which each would keep its own
         self._slot.add_(1)
         self._lengths.add_(1)
         return logits
@@ -219,8 +241,11 @@ class GraphCapture:
 
     def __call__(self, compute: Compute) -> Compute:
         graph = torch.cuda.CUDAGraph()
-        # Other threads of this process may use the GPU meanwhile.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+        # Other threads may use the GPU meanwhile. A capture that fails would leave its stream the current one.
+        with (
+            torch.cuda.stream(self._stream),
+            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+        ):
             result = compute()
 
         def replay() -> torch.Tensor:
@@ -230,9 +255,21 @@ class GraphCapture:
         return replay
 
 
-def make_captured_steps(short: ShortForward | None, device: torch.device) -> CapturedSteps | None:
-    """Steps for a model on this device; None where nothing is captured."""
-    return None if short is None or device.type != "cuda" else CapturedSteps(short, GraphCapture())
+def make_captured_steps(short: ShortForward | None, model: Any) -> CapturedSteps | None:
+    """Steps for a model; None on a CPU, without a short pass, and with quantized weights, whose modules wait for the
+    GPU: a capture that fails costs memory."""
+    if short is None or model.device.type != "cuda" or getattr(model, "is_quantized", False):
+        return None
+    try:
+        return CapturedSteps(short, GraphCapture(), _free_memory)
+    except RuntimeError as error:
+        warnings.warn(f"Decode steps are not captured as CUDA graphs: {error}", stacklevel=2)
+        return None
+
+
+def _free_memory() -> float:
+    """Bytes that the GPU has, or that PyTorch holds without use."""
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 @dataclass(frozen=True)
@@ -244,9 +281,20 @@ class _Buffers:
     heads: int
     width: int
 
+    @classmethod
+    def like(cls, layer: Any, places: int) -> _Buffers:
+        """Empty ones for so many tokens, in the format of a layer of a filled cache."""
+        heads, width = layer.keys.shape[1], layer.keys.shape[3]
+        keys, values = (one.new_empty(places * heads * width) for one in (layer.keys, layer.values))
+        return cls(keys, values, heads, width)
+
     def rows(self, flat: torch.Tensor, room: int) -> torch.Tensor:
         """(rows, heads, room, width)."""
         return _rows(flat, self.heads, room, self.width)
+
+
+def _filled(layers: list[Any]) -> list[torch.Tensor]:
+    return [one for layer in layers for one in (layer.keys, layer.values)]
 
 
 class _FixedLayer:

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 _Item = tuple[SamplingRequest, Done]
 _GATHER_ROUNDS = 4
-"""Longest wait for a batch, in multiples of `gather_s`."""
+"""Longest wait for a batch, in multiples of the wait for one more request."""
 _GATHER_SHARE, _GATHER_MOST_S = 0.02, 0.05
-"""The wait for another request as a share of the last batch's time, and its limit: on a GPU a batch takes about as long
-with few rows as with many, and clients that were answered together come back one by one."""
+"""The wait for one more request as a share of the last batch's time, and its limit: a batch that comes late by that
+little has the rows of clients that were answered together and come back one by one."""
 _DELIVER_S = 0.02
 """Seconds for which answers are collected before they are delivered together; each delivery wakes the server."""
 
@@ -122,7 +122,7 @@ class EmbeddedEngine:
 
     def _run(self) -> None:
         self._short = make_short_forward(self._model)
-        self._captured = make_captured_steps(self._short, self._model.device)
+        self._captured = make_captured_steps(self._short, self._model)
         held = None
         while True:
             first = held or self._queue.get()
@@ -264,10 +264,9 @@ class EmbeddedEngine:
         lengths = positions[:, -1:].to(device) + 1
         if mask is not None:
             mask = mask[index, None, None] if self._takes_wide_masks else mask[index]
-        prompts = Prompts(cache, index, mask, lengths[index], longest, width)
-        if self._captured is not None:
-            return logits[index], self._captured.begin(prompts)
-        return logits[index], PlainSteps(lambda *given: self._run_model(*given)[0], prompts)
+        prompts = Prompts(logits, cache, index, mask, lengths[index], longest, width)
+        captured = None if self._captured is None else self._captured.begin(prompts)
+        return logits[index], captured or PlainSteps(lambda *given: self._run_model(*given)[0], prompts)
 
     def _run_model(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any = None

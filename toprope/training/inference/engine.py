@@ -1,7 +1,7 @@
 """The contract between the inference server and an engine: `Engine`, `SamplingRequest`, `Sample`.
 
 The server speaks HTTP, renders prompts and keeps sessions; an engine samples tokens. `embedded_engine` is for a CPU or
-a small GPU, `engines.continuous` batches continuously with transformers, `engines.vllm_engine` asks a vLLM server. All
+a GPU, `engines.continuous` batches continuously with transformers, `engines.vllm_engine` asks a vLLM server. All
 keep these promises, because training relies on them; `tests/training/inference/test_conformance.py` tests them:
 
 - Log-probabilities are those of the distribution that was sampled, with temperature applied, before nucleus sampling.
