@@ -18,7 +18,6 @@ import argparse
 import os
 import random
 import secrets
-import statistics
 import subprocess
 import sys
 import time
@@ -148,13 +147,9 @@ def times(root: Path, repeats: int = 5) -> dict[str, Any]:
         listed, seconds = readopted(harness)
         figures |= {"readopt_200_ms": round(listed, 1), "readopted_seconds": round(seconds, 2)}
         figures["stop_seconds"] = round(max(stops(harness, 3)), 2)
-        for suffix, crew, each in (("", RealHarness(harness.path), 1), ("_stand_ins", harness, repeats)):
-            took = deaths(crew, MEMBERS, each)
-            figures |= {
-                f"death_to_state_ms_median{suffix}": round(statistics.median(took), 1),
-                f"death_to_state_ms_max{suffix}": round(max(took), 1),
-                f"stubborn_stop_seconds{suffix}": round(max(stubborn(crew, 3)), 2),
-            }
+        for suffix, crew, each in (("", RealHarness(harness.path), 3), ("_stand_ins", harness, repeats)):
+            figures |= deaths(crew, MEMBERS, each).figures(suffix)
+            figures[f"stubborn_stop_seconds{suffix}"] = round(max(stubborn(crew, 3)), 2)
             crew.close()
     finally:
         harness.close()

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import signal
 import socket
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,7 +39,18 @@ ROOT = Path(toprope.__file__).resolve().parent.parent
 from tests.support.run_harness import RunHarness  # noqa: E402
 from tests.support.tiny_policy import make_tiny_policy  # noqa: E402
 
-__all__ = ["Leftovers", "Ports", "RealHarness", "Round", "deaths", "harness_at", "play", "play_real", "stubborn"]
+__all__ = [
+    "Deaths",
+    "Leftovers",
+    "Ports",
+    "RealHarness",
+    "Round",
+    "deaths",
+    "harness_at",
+    "play",
+    "play_real",
+    "stubborn",
+]
 
 LIMIT_S = 240.0
 """A loaded machine starts a real crew in minutes."""
@@ -133,17 +146,39 @@ class RealHarness(RunHarness):
         return light.model_copy(update={"environment": environment, "config": config})
 
 
-def deaths(harness: RunHarness, members: tuple[str, ...], times: int) -> list[float]:
-    """Return the milliseconds from the SIGKILL of each member to the run's new state on disk, without restarts."""
-    took = []
+@dataclass(frozen=True)
+class Deaths:
+    """Milliseconds from the SIGKILL of each member, without restarts."""
+
+    to_state: list[float]
+    """To the run's new state on disk."""
+    to_end: list[float]
+    """To the process's end, which the kernel tells: it frees the memory of a process with torch first."""
+
+    def figures(self, suffix: str = "") -> dict[str, float]:
+        """The median and the largest of each."""
+        return {
+            f"death_to_state_ms_median{suffix}": round(statistics.median(self.to_state), 1),
+            f"death_to_state_ms_max{suffix}": round(max(self.to_state), 1),
+            f"death_in_kernel_ms_median{suffix}": round(statistics.median(self.to_end), 1),
+        }
+
+
+def deaths(harness: RunHarness, members: tuple[str, ...], times: int) -> Deaths:
+    """Kill each member of as many runs as there are members, so many times."""
+    took = Deaths([], [])
     for _ in range(times):
         for member in members:
             runs, folder = harness.start(BEHAVIOURS["endless"], restarts=0)
             status = _until(runs, folder, "training")
+            handle = os.pidfd_open(status.crew[member].pid)
             began = time.monotonic()
             os.kill(status.crew[member].pid, signal.SIGKILL)
+            select.select([handle], [], [], LIMIT_S)
+            took.to_end.append(1000 * (time.monotonic() - began))
             eventually(_failed(folder), "the death on disk")
-            took.append(1000 * (time.monotonic() - began))
+            took.to_state.append(1000 * (time.monotonic() - began))
+            os.close(handle)
             _end_of(runs, folder)
     return took
 
