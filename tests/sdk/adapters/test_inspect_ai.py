@@ -18,6 +18,7 @@ import pytest
 from toprope.sdk.adapters import inspect_ai
 from toprope.sdk.adapters._inspect_ai import commands
 from toprope.sdk.adapters._inspect_ai.commands import confine_commands
+from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
@@ -97,7 +98,11 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
             },
             "inspect_ai.dataset": {"MemoryDataset": list},
             "inspect_ai.log._samples": {"sample_active": None},
-            "inspect_ai.model": {"get_model": lambda name, **settings: settings, "modelapi": None},
+            "inspect_ai.model": {
+                "get_model": lambda name, role=None, **settings: settings, "modelapi": lambda name: lambda made: made,
+                "ModelAPI": object, "model_roles": dict,
+            },
+            "inspect_ai.model._model": {"active_model": lambda: None},
             "inspect_ai.model._providers.openai_compatible": {"OpenAICompatibleAPI": object},
             "inspect_ai.scorer": {"value_to_float": lambda: lambda value: values.get(value, value)},
             "inspect_ai.util._display": {"init_display_type": lambda kind: None},
@@ -260,6 +265,67 @@ def test_roles_are_the_policy_or_models_of_the_owner(inspect: Callable[..., OwnL
     asyncio.run(both())
     policy = {"grader": "http://x/v1", "critic": "http://x/v1"}
     assert places == [policy, policy | {"grader": "http://judge/v1"}]
+
+
+def test_models_that_a_task_names_are_played_by_roles(stand_in: Callable[..., None]) -> None:
+    """Most are made while the task is loaded, before there are roles."""
+    makers: dict[str, Any] = {}
+    roles: dict[str, Any] = {}
+    policy: list[Any] = [None]
+
+    class ModelAPI:
+        def __init__(self, model_name: str, config: Any = None) -> None:
+            self.model_name, self.config = model_name, config
+
+    class Player:
+        def __init__(self, name: str) -> None:
+            self.api, self.name = self, name
+
+        async def generate(self, text: str) -> str:
+            return f"{self.name}: {text}"
+
+    def get_model(model: Any = None, *, role: str | None = None, default: Any = None, **settings: Any) -> Any:
+        if role in roles:
+            return roles[role]
+        model = model or default
+        if model is None:
+            raise ValueError("No model specified (and no model environment variable defined)")
+        provider, _, name = model.partition("/")
+        if provider == "known":
+            return f"the real {name}"
+        if provider not in makers:
+            raise PrerequisiteError("No authentication: set the GOOGLE_API_KEY")
+        settings.pop("memoize")
+        return makers[provider](name, **settings)
+
+    def modelapi(name: str) -> Callable[[Any], None]:
+        return lambda made: makers.update({name: made()})
+
+    stand_in("inspect_ai._util.error", PrerequisiteError=PrerequisiteError)
+    members = {"get_model": get_model, "ModelAPI": ModelAPI, "modelapi": modelapi, "model_roles": lambda: roles}
+    stand_in("inspect_ai.model", **members)
+    stand_in("inspect_ai.model._model", active_model=lambda: policy[0], get_model=get_model)
+    stand_in("solver_of_a_package", get_model=get_model)
+    play_named_models("grader", len)
+    play_named_models("grader", len)
+    import solver_of_a_package  # type: ignore[import-not-found]
+    from inspect_ai.model import get_model as patched  # type: ignore[import-not-found]
+
+    assert solver_of_a_package.get_model is patched is sys.modules["inspect_ai.model._model"].get_model
+    named, critic = patched("google/gemini", config="warm"), patched(role="critic", default="openai/gpt")
+    monitor, own, nameless = patched("openai/monitor"), patched("known/model"), patched()
+    assert own == "the real model" and named.model_name == "google/gemini" and named.config == "warm"
+    with pytest.raises(RuntimeError, match="outside any sample"):
+        asyncio.run(named.generate("a"))
+    roles |= {"grader": [Player("grader"), Player("another")], "critic": Player("critic")}
+    roles["openai/monitor"] = Player("monitor")
+    policy[0] = Player("policy")
+    said = [asyncio.run(one.generate("a")) for one in (named, critic, monitor, nameless)]
+    assert said == ["grader: a", "critic: a", "monitor: a", "policy: a"]
+    assert asyncio.run(named.count_text_tokens("four")) == 4
+    with pytest.raises(ValueError, match="not enough"):
+        makers["broken"] = lambda name, **settings: (_ for _ in ()).throw(ValueError("not enough"))
+        patched("broken/model", memoize=False)
 
 
 def test_docker_of_a_task_becomes_processes_behind_the_wall_on_request(

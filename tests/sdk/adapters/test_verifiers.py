@@ -227,6 +227,27 @@ def test_harness_that_needs_a_container_is_refused_with_the_knob(
     configure(environment, knobs={"harness": HARNESS})
 
 
+def test_null_is_played_in_process_unless_the_owner_names_it(
+    open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]
+) -> None:
+    class Told(Spec):
+        def model_copy(self, update: dict[str, Any]) -> Any:
+            return update["harness"].id
+
+    def agents(config: Any) -> dict[str, Any]:
+        return {name: Told() for name in ("player", "other")}
+
+    environment = open_taskset(rewards=[reward("exact", 1.0, float)])
+    stand_in("verifiers.v1.configs.agent", agent_config_fields=agents)
+    config = Thing(taskset=Thing(id="copy"), model_copy=lambda update: update)
+    Told.harness = Thing(id="null")
+    at_home = environment._at_home  # type: ignore[attr-defined]
+    assert at_home(config, "auto") == {"player": HARNESS, "other": HARNESS}
+    assert at_home(config, "null") == {"player": "null", "other": "null"}
+    Told.harness = Thing(id="pi")
+    assert at_home(config, "auto") == {"player": "pi", "other": "pi"}
+
+
 def test_verifiers_refuses_undeclared_reward(open_taskset: Callable[..., OwnLoop]) -> None:
     environment = open_taskset(rewards=[reward("exact", 1.0, float)], episodes=[episode(trace({"style": (1.0, 1.0)}))])
     assert list(environment.parts) == ["exact"]

@@ -26,6 +26,7 @@ from typing import Any, Literal
 from toprope.sdk.adapters._harbor.sandbox import require_wall
 from toprope.sdk.adapters._inspect_ai.commands import confine_commands, with_refusal
 from toprope.sdk.adapters._inspect_ai.listing import declared, installed
+from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
 from toprope.sdk.adapters._inspect_ai.packages import missing_package, without_markup
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
@@ -97,6 +98,7 @@ class Inspect(OwnLoop):
         from inspect_ai._util.registry import registry_info
 
         _give_agents_a_key()
+        play_named_models(_GRADER, _tokens_of)
         try:
             tasks = load_tasks([self._target], dict(self.knobs.args))
         except Exception as error:
@@ -336,7 +338,7 @@ def _register() -> None:
             super().__init__(model_name=model_name, service=_PROVIDER, **arguments)
 
         async def count_text_tokens(self, text: str) -> int:
-            return 1 + len(text) // 3  # inspect's own count needs a file of the internet
+            return _tokens_of(text)  # inspect's own count needs a file of the internet
 
         def service_model_name(self) -> str:
             return str(self.model_name)
@@ -365,6 +367,10 @@ def _register() -> None:
         return SessionAPI
 
     modelapi(name=_PROVIDER)(toprope)
+
+
+def _tokens_of(text: str) -> int:
+    return 1 + len(text) // 3
 
 
 def make(target: str) -> Inspect:

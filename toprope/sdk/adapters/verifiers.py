@@ -167,8 +167,9 @@ class Verifiers(OwnLoop):
             chosen = agent.harness
             if harness != "auto":
                 chosen = harness_config_type(harness).model_validate({"id": harness})
-            elif chosen is None and default.id == "bash":
-                # The author named none; the default of verifiers, bash, would let the model run commands here.
+            elif (chosen is None and default.id == "bash") or (chosen or default).id == "null":
+                # The author named none, and verifiers' default, bash, would let the model run commands here; or null,
+                # which is the same loop as a process that fetches packages first.
                 chosen = harness_config_type(HARNESS).model_validate({"id": HARNESS})
             wanted = (chosen or default).id
             if harness_class(wanted).NEEDS_CONTAINER:

@@ -1,0 +1,75 @@
+"""Models that the code of a task names itself, as judges of one provider are: a role plays them.
+
+`get_model("openai/gpt-4o")` fails without that provider's key, mostly while a task is loaded. A model that cannot be
+made is replaced by one that asks, whenever it is called, the role of that name or `grader`; one without a name is the
+policy. A model that can be made, because the owner gave its key, stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+__all__ = ["play_named_models"]
+
+_PROVIDER = "toprope_role"
+_NO_MODEL = "No model specified"
+
+
+def play_named_models(grader: str, tokens_of: Any) -> None:
+    """Replace `get_model` wherever inspect and modules loaded so far hold it. Repeated calls change nothing.
+
+    Args:
+        grader: The role for models whose names are no roles.
+        tokens_of: Counts the tokens of a text, about.
+    """
+    from inspect_ai._util.error import PrerequisiteError
+    from inspect_ai.model import ModelAPI, model_roles, modelapi
+    from inspect_ai.model import get_model as start
+    from inspect_ai.model._model import active_model
+
+    if getattr(start, "plays_roles", False):
+        return
+
+    class Played(ModelAPI):  # type: ignore[misc]
+        def __init__(self, model_name: str, plays: str = "", **settings: Any) -> None:
+            known = {name: value for name, value in settings.items() if name in ("base_url", "config")}
+            super().__init__(model_name=model_name, **known)
+            self._plays = plays
+
+        async def generate(self, *given: Any, **named: Any) -> Any:
+            return await self._model().api.generate(*given, **named)
+
+        async def count_text_tokens(self, text: str) -> int:
+            return int(tokens_of(text))
+
+        def _model(self) -> Any:
+            roles = model_roles()
+            found = (roles.get(self._plays) or roles.get(grader)) if self._plays else active_model()
+            if found is None:
+                raise RuntimeError("a model was called outside any sample")
+            return found[0] if isinstance(found, list) else found
+
+    @functools.wraps(start)
+    def get_model(model: Any = None, *, role: str | None = None, **settings: Any) -> Any:
+        try:
+            return start(model, role=role, **settings)
+        except PrerequisiteError:  # no key, or no package, of its provider
+            named = role or model or settings.get("default") or grader
+        except ValueError as error:
+            if _NO_MODEL not in str(error):
+                raise
+            named = role or ""
+        about = {"config": settings["config"]} if settings.get("config") is not None else {}
+        return start(f"{_PROVIDER}/{named or 'policy'}", plays=str(named), memoize=False, **about)
+
+    get_model.plays_roles = True  # type: ignore[attr-defined]
+
+    def toprope_role() -> Any:
+        return Played
+
+    modelapi(name=_PROVIDER)(toprope_role)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("get_model") is start:
+            module.get_model = get_model  # type: ignore[attr-defined]
