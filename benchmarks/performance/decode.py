@@ -9,8 +9,8 @@ The engine takes requests as the server hands them over and delivers texts, toke
 
 The sides alternate within a round, and medians of the rounds' ratios count, so the ratios hold on a loaded machine too;
 they are ratios of processor time, which one thread spends on both sides. Beforehand the engine's log-probabilities have
-to equal a plain forward pass within 1e-4. Control: an engine that concatenates its cache has to miss the goal for
-`growth_1024_over_256`; otherwise the benchmark exits with 2. `floor_growth_1024_over_256` is that growth for torch
+to equal a plain forward pass within 1e-4. Control: an engine that concatenates its cache has to grow more than the engine
+and the goal for `growth_1024_over_256`; otherwise the benchmark exits with 2. `floor_growth_1024_over_256` is that growth for torch
 alone, and `read_growth_1024_over_256` for torch that only sums the keys and values in place of attention: no attention
 that reads them in float32 is likely to grow less.
 
@@ -38,7 +38,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 from benchmarks.report import report
 from benchmarks.scratch import scratch
-from toprope.training.inference import embedded_engine
+from toprope.training.inference import decode_steps
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.policy.loading import load_pretrained, load_tokenizer
@@ -135,7 +135,9 @@ def decode_continuously(model: Any, prompts: Sequence[list[int]], length: int) -
 
     settings = GenerationConfig(max_new_tokens=length, do_sample=True, eos_token_id=-1, pad_token_id=0)
     repeated = [prompt for prompt in prompts for _ in range(GROUP)]
-    results = model.generate_batch(inputs=repeated, generation_config=settings, progress_bar=False)
+    results = model.generate_batch(
+        inputs=repeated, generation_config=settings, progress_bar=False, persistent_manager=True
+    )
     lengths = {len(result.generated_tokens) for result in results.values()}
     if len(results) != len(repeated) or lengths != {length}:
         raise RuntimeError(f"continuous batching gave {len(results)} answers of {sorted(lengths)} tokens")
@@ -258,17 +260,17 @@ def floor_growth(model: Any, rows: int, rounds: int, *, reads_only: bool = False
 @contextmanager
 def concatenated_cache() -> Iterator[None]:
     """The control: the engine's cache is transformers' own."""
-    kept = embedded_engine.grow_by_blocks
+    kept = decode_steps.grow_by_blocks
 
     def reorder(cache: Any, source: torch.Tensor | None = None, _longest: int = 0) -> None:
         if source is not None:
             cache.reorder_cache(source)
 
-    embedded_engine.grow_by_blocks = reorder
+    decode_steps.grow_by_blocks = reorder
     try:
         yield
     finally:
-        embedded_engine.grow_by_blocks = kept
+        decode_steps.grow_by_blocks = kept
 
 
 def main() -> int:
@@ -298,7 +300,7 @@ def main() -> int:
         console.print("continuous batching")
         figures["continuous_ratio"] = compare_with_continuous(model, tokenizer, 6, 64, options.rounds)
         console.print("growth of the embedded policy")
-        figures["embedded_growth_1024_over_256"] = growth(model, tokenizer, 2, min(3, options.rounds))
+        figures["embedded_growth_1024_over_256"] = growth(model, tokenizer, 2, options.rounds)
         with concatenated_cache():
             figures["control_growth_1024_over_256"] = growth(model, tokenizer, 2, 1)
         if not options.small:
@@ -308,21 +310,21 @@ def main() -> int:
             ratio, ours, _ = compare(model, tokenizer, 2, 256, options.rounds, 1)
             figures["40m_16x256_ratio"], figures["40m_16x256_tokens_per_cpu_second"] = ratio, 16 * 256 / ours
             console.print("growth of 40 million parameters")
-            figures["growth_1024_over_256"] = growth(model, tokenizer, 1, min(3, options.rounds))
+            figures["growth_1024_over_256"] = growth(model, tokenizer, 1, options.rounds)
             for name, reads_only in {"floor": False, "read": True}.items():
-                growing = floor_growth(model, GROUP, min(3, options.rounds), reads_only=reads_only)
+                growing = floor_growth(model, GROUP, options.rounds, reads_only=reads_only)
                 figures[f"{name}_growth_1024_over_256"] = growing
     goals = {f"embedded_{rows}x{length}_ratio": ">= 0.85" for rows in (48, 128) for length in (8, 64)}
     goals |= {"continuous_ratio": ">= 1.0"}
     if not options.small:
         goals |= {"40m_16x256_ratio": ">= 0.8", "growth_1024_over_256": f"<= {GROWTH_GOAL}"}
-    won = figures["control_growth_1024_over_256"] <= GROWTH_GOAL
+    won = figures["control_growth_1024_over_256"] <= max(GROWTH_GOAL, figures["embedded_growth_1024_over_256"])
     return report(
         "Decoding",
         figures,
         goals=goals,
-        control="an engine that concatenates its cache must miss the goal for growth.",
-        control_failed="a cache that is concatenated met the goal" if won else "",
+        control="an engine that concatenates its cache must miss the goal for growth, and grow more than the engine.",
+        control_failed="a cache that is concatenated grew no more than the engine or the goal" if won else "",
     )
 
 
