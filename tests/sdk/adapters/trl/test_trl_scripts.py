@@ -60,6 +60,21 @@ SCRIPT = """
         main()
 """
 
+QUICKSTART = """
+    from datasets import Dataset
+    from trl import GRPOTrainer
+    from trl.rewards import think_format_reward
+
+    dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": f"Think of {n}"}]} for n in range(20)])
+
+    trainer = GRPOTrainer(model="some/model", reward_funcs=think_format_reward, train_dataset=dataset)
+    open(__file__ + ".trained", "w").close()
+    trainer.train()
+"""
+OWN_REWARD = (
+    "def think_format_reward(completions, **kwargs): return [float('<think>' in c[0]['content']) for c in completions]"
+)
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
@@ -85,6 +100,39 @@ def test_a_training_script_is_an_environment_though_everything_is_within_main(sc
     assert done[0]["outcome"]["success"]
     assert service.answer("settle", {"rollouts": [second]})[0]["parts"]["reward_total"] == 0.0
     assert not Path(f"{script}.trained").exists()
+
+
+@pytest.mark.parametrize("trainer", ["GRPOTrainer", "RLOOTrainer"])
+@pytest.mark.parametrize("reward", ["from trl.rewards import think_format_reward", OWN_REWARD])
+def test_a_script_with_everything_at_top_level_runs_up_to_its_trainer(
+    tmp_path: Path, trainer: str, reward: str
+) -> None:
+    file = tmp_path / "quickstart.py"
+    text = textwrap.dedent(QUICKSTART).replace("GRPOTrainer", trainer)
+    file.write_text(text.replace("from trl.rewards import think_format_reward", reward))
+    [listed] = trl.declared(file, parse(file))
+    assert json.loads(listed.target) == {"file": str(file), "script": True} and not listed.problem
+    service = Service()
+    card = service.answer("open", {"source": {"adapter": "trl", "target": listed.target}, "knobs": {}})
+    assert card["parts"].keys() == {"think_format_reward"} and card["max_turns"] == 1
+    [handle] = service.answer("begin", {"split": "train", "index": 0, "count": 1})["rollouts"]
+    [turn] = service.answer("advance", {"moves": [[handle, "<think>\nhm\n</think>\nyes"]]})
+    assert turn["outcome"]["reward"] == 1.0 and turn["outcome"]["success"]
+    assert not Path(f"{file}.trained").exists()
+
+
+def test_a_trainer_makes_a_script_only_if_running_the_file_gets_there(tmp_path: Path) -> None:
+    rewards = "rows = [{'prompt': 'Go.'}]\ndef reward(completions, **kwargs): return [1.0 for _ in completions]\n"
+    train = "def train(): GRPOTrainer(model='m', reward_funcs=reward, train_dataset=rows)\n"
+
+    def is_script(text: str) -> bool:
+        [listed] = trl.declared(tmp_path / "mine.py", ast.parse(text))
+        return "script" in json.loads(listed.target)
+
+    assert not is_script(rewards) and not is_script(rewards + train), "importers call train()"
+    assert is_script(f"{rewards}{train}if __name__ == '__main__': train()\n")
+    assert is_script(f"{rewards}{train}def main(): train()\nrun(main)\n")
+    assert is_script(f"{rewards}@app.command\n{train}app()\n")
 
 
 def test_equal_rows_of_an_environment_are_tasks_of_their_own(script: Path) -> None:

@@ -19,7 +19,11 @@ TURNS = 10
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """List a file with reward functions over `completions`, or a class with `reset` and `get_reward`, and rows."""
+    """List a training script; or a file with reward functions over `completions`, or a class with `reset` and
+    `get_reward`, and rows."""
+    call = trainer_call(tree)  # first: an import of a script would construct its trainer and train
+    if call is not None:
+        return [_script_listed(file, tree, call)]
     taken = {name: words for name, words in functions(tree).items() if not name.startswith("_")}
     rewards = [name for name, words in taken.items() if {"completions", "environments"} & set(words)]
     scored = any("environments" in words for words in taken.values())  # by a function instead of get_reward()
@@ -28,9 +32,6 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     if scored and not classes:
         classes = [node for node in defined if "reset" in _methods(node) and not node.name.startswith("_")]
     rows = data_beside(file, tree)
-    call = None if rows else trainer_call(tree)
-    if call is not None:
-        return [_script_listed(file, tree, call)]
     if not rewards and not classes:
         return []
     lone = classes[0] if len(classes) == 1 else None

@@ -146,14 +146,26 @@ def run_script(path: Path, arguments: Sequence[str]) -> Recorded:
 
 
 def trainer_call(tree: ast.Module) -> ast.Call | None:
-    """The call that constructs a trainer with rewards or an environment, at any depth of a file."""
-    for node in ast.walk(tree):
+    """The call that constructs a trainer with rewards or an environment, at any depth of a file that gets there."""
+    for node in _run_by(tree):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             given = {one.arg for one in node.keywords}
             if name in TRAINERS and given & {"reward_funcs", "environment_factory", OWN_SAMPLING}:
                 return node
     return None
+
+
+def _run_by(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield what running a file may run: all but functions and classes that only importers of the file call."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    named = {node.name: node for node in tree.body if isinstance(node, kinds) and not node.decorator_list}
+    running: list[ast.stmt] = [node for node in tree.body if named.get(getattr(node, "name", "")) is not node]
+    for part in running:  # grows
+        for node in ast.walk(part):
+            yield node
+            if isinstance(node, ast.Name) and node.id in named:
+                running.append(named.pop(node.id))
 
 
 def _cure(error: BaseException, path: Path) -> str:
