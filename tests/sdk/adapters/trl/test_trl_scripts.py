@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import re
 import textwrap
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from toprope.sdk.adapters import trl
 from toprope.sdk.adapters._shared.user_files import data_beside
+from toprope.sdk.adapters._trl.script import TRAINERS
 from toprope.sdk.discovery import parse, script_requirements
 from toprope.sdk.errors import LoadError
 from toprope.sdk.worker.service import Service
@@ -74,6 +77,7 @@ QUICKSTART = """
 OWN_REWARD = (
     "def think_format_reward(completions, **kwargs): return [float('<think>' in c[0]['content']) for c in completions]"
 )
+EXAMPLES = Path(os.environ.get("TOPROPE_ECOSYSTEMS", "")) / "huggingface+trl/examples/scripts"
 
 
 @pytest.fixture
@@ -133,6 +137,16 @@ def test_a_trainer_makes_a_script_only_if_running_the_file_gets_there(tmp_path: 
     assert is_script(f"{rewards}{train}if __name__ == '__main__': train()\n")
     assert is_script(f"{rewards}{train}def main(): train()\nrun(main)\n")
     assert is_script(f"{rewards}@app.command\n{train}app()\n")
+
+
+@pytest.mark.skipif(not EXAMPLES.is_dir(), reason="TOPROPE_ECOSYSTEMS names no folder with TRL's examples")
+def test_every_example_script_of_trl_is_listed_or_carries_a_reason() -> None:
+    called = re.compile(rf"\b({'|'.join(TRAINERS)})\(")
+    files = [file for file in sorted(EXAMPLES.rglob("*.py")) if called.search(file.read_text("utf-8"))]
+    assert files, EXAMPLES
+    for file in files:
+        found = trl.declared(file, parse(file))
+        assert len(found) == 1 and ("script" in json.loads(found[0].target) or found[0].problem), file
 
 
 def test_equal_rows_of_an_environment_are_tasks_of_their_own(script: Path) -> None:
