@@ -29,10 +29,8 @@ import ast
 import copy
 import dataclasses
 import inspect
-import json
 import math
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +44,7 @@ from toprope.sdk.adapters._shared.user_files import (
     parsed,
     public_name,
 )
+from toprope.sdk.adapters._trl.keys import keyed
 from toprope.sdk.adapters._trl.listing import TURNS, declared
 from toprope.sdk.adapters._trl.script import run_script
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
@@ -141,23 +140,19 @@ class Trl(ToolEnvironment):
                 empty = [{"role": "user", "content": ""}]
                 yield Task(f"Task {number} of {self.name}", data={"row": {"prompt": empty}, "own": True})
             return
-        alike: Counter[str] = Counter()
+        yield from keyed(self._row_tasks(), played=bool(self._factories))
+
+    def _row_tasks(self) -> Iterator[Task]:
         for number, row in enumerate(self._user.rows(self._rows), 1):
             prompt = row.get("prompt")
             if prompt is None and not self._factories:
                 raise EnvironmentMistake(f"Row {number} has no column 'prompt'; it has {', '.join(map(str, row))}.")
             column = self._reference or next((name for name in _REFERENCES if name in row), "")
             reference = row.get(column)
-            key = None
-            if self._factories or not prompt:  # equal prompts, and even equal rows, may begin in different states
-                written = json.dumps(row, sort_keys=True, default=str)
-                key = f"{written} {alike[written]}" if alike[written] else written
-                alike[written] += 1
             yield Task(
                 _chat(prompt, f"Row {number}") if prompt else "(the environment says)",
                 reference=reference if isinstance(reference, str | int | float | None) else str(reference),
                 data={"row": row},
-                key=key,
             )
 
     def reset(self, task: Task) -> Messages:

@@ -189,6 +189,26 @@ def test_trl_rows_come_from_function_list_or_file(tmp_path: Path) -> None:
     assert task(inline)["reference"] is None
 
 
+def test_trl_rows_of_one_prompt_are_tasks_if_other_columns_differ(tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        """
+        class State: pass
+        def given(prompt, solution): return {"prompt": prompt, "solution": solution, "state": {(0, 1): State(), 2: 0}}
+        pairs = [("Go.", "1"), ("Go.", "2"), ("Go.", "1"), ("Go.", "2"), (" go.", "1"), (" go.", "3"), ("No.", "1")]
+        rows = [given(*pair) for pair in pairs]
+        def reward(completions, **kwargs): return [1.0 for _ in completions]
+        """,
+    )
+    tasks, again = (
+        list(configure(trl.make(json.dumps({"file": file, "reward_funcs": ["reward"]}))).tasks()) for _ in range(2)
+    )
+    distinct = {one.content: one.reference for one in reversed(tasks)}
+    assert sorted(distinct.values()) == ["1", "1", "2", "3"], "equal rows count as one"
+    assert tasks[0].content == "go." and tasks[6].content == "no.", "a prompt that tells a task apart is its key"
+    assert [one.id for one in tasks] == [one.id for one in again]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
