@@ -194,9 +194,11 @@ def test_trl_rows_of_one_prompt_are_tasks_if_other_columns_differ(tmp_path: Path
         tmp_path,
         """
         class State: pass
-        def given(prompt, solution): return {"prompt": prompt, "solution": solution, "state": {(0, 1): State(), 2: 0}}
+        def given(number, prompt, solution):
+            state = {(0, 1): State(), 2: 0}
+            return {"prompt": prompt, "solution": solution, "state": state, "id": min(number, 2)}
         pairs = [("Go.", "1"), ("Go.", "2"), ("Go.", "1"), ("Go.", "2"), (" go.", "1"), (" go.", "3"), ("No.", "1")]
-        rows = [given(*pair) for pair in pairs]
+        rows = [given(number, *pair) for number, pair in enumerate(pairs)]
         def reward(completions, **kwargs): return [1.0 for _ in completions]
         """,
     )
