@@ -10,7 +10,8 @@ cut to 45 s; with them calls_ratio cannot exceed 1.5. A client that is known to 
 `tools/toprope_tools/clients.py`) is reported apart. Goals: calls_ratio at least 1.3, tokens_ratio at least 3.
 
 control: polls that are long or come too often would win by accident. So a poll holds the short numbers alone, and
-against an agent that polls every minute (`calls_ratio_control`) the same waits must fail the goal.
+against an agent that polls every minute (`calls_ratio_control`, `tokens_ratio_control`) the same waits must fail both
+goals.
 
 Runs take about two minutes, so the whole takes a quarter of an hour on two quiet cores. Needs nothing else.
 """
@@ -85,13 +86,17 @@ def main() -> int:
             console.print(f"The task did not reach its end: {error}", markup=False)
             return 1
     found |= {"seconds": round(time.monotonic() - began), "load_before": load, "load_after": os.getloadavg()}
-    won = found["calls_ratio_control"] >= CALLS_GOAL
+    won = [
+        f"{name} {found[f'{name}_control']}"
+        for name, goal in (("calls_ratio", CALLS_GOAL), ("tokens_ratio", TOKENS_GOAL))
+        if found[f"{name}_control"] >= goal
+    ]
     return report(
         "An agent's research: waits and findings, against a short status every 30 s",
         found,
         goals={"calls_ratio": f">= {CALLS_GOAL}", "tokens_ratio": f">= {TOKENS_GOAL}", "proved": "== true"},
-        control="against an agent that polls every minute the same waits must miss the goal for calls.",
-        control_failed=f"calls_ratio {found['calls_ratio_control']} against polls every minute" if won else "",
+        control="against an agent that polls every minute the same waits must miss both goals.",
+        control_failed=f"{' and '.join(won)} against polls every minute" if won else "",
     )
 
 

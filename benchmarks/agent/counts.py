@@ -82,6 +82,7 @@ def figures(made: Sequence[Exchange], patient: Sequence[Exchange], polls: Sequen
         "calls_ratio_patient": _ratio(len(rest) + len(polls), len(rest) + len(patient)),
         "tokens_ratio_patient": _ratio(baseline, other),
         "calls_ratio_control": _ratio(len(rest) + len(polls[1::2]), len(made)),
+        "tokens_ratio_control": _ratio(same + sum(poll.all for poll in polls[1::2]), own),
         "calls": len(made),
         "waits": len(made) - len(rest),
         "waits_patient": len(patient),

@@ -1,7 +1,8 @@
 """Measure an agent that cannot wait: one short status of all runs every 30 seconds.
 
 That is the cheapest way to follow runs without a tool that waits: one call for all runs, and for each what an agent
-needs to decide, once: state, step, reward, success, accuracy and rules of findings. It is assembled from the runs'
+needs to decide: state, step, reward, success, accuracy and the rules of findings, whose advice is told once, in the
+first poll that has them. It is assembled from the runs'
 folders at that moment. Nothing is invented, and queued runs cost their id and state alone. The first poll comes 30
 seconds after the first run left the queue, the last one is the first after the end of all.
 """
@@ -25,8 +26,12 @@ __all__ = ["Poller", "short_status"]
 _NUMBERS = ("step", "total_steps", "reward", "success", "eta_s")
 
 
-def short_status(status: Status) -> dict[str, Any]:
-    """Return what a short status tool says of a run."""
+def short_status(status: Status, told: set[tuple[str, str]]) -> dict[str, Any]:
+    """Return what a short status tool says of a run.
+
+    Args:
+        told: (run, rule) of the findings whose advice was told, to which those of this status are added.
+    """
     numbers = {name: status.progress[name] for name in _NUMBERS if status.progress.get(name) is not None}
     accuracies = {label: found.get("accuracy") for label, found in status.evaluations.items()}
     said: dict[str, Any] = {"run_id": status.run_id, "environment": status.environment, "state": status.state}
@@ -34,9 +39,13 @@ def short_status(status: Status) -> dict[str, Any]:
         said |= {"elapsed_s": round((status.ended_at or time.time()) - status.started_at, 1), **numbers}
     said |= {"accuracy": accuracies} if accuracies else {}
     if status.findings:
-        said["findings"] = [
-            {"rule": one.rule, "level": one.level, "what": one.what, "next": one.next} for one in status.findings
-        ]
+        said["findings"] = []
+    for one in status.findings:
+        finding = {"rule": one.rule, "level": one.level}
+        if (status.run_id, one.rule) not in told:
+            finding |= {"what": one.what, "next": one.next}
+            told.add((status.run_id, one.rule))
+        said["findings"].append(finding)
     return said
 
 
@@ -49,6 +58,7 @@ class Poller:
         self._due: float | None = None
         """The time of the next poll; None while no run has left the queue."""
         self._one_at_a_time = anyio.Lock()
+        self._told: set[tuple[str, str]] = set()
         self.polls: list[Poll] = []
 
     def follow(self, *run_ids: str) -> None:
@@ -92,4 +102,4 @@ class Poller:
 
     def _poll(self, statuses: Sequence[Status]) -> None:
         request = compact({"name": "check_status", "arguments": {"run_ids": list(self._followed)}})
-        self.polls.append(Poll(len(request), len(compact([short_status(status) for status in statuses]))))
+        self.polls.append(Poll(len(request), len(compact([short_status(status, self._told) for status in statuses]))))

@@ -146,9 +146,9 @@ def times(root: Path, repeats: int = 5) -> dict[str, Any]:
     try:
         listed, seconds = readopted(harness)
         figures |= {"readopt_200_ms": round(listed, 1), "readopted_seconds": round(seconds, 2)}
-        figures["stop_seconds"] = round(max(stops(harness, 3)), 2)
         for suffix, crew, each in (("", RealHarness(harness.path), 3), ("_stand_ins", harness, repeats)):
             figures |= deaths(crew, MEMBERS, each).figures(suffix)
+            figures[f"stop_seconds{suffix}"] = round(max(stops(crew, 3)), 2)
             figures[f"stubborn_stop_seconds{suffix}"] = round(max(stubborn(crew, 3)), 2)
             crew.close()
     finally:

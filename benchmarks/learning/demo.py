@@ -44,17 +44,17 @@ def demo(home: Path, changes: dict[str, Any] | None = None) -> tuple[dict[str, A
 
 def main() -> int:
     """Print the table and the figures."""
-    console = Console(stderr=True, highlight=False)
-    quiet = wait_until_quiet()
+    console, quiet = Console(stderr=True, highlight=False), list[bool]()
     with scratch("demo") as home:
-        console.rule("cold: the policy is made first")
-        cold, cold_seconds = demo(home)
-        warm = []
-        for seed in SEEDS:
-            console.rule(f"warm: the policy is there; seed {seed}")
-            warm.append(demo(home, {"algorithm.seed": seed}))
-        console.rule("control: rewards shuffled within each group")
-        control, _ = demo(home, CONTROL)
+
+        def shown(what: str, changes: dict[str, Any] | None = None) -> tuple[dict[str, Any], float]:
+            console.rule(what)
+            quiet.append(wait_until_quiet())
+            return demo(home, changes)
+
+        cold, cold_seconds = shown("cold: the policy is made first")
+        warm = [shown(f"warm: the policy is there; seed {seed}", {"algorithm.seed": seed}) for seed in SEEDS]
+        control, _ = shown("control: rewards shuffled within each group", CONTROL)
     figures = _figures(cold["results"], [one["results"] for one, _ in warm], control["results"])
     figures |= {
         "start_answer_seconds": max(one["start_answer_seconds"] for one, _ in warm),
@@ -65,7 +65,7 @@ def main() -> int:
         "The demo",
         figures,
         goals={"accuracy_after": ">= 0.94", "first_step_seconds": "<= 4.5", "demo_warm_seconds": "<= 100"},
-        quiet=quiet,
+        quiet=all(quiet),
         control="a run whose rewards are shuffled within each group must not rise.",
         control_failed="accuracy rose with shuffled rewards" if figures["control_rose"] else "",
     )

@@ -9,10 +9,10 @@ The engine takes requests as the server hands them over and delivers texts, toke
 
 The sides alternate within a round, and medians of the rounds' ratios count, so the ratios hold on a loaded machine too;
 they are ratios of processor time, which one thread spends on both sides. Beforehand the engine's log-probabilities have
-to equal a plain forward pass within 1e-4. Control: an engine that concatenates its cache has to grow more than the engine
-and the goal for `growth_1024_over_256`; otherwise the benchmark exits with 2. `floor_growth_1024_over_256` is that growth for torch
-alone, and `read_growth_1024_over_256` for torch that only sums the keys and values in place of attention: no attention
-that reads them in float32 is likely to grow less.
+to equal a plain forward pass within 1e-4. Control: an engine that concatenates its cache has to grow more than the
+engine, and than the goal for `growth_1024_over_256`; otherwise the benchmark exits with 2.
+`floor_growth_1024_over_256` is that growth for torch alone, and `read_growth_1024_over_256` for torch that only sums
+the keys and values in place of attention: no attention that reads them in float32 is likely to grow less.
 
 Estimated time: 20 minutes on a quiet machine; needs nothing else.
 """

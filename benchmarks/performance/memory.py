@@ -5,8 +5,8 @@
 The policy is made before, as in every run but the first. While the run trains, every process of it and the server are
 measured twice a second: RSS (all resident pages), USS (pages of this process alone) and PSS (shared pages divided among
 their users), from `smaps_rollup`. `run_pss_mb` is the highest sum of PSS; the table shows the processes at that moment.
-Control: a process that holds 64 MB more than an idle one has to show as 64 MB more; otherwise the benchmark exits with
-2. Takes two minutes; needs nothing else.
+Control: a process that holds 64 MB more than an idle one has to show as 64 MB more, and the server and every component
+have to be among the processes; otherwise the benchmark exits with 2. Takes two minutes; needs nothing else.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from benchmarks.scratch import scratch
 from benchmarks.training_agent import training_agent
 
 CONTROL_MB = 64
+_COMPONENTS = ("toprope_server.cli", "keeper", "api", "inference", "trainer", "driver")
+"""Words of the names of processes that every sample has."""
 _STARTED_WITHIN_S = 300.0
 _MAKE = """
 import pathlib, sys
@@ -98,6 +100,11 @@ def _sample(home: Path) -> list[Memory]:
     return measured
 
 
+def missing(sample: Sequence[Memory]) -> list[str]:
+    """The components that a sample lacks."""
+    return [word for word in _COMPONENTS if not any(word in one.name.split("guard of ")[0] for one in sample)]
+
+
 async def _measure(home: Path, seconds: float) -> list[list[Memory]]:
     """Samples of the time in which a run trains."""
     samples: list[list[Memory]] = []
@@ -143,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subprocess.run([sys.executable, "-P", "-c", _MAKE, str(home / "policies")], check=True)
         samples = asyncio.run(_measure(home, given.seconds))
     highest = max(samples, key=lambda sample: sum(one.pss for one in sample))
+    lost = missing(highest)
     table = Table("process", "RSS", "USS", "PSS", title="MB at the highest sum of PSS")
     for one in sorted(highest, key=lambda one: -one.pss):
         table.add_row(one.name, f"{one.rss:.0f}", f"{one.uss:.0f}", f"{one.pss:.0f}")
@@ -155,8 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "Memory of a run and its server",
         figures,
         goals={"run_pss_mb": "<= 700"},
-        control=f"a process that holds {CONTROL_MB} MB more must show as that.",
-        control_failed=f"{CONTROL_MB} MB show as {difference:.1f}" if abs(difference - CONTROL_MB) > 4 else "",
+        control=f"a process that holds {CONTROL_MB} MB more must show as that, and no component may be missing.",
+        control_failed=f"there was no process of {', '.join(lost)}"
+        if lost
+        else f"{CONTROL_MB} MB show as {difference:.1f}"
+        if abs(difference - CONTROL_MB) > 4
+        else "",
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.agent.counts import Exchange, Poll, compact, figures
 from benchmarks.agent.polls import Poller, short_status
 from tests.support.tools_house import become, make_workshop, start_run, step
-from toprope.records.run.status import Status
+from toprope.records.run.status import Finding, Status
 
 
 @pytest.fixture
@@ -47,16 +47,26 @@ def test_the_ratios_put_polls_in_the_place_of_waits_and_nothing_else():
     assert found["tokens_ratio"] == 2.0  # (800 + 4 * 400) / (800 + 2 * 200)
     assert found["tokens_ratio_patient"] == 2.4  # (800 + 4 * 400) / (800 + 200)
     assert found["calls_ratio_control"] == 1.0  # (1 + 2) / (1 + 2)
+    assert found["tokens_ratio_control"] == 1.33  # (800 + 2 * 400) / (800 + 2 * 200)
     assert (found["tokens"], found["tokens_polling"], found["largest_answer_tokens"]) == (300, 600, 190)
 
 
 def test_a_poll_is_short_and_what_the_folder_holds_at_that_moment(house):
     folder = at_work(house)
     folder.log("trainer").write_text("line\n" * 50)
-    found = short_status(Status.read(folder))
+    found = short_status(Status.read(folder), set())
     assert found.items() >= {"run_id": folder.run_id, "state": "training", "step": 1}.items()
     assert len(compact(found)) < 400 and b"line" not in compact(found)
-    assert short_status(Status.read(start_run(house))).keys() == {"run_id", "environment", "state"}
+    assert short_status(Status.read(start_run(house)), set()).keys() == {"run_id", "environment", "state"}
+
+
+def test_the_advice_of_a_finding_is_told_in_one_poll(house):
+    folder, told = at_work(house), set()
+    finding = Finding(rule="collapse", level="critical", what="It fell.", next="Stop it.")
+    become(folder, "training", findings=[finding])
+    first, second = (short_status(Status.read(folder), told)["findings"] for _ in range(2))
+    assert first == [{"rule": "collapse", "level": "critical", "what": "It fell.", "next": "Stop it."}]
+    assert second == [{"rule": "collapse", "level": "critical"}]
 
 
 def test_all_runs_are_polled_together_every_thirty_seconds_until_one_poll_sees_the_end(house):

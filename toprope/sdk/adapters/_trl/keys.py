@@ -22,8 +22,9 @@ def keyed(tasks: Iterable[Task], played: bool) -> Iterator[Task]:
     """Yield the tasks, each with its row in `data`, and with keys where needed.
 
     With an environment (`played`), or without a prompt, each row is a task: even equal rows may begin in different
-    states. Otherwise rows with equal prompts are tasks of their own if other columns differ, such as the answer, but not
-    their number. The first of them keeps its prompt as key, so that its split does not depend on later rows, which may be endless.
+    states. Otherwise rows with equal prompts are tasks of their own if other columns differ, such as the answer, but
+    not their number. The first of them keeps its prompt as key, so that its split does not depend on later rows, which
+    may be endless.
     """
     alike: Counter[str] = Counter()
     firsts: dict[str, int] = {}
