@@ -65,7 +65,14 @@ _PACKAGES = {"PIL": "pillow", "bs4": "beautifulsoup4", "cv2": "opencv-python-hea
 """Module -> package of another name."""
 _SHUT = re.compile(r"Read-only file system: '(?P<place>[^']+)'|dir '(?P<made>[^']+)': Read-only file system")
 _FOLDER_FOR_FILE = re.compile(r"Is a directory: '([^']+)'")
-_AUTHORS = re.compile(r"(?i)write solve\(\)|fix the environment's code|in a reset\(")
+_AUTHORS = re.compile(
+    r"(?i)fix (score\(|tasks\(|it and list|its file|the environment's code)|(write|implement) solve\(|correct it, then|"
+    r"give (tasks a reference|Task\(|more distinct tasks)|declare the range: Part\(|use self\.random|in a reset\(|"
+    r"(errors|randomness|processes) in score\(|(data in|objects of) setup\(|print\(\) from|compare the whole|"
+    r"reward only properties|add tasks:|make splits disjoint|generate tasks with|remove the answer from|sort sets|"
+    r"limit loops|use tempfile"
+)
+"""Advice for who writes the environment's code."""
 _TRAINING = {
     "policy.max_context": CONTEXT,
     "budget.steps": STEPS,

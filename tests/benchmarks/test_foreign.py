@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import toprope.sdk.checks as checks
 from benchmarks.foreign.candidates import COLLECTORS, PACKAGES_KEYS, Candidate, keys_of
 from benchmarks.foreign.foreign import draw, figures_of
 from benchmarks.foreign.grader import verdict
 from benchmarks.foreign.journey import Refused, Result, Traveller, sample
 from toprope.records.journal.groups import Outcome
+from toprope.sdk.checks.observed import Again, Ended, Observed, Scored, SplitSeen, TaskSeen
 from toprope.sdk.errors import WorkerError, WorkerTimeout
 from toprope.workbench.catalog.describe import failed
 
@@ -328,6 +331,37 @@ def test_rollout_with_an_error_is_not_repeated():
         asyncio.run(sample(Maker()))
 
 
+def everything_observed():
+    """Observations that lead to every advice to authors."""
+    tasks = tuple(TaskSeen(str(number), "Say correct twice", "correct") for number in range(20))
+    splits = {"train": SplitSeen(tasks, 20, True, leaked=1), "validation": SplitSeen((), 0, True)}
+    odd = Scored(0, "junk", 0.9, True, again=0.1, seconds=9.0)
+    worthless = [Scored(0, "reference", 0.0), *(replace(odd, kind=kind) for kind in ("junk", "other", "appended"))]
+    raised = Scored(0, "long", 0.0, error="ValueError: no digit")
+    beyond = replace(raised, error="EnvironmentMistake: score() gave part 'a' 9, outside its range of 0 to 1")
+    yield {"splits": splits, "scores": [*worthless, raised, beyond], "ended": [Ended("tasks", True, "late")]}
+    yield {"again": [Again("1", 9, 1), Again("0", 9, 0)], "printed_bytes": 9, "left_files": ("core",)}
+    yield {"again": [Again("1", 9, 1)], "tasks_raised": "KeyError", "left_processes": 1}
+    yield {"grown_mb": 80.0, "grown_calls": 300, "scores": worthless[:1], "max_turns": 2}
+    for kind in ("junk", "reference"):
+        yield {"scores": [Scored(0, kind, 0.0), Scored(0, "empty", 0.0)]}
+    yield {"scores": [raised, raised]}
+
+
 def test_advice_to_authors_is_no_help_for_code_of_others():
-    told = "It raised ValueError.\nFix the environment's code."
-    assert Result(Candidate("trl", "x"), failed_at="checked", error=told).unhelpful
+    def told(seen, foreign):
+        return checks.judge(Observed(**seen, foreign=foreign))
+
+    def unhelpful(text):
+        return Result(Candidate("trl", "x"), failed_at="checked", error=f"It failed.\n{text}").unhelpful
+
+    assert unhelpful("Fix the environment's code.") and unhelpful("mine: Fix its file.")
+    rules = set()
+    for seen in everything_observed():
+        for own, foreign in zip(told(seen, False), told(seen, True), strict=True):
+            rules.add(own.rule)
+            assert unhelpful(own.next), own
+            assert not unhelpful(f"{foreign.what} {foreign.threshold} {foreign.next}."), foreign
+    table = Path("docs/checks.md").read_text().partition("## Findings")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert rules == {rule for row in rows for rule in re.findall(r"`(\w+)`", row)}

@@ -74,9 +74,9 @@ def test_lone_rollout_errors_only_warn_for_own_loop() -> None:
     assert (alone.level, alone.refuses) == ("warning", False) and "tried alone" in alone.what
     [ours] = [one for one in judge(seen_with(*raised)) if one.rule == "never_varies"]
     assert (ours.level, ours.refuses) == ("critical", True)
-    assert (
-        ours.what.endswith("as ffmpeg is missing") and "if others wrote it, give it what the error names" in ours.next
-    )
+    assert ours.what.endswith("as ffmpeg is missing") and ours.next == "fix score()"
+    [theirs] = [one for one in judge(seen_with(*raised, foreign=True)) if one.rule == "never_varies"]
+    assert theirs.next.startswith("give it what the error names") and theirs.refuses
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,13 @@ from toprope_server.cli.doctor import checks, doctor
 from toprope_server.cli.doctor.checks import Finding, every
 from toprope_server.http.token import TokenFile
 
+from toprope.errors import EnvironmentFailed
 from toprope.records.index.database import Index
 from toprope.records.run.folder import RunFolder
 from toprope.settings.owner import Home
+from toprope.workbench import entries
+from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.catalog.describe import BROKEN, require_usable
 from toprope.workbench.interpreters.engines import engines_of
 from toprope.workbench.interpreters.registry import Added
 
@@ -136,7 +140,17 @@ def test_doctor_reports_broken_environments_with_cause(home):
     (folder / "mine.py").write_text("from toprope.sdk import Environment\nclass Mine(Environment:\n")
     (finding,) = broken(found(home, checks.environments))
     assert "mine" in finding.text
-    assert "mine.py:2" in finding.text
+    assert "mine.py:2" in finding.text and finding.remedy == "Fix its file."
+
+
+def test_doctor_asks_nobody_to_fix_code_of_others(home, monkeypatch):
+    theirs = [entries.broken("trl", "Its adapter cannot be used: no", "installed", ecosystem="trl")]
+    monkeypatch.setattr(Catalog, "entries", lambda self: theirs)
+    [finding] = [one for one in broken(found(home, checks.environments)) if one.text.startswith("trl: ")]
+    assert finding.remedy == BROKEN
+    with pytest.raises(EnvironmentFailed) as refused:
+        require_usable(theirs[0])
+    assert refused.value.hint == BROKEN
 
 
 def test_doctor_reports_an_engine_whose_interpreter_is_gone(home, tmp_path):

@@ -26,7 +26,7 @@ class Mine(Environment):
 """
 
 
-def tried(folder: Path, code: str, **section: Any) -> tuple[list[Any], int]:
+def tried(folder: Path, code: str, adapter: str | None = None, **section: Any) -> tuple[list[Any], int]:
     """Reports to the keeper, and the number of scored answers."""
     (folder / "mine.py").write_text(HEAD + code)
     reports: list[Any] = []
@@ -51,7 +51,7 @@ def tried(folder: Path, code: str, **section: Any) -> tuple[list[Any], int]:
             plan = SimpleNamespace(section=EnvironmentSection(**section))
             host: Any = SimpleNamespace(
                 worker=worker, plan=plan, card=cards[0], is_only=True, subject="The environment",
-                name_error=lambda error: error,
+                name_error=lambda error: error, source=SimpleNamespace(adapter=adapter),
             )  # fmt: skip
             await require_reward_signal(host)
             assert (await worker.current()).alive
@@ -77,6 +77,10 @@ def test_constant_reward_is_refused_without_unchecked_reason(tmp_path: Path, cod
     with pytest.raises(ComponentFailed, match="cannot teach anything") as refusal:
         tried(tmp_path, code)
     assert "environment.unchecked_reason" in refusal.value.hint and "check_environment" in refusal.value.hint
+    assert "fix score()" in refusal.value.hint
+    with pytest.raises(ComponentFailed) as refusal:
+        tried(tmp_path, code, adapter="trl")
+    assert "fix score()" not in refusal.value.hint and "choose another" in refusal.value.hint
     tried(tmp_path, code, unchecked_reason="a control run")
 
 

@@ -83,6 +83,17 @@ def test_check_names_the_rule_of_each_defect(tmp_path: Path, code: str, rule: st
     assert rule in flags(report), report.findings
 
 
+def test_check_advises_users_of_code_that_an_adapter_reads(tmp_path: Path) -> None:
+    (tmp_path / "grade.py").write_text("def score(prompt, completion, answer):\n    return 1.0\n")
+    rows = [f'{{"prompt": "Say {number}", "answer": "{number}"}}\n' for number in range(30)]
+    (tmp_path / "grade.jsonl").write_text("".join(rows))
+    [theirs] = [one for one in Catalog([tmp_path]).entries() if one.ecosystem == "score"]
+    [finding] = [one for one in asyncio.run(check(theirs)).findings if one.rule == "never_varies"]
+    assert "environment.rewards" in finding.next and "score()" not in finding.next, finding
+    [finding] = [one for one in checked(tmp_path, "    def score(self): return 0.5\n").findings if one.refuses]
+    assert finding.next.startswith("fix score()")
+
+
 def test_check_reports_and_deletes_files_of_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))

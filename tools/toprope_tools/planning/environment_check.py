@@ -34,7 +34,7 @@ _MOST_FINDINGS = 20
 _WORDS = {
     "ok": "no problem found that speaks against training on it",
     "warning": "training on it is possible, but note the following",
-    "critical": "correct it before training on it",
+    "critical": "do not train on it as it is",
 }
 
 
@@ -138,7 +138,8 @@ def _text(
 def _next(report: CheckReport, draft_id: str | None, given: dict[str, Any]) -> str:
     if report.worst == "critical":
         again: dict[str, Any] = {"name": draft_id or report.name, **given}
-        return f"Next: correct it, then {call('check_environment', **again)}; or choose another with list_environments."
+        do = report.seen.advice("correct it", "change its settings")
+        return f"Next: {do}, then {call('check_environment', **again)}; or choose another with list_environments."
     if draft_id:
         return f"Next: {call('test_inference', draft_id=draft_id)} or {call('start_training', draft_id=draft_id)}"
     return f"Next: {call('select_environment', name=report.name, **given)}"

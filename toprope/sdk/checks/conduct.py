@@ -30,7 +30,12 @@ def hangs(seen: Observed) -> Finding | None:
         "critical" if vital else "warning",
         f"Calls into the environment failed: {'; '.join(told)}.",
         "every call ends within environment.call_timeout_s, and none ends the process",
-        "limit loops and requests; a group is lost when its worker ends, and its neighbours are sampled again",
+        seen.advice(
+            "limit loops and requests",
+            "raise environment.call_timeout_s or environment.memory_mb if it lacks time or memory, or choose another "
+            "environment",
+        )
+        + "; a group is lost when its worker ends, and its neighbours are sampled again",
         {"hung": len(hung), "died": len(died)},
     )
 
@@ -63,7 +68,10 @@ def slow(seen: Observed) -> Finding | None:
         f"It is slow: {'; '.join(told)}.",
         f"a task is generated within {_SLOW_TASK_S} s, an answer scored within {_SLOW_SCORE_S} s and always within "
         f"{_VERY_SLOW_S:g} s, loading takes less than {_SLOW_LOAD_S:.0f} s",
-        "generate tasks into a file beforehand, prepare shared data in setup(), raise environment.call_timeout_s",
+        seen.advice(
+            "generate tasks into a file beforehand, prepare shared data in setup(), raise environment.call_timeout_s",
+            "set knobs for smaller tasks, or raise environment.call_timeout_s",
+        ),
         observed,
     )
 
@@ -78,7 +86,7 @@ def prints(seen: Observed) -> Finding | None:
         "warning" if each >= _CHATTY_BYTES else "note",
         f"It prints: {seen.printed_bytes} bytes while {len(seen.scores)} answers were scored. That goes to the log.",
         f"harmless; a warning from {_CHATTY_BYTES} bytes per answer, which is slow and hides important lines",
-        "remove print() from tasks(), step() and score()",
+        seen.advice("remove print() from tasks(), step() and score()", "set a quieter knob if it has one"),
         {"bytes": seen.printed_bytes},
     )
 
@@ -93,7 +101,10 @@ def processes(seen: Observed) -> Finding | None:
         f"It leaves processes behind: {seen.children} more ran after the answers than before, {seen.left_processes} "
         "outlived the worker (they were killed).",
         "processes of a rollout end with it, and none outlives the worker",
-        "end child processes in score() and wait for them; start shared ones in setup()",
+        seen.advice(
+            "end child processes in score() and wait for them; start shared ones in setup()",
+            "tell its author; they are killed with the worker, and environment.memory_mb limits their memory",
+        ),
         {"running": seen.children, "left": seen.left_processes},
     )
 
@@ -111,7 +122,8 @@ def memory(seen: Observed) -> Finding | None:
         f"Its memory grew by {seen.grown_mb:.0f} MB over {seen.grown_calls} answers "
         f"({each * 1000:.0f} MB per thousand).",
         f"less than {_GROWN_MB:.0f} MB over the trial, and {_GROWN_MB_A_CALL * 1000:.0f} MB per thousand answers",
-        "keep no data of a rollout in globals or in objects of setup(); environment.memory_mb restarts the worker",
+        seen.advice("keep no data of a rollout in globals or in objects of setup()", "tell its author")
+        + "; environment.memory_mb restarts the worker",
         {"grown_mb": round(seen.grown_mb, 1), "answers": seen.grown_calls, "memory_mb": round(seen.memory_mb)},
     )
 
@@ -125,7 +137,8 @@ def files(seen: Observed) -> Finding | None:
         "note",
         f"It writes files into its working folder: {', '.join(cut(name) for name in seen.left_files[:3])}.",
         "files are written into temporary folders only",
-        "use tempfile and remove the files of a rollout; in a run, the working folder is the run's",
+        seen.advice("use tempfile and remove the files of a rollout", "nothing is to be done")
+        + "; in a run, the working folder is the run's",
         {"files": len(seen.left_files)},
     )
 

@@ -86,6 +86,8 @@ class Observed:
     own_loop: bool = False
     guessed: bool = False
     """True if the references were guessed from a column."""
+    foreign: bool = False
+    """True if an adapter reads it: the reader did not write it for the SDK and can only set it."""
     versions: dict[str, str] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
     start_s: float = 0.0
@@ -121,6 +123,10 @@ class Observed:
         """Return the scored answers of these kinds."""
         return [score for score in self.scores if score.kind in kinds]
 
+    def advice(self, author: str, user: str) -> str:
+        """Return the advice for the reader: the author of the code, or a user who can only set it."""
+        return user if self.foreign else author
+
     def share(self, reward: float) -> float:
         """Return a reward as a share of the highest; of the range if all rewards are penalties."""
         if self.max_reward > 0:
@@ -131,6 +137,8 @@ class Observed:
 
 Level = Literal["note", "warning", "critical"]
 _SHOWN = 300
+ASKED = "give it what the error names (its knobs, a package, a key), or choose another environment"
+"""Advice to a user of code that raises."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 
 from toprope.sdk.checks.answers import WORTHLESS
-from toprope.sdk.checks.observed import Finding, Level, Observed, Scored, cut
+from toprope.sdk.checks.observed import ASKED, Finding, Level, Observed, Scored, cut
 
 __all__ = ["SCORING"]
 
@@ -16,7 +16,6 @@ _MUCH, _SOME = 0.2, 0.05
 _OFTEN = 0.25
 """Share of tasks above which success of a wrong answer is not chance."""
 _TOLERANCE = 1e-6
-_FIX = "fix score() if the environment is yours; if others wrote it, give it what the error names, or choose another"
 
 
 def never_varies(seen: Observed) -> Finding | None:
@@ -41,7 +40,9 @@ def never_varies(seen: Observed) -> Finding | None:
             "warning" if seen.own_loop else "critical",
             f"Scoring raises on every one of {said}{how}: {cut(seen.scores[0].error)}",
             threshold,
-            "use test_inference to see if rollouts of the policy fail as well" if seen.own_loop else _FIX,
+            "use test_inference to see if rollouts of the policy fail as well"
+            if seen.own_loop
+            else seen.advice("fix score()", ASKED),
             observed,
             refuses=not seen.own_loop,
         )
@@ -63,8 +64,12 @@ def never_varies(seen: Observed) -> Finding | None:
             "critical",
             f"{said}{among} all get the reward {value:g}: nothing can be learned from it.",
             threshold,
-            "fix score(): it must separate right from wrong answers, and references must have the form that the policy "
-            "has to write",
+            seen.advice(
+                "fix score(): it must separate right from wrong answers, and references must have the form that the "
+                "policy has to write",
+                "set other knobs, add a reward that differs between answers (environment.rewards), or choose another "
+                "environment",
+            ),
             observed,
             refuses=True,
         )
@@ -73,7 +78,10 @@ def never_varies(seen: Observed) -> Finding | None:
         "warning" if seen.max_turns == 1 else "note",
         f"{said} all get the reward {value:g}, and no right answer is known, so a higher reward may be impossible.",
         threshold,
-        "give tasks a reference, implement solve(), or use test_inference to see if rewards vary",
+        seen.advice(
+            "give tasks a reference, implement solve(), or use test_inference to see if rewards vary",
+            "use test_inference to see if rewards vary; if not, set other knobs or add a reward (environment.rewards)",
+        ),
         observed,
     )
 
@@ -105,9 +113,13 @@ def reference_fails(seen: Observed) -> Finding | None:
         level,
         f"The right answer to {len(failing)} of {len(best)} tasks does not succeed: {how}.",
         "the reference, or the answers of solve(), succeed or get the highest reward",
-        "fix score() or the references; if the reference is not an answer, implement solve()"
-        if not played
-        else "implement solve() to show that the task can be done",
+        seen.advice(
+            "implement solve() to show that the task can be done"
+            if played
+            else "fix score() or the references; if the reference is not an answer, implement solve()",
+            "use test_inference to see if a policy succeeds; if not, set other knobs, tell its author, or choose "
+            "another environment",
+        ),
         {"failing": len(failing), "tasks": len(best), "highest": highest},
     )
 
@@ -124,7 +136,10 @@ def no_reference(seen: Observed) -> Finding | None:
         f"No right answer is known, and none of {len(seen.scores)} answers earned more than {best:.0%} of the highest "
         "reward: nobody can say whether it can be reached.",
         "tasks have a reference, or the environment has solve(); a warning for single-turn environments",
-        "give Task(..., reference=...) or implement solve(); test_inference shows the rewards of a policy",
+        seen.advice(
+            "give Task(..., reference=...) or implement solve(); test_inference shows the rewards of a policy",
+            "name the column of right answers (`reference`) if it has one; test_inference shows rewards",
+        ),
         {"best_share": round(best, 3)},
     )
 
@@ -153,7 +168,11 @@ def junk_rewarded(seen: Observed) -> Finding | None:
         f"Worthless answers are rewarded: {', '.join(f'{kind} {means[kind]:.0%}' for kind in paid[:4])} of the "
         "highest reward.",
         f"empty, random and very long text and the prompt itself earn at most {_SOME:.0%} (warning from {_MUCH:.0%})",
-        "reward only properties that junk does not have; a penalty part can remove the rest",
+        seen.advice(
+            "reward only properties that junk does not have; a penalty part can remove the rest",
+            "set other weights (environment.reward_weights), add a penalty for junk (environment.rewards), or tell its "
+            "author",
+        ),
         {kind: round(means[kind], 3) for kind in paid},
     )
 
@@ -180,7 +199,11 @@ def wrong_rewarded(seen: Observed) -> Finding | None:
         level,
         f"Wrong answers count as right: {', and '.join(told)}.",
         "another task's answer, and one with a changed digit or letter, do not succeed (above half of the tasks)",
-        "compare the whole answer; if several answers are right, this may be one of them",
+        seen.advice(
+            "compare the whole answer; if several answers are right, this may be one of them",
+            "fine if several answers are right; otherwise set stricter knobs, add a reward (environment.rewards), or "
+            "tell its author",
+        ),
         observed,
     )
 
@@ -202,7 +225,8 @@ def lenient(seen: Observed) -> Finding | None:
         "warning" if "first_word" in found else "note",
         f"The scorer takes {' and '.join(said[kind] for kind in found)} for right.",
         "the first word alone does not succeed; text after the answer may",
-        "fine if answers are extracted from text; otherwise compare the whole answer",
+        "fine if answers are extracted from text; otherwise "
+        + seen.advice("compare the whole answer", "set stricter knobs, or tell its author"),
         found,
     )
 
@@ -220,7 +244,11 @@ def scoring_raises(seen: Observed) -> Finding | None:
         "warning",
         f"Scoring raises on answers of kind {', '.join(kinds)}: {cut(errors[0].error)}",
         "score() never raises: such a rollout gets reward 0 and counts as an error",
-        "catch parsing errors in score() and give the reward of a wrong answer",
+        seen.advice(
+            "catch parsing errors in score() and give the reward of a wrong answer",
+            "use test_inference to see if a policy's answers raise as well; if so, tell its author, or choose another "
+            "environment",
+        ),
         dict(kinds),
     )
 
@@ -237,7 +265,11 @@ def bad_score(seen: Observed) -> Finding | None:
         "critical" if right else "warning",
         f"score() returns no number within its range for {', '.join(kinds)}: {cut(errors[0].error)}",
         "every value is a finite number between its part's low and high",
-        "fix score(), or declare the range: Part(low=..., high=...)",
+        seen.advice(
+            "fix score(), or declare the range: Part(low=..., high=...)",
+            "set a wider range, or one that clips (its knobs reward_low and reward_high, or `range` and `clip`), or "
+            "tell its author",
+        ),
         dict(kinds),
     )
 
@@ -255,7 +287,10 @@ def score_changes(seen: Observed) -> Finding | None:
         f"{len(other)} of {len(twice)} answers got another reward when scored again, up to {largest:.0%} of "
         "the highest apart.",
         "the same answer to the same task gets the same reward",
-        "avoid randomness in score(), or use self.random, which is seeded by the task",
+        seen.advice(
+            "avoid randomness in score(), or use self.random, which is seeded by the task",
+            "set a seed or a steadier grader if it has one (knobs, environment.model_roles), or tell its author",
+        ),
         {"changed": len(other), "twice": len(twice), "largest_share": round(largest, 3)},
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from toprope.sdk.checks.observed import Finding, Level, Observed, SplitSeen, cut
+from toprope.sdk.checks.observed import ASKED, Finding, Level, Observed, SplitSeen, cut
 from toprope.sdk.checks.texts import overlap
 
 __all__ = ["TASKS"]
@@ -20,7 +20,7 @@ def no_tasks(seen: Observed) -> Finding | None:
             "critical",
             f"tasks() raises: {cut(seen.tasks_raised)}",
             "tasks() does not raise: no task follows an error",
-            "fix tasks(); skip tasks that cannot be generated",
+            seen.advice("fix tasks(); skip tasks that cannot be generated", ASKED),
             {"found": sum(split.known for split in seen.splits.values())},
         )
     empty = [name for name, split in seen.splits.items() if not split.known]
@@ -33,7 +33,11 @@ def no_tasks(seen: Observed) -> Finding | None:
         level,
         f"No tasks were found in {', '.join(empty)}{' within the time' if slow else ''}.",
         "every split has tasks; 10 of 100 distinct ones are for validation, 10 held out",
-        "give more distinct tasks, or a key if prompts do not distinguish tasks",
+        seen.advice(
+            "give more distinct tasks, or a key if prompts do not distinguish tasks",
+            "set knobs that give more tasks, do without the split (evaluation.heldout_tasks: 0), or choose another "
+            "environment",
+        ),
         {name: split.known for name, split in seen.splits.items()},
     )
 
@@ -52,7 +56,8 @@ def few_tasks(seen: Observed) -> Finding | None:
         "warning",
         f"There are few distinct tasks: {', '.join(few)}.",
         f"at least {_FEW_TRAIN} for training, {_FEW_MEASURED} for validation and as many held out",
-        "widen the settings, or add tasks: a policy memorises a few",
+        seen.advice("widen the settings, or add tasks", "set wider knobs, or mix in others (environment.mixture)")
+        + ": a policy memorises a few",
         {name: split.known for name, split in seen.splits.items()},
     )
 
@@ -82,7 +87,10 @@ def splits_leak(seen: Observed) -> Finding | None:
         "critical" if worst >= 0.1 else "warning",
         f"Splits share content: {'; '.join(told)}.",
         "no task is in two splits, regardless of case, spacing, spelling, or a number in front",
-        "make splits disjoint by content, or give copies of a task the same key",
+        seen.advice(
+            "make splits disjoint by content, or give copies of a task the same key",
+            "do not trust its figures on unseen tasks; measure with another environment, or tell its author",
+        ),
         observed,
     )
 
@@ -102,7 +110,10 @@ def one_answer(seen: Observed) -> Finding | None:
         "critical" if share == 1.0 else "warning",
         f"The same answer is right for {share:.0%} of {len(references)} tasks: the policy learns to repeat it.",
         "no answer is right for 80 % of the tasks",
-        "generate tasks with varied answers",
+        seen.advice(
+            "generate tasks with varied answers",
+            "set knobs that vary the answers, mix in others (environment.mixture), or choose another environment",
+        ),
         {"share": round(share, 3), "tasks": len(references), "length": len(answer)},
     )
 
@@ -125,7 +136,8 @@ def answer_given(seen: Observed) -> Finding | None:
         "note",
         f"The right answer occurs word for word in {given:.0%} of the prompts.",
         "a prompt does not contain its answer",
-        "fine if the task is to choose or to find; otherwise remove the answer from the prompt",
+        "fine if the task is to choose or to find; otherwise "
+        + seen.advice("remove the answer from the prompt", "set other knobs, or tell its author"),
         {"share": round(given, 3)},
     )
 
@@ -154,7 +166,8 @@ def not_repeatable(seen: Observed) -> Finding | None:
             "warning",
             f"{' and '.join(what)} differ under another PYTHONHASHSEED. {first.first}".strip(),
             "tasks and scores are equal in every process, for any PYTHONHASHSEED",
-            "sort sets if their order matters; workers run with PYTHONHASHSEED=0, so runs here agree",
+            seen.advice("sort sets if their order matters", "nothing is to be done")
+            + "; workers run with PYTHONHASHSEED=0, so runs here agree",
             observed,
         )
     return Finding(
@@ -162,7 +175,11 @@ def not_repeatable(seen: Observed) -> Finding | None:
         "critical",
         f"{' and '.join(what)} differ in another process. {first.first}".strip(),
         "tasks and scores are equal in every process",
-        "use self.random or a generator with a fixed seed; avoid time, ids and global random",
+        seen.advice(
+            "use self.random or a generator with a fixed seed; avoid time, ids and global random",
+            "set a seed if it has such a knob; otherwise compare no figures, tell its author, or choose another "
+            "environment",
+        ),
         observed,
     )
 

@@ -45,6 +45,8 @@ _FOREIGN = (
     "This is code of other authors: try other knobs (describe_environment with knobs), add what its package says it "
     "needs (the same toprope env add, with --requirement PACKAGE), or choose another environment."
 )
+BROKEN = "Tell its author, choose another environment, or remove what was added: toprope env remove."
+"""Advice to a user of files that cannot be read."""
 _JUDGES_ITSELF = (
     "If its scorer asks a model, the policy in training judges itself unless environment.model_roles names a grader."
 )
@@ -240,7 +242,8 @@ def require_usable(entry: Entry) -> None:
         EnvironmentFailed: The environment is broken or not installed.
     """
     if entry.status == "broken":
-        raise EnvironmentFailed(f"{entry.name} is broken: {entry.problem}", hint="Fix it and list again.")
+        cure = "Fix it and list again." if entry.ecosystem == "toprope" else BROKEN
+        raise EnvironmentFailed(f"{entry.name} is broken: {entry.problem}", hint=cure)
     if not entry.usable:
         raise EnvironmentFailed(f"{entry.name} is not installed.", hint=entry.problem)
 

@@ -275,6 +275,7 @@ def _lines(node: Any, name: str = "") -> Iterator[tuple[str, int]]:
 def environments(home: Home) -> Iterator[Finding]:
     """Broken environments in the catalog, and why."""
     from toprope.workbench.catalog.catalog import Catalog
+    from toprope.workbench.catalog.describe import BROKEN
     from toprope.workbench.interpreters.registry import Registry
 
     try:
@@ -287,7 +288,8 @@ def environments(home: Home) -> Iterator[Finding]:
     yield Finding("environments", "ok" if ready else "broken", f"{ready} of {len(entries)} are ready")
     for entry in entries:
         if entry.status == "broken":
-            yield Finding("environments", "broken", f"{entry.name}: {entry.problem}", "Fix its file.")
+            cure = "Fix its file." if entry.ecosystem == "toprope" else BROKEN
+            yield Finding("environments", "broken", f"{entry.name}: {entry.problem}", cure)
     lacking = [entry for entry in entries if entry.status == "needs install"]
     for entry in lacking[:5]:
         yield Finding("environments", "note", f"{entry.name} needs something installed: {entry.problem}")
