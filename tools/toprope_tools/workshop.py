@@ -55,7 +55,7 @@ class Workshop:
     """Longest training by run, cached because it is frozen with the run."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "opened", Opened(self.home.path / "opened.json"))
+        object.__setattr__(self, "opened", Opened(self.home.path))
 
     @classmethod
     def open(cls, home: Home | None = None) -> Workshop:

@@ -18,6 +18,7 @@ from toprope.settings.owner import Home
 from toprope.workbench import entries
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.catalog.describe import BROKEN, require_usable
+from toprope.workbench.catalog.opened import Opened
 from toprope.workbench.interpreters.engines import engines_of
 from toprope.workbench.interpreters.registry import Added
 
@@ -141,6 +142,18 @@ def test_doctor_reports_broken_environments_with_cause(home):
     (finding,) = broken(found(home, checks.environments))
     assert "mine" in finding.text
     assert "mine.py:2" in finding.text and finding.remedy == "Fix its file."
+
+
+def test_doctor_counts_only_what_was_opened_as_ready(home):
+    folder = home.configuration / "environments"
+    folder.mkdir()
+    (folder / "mine.py").write_text("from toprope.sdk import Environment\nclass Mine(Environment): ...\n")
+    [finding] = [one for one in found(home, checks.environments) if " are ready" in one.text]
+    before = int(finding.text.split()[0])
+    assert finding.text.endswith(" are ready, 2 not tried") and finding.level == "ok"
+    Opened(home.path).add(Catalog([folder]).find("mine"))
+    [finding] = [one for one in found(home, checks.environments) if " are ready" in one.text]
+    assert finding.text.startswith(f"{before + 1} of ") and finding.text.endswith(", 1 not tried")
 
 
 def test_doctor_asks_nobody_to_fix_code_of_others(home, monkeypatch):

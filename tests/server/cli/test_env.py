@@ -73,7 +73,7 @@ def test_env_new_template_is_listed_and_passes_its_test(shell: Shell) -> None:
     played = shell("try", "back-words", "--model", "solver", "--tasks", "2", "--knob", "length=4")
     assert played.count("reward 1 of 1 (letters 1, exact 1); success yes") == 2
     assert re.search(r"user: Write this backwards: [a-j]{4}\n", played)
-    assert "toprope: 5 ready" in shell("list")
+    assert "toprope: 4 ready, 1 not tried" in shell("list")
     text = file.read_text()
     assert "already exists" in shell("new", "back-words", code=1) and file.read_text() == text
     for wrong in ("Upper", "../up", "json", "yaml", "class", "2nd"):
@@ -115,7 +115,10 @@ def test_adding_and_removing_on_the_command_line(shell: Shell, tmp_path: Path) -
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "talk.py").write_text(TALK)
     assert shell("add", str(tmp_path / "mine")) == "mine: added. 1 environment to choose from: talk.\n"
-    assert "mine: folder" in shell("list") and "toprope: 5 ready" in shell("list")
+    assert "mine: folder" in shell("list") and "toprope: 3 ready, 2 not tried" in shell("list")
+    assert "talk [not tried]  Say what was said." in shell("list", "--all")
+    shell("check", "talk")
+    assert "toprope: 4 ready, 1 not tried" in shell("list") and "talk  Say what was said." in shell("list", "--all")
     assert "talk: Say what was said." in shell("try", "talk", "--model", "solver", "--tasks", "1", code=1)
     assert "already has it; nothing was installed" in shell("add", "reasoning_gym")
     assert "Did you mean" in shell("add", "reasoning gim", code=1)

@@ -99,7 +99,39 @@ def test_only_what_was_opened_is_called_ready(shop):
     assert state("needy") == "not tried"
     shop.home.ensure()
     do(describe_environment, shop, name="needy", knobs={"word": "yes", "voice": "low"})
-    assert state("needy") == "ready" and Opened(shop.home.path / "opened.json").read()
+    assert state("needy") == "ready" and Opened(shop.home.path).read()
+    with pytest.raises(InvalidValue):
+        do(describe_environment, shop, name="needy")
+    assert state("needy") == "ready", "knobs are the caller's"
+
+
+def test_what_was_changed_or_failed_later_is_no_longer_called_ready(shop):
+    folder, again = shop.home.configuration / "environments", Opened(shop.home.path)
+    sign, scorer = folder / "sign", "def score(prompt, completion):\n    return float(bool(completion))\n"
+    slow = SLOW.format(sign=str(sign)).replace("            time.sleep(0.02)", "            raise OSError('gone')")
+    sign.touch()
+    (folder / "slow.py").write_text(slow)
+    (folder / "grade.py").write_text(scorer)
+    (folder / "grade.jsonl").write_text("".join(f'{{"prompt": "Say {n}"}}\n' for n in range(9)))
+    [grade] = [one.name for one in shop.catalog.entries() if one.ecosystem == "score"]
+    shop.home.ensure()
+
+    def states():
+        return [again.state(shop.catalog.find(name)) for name in ("slow", grade)]
+
+    for name in ("slow", grade):
+        do(describe_environment, shop, name=name)
+    assert states() == ["ready", "ready"]
+    (folder / "grade.py").write_text(scorer + "# changed\n")
+    sign.unlink()
+    with pytest.raises(EnvironmentFailed, match="gone"):
+        do(describe_environment, shop, name="slow")
+    assert states() == ["not tried", "not tried"]
+    sign.touch()
+    do(describe_environment, shop, name="slow")
+    assert states() == ["ready", "not tried"]
+    (folder / "slow.py").write_text(slow + "# changed\n")
+    assert states() == ["not tried", "not tried"]
 
 
 def test_loading_outlasts_the_call_that_asked(shop, tmp_path):

@@ -7,7 +7,6 @@ opening that outlasts its call goes on, and the next equal call gets its result.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import call
 from toprope.workbench.catalog.catalog import Description, Entry
 from toprope.workbench.catalog.describe import WorkerOptions
+from toprope.workbench.catalog.opened import changed
 from toprope_tools.clients import longest_wait_s
 from toprope_tools.openings import Caller
 from toprope_tools.workshop import Workshop
@@ -99,17 +99,13 @@ async def opened(
     if caller.client is not None:
         wait_s = min(limit_s, longest_wait_s(caller.client, workshop.settings().status.waits) + beyond_s)
     source = entry.environment.model_dump(mode="json")
-    key = json.dumps([source, _changed(source.get("file")), dict(asked)], sort_keys=True, default=str)
-    result = await workshop.openings.result(
-        key, make, what=f"Loading {entry.name}", limit_s=limit_s, wait_s=wait_s, caller=caller
-    )
+    key = json.dumps([source, changed(entry.environment), dict(asked)], sort_keys=True, default=str)
+    try:
+        result = await workshop.openings.result(
+            key, make, what=f"Loading {entry.name}", limit_s=limit_s, wait_s=wait_s, caller=caller
+        )
+    except EnvironmentFailed:
+        await to_thread.run_sync(workshop.opened.forget, entry)
+        raise
     await to_thread.run_sync(workshop.opened.add, entry)
     return result
-
-
-def _changed(file: Any) -> int:
-    """Return when a file was changed; 0 without a file."""
-    try:
-        return os.stat(file).st_mtime_ns if file else 0
-    except OSError:
-        return 0

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -15,22 +17,25 @@ from typing import Any
 from toprope.atomic import write_json
 from toprope.errors import TopropeError
 from toprope.records.run.folder import read_json
+from toprope.records.run.specification import EnvironmentSource
 from toprope.workbench.entries import Entry
 
 _VERSION = 1
 _MOST = 5000
 _TESTED = ("shipped", "reasoning_gym")
+_FILE = re.compile(r"/[^\":@]+\.py\b")
+"""A file that an adapter's target names."""
 
 
 class Opened:
     """The record of a home.
 
     Args:
-        path: The file; may not exist yet. It is a cache: an unreadable one counts as empty.
+        home: The home's folder. Its file opened.json is a cache: an unreadable one counts as empty.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, home: Path) -> None:
+        self._path = home / "opened.json"
         self._here: dict[str, float] = {}
         """Opened by this process."""
 
@@ -51,7 +56,16 @@ class Opened:
     def add(self, entry: Entry) -> None:
         """Record that a worker has opened an environment."""
         self._here[_key(entry)] = time.time()
+        self._write(self.read())
+
+    def forget(self, entry: Entry) -> None:
+        """Record that an environment could not be opened."""
+        self._here.pop(_key(entry), None)
         known = self.read()
+        if known.pop(_key(entry), None) is not None:
+            self._write(known)
+
+    def _write(self, known: dict[str, float]) -> None:
         newest = dict(sorted(known.items(), key=lambda pair: -float(pair[1]))[:_MOST])
         try:
             if self._path.parent.is_dir():
@@ -60,6 +74,18 @@ class Opened:
             pass
 
 
+def changed(source: EnvironmentSource) -> list[int]:
+    """Return when each of an environment's files was changed, in ns; empty if it has none."""
+    times = []
+    for file in [source.file] if source.file else _FILE.findall(source.target or ""):
+        try:
+            times.append(os.stat(file).st_mtime_ns)
+        except OSError:
+            times.append(0)
+    return times
+
+
 def _key(entry: Entry) -> str:
     source = entry.environment.model_dump(mode="json", exclude={"rewards", "split_rule"})
-    return hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
+    said = json.dumps([source, changed(entry.environment)], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]

@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -276,6 +277,7 @@ def environments(home: Home) -> Iterator[Finding]:
     """Broken environments in the catalog, and why."""
     from toprope.workbench.catalog.catalog import Catalog
     from toprope.workbench.catalog.describe import BROKEN
+    from toprope.workbench.catalog.opened import Opened
     from toprope.workbench.interpreters.registry import Registry
 
     try:
@@ -284,8 +286,12 @@ def environments(home: Home) -> Iterator[Finding]:
     except TopropeError:
         yield Finding("environments", "broken", "not checked while settings.yaml is invalid")
         return
-    ready = sum(entry.status == "ready" for entry in entries)
-    yield Finding("environments", "ok" if ready else "broken", f"{ready} of {len(entries)} are ready")
+    record = Opened(home.path)
+    opened = record.read()
+    states = Counter(record.state(entry, opened) for entry in entries)
+    ready, untried = states["ready"], states["not tried"]
+    said = f"{ready} of {len(entries)} are ready" + (f", {untried} not tried" if untried else "")
+    yield Finding("environments", "ok" if ready or untried else "broken", said)
     for entry in entries:
         if entry.status == "broken":
             cure = "Fix its file." if entry.ecosystem == "toprope" else BROKEN

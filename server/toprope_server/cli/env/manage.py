@@ -91,14 +91,17 @@ def list_environments(
     from toprope.workbench.interpreters.adding import Interpreters
 
     with open_workshop() as workshop:
+        opened = workshop.opened.read()
         if everything:
             for entry in workshop.catalog.entries():
-                state = "" if entry.status == "ready" else f" [{entry.status}: {clip(entry.problem, 120)}]"
-                typer.echo(f"{entry.name}{state}  {clip(entry.description, 100)}".rstrip())
+                state = workshop.opened.state(entry, opened)
+                why = f": {clip(entry.problem, 120)}" if entry.status != "ready" else ""
+                said = f" [{state}{why}]" if state != "ready" else ""
+                typer.echo(f"{entry.name}{said}  {clip(entry.description, 100)}".rstrip())
             return
         counts: dict[str, Counter[str]] = {}
         for entry in workshop.catalog.entries():
-            counts.setdefault(entry.ecosystem, Counter())[entry.status] += 1
+            counts.setdefault(entry.ecosystem, Counter())[workshop.opened.state(entry, opened)] += 1
         for ecosystem, states in sorted(counts.items()):
             typer.echo(f"{ecosystem}: {', '.join(f'{count} {state}' for state, count in states.items())}")
         here = Interpreters(workshop.home)

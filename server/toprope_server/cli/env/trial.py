@@ -79,6 +79,7 @@ async def _sample(
     bad = 0
     try:
         async with _worker(workshop, entry, knobs, output) as (link, card):
+            workshop.opened.add(entry)
             typer.echo(_cut(f"{card.name}: {card.description}"))
             async with _sampler(workshop, link, card, model, max_tokens) as make:
                 for index in range(count):
