@@ -21,7 +21,6 @@ import pytest
 from toprope.sdk import errors
 from toprope.sdk.adapters import openenv
 from toprope.sdk.adapters._servers.openenv import Refused
-from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
 from toprope.sdk.adapters._servers.openenv_serve import _tell_failures
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.authoring.env_managed import OwnLoop, sample_group
@@ -249,41 +248,6 @@ def test_server_without_schema_and_tools_needs_a_knob(server: Served, monkeypatc
     assert configure(openenv.make(server), knobs={"action": "message", "action_fields": {"kind": "word"}})
     with pytest.raises(InvalidRequest, match="LD_PRELOAD"):
         configure(openenv.make(server), knobs={"variables": {"LD_PRELOAD": "x.so"}})
-
-
-LEVEL = {"$defs": {"Level": {"enum": ["low", "high"], "type": "string"}}}
-SEVERAL = {
-    "properties": {"kind": TEXT, "x": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "metadata": {}},
-    "required": ["kind"],
-}
-
-
-@pytest.mark.parametrize(
-    ("schema", "answer", "action"),
-    [
-        (COLUMN, "first 2, then -1", {"column": -1}),
-        (COLUMN, '{"column": "4"} as said', {"column": 4}),
-        (COLUMN, "<think>5</think>6", {"column": 6}),
-        (COLUMN, "2.5", None),
-        ({"properties": {"go": {"type": "boolean"}}}, "Yes, go: TRUE", {"go": True}),
-        (LEVEL | {"properties": {"to": {"$ref": "#/$defs/Level"}}}, "not low but High", {"to": "high"}),
-        (LEVEL | {"properties": {"to": {"$ref": "#/$defs/Level"}}}, "highest", None),
-        (SEVERAL, '{"kind": "water", "x": 3}', {"kind": "water", "x": 3}),
-        (SEVERAL, "wait", {"kind": "wait"}),
-        (SEVERAL, '{"x": 3}', None),
-        (SEVERAL, '{"kind": "water", "depth": 3}', None),
-        (MESSAGE, '{"message": "raw"}', {"message": '{"message": "raw"}'}),
-        ({"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}, "1 2", None),
-        (None, '{"any": [1]}', {"any": [1]}),
-    ],
-)
-def test_answers_become_actions_by_the_schema(schema: Any, answer: str, action: dict[str, Any] | None) -> None:
-    form = Form.of(schema, whole=schema is None)
-    if action is None:
-        with pytest.raises(NotAnAction):
-            form.read(answer)
-    else:
-        assert form.read(answer) == action
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 _LONGEST_TOLD = 1500
 _EXAMPLES: dict[str, Any] = {"integer": 0, "number": 0.5, "boolean": True, "array": [], "object": {}}
+_CONTAINERS = {"array": ("[", list), "object": ("{", dict)}
 
 
 class NotAnAction(Exception):
@@ -51,7 +52,8 @@ class _Field:
         if self.choices:
             kind = "one of " + ", ".join(json.dumps(choice, ensure_ascii=False) for choice in self.choices)
         else:
-            kind = " or ".join(self.kinds) or "any value"
+            kinds = (f"JSON {kind}" if kind in _CONTAINERS else kind for kind in self.kinds)
+            kind = " or ".join(kinds) or "any value"
         told = f"- {self.name}: {kind}, {'required' if self.required else 'optional'}"
         return f"{told}. {self.description}" if self.description else told
 
@@ -69,10 +71,11 @@ class _Field:
             for choice in self.choices:
                 if value == choice or word == str(choice).lower():
                     return choice
-        elif value is None and "null" in self.kinds or not self.kinds or {"array", "object"} & set(self.kinds):
+        elif value is None and "null" in self.kinds or not self.kinds:
             return value
         else:
-            for kind in self.kinds:
+            # A text is read as JSON only if it is nothing else; a list or object becomes a text only if it must.
+            for kind in sorted(self.kinds, key=lambda kind: (kind in _CONTAINERS) == isinstance(value, str)):
                 found = _as(kind, value)
                 if found is not None:
                     return found
@@ -86,6 +89,7 @@ class _Field:
         """
         if self.is_text or not self.kinds and not self.choices:
             return text
+        words: list[Any]
         if self.choices:
             options = "|".join(
                 re.escape(str(choice)) for choice in sorted(self.choices, key=lambda one: -len(str(one)))
@@ -95,6 +99,8 @@ class _Field:
             words = re.findall(r"\b(?:true|false|yes|no)\b", text, re.IGNORECASE)
         else:
             words = _NUMBER.findall(text)
+            for kind in _CONTAINERS.keys() & self.kinds:
+                words += _values(text, _CONTAINERS[kind][0])
         for word in reversed(words):
             try:
                 return self.converted(word)
@@ -195,17 +201,8 @@ class Form:
 
     def _object(self, text: str) -> dict[str, Any] | None:
         """Return the last JSON object of a text that has a field of the action."""
-        decoder, found, place = json.JSONDecoder(), None, text.find("{")
-        while place >= 0:
-            try:
-                value, end = decoder.raw_decode(text, place)
-            except (ValueError, RecursionError):
-                place = text.find("{", place + 1)
-                continue
-            if isinstance(value, dict) and (not self.closed or value.keys() & self.fields.keys()):
-                found = value
-            place = text.find("{", end)
-        return found
+        found = [one for one in _values(text, "{") if not self.closed or one.keys() & self.fields.keys()]
+        return found[-1] if found else None
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         if self.closed and (strange := [name for name in given if name not in self.fields]):
@@ -235,10 +232,29 @@ def _field(name: str, given: Any, definitions: Mapping[str, Any], required: bool
     return _Field(name, tuple(dict.fromkeys(kinds)), tuple(choices), required, " ".join(str(said or "").split()))
 
 
+def _values(text: str, opening: str) -> Iterator[Any]:
+    """Yield the JSON values of a text that begin with this character, without those within them."""
+    decoder, place = json.JSONDecoder(), text.find(opening)
+    while place >= 0:
+        try:
+            value, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            end = place + 1
+        else:
+            yield value
+        place = text.find(opening, end)
+
+
 def _as(kind: str, value: Any) -> Any:
     """Return a value as a JSON type; None if it does not have that type."""
     if kind == "string":
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if kind in _CONTAINERS:
+        try:
+            value = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, _CONTAINERS[kind][1]) else None
     if kind == "boolean":
         return value if isinstance(value, bool) else _BOOLEANS.get(str(value).strip().lower())
     if kind in ("integer", "number") and not isinstance(value, bool):

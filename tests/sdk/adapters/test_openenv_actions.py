@@ -1,0 +1,66 @@
+"""The form of an OpenEnv action: what a policy's answer becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
+
+TEXT = {"type": "string"}
+MESSAGE = {"properties": {"message": TEXT, "metadata": {}}, "required": ["message"]}
+COLUMN = {"properties": {"column": {"type": "integer"}}, "required": ["column"], "description": "Column 0 to 6."}
+LEVEL = {"$defs": {"Level": {"enum": ["low", "high"], "type": "string"}}}
+SEVERAL = {
+    "properties": {"kind": TEXT, "x": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "metadata": {}},
+    "required": ["kind"],
+}
+CELLS = {"properties": {"cells": {"type": "array", "items": {"type": "integer"}}}}
+EITHER = {"properties": {"to": {"type": ["string", "array", "integer"]}}}
+BOARD = {"properties": {"board": {"anyOf": [{"type": "object"}, {"type": "null"}]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "answer", "action"),
+    [
+        (COLUMN, "first 2, then -1", {"column": -1}),
+        (COLUMN, '{"column": "4"} as said', {"column": 4}),
+        (COLUMN, "<think>5</think>6", {"column": 6}),
+        (COLUMN, "2.5", None),
+        ({"properties": {"go": {"type": "boolean"}}}, "Yes, go: TRUE", {"go": True}),
+        (LEVEL | {"properties": {"to": {"$ref": "#/$defs/Level"}}}, "not low but High", {"to": "high"}),
+        (LEVEL | {"properties": {"to": {"$ref": "#/$defs/Level"}}}, "highest", None),
+        (SEVERAL, '{"kind": "water", "x": 3}', {"kind": "water", "x": 3}),
+        (SEVERAL, "wait", {"kind": "wait"}),
+        (SEVERAL, '{"x": 3}', None),
+        (SEVERAL, '{"kind": "water", "depth": 3}', None),
+        (MESSAGE, '{"message": "raw"}', {"message": '{"message": "raw"}'}),
+        ({"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}, "1 2", None),
+        (None, '{"any": [1]}', {"any": [1]}),
+        (CELLS, "[1, 2]", {"cells": [1, 2]}),
+        (CELLS, "Not [0] but [see above] this: [[1], 2].", {"cells": [[1], 2]}),
+        (CELLS, '{"cells": "[1, 2]"}', {"cells": [1, 2]}),
+        (EITHER, '{"to": [1]}', {"to": [1]}),
+        (EITHER, '{"to": "[1]"}', {"to": "[1]"}),
+        ({"properties": {"to": {"type": ["integer", "array"]}}}, "[1, 2]", {"to": [1, 2]}),
+        (BOARD, 'I play ```json\n{"a": {"b": [1]}}\n``` now', {"board": {"a": {"b": [1]}}}),
+        (BOARD, '{"board": null}', {"board": None}),
+        (BOARD, "[1, 2]", None),
+    ],
+)
+def test_answers_become_actions_by_the_schema(schema: Any, answer: str, action: dict[str, Any] | None) -> None:
+    form = Form.of(schema, whole=schema is None)
+    if action is None:
+        with pytest.raises(NotAnAction):
+            form.read(answer)
+    else:
+        assert form.read(answer) == action
+
+
+@pytest.mark.parametrize("answer", ["[1, 2", "(1, 2)", '{"cells": 2}'])
+def test_an_answer_without_the_list_is_told_its_form(answer: str) -> None:
+    form = Form.of(CELLS)
+    assert "- cells: JSON array, optional" in form.told() and "the value of cells alone" in form.told()
+    with pytest.raises(NotAnAction, match=r"\(cells: JSON array, optional\)"):
+        form.read(answer)
