@@ -57,6 +57,18 @@ def test_target_files_are_listed_and_wrong_ones_are_explained(folder: Path) -> N
     )
 
 
+def test_paths_in_lists_are_relative_to_the_file(folder: Path) -> None:
+    (folder / "more.jsonl").write_text("")
+    (folder / "shared").mkdir()
+    (folder / "gym.yaml").write_text(
+        "adapter: nemo_gym\nfolder: .\nrows: [sums.jsonl, more.jsonl]\npackages: [shared, /, nowhere]\n"
+    )
+    [gym] = [entry for entry in Catalog([folder]).entries() if entry.name == "gym"]
+    target = json.loads(gym.environment.target or "")
+    assert target["rows"] == [str(folder / "sums.jsonl"), str(folder / "more.jsonl")]
+    assert target["packages"] == [str(folder / "shared"), "/", "nowhere"] and target["folder"] == str(folder)
+
+
 def test_target_file_is_described_by_worker(folder: Path) -> None:
     catalog = Catalog([folder])
     described = asyncio.run(

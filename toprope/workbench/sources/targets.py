@@ -35,7 +35,7 @@ from toprope.workbench.sources.listing import entry_of, home_of, install_command
 _DATASET = "dataset"
 """It has a source of its own, which also reports files without an adapter."""
 _OURS = ("adapter", "interpreter", "knobs")
-_PATHS = ("file", "rows", "folder")
+_PATHS = ("file", "rows", "folder", "packages")
 _SINGLE_TURN = ("trl", "score", "reasoning_gym")
 """Adapters whose environments have one turn unless the target has an environment or tools."""
 
@@ -115,10 +115,8 @@ class TargetSource:
 
     def _listed(self, file: Path, adapter: Adapter, given: dict[str, Any]) -> Listed:
         target = {key: value for key, value in given.items() if key != "adapter"}
-        for key in _PATHS:
-            beside = file.parent / Path(str(target.get(key) or "")).expanduser()
-            if isinstance(target.get(key), str) and beside.exists():
-                target[key] = str(beside)
+        for key in target.keys() & _PATHS:
+            target[key] = _beside(file, target[key])
         target.setdefault("name", file.stem)
         said = (
             target.get("description")
@@ -134,6 +132,14 @@ class TargetSource:
             tools=several,
             tags=(adapter.name,),
         )
+
+
+def _beside(file: Path, given: Any) -> Any:
+    """Return a path relative to a file, or a list of them, as absolute ones; other values as they are."""
+    if isinstance(given, list):
+        return [_beside(file, one) for one in given]
+    beside = file.parent / Path(str(given or "")).expanduser()
+    return str(beside) if isinstance(given, str) and beside.exists() else given
 
 
 def _targeted(file: Path, adapter: Adapter, given: dict[str, Any]) -> Listed:
