@@ -127,6 +127,7 @@ def test_environment_that_hands_out_no_items_is_refused(collects: Callable[..., 
     [
         ([0.5, -1.0], [{"score": -1.0}, {}, {"score": 0.5}], "scored no sequence"),
         ([7.0, -2.5], [{"score": -2.5}, {}, {"score": 7.0}], "scored no sequence"),
+        ([1000.0000002, -2.5], [{"score": -2.5}, {}, {"score": 1000.0}], "scored no sequence"),
         ([7000.0, 1.0], [{"score": 1.0}, {}, {}], "reward_low and reward_high"),
         (None, [{}, {}, {}], "dropped the group"),
     ],

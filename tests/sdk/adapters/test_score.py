@@ -55,6 +55,7 @@ def test_score_function_with_rows_is_an_environment(tmp_path: Path) -> None:
 
 def test_score_outside_range_is_refused_or_clipped(tmp_path: Path) -> None:
     assert "slowly() gave 1.2, beyond 0 to 1" in outcome(tmp_path, "x" * 12, function="slowly").error
+    assert outcome(tmp_path, "x" * 12, function="slowly", range=[0, 1.1999999]).reward == 1.1999999
     clipped = outcome(tmp_path, "x" * 12, function="slowly", clip=True)
     assert clipped.reward == 1.0 and clipped.success
     wide = outcome(tmp_path, "level", function="slowly", range=[0, 9], success=1.5)

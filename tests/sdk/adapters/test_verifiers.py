@@ -179,11 +179,12 @@ def test_penalties_are_solved_without_one(open_taskset: Callable[..., OwnLoop]) 
 
 
 def test_rewards_beyond_the_owner_s_bounds_are_refused(open_taskset: Callable[..., OwnLoop]) -> None:
-    episodes = [episode(trace({"exact": (7.0, 1.0)}))]
+    episodes = [episode(trace({"exact": (score, 1.0)})) for score in (7.0, 4.000001)]
     environment = open_taskset(rewards=[reward("exact", 0.5, float)], episodes=episodes)
     assert environment.success({"exact": 1.0}, 0.5) and not environment.success({"exact": 0.9}, 0.45)
     configure(environment, knobs={"reward_high": 4.0})
-    beyond = sample(environment)
+    beyond, rounded = sample(environment), sample(environment)
+    assert isinstance(rounded, Played) and rounded.parts == {"exact": 4.0}
     assert isinstance(beyond, EnvironmentMistake) and "reward_low and reward_high, and success_reward" in str(beyond)
     assert environment.success({"exact": 4.0}, 2.0) and not environment.success({"exact": 1.0}, 0.5)
     with pytest.raises(InvalidRequest, match=r"reward_low 4 must be below reward_high 4"):

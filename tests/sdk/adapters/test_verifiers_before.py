@@ -166,6 +166,8 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
     assert right.messages[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
     assert isinstance(broken, Played) and broken.error == "ValueError: no room"
     assert Scoring.of(environment).max_reward == 2.0, "checks take rewards as shares of it"
+    rounded = environment._played({"metrics": {"exact": 1.0000002}, "error": None})  # type: ignore[attr-defined]
+    assert rounded.parts["exact"] == 1.0
     scaled = {"metrics": {"exact": 60.0}, "error": None}
     with pytest.raises(EnvironmentMistake, match="reward_low and reward_high, and success_reward"):
         environment._played(scaled)  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ from typing import Any
 from toprope.sdk.adapters._servers.atropos import GROUP, Group, Scores, server_class
 from toprope.sdk.adapters._servers.atropos_files import declared
 from toprope.sdk.adapters._servers.atropos_tokenizer import BYTES_PER_TOKEN, tokenizer_here
+from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
@@ -197,13 +198,13 @@ class Atropos(OwnLoop):
             said: dict[str, Any] = {"messages": one.messages, "turns": len(one.said)}
             if place not in rewards:
                 found.append(Played({}, error="the environment scored no sequence with this rollout's answer", **said))
-            elif not low <= rewards[place] <= high:
+            elif (score := within(rewards[place], low, high)) is None:
                 why = (
                     f"score {rewards[place]:g} is outside {low:g} to {high:g}: set the knobs reward_low and reward_high"
                 )
                 found.append(Played({}, error=why, **said))
             else:
-                found.append(Played({"score": rewards[place]}, **said))
+                found.append(Played({"score": score}, **said))
         return found
 
 

@@ -28,6 +28,7 @@ from toprope.sdk.adapters._inspect_ai.commands import confine_commands, with_ref
 from toprope.sdk.adapters._inspect_ai.listing import declared, installed
 from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
 from toprope.sdk.adapters._inspect_ai.packages import missing_package, without_markup
+from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
@@ -169,10 +170,11 @@ class Inspect(OwnLoop):
                 why = " ".join(str(getattr(score, "explanation", None) or "it gives no reason").split())
                 why = f"the scorer {name} gave no score: {why[:_LONGEST_REASON]}"
                 return Played({}, error=f"{why} ({_CURE})" if "Grade not found" in why else why, **said)
-            if not self.parts[name].low <= parts[name] <= self.parts[name].high:
+            if (bounded := within(parts[name], self.parts[name].low, self.parts[name].high)) is None:
                 raise EnvironmentMistake(
                     f"Score {name!r} is {parts[name]:g}: set the knobs reward_low and reward_high to hold it."
                 )
+            parts[name] = bounded
         return Played(parts, **said)
 
 

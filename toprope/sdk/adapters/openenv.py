@@ -22,6 +22,7 @@ from typing import Any, Literal
 from toprope.sdk.adapters._servers.openenv import Connection, Full, Refused, Server
 from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
 from toprope.sdk.adapters._servers.openenv_files import declared, installed, name_of, started
+from toprope.sdk.adapters._shared.bounds import TOLERANCE, within
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
@@ -47,8 +48,6 @@ _READY = "The environment is ready."
 _MANY = 1e6
 _MOST_NUMBERS = 1000
 """A longer list of numbers, such as a screen's pixels, is shown to the policy by its length."""
-_TOLERANCE = 1e-6
-"""Sums of rewards are rounded."""
 
 
 @dataclass
@@ -141,7 +140,7 @@ class OpenEnv(OwnLoop):
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         known = (self.knobs.success_reward, self.knobs.reward_high, 1.0)
-        return bool(parts["reward"] >= next(one for one in known if one is not None) - _TOLERANCE)
+        return bool(parts["reward"] >= next(one for one in known if one is not None) - TOLERANCE)
 
     def _bounds(self) -> tuple[float, float]:
         low, high = self.knobs.reward_low, self.knobs.reward_high
@@ -190,13 +189,12 @@ class OpenEnv(OwnLoop):
                         break
         total = sum(rewards) if self.knobs.reward == "sum" else rewards[-1] if rewards else 0.0
         low, high = self._bounds()
-        slack = _TOLERANCE * max(1.0, abs(low), abs(high))
-        if not low - slack <= total <= high + slack:
+        if (reward := within(total, low, high)) is None:
             raise EnvironmentMistake(
                 f"The episode's reward is {total:g}, outside {low:g} to {high:g}: set the knobs reward_low and "
                 "reward_high."
             )
-        parts = {"reward": min(max(total, low), high), "invalid": float(invalid)}
+        parts = {"reward": reward, "invalid": float(invalid)}
         return Played(parts, messages=messages, turns=turns, truncated=truncated)
 
     def _asked(self, said: Mapping[str, Any]) -> list[tuple[dict[str, Any] | NotAnAction, dict[str, Any]]]:

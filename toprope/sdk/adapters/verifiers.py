@@ -28,9 +28,9 @@ from toprope.sdk.adapters._verifiers.listing import declared, installed, more_re
 from toprope.sdk.adapters._verifiers.load_environment import (
     RANGE,
     LoadedEnvironment,
+    bounded,
     bounds,
     loads_environment,
-    outside,
     solved_from,
 )
 from toprope.sdk.adapters._verifiers.tool_servers import fork_tool_servers
@@ -245,7 +245,7 @@ class Verifiers(OwnLoop):
                 if reward is None:
                     continue
                 if name in parts and name != _OTHER:
-                    parts[name] += self._within(name, float(reward.score)) / len(traces)
+                    parts[name] += bounded(name, float(reward.score), self.parts[name]) / len(traces)
                 elif _OTHER in parts:
                     parts[_OTHER] += float(reward.value) / len(traces)
                 else:
@@ -258,12 +258,6 @@ class Verifiers(OwnLoop):
                     parts[name] += float(value) / len(traces)
         messages = [message_to_wire(message) for trace in traces for message in trace.messages]
         return Played(parts, messages=messages, turns=turns, truncated=truncated)
-
-    def _within(self, name: str, value: float) -> float:
-        part = self.parts[name]
-        if not part.low <= value <= part.high:
-            raise outside(name, value, part)
-        return value
 
 
 def make(target: str) -> OwnLoop:

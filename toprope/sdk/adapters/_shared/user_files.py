@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from toprope.sdk.adapters._shared import rows as _rows
+from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.authoring.environment import Part
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.authoring.loading import module_of
@@ -162,12 +163,12 @@ class Bounds:
             raise EnvironmentMistake(f"{whose} gave {number}, which is not finite.")
         if self.clip:
             return min(max(number, self.low), self.high)
-        if not self.low - 1e-9 <= number <= self.high + 1e-9:
+        if (bounded := within(number, self.low, self.high)) is None:
             raise EnvironmentMistake(
                 f"{whose} gave {number:g}, beyond {self.low:g} to {self.high:g}: declare {self._key}: [low, high], or "
                 f"`clip`: true, {self._place}."
             )
-        return min(max(number, self.low), self.high)
+        return bounded
 
 
 def public_name(function: Any) -> str:

@@ -17,6 +17,7 @@ import typing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.adapters._verifiers.judges import lead_to_judge, rollout_of
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task, copy_for
@@ -24,7 +25,7 @@ from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 
-__all__ = ["BEFORE", "RANGE", "LoadedEnvironment", "bounds", "loads_environment", "outside", "solved_from"]
+__all__ = ["BEFORE", "RANGE", "LoadedEnvironment", "bounded", "bounds", "loads_environment", "solved_from"]
 
 BEFORE = ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.2.37")
 """The requirements of such packages: they import the server of mcp before 2, and start sandboxes by a text."""
@@ -172,9 +173,7 @@ class LoadedEnvironment(OwnLoop):
             part = self.parts.get(name)
             if part is None or value is None:
                 continue
-            if not part.low <= float(value) <= part.high:
-                raise outside(name, float(value), part)
-            parts[name] = float(value)
+            parts[name] = bounded(name, float(value), part)
         said = [*_listed(state.get("prompt")), *_listed(state.get("completion"))]
         return Played(parts, messages=[_wire(one) for one in said], turns=turns, truncated=truncated)
 
@@ -191,12 +190,18 @@ def bounds(knobs: Any) -> tuple[float, float]:
     return low, high
 
 
-def outside(name: str, value: float, part: Part) -> EnvironmentMistake:
-    """Return the error of a reward beyond its bounds: on another scale, any answer could count as solved."""
-    return EnvironmentMistake(
-        f"Reward {name!r} is {value:g}, outside {part.low:g} to {part.high:g}: set the knobs reward_low and "
-        "reward_high, and success_reward unless only the largest reward counts as solved."
-    )
+def bounded(name: str, value: float, part: Part) -> float:
+    """Return a reward within its bounds; see `within`.
+
+    Raises:
+        EnvironmentMistake: It is outside: on another scale, any answer could count as solved.
+    """
+    if (reward := within(value, part.low, part.high)) is None:
+        raise EnvironmentMistake(
+            f"Reward {name!r} is {value:g}, outside {part.low:g} to {part.high:g}: set the knobs reward_low and "
+            "reward_high, and success_reward unless only the largest reward counts as solved."
+        )
+    return reward
 
 
 def solved_from(knobs: Any, parts: Iterable[Part]) -> float:
