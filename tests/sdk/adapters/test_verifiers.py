@@ -13,17 +13,32 @@ from types import SimpleNamespace as Thing
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.harness import HARNESS
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
-from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, MissingKnobs
 from toprope.sdk.rollouts import configure
 
 
 class Config(BaseModel):
     """Settings of a taskset: none."""
+
+
+class Source(BaseModel):
+    """A setting that is an object."""
+
+    path: str
+
+
+class Asking(BaseModel):
+    """Settings of a taskset that cannot do without some."""
+
+    words: list[str] = Field(description="words to copy")
+    turns: int
+    source: Source
+    shuffle: bool = False
 
 
 class First(Thing):
@@ -87,7 +102,14 @@ def open_taskset(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch)
     """A function that makes the environment of a taskset with these rewards, metrics, tools and episodes."""
 
     def make(
-        *, rewards: Any = (), metrics: Any = (), tools: Any = (), episodes: Any = (), agents: tuple[str, ...] = ()
+        *,
+        rewards: Any = (),
+        metrics: Any = (),
+        tools: Any = (),
+        episodes: Any = (),
+        agents: tuple[str, ...] = (),
+        settings: type[BaseModel] = Config,
+        knobs: dict[str, Any] | None = None,
     ) -> OwnLoop:
         hooks = {"reward": list(rewards), "metric": list(metrics)}
         data = Thing(system_prompt=None, prompt="Copy: x", answer="x")
@@ -96,9 +118,9 @@ def open_taskset(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch)
         )
         config = Thing(taskset=Thing(id="copy"), model_copy=lambda update: config)
         loaders = {
-            "taskset_class": lambda taskset: Tasks, "taskset_config_type": lambda taskset: Config,
+            "taskset_class": lambda taskset: Tasks, "taskset_config_type": lambda taskset: settings,
             "load_environment": lambda config: Env(Tasks([first]), list(episodes), agents),
-            "resolve_env_config": lambda given: config, 
+            "resolve_env_config": lambda given: settings(**given["taskset"]) and config,
             "harness_config_type": lambda harness: Thing(model_validate=lambda given: Thing(**given)),
             "harness_class": lambda harness: Thing(NEEDS_CONTAINER=harness == "boxed"),
         }  # fmt: skip
@@ -117,7 +139,7 @@ def open_taskset(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch)
             stand_in(name, **members)
         monkeypatch.setenv("PATH", os.environ["PATH"])  # the adapter adds to it
         monkeypatch.setattr(verifiers, "fork_tool_servers", lambda: None)
-        environment = configure(verifiers.make("copy"))
+        environment = configure(verifiers.make("copy"), knobs=knobs)
         assert isinstance(environment, OwnLoop)
         return environment
 
@@ -202,6 +224,17 @@ def test_each_rollout_of_a_zero_sum_game_is_one_seat_with_its_own_reward(open_ta
     [task] = environment.tasks()
     found = asyncio.run(environment.group(task, [Session("http://x/v1", f"k{n}", "m", f"j{n}") for n in range(4)]))
     assert [one.parts["other"] for one in found if isinstance(one, Played)] == [2.0, -2.0, 2.0, -2.0]
+
+
+def test_settings_that_a_taskset_requires_are_knobs(open_taskset: Callable[..., OwnLoop]) -> None:
+    with pytest.raises(MissingKnobs, match=r"^It needs the knobs words \(list\[str\]: words to copy\), taskset_turns "):
+        open_taskset(settings=Asking)
+    rest = {"taskset": {"turns": 3, "source": {"path": "x"}}}
+    with pytest.raises(MissingKnobs, match=r"^It needs the knob words \("):
+        open_taskset(settings=Asking, knobs={"config": rest})
+    assert open_taskset(settings=Asking, knobs={"words": ["a"], "config": rest}).knobs.words == ["a"]
+    whole = {"words": ["a"], "taskset_turns": 3, "source": {"path": "x"}}
+    assert open_taskset(settings=Asking, knobs=whole).knobs.shuffle is False
 
 
 def test_images_are_named_as_unsupported(open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]) -> None:

@@ -38,7 +38,7 @@ from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
 from toprope.sdk.discovery import first_line
-from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "Verifiers", "declared", "installed", "make", "more_requirements"]
 
@@ -66,8 +66,9 @@ class Verifiers(OwnLoop):
         self.files = (file,) if file else ()
         self.name = f"verifiers/{cls.__name__ if taskset.startswith('_') else taskset}"  # type: ignore[misc]
         self.__doc__ = first_line(cls.__doc__) or first_line(sys.modules[cls.__module__].__doc__) or self.name
-        self._fields, knobs = _knobs(taskset_config_type(taskset))
-        self.Knobs = knobs  # type: ignore[assignment]
+        config = taskset_config_type(taskset)
+        self._fields, self.Knobs = _knobs(config)  # type: ignore[assignment]
+        self._required = [name for name, field in self._fields.items() if config.model_fields[field].is_required()]
         self._env: Any = None
         self._open: dict[str, Any] = {}
         """State that rollouts share; they run on copies of this environment."""
@@ -92,6 +93,8 @@ class Verifiers(OwnLoop):
             self._env = load_environment(config)
             first = next(iter(self._env.taskset), None)
         except (ValidationError, TypeError, ValueError, ModuleNotFoundError) as error:
+            if missing := [name for name in self._required if self._fields[name] not in given["taskset"]]:
+                raise MissingKnobs("", *missing) from error
             raise InvalidRequest(f"verifiers refuses these knobs: {error}") from error
         self._open = {}
         if first is None:
@@ -342,12 +345,14 @@ def _knobs(config: Any) -> tuple[dict[str, str], type]:
     ]
     fields, made = {}, ours
     for name, field in config.model_fields.items():
-        if name in ("id", "task", "system_prompt") or not settable(field.annotation) or field.is_required():
+        plain = settable(field.annotation)
+        if name in ("id", "task", "system_prompt") or not plain and not field.is_required():
             continue
-        default = field.get_default(call_default_factory=True)
+        # Setup finds out if a required field is missing, because `config` may give it too.
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
         taken = f"taskset_{name}" if name in _OURS else name
         fields[taken] = name
-        made.append((taken, field.annotation, knob(default, help=field.description or "")))
+        made.append((taken, field.annotation if plain else Any, knob(default, help=field.description or "")))
     return fields, dataclasses.make_dataclass("Knobs", made)
 
 
