@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.tools_house import make_workshop
 from tests.support.trajectory_runs import place_tokenizer, words_run
-from toprope.errors import Corrupt, InvalidValue, LockedField, NotFound, NotPossibleNow
+from toprope.errors import Corrupt, EnvironmentFailed, InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.settings.owner import HttpSettings
 from toprope.trajectories.datasets.dataset import read_items
 from toprope.trajectories.datasets.store import DatasetStore
@@ -211,13 +211,30 @@ def test_the_owner_can_forbid_and_limit(shop, settings):
 
 def test_recipes_with_environments_keep_the_owners_locks(shop):
     file = shop.home.configuration / "locks.yaml"
-    file.write_text("locks: [{field: environment.network, value: deny, reason: No calls.}]\n")
+    network = "{field: environment.network, value: deny, reason: No calls.}"
+    file.write_text(f"locks: [{network}, {{field: environment.load_timeout_s, min: 900, reason: Slow disk.}}]\n")
     try:
         recipe = {"target_size": 3, "steps": [{"environment": "number_guess"}]}
         order = build_order(shop.home, shop.catalog, "locked", [], None, recipe).order
     finally:
         file.unlink()
     assert order.network is False and order.locks["environment.network"]["reason"] == "No calls."
+    assert order.load_timeout_s == 900.0
+    assert build_order(shop.home, shop.catalog, "free", [], None, recipe).order.load_timeout_s == 120.0
+
+
+def test_recipe_s_environment_that_loads_too_long_is_told(shop, settings):
+    folder = shop.home.configuration / "environments"
+    folder.mkdir(exist_ok=True)
+    (folder / "slow.py").write_text(
+        "import time\nfrom toprope.sdk import Environment\ntime.sleep(600)\nclass Slow(Environment): ...\n"
+    )
+    presets = shop.home.configuration / "presets"
+    presets.mkdir(exist_ok=True)
+    (presets / "brief.yaml").write_text("description: Brief.\nconfig: {environment: {load_timeout_s: 2}}\n")
+    settings("preset: brief\n")
+    with pytest.raises(EnvironmentFailed, match="did not answer 'open' within 2 s"):
+        ask(data.build_dataset, shop, name="slow", recipe={"target_size": 3, "steps": [{"environment": "slow"}]})
 
 
 def test_simultaneous_jobs_keep_the_owners_limit(shop, settings, monkeypatch):

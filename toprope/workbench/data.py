@@ -33,6 +33,7 @@ from toprope.trajectories.jobs.jobs import Job
 from toprope.trajectories.jobs.orders import Code, Order
 from toprope.trajectories.synthesis.recipe import Recipe, StepPlan, parse_recipe
 from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.drafts import default_section
 from toprope.workbench.endpoints import keys_for, require_keys, resolve_models
 from toprope.workbench.launch.seeds import expand
 from toprope.workbench.paid_calls import reserve_paid_calls
@@ -243,6 +244,7 @@ def _fill(
                 raise InvalidValue(f"Step {number}: {entry.name} is {entry.status}: {entry.problem}")
             order.environments[step.environment] = entry.environment
             order.locks, order.network = locks.record(), not locks.refusal("environment.network", "allow")
+            order.load_timeout_s = default_section(home, entry.name, locks).load_timeout_s
             order.memory_mb = int(locks.nearest("environment.memory_mb", 0))
     return keys
 

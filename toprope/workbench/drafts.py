@@ -19,8 +19,10 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.changes import Change, apply_changes
 from toprope.settings.fields import KNOBS, Field, all_fields
 from toprope.settings.locks import Locks
-from toprope.settings.presets import Preset
+from toprope.settings.owner import Home
+from toprope.settings.presets import Preset, load_preset
 from toprope.settings.schema import Config
+from toprope.settings.sections.environment import EnvironmentSection
 from toprope.workbench.history import difference, taken_back
 
 
@@ -51,6 +53,17 @@ class Edit:
     revision: int
     at: float
     changes: list[Change]
+
+
+def default_section(home: Home, environment: str, locks: Locks) -> EnvironmentSection:
+    """Return the section that a draft from the owner's preset would have, without knobs; the schema's if it is gone."""
+    section = EnvironmentSection(name=environment)
+    try:
+        section = load_preset(home.settings().preset, home.preset_folders).config(environment).environment
+    except (InvalidValue, NotFound):  # Opening an environment needs no preset; select_environment tells.
+        pass
+    limit = locks.nearest("environment.load_timeout_s", section.load_timeout_s)
+    return section.model_copy(update={"load_timeout_s": float(limit), "knobs": {}, "reward_weights": {}})
 
 
 class Drafts:

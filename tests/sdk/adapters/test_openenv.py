@@ -20,6 +20,7 @@ import pytest
 
 from toprope.sdk import errors
 from toprope.sdk.adapters import openenv
+from toprope.sdk.adapters._servers import started
 from toprope.sdk.adapters._servers.openenv import Refused
 from toprope.sdk.adapters._servers.openenv_serve import _tell_failures
 from toprope.sdk.adapters._servers.started import StartedServer
@@ -28,6 +29,7 @@ from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 from toprope.sdk.rollouts import configure
 from toprope.sdk.worker.scripted_policy import scripted_session
+from toprope.settings.sections.environment import EnvironmentSection
 
 # A stand-in for websockets: the server side of the OpenEnv protocol, without a socket.
 
@@ -381,6 +383,11 @@ def test_what_an_environment_lacks_is_no_refusal_of_an_action(
 
     with pytest.raises(Refused if refusal else EnvironmentMistake, match=re.escape(reason)):
         asyncio.run(stepped())
+
+
+def test_server_that_starts_here_has_as_long_as_the_owner_may_allow() -> None:
+    limits = EnvironmentSection.model_fields["load_timeout_s"].metadata
+    assert [one.le for one in limits if hasattr(one, "le")] == [started._START_S]
 
 
 def test_server_whose_program_reached_no_host_is_told_with_the_host() -> None:

@@ -102,6 +102,15 @@ def test_env_try_shows_turns_errors_and_output_with_endpoint(shell: Shell, tmp_p
     assert "nothing_of_that_name" in shell("try", str(file), "--model", "solver", code=1)
 
 
+def test_env_try_waits_as_long_as_the_owner_lets_environments_load(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "slow.py"
+    file.write_text(f"import time\ntime.sleep(600)\n{TALK}")
+    (shell.config / "presets").mkdir(parents=True)
+    (shell.config / "presets" / "brief.yaml").write_text("config: {environment: {load_timeout_s: 2}}\n")
+    (shell.config / "settings.yaml").write_text("preset: brief\n")
+    assert "did not answer 'open' within 2 s" in shell("try", str(file), "--model", "solver", code=1)
+
+
 def test_policy_in_folder_answers(shell: Shell, tmp_path: Path) -> None:
     policy = tmp_path / "policy"
     policy.mkdir()

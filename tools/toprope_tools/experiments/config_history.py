@@ -22,6 +22,7 @@ from toprope.settings.changes import Change
 from toprope.settings.fields import KNOBS
 from toprope.settings.presets import load_preset
 from toprope.text_format import call, clip, cut, plural, value
+from toprope.workbench.drafts import default_section
 from toprope.workbench.history import Side, config_of_preset, difference
 from toprope.workbench.launch.freeze import freeze_again
 from toprope_tools.answers import planning as planning_answers
@@ -29,7 +30,7 @@ from toprope_tools.answers import runs as runs_answers
 from toprope_tools.answers.answer import Answer, fitting
 from toprope_tools.openings import CALLER, Caller
 from toprope_tools.planning.config import said_changes
-from toprope_tools.planning.opening import default_section, describe, options_of
+from toprope_tools.planning.opening import describe, options_of
 from toprope_tools.runs.sweeps import best_of_sweep
 from toprope_tools.runs.training import start_frozen
 
@@ -57,7 +58,7 @@ async def fork_config(workshop: Workshop, *, run_id: str, caller: Caller = CALLE
     locks = workshop.home.locks(run.preset)
     knobs = await to_thread.run_sync(_known_knobs, workshop, run)
     if knobs is None:
-        section, own = default_section(workshop, entry.name, locks), run.config.environment
+        section, own = default_section(workshop.home, entry.name, locks), run.config.environment
         limit = float(locks.nearest("environment.load_timeout_s", own.load_timeout_s))
         options = options_of(workshop, section, load_timeout_s=limit)
         tuned = {knob: locks.nearest(f"{KNOBS}.{knob}", given) for knob, given in own.knobs.items()}

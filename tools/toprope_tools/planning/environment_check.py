@@ -17,12 +17,13 @@ from toprope.text_format import call, clip, number, plural
 from toprope.untrusted import marked
 from toprope.workbench.catalog.check import FULL_S, QUICK_S, CheckReport, check
 from toprope.workbench.catalog.kept_checks import KeptChecks, KeptFinding
+from toprope.workbench.drafts import default_section
 from toprope.workbench.launch.mixture_sources import hold_locks, own_source
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.planning import CheckAnswer, CheckFinding
 from toprope_tools.openings import CALLER, Caller
 from toprope_tools.planning.fit import default_policy, lengths
-from toprope_tools.planning.opening import default_section, opened, options_of
+from toprope_tools.planning.opening import opened, options_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -79,7 +80,7 @@ async def check_environment(
         section = section.model_copy(update={"knobs": {**section.knobs, **own_knobs}})
     else:
         entry = await to_thread.run_sync(workshop.catalog.find, name)
-        section = default_section(workshop, entry.name, locks).model_copy(update={"knobs": own_knobs})
+        section = default_section(workshop.home, entry.name, locks).model_copy(update={"knobs": own_knobs})
         policy = default_policy(workshop, entry.name)
     allowed = seconds or (FULL_S if full else QUICK_S)
     max_turns = section.max_turns if draft_id else None

@@ -19,6 +19,7 @@ from toprope.settings.presets import Preset, list_presets, load_preset
 from toprope.text_format import brief_duration, call, clip, cut, duration, number, percent, plural, value
 from toprope.untrusted import marked, named
 from toprope.workbench.catalog.catalog import Description, Entry, Example
+from toprope.workbench.drafts import default_section
 from toprope.workbench.fit import SFT_PRESET, misfits, warning_lines
 from toprope.workbench.launch.baseline import Baseline, baseline_of
 from toprope_tools.answers import planning as answers
@@ -26,7 +27,7 @@ from toprope_tools.answers.answer import Answer
 from toprope_tools.openings import CALLER, Caller
 from toprope_tools.planning.config import said_changes
 from toprope_tools.planning.fit import Lengths, default_policy, lengths, misfits_of, remember, sample_of
-from toprope_tools.planning.opening import default_section, describe, options_of
+from toprope_tools.planning.opening import describe, options_of
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -98,7 +99,7 @@ async def describe_environment(
     entry = await to_thread.run_sync(workshop.catalog.find, name)
     locks = workshop.home.locks()
     locks.require({f"{KNOBS}.{knob}": given for knob, given in (knobs or {}).items()})
-    options = options_of(workshop, default_section(workshop, entry.name, locks), knobs=knobs or {})
+    options = options_of(workshop, default_section(workshop.home, entry.name, locks), knobs=knobs or {})
     described = await describe(workshop, entry, options, examples=3, caller=caller)
     tested = await to_thread.run_sync(baseline_of, entry.name, workshop.home.runs)
     card = described.card

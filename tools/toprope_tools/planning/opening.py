@@ -12,10 +12,8 @@ from typing import Any, TypeVar
 
 from anyio import to_thread
 
-from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
+from toprope.errors import EnvironmentFailed
 from toprope.records.walls import Walls, allowed_network
-from toprope.settings.locks import Locks
-from toprope.settings.presets import load_preset
 from toprope.settings.sections.environment import EnvironmentSection
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import call
@@ -41,18 +39,6 @@ def options_of(workshop: Workshop, section: EnvironmentSection, **more: Any) -> 
         walls=Walls.of_home(workshop.home),
     )
     return WorkerOptions(**{**given, **more})
-
-
-def default_section(workshop: Workshop, environment: str, locks: Locks) -> EnvironmentSection:
-    """Return the section that a draft from the owner's preset would have, without knobs; the schema's if it is gone."""
-    section = EnvironmentSection(name=environment)
-    try:
-        preset = load_preset(workshop.settings().preset, workshop.home.preset_folders)
-        section = preset.config(environment).environment
-    except (InvalidValue, NotFound):  # Describing an environment needs no preset; select_environment tells.
-        pass
-    limit = locks.nearest("environment.load_timeout_s", section.load_timeout_s)
-    return section.model_copy(update={"load_timeout_s": float(limit), "knobs": {}, "reward_weights": {}})
 
 
 async def describe(

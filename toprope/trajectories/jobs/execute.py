@@ -56,7 +56,6 @@ from toprope.trajectories.synthesis.pipeline import (
 from toprope.trajectories.synthesis.recipe import Recipe, StepPlan, parse_recipe
 
 _TELL_EVERY_S = 0.5
-_OPEN_S = 120.0
 _SPLIT_THRESHOLD = 0.85
 
 
@@ -353,12 +352,14 @@ class Work:
                 network="allow" if self._order.network else "deny",
                 memory_mb=round(ADDRESS_SPACE_FACTOR * memory_mb),
             )
-            link = await EnvironmentWorker.behind(wall, source.interpreter, env=worker_environment(), timeout=_OPEN_S)
+            link = await EnvironmentWorker.behind(
+                wall, source.interpreter, env=worker_environment(), timeout=self._order.load_timeout_s
+            )
             stack.push_async_callback(link.close)
             stack.callback(asyncio.create_task(watch_worker(link, memory_mb)).cancel)
             card = await link.open(
                 source.model_dump(include={"file", "attribute", "adapter", "target", "knobs"}, exclude_none=True),
-                timeout=_OPEN_S,
+                timeout=self._order.load_timeout_s,
                 knobs=knobs,
             )
         except WorkerFailure as error:

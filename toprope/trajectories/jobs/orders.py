@@ -78,6 +78,8 @@ class Order(_Data):
     """Memory of each environment in MB; 0: no limit."""
     network: bool = True
     """True if environments may use the network."""
+    load_timeout_s: float = 120.0
+    """Seconds that an environment's worker may take to start, and again to load it."""
     most_items: int = 5_000_000
     """Most items that a build may hold or an export may write."""
 

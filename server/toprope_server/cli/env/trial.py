@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from toprope.records.worker_messages import Card
     from toprope.training.rollouts.sampled_group import SampledGroup
     from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
+    from toprope.workbench.catalog.describe import WorkerOptions
     from toprope.workbench.entries import Entry
 
 SOLVER = "solver"
 _LONGEST = 2000
-_CALL_S = 60.0
 
 
 def try_environment(
@@ -70,18 +70,23 @@ async def _sample(
     workshop: Workshop, name: str, count: int, model: str, knobs: dict[str, Any], split: str, max_tokens: int
 ) -> int:
     """The number of rollouts that ended with an error."""
+    from toprope_tools.planning.opening import options_of
+
     from toprope.sdk.errors import WorkerFailure
     from toprope.workbench.catalog.describe import failed, require_usable
+    from toprope.workbench.drafts import default_section
 
     entry = _find(workshop, name)
     require_usable(entry)
+    section = default_section(workshop.home, entry.name, workshop.home.locks())
+    options = options_of(workshop, section, knobs=knobs)
     output = _Output()
     bad = 0
     try:
-        async with _worker(workshop, entry, knobs, output) as (link, card):
+        async with _worker(entry, options, output) as (link, card):
             workshop.opened.add(entry)
             typer.echo(_cut(f"{card.name}: {card.description}"))
-            async with _sampler(workshop, link, card, model, max_tokens) as make:
+            async with _sampler(workshop, link, card, options, model, max_tokens) as make:
                 for index in range(count):
                     made = await make(split, index)
                     if made is None:
@@ -97,32 +102,15 @@ async def _sample(
 
 @asynccontextmanager
 async def _worker(
-    workshop: Workshop, entry: Entry, knobs: dict[str, Any], output: _Output
+    entry: Entry, options: WorkerOptions, output: _Output
 ) -> AsyncIterator[tuple[EnvironmentWorker, Card]]:
     """A worker that has opened the environment, and its card."""
-    from toprope.records.walls import Walls
-    from toprope.sdk.worker.client import worker_environment
-    from toprope.supervisor.environment_variables import worker_variables
-    from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
-    from toprope.training.rollouts.workers.walls import environment_wall
     from toprope.workbench.catalog.stray_processes import MARK, new_mark, sweep
 
     mark, folder = new_mark(), tempfile.mkdtemp(prefix="toprope-")  # some environments write into the current folder
-    variables = worker_environment({**worker_variables(workshop.settings().variables), MARK: mark})
     try:
-        async with await EnvironmentWorker.behind(
-            environment_wall(
-                Walls.of_home(workshop.home),
-                entry.environment,
-                network=workshop.home.locks().nearest("environment.network", "allow"),
-            ),
-            entry.environment.interpreter,
-            env=variables,
-            cwd=folder,
-            stderr=output,
-        ) as link:
-            source = entry.environment.model_dump(include={"file", "attribute", "adapter", "target", "knobs"})
-            yield link, await link.open(source, timeout=180.0, knobs=knobs)
+        async with await options.start(entry, {MARK: mark}, folder, output) as link:
+            yield link, await options.open(link, entry)
     finally:
         sweep(mark)
         shutil.rmtree(folder, ignore_errors=True)
@@ -130,7 +118,7 @@ async def _worker(
 
 @asynccontextmanager
 async def _sampler(
-    workshop: Workshop, link: EnvironmentWorker, card: Card, model: str, max_tokens: int
+    workshop: Workshop, link: EnvironmentWorker, card: Card, options: WorkerOptions, model: str, max_tokens: int
 ) -> AsyncIterator[Any]:
     """A function that samples task number `index` of a split; None if there is no such task."""
     from toprope.sdk.errors import WorkerError
@@ -146,7 +134,8 @@ async def _sampler(
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, max_tokens)
 
     async def has(split: str, index: int) -> bool:
-        return bool((await link.tasks(split, index, 1, timeout=_CALL_S)).tasks)
+        limit = options.call_timeout_s + options.load_timeout_s  # the first call makes the tasks
+        return bool((await link.tasks(split, index, 1, timeout=limit)).tasks)
 
     @asynccontextmanager
     async def sampled_by(policy: Any) -> AsyncIterator[Any]:
@@ -157,7 +146,7 @@ async def _sampler(
             await RestartingWorker.start(again, config.launcher.model_copy(update={"restarts": 0})),
             policy,
             multi_turn=card.max_turns > 1,
-            call_timeout_s=60.0,
+            call_timeout_s=options.call_timeout_s,
         )
 
         async def make(split: str, index: int) -> SampledGroup | None:
@@ -168,7 +157,7 @@ async def _sampler(
     if model == SOLVER:
 
         async def solve(split: str, index: int) -> SampledGroup | None:
-            return await _solved(link, split, index) if await has(split, index) else None
+            return await _solved(link, split, index, options.call_timeout_s) if await has(split, index) else None
 
         if card.own_loop:
             raise WorkerError("invalid", "", "it runs its own loop, in which the solver cannot answer: name a model")
@@ -198,26 +187,26 @@ async def _sampler(
         yield make
 
 
-async def _solved(link: EnvironmentWorker, split: str, index: int) -> SampledGroup:
+async def _solved(link: EnvironmentWorker, split: str, index: int, limit_s: float) -> SampledGroup:
     """Sample a rollout with the environment's own answers."""
     from toprope.records.journal.groups import Outcome
     from toprope.training.rollouts.sampled_group import SampledGroup, excerpt
 
-    began = await link.begin(split, index, 1, timeout=_CALL_S)
+    began = await link.begin(split, index, 1, timeout=limit_s)
     [handle], messages = began.rollouts, list(began.messages)
     first, said = len(messages), ""
     outcome: Outcome | None = None
     while outcome is None:
-        answer = await link.solve(handle, timeout=_CALL_S)
+        answer = await link.solve(handle, timeout=limit_s)
         if answer is None:
-            await link.discard([handle], timeout=_CALL_S)
+            await link.discard([handle], timeout=limit_s)
             outcome = Outcome(0.0, error="the task has no reference and the environment no solve()")
             break
         said = answer
-        [moved] = await link.advance([[handle, said, False]], timeout=_CALL_S)
+        [moved] = await link.advance([[handle, said, False]], timeout=limit_s)
         messages += [{"role": "assistant", "content": said}, *moved.messages]
         if moved.done:
-            outcome = moved.outcome or (await link.settle([handle], timeout=_CALL_S))[0]
+            outcome = moved.outcome or (await link.settle([handle], timeout=limit_s))[0]
     talk = excerpt(messages[first:]) if len(messages) > first else ""
     return SampledGroup(began.task_id, messages[:first], [said], [outcome], [[]], 0.0, [talk])
 

@@ -22,8 +22,8 @@ from toprope.sdk.errors import LoadError, with_unresolved
 __all__ = ["StartedServer"]
 
 _WAIT_S = 60.0
-_START_S = 900.0
-"""Limit of a server that is started here; opening an environment has a limit of its own, which the owner sets."""
+_START_S = 3600.0
+"""Limit of a server that is started here: the longest that the owner may set for opening an environment."""
 _LONGEST = 400
 _TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
