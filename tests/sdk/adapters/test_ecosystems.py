@@ -249,6 +249,11 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
     new, old, _ = verifiers.installed(tmp_path)
     assert "verifiers==0.4" in new.problem and not old.problem
     assert verifiers.more_requirements(tmp_path) == ()
+    for kind, text in {"tasks": "__all__ = ['MyTaskset']", "loads": "def load_environment(): ..."}.items():
+        (tmp_path / "projects" / kind / kind).mkdir(parents=True)
+        (tmp_path / "projects" / kind / kind / "__init__.py").write_text(text)
+    assert verifiers.more_requirements(tmp_path / "projects" / "tasks") == ("uv",)
+    assert verifiers.more_requirements(tmp_path / "projects" / "loads")[0] == "verifiers<0.2"
     (tmp_path / "echo_env").mkdir()
     (tmp_path / "echo_env" / "openenv.yaml").write_text('name: "echo"\napp: server.app:app\n')
     [echo] = openenv.installed(tmp_path)

@@ -12,6 +12,7 @@ from toprope.sdk.discovery import first_line, literal, parse
 
 __all__ = ["declared", "installed", "more_requirements"]
 
+_PROGRAMS = ("uv",)
 _PACKAGE = "verifiers"
 
 
@@ -34,7 +35,8 @@ def installed(site_packages: Path) -> list[Listed]:
 
 
 def more_requirements(place: Path) -> tuple[str, ...]:
-    """Return what the packages in a folder need besides their own requirements: the right version of verifiers.
+    """Return what the packages in a folder need besides their own requirements: the right version of verifiers, or the
+    program uv, with which verifiers 0.4 starts harnesses and servers of tasksets.
 
     Args:
         place: An interpreter's packages, or the folder of a project.
@@ -49,7 +51,7 @@ def more_requirements(place: Path) -> tuple[str, ...]:
         *place.glob("src/*/__init__.py"),
     ]
     kinds = {_kind_of(file) for file in files if file.parent.name not in ("tests", "test")}
-    return BEFORE if "before" in kinds and "taskset" not in kinds else ()
+    return _PROGRAMS if "taskset" in kinds else BEFORE if "before" in kinds else ()
 
 
 def _top_level(files: Iterable[str]) -> Iterable[str]:
