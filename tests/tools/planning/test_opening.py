@@ -9,9 +9,11 @@ from toprope_tools.clients import Client
 from toprope_tools.openings import Caller
 from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.planning.environments import describe_environment, list_environments, select_environment
+from toprope_tools.planning.opening import options_of
 
 from tests.support.tools_house import do
 from toprope.errors import EnvironmentFailed, InvalidValue, NotPossibleNow
+from toprope.settings.sections.environment import EnvironmentSection
 from toprope.workbench.catalog.opened import Opened
 
 NEEDY = '''from toprope.sdk import Environment, Task, knob
@@ -86,6 +88,12 @@ def test_missing_knobs_are_named_with_their_types_and_given_to_every_tool(shop):
         do(select_environment, shop, name="needy", knobs={**knobs, "times": 99})
     again = do(check_environment, shop, name=draft.id, knobs={"times": 3})
     assert again.data.draft_id == draft.id and again.data.tasks_tried
+
+
+def test_a_worker_is_not_told_the_weights_of_judges(shop):
+    judge = {"name": "tone", "judge": "critic", "rubric": "Be kind."}
+    section = EnvironmentSection(name="needy", rewards=[judge], reward_weights={"tone": 0.5, "exact": 2.0})
+    assert options_of(shop, section).reward_weights == {"exact": 2.0}
 
 
 def test_only_what_was_opened_is_called_ready(shop):

@@ -14,7 +14,7 @@ from anyio import to_thread
 
 from toprope.errors import EnvironmentFailed
 from toprope.records.walls import Walls, allowed_network
-from toprope.settings.sections.environment import EnvironmentSection
+from toprope.settings.sections.environment import EnvironmentSection, rewards_of
 from toprope.supervisor.environment_variables import worker_variables
 from toprope.text_format import call
 from toprope.workbench.catalog.catalog import Description, Entry
@@ -28,10 +28,14 @@ T = TypeVar("T")
 
 
 def options_of(workshop: Workshop, section: EnvironmentSection, **more: Any) -> WorkerOptions:
-    """Return how a worker opens an environment with the settings of a configuration's section."""
+    """Return how a worker opens an environment with the settings of a configuration's section.
+
+    A worker knows no judges, whose parts are added beyond it, so weights of those are left out.
+    """
+    judges = {one.name for one in rewards_of(section.rewards) if one.judge}
     given: dict[str, Any] = dict(
         knobs=section.knobs,
-        reward_weights=section.reward_weights,
+        reward_weights={name: weight for name, weight in section.reward_weights.items() if name not in judges},
         load_timeout_s=section.load_timeout_s,
         call_timeout_s=section.call_timeout_s,
         variables=worker_variables(workshop.settings().variables),
