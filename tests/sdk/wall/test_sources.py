@@ -131,7 +131,12 @@ def test_file_of_a_repository_imports_by_the_names_of_folders_above_it(tmp_path:
         f"    try: open({str(root / 'private.txt')!r})\n    except OSError: return WORD\n"
     )
     assert paths.folders_above(str(file)) == [], "without a repository, names open nothing"
-    (root / ".git").mkdir()
+    (root / "pyproject.toml").touch()
+    assert paths.folders_above(str(file)) == [str(root / "games")], "a download of it"
+    (root / "pyproject.toml").rename(root.parent / "pyproject.toml")
+    (root / "games" / "chess" / ".git").mkdir()
+    assert paths.folders_above(str(file)) == [], "a repository within a project"
+    (root / "games" / "chess" / ".git").rename(root / ".git")
     assert paths.folders_above(str(file)) == [str(root / "games")]
     file.write_text(file.read_text().replace("import home, games", "pass"))
     assert asked(Wall(reads=tuple(paths.source_paths(str(file)))), file)[0] == "shared"

@@ -292,7 +292,11 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
     for name in ("PAD_TOKEN", "EOS_TOKEN", "MAX_NEW_TOKEN", "INVALID_API_KEY", "ERROR_INVALID_API_KEY"):
         assert "asks for a key" not in failed(entry, WorkerError("raised", "KeyError", f"'{name}'")).hint
     unreached = failed(entry, WorkerError("raised", "OSError", "rows not found; a.example could not be reached"))
-    assert "environment.network: allow" in unreached.hint
+    assert "environment.network: allow" in unreached.hint and unreached.hint.startswith("It needs data from there")
+    beside = failed(
+        entry, WorkerError("raised", "RuntimeError", "bad name ''; besides, a.example could not be reached")
+    )
+    assert "environment.network: allow" in beside.hint and "settings may be at fault" in beside.hint
     empty = failed(entry, WorkerError("invalid", "InvalidRequest", "no tasks; besides, a.example could not be reached"))
     assert "environment.network: allow" in empty.hint and "knobs=" in empty.hint
     late = failed(entry, WorkerTimeout("The worker did not answer 'open' within 120 s and was killed."))

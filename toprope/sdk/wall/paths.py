@@ -187,8 +187,8 @@ def project_of(package: str) -> str:
 def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
     """The packages of its repository above a file that it imports, as if run from the repository's root.
 
-    None outside a repository: names in a file must not open folders that have nothing to do with it. A folder is a
-    package if it has an `__init__.py` or the imported module.
+    None outside a repository or a project: names in a file must not open folders that have nothing to do with it. A
+    folder is a package if it has an `__init__.py` or the imported module.
 
     Args:
         file: Its path.
@@ -196,19 +196,26 @@ def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
             there open nothing.
     """
     shut = [os.path.realpath(place) for place in closed]
-    above: list[str] = []
-    folder = os.path.dirname(os.path.abspath(file))
-    while not os.path.exists(os.path.join(folder, ".git")):
-        above.append(folder)
-        folder = os.path.dirname(folder)
-        if folder == above[-1]:
-            return []
-    if not above or any(_is_broad(one) or os.path.realpath(one) in shut for one in (*above, folder)):
+    found = _up_to(file, ".git") or _up_to(file, "pyproject.toml")  # a download has no history
+    above, root = found or ([], "")
+    if not above or any(_is_broad(one) or os.path.realpath(one) in shut for one in (*above, root)):
         return []
     imported = imported_by(file)
     return [
         one for one in above if any(_is_package(one, rest) for name, rest in imported if name == os.path.basename(one))
     ]
+
+
+def _up_to(file: str, mark: str) -> tuple[list[str], str] | None:
+    """The folders from a file's own up to the one that has a mark, which comes apart; None if none has it."""
+    above: list[str] = []
+    folder = os.path.dirname(os.path.abspath(file))
+    while not os.path.exists(os.path.join(folder, mark)):
+        above.append(folder)
+        folder = os.path.dirname(folder)
+        if folder == above[-1]:
+            return None
+    return above, folder
 
 
 def imported_by(file: str) -> set[tuple[str, str]]:

@@ -52,6 +52,8 @@ _JUDGES_ITSELF = (
 )
 _UNREACHED = "could not be reached"
 """The end of the text of a failure for which data of the internet are missing."""
+_BESIDES = "; besides, "
+"""Before a host that another call did not reach, which is no cause of this failure."""
 _SHUT = re.compile(r"\[Errno (?:13|30)\]|Read-only file system|PermissionError")
 _KEY = re.compile(
     r"\b(?!(?:[A-Z0-9]+_)*(?:INVALID|MISSING|EXPIRED|WRONG|BAD|NO)_)(?:[A-Z][A-Z0-9_]*_(?:API_KEY|ACCESS_KEY|SECRET)|"
@@ -352,10 +354,11 @@ def _cure(entry: Entry, failure: WorkerError) -> str:
     """Return what helps against a failure of other authors' code; empty if its text does not tell."""
     text = failure.message
     if text.endswith(_UNREACHED):
+        begun = "Its settings may be at fault (describe_environment with knobs), or it" if _BESIDES in text else "It"
         return (
-            "It needs data from there. Load it once where that host can be reached, with HF_HOME or a folder that this "
-            "machine reads, name data of your own by its knobs, set environment.network: allow, or choose another "
-            "environment."
+            f"{begun} needs data "
+            "from there. Load it once where that host can be reached, with HF_HOME or a folder that this machine "
+            "reads, name data of your own by its knobs, set environment.network: allow, or choose another environment."
         )
     if other := _OTHER_VERSION.search(text):
         package, version = named(other["package"]), named(other["version"])
