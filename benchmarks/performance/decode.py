@@ -76,11 +76,11 @@ def start_engine(model: Any, tokenizer: Any, rows: int) -> EmbeddedEngine:
     return engine
 
 
-def decode(engine: EmbeddedEngine, prompts: Sequence[list[int]], length: int) -> list[Any]:
+def decode(engine: EmbeddedEngine, prompts: Sequence[list[int]], length: int, group: int = GROUP) -> list[Any]:
     """Have the engine answer every prompt with a group of answers; returns the samples of each prompt."""
     answers: queue.Queue[tuple[int, Any]] = queue.Queue()
     for place, prompt in enumerate(prompts):
-        request = SamplingRequest(prompt, n=GROUP, max_new_tokens=length)
+        request = SamplingRequest(prompt, n=group, max_new_tokens=length)
         engine.submit(request, lambda result, place=place: answers.put((place, result)))
     found = dict(answers.get() for _ in prompts)
     for result in found.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -58,8 +59,21 @@ def test_decoding_reports_the_logprobs_of_the_model(tmp_path):
     assert len(found) == len(concatenated) == 2
 
 
+def test_growth_trains_and_samples_groups(tmp_path):
+    engines = growth.Engines(tmp_path)
+    try:
+        sampled, trained = engines.decoding(0.1e6, 1, 4, 3), engines.training(0.1e6, 2, 4)
+        [answers] = sampled()
+        trained()
+    finally:
+        engines.close()
+    assert [len(answer.token_ids) for answer in answers] == [4, 4, 4]
+    assert growth.make_group(0, 4).masks[0][-4:] == growth.make_group(0, 4).tokens[0][-4:]
+
+
 def test_exponents_are_told_apart():
     assert growth.exponent({n: 5.0 + n for n in (1, 16, 32, 64, 128)}) <= growth.GOAL
+    assert math.isnan(growth.exponent(dict.fromkeys((1, 16, 32, 64, 128), 5.0))), "nothing was measured"
     assert growth.exponent({n: 5.0 + n * n for n in (1, 16, 32, 64, 128)}) > growth.GOAL
 
 
