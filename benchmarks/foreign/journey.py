@@ -126,7 +126,7 @@ class Result:
     def unhelpful(self) -> bool:
         """True if the error gives no cause or no cure, or advice for authors of code that the reader did not write."""
         lines = [line for line in self.error.splitlines() if line.strip() and line.strip() != "Nothing was changed."]
-        return bool(self.failed_at) and (
+        return self.failed_at not in ("", "fetched") and (  # the latter is git's
             len(lines) < 2 or "failed unexpectedly" in self.error or bool(_AUTHORS.search(self.error))
         )
 

@@ -16,8 +16,9 @@ from toprope.settings.owner import Home
 from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.interpreters.adding import Interpreters, Order
-from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, _overrides, satisfied
+from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, satisfied
 from toprope.workbench.interpreters.naming import ecosystem_requirements, target_of
+from toprope.workbench.interpreters.overrides import overrides
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
 from toprope.workbench.interpreters.words import failure
@@ -259,15 +260,32 @@ def test_uv_is_given_what_a_project_requires_in_place_of_its_dependencies(
 
 
 def test_overrides_of_a_project_are_requirements_without_secrets(tmp_path: Path) -> None:
-    def given(overrides: str) -> list[str]:
-        (tmp_path / "pyproject.toml").write_text(f"[tool]\n{overrides}\n")
-        return list(_overrides([str(tmp_path)]))
+    def given(declared: str) -> list[str]:
+        (tmp_path / "pyproject.toml").write_text(f"[tool]\n{declared}\n")
+        return list(overrides([str(tmp_path)]))
 
     options = "1, {}, '-r /etc/hostname', '--index-url https://x.example/simple', \"x @ https://x.example\\n--pre\""
     assert given(f"uv.override-dependencies = ['six>=1', {options}]") == ["six>=1"]
     assert given("uv = 3") == given("uv.override-dependencies = 'six'") == []
     with pytest.raises(InvalidValue, match="password are not accepted"):
         given("uv.override-dependencies = ['x @ https://me:secret@x.example/x.whl']")
+
+
+def test_a_project_of_a_repository_takes_the_repository_that_it_lies_in(tmp_path: Path) -> None:
+    root, project = tmp_path / "Arena", tmp_path / "Arena" / "games" / "chess"
+    project.mkdir(parents=True)
+    (root / "pyproject.toml").write_text('[project]\nname = "arena-core"\n')
+
+    def given(requirement: str) -> list[str]:
+        (project / "pyproject.toml").write_text(f"[project]\ndependencies = [{requirement!r}, 'six']\n")
+        return list(overrides([str(project)]))
+
+    address = "git+https://git.example/arena/Arena.git"
+    [found] = given(f"arena_core[core] @ {address} ; python_version > '3'")
+    assert found == f'arena_core[core] @ {root.as_uri()} ; python_version > "3"'
+    assert given(f"arena-core @ {address}@v1.2") == given("arena-core>=1") == given(f"other @ {address}") == []
+    root.chmod(0o777)
+    assert given(f"arena-core @ {address}") == [], "others may have put it there"
 
 
 def test_packages_satisfy_requirements_with_their_extras(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ _KEY = re.compile(
     r"(?:[A-Z0-9]+_)*(?:HF|HUB|GITHUB|GH|GITLAB|BOT|ACCESS|AUTH|API)_TOKEN)\b"
 )
 _OF_ROLLOUT = re.compile(r"did not answer '(?:begin|advance|settle|score|run)'")
-_IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): |\bCould not import\b")
+_IMPORT = re.compile(r"\b(?:ImportError|ModuleNotFoundError): |\bCould not import\b|\bMake sure [^.]{1,60} installed\b")
+_PROGRAM = re.compile(r"\[Errno 2\] No such file or directory: '(?P<program>[\w+-]+)'")
 _OTHER_VERSION = re.compile(r"; the installed (?P<package>[\w.-]+) (?P<version>\S+) lacks it\)?$")
 _LACKS = re.compile(
     r"pip3? install (?:-[\w-]+ )*[\"'`]?(?P<package>[\w.-]+(?:\[[\w,-]+\])?)|No module named '(?P<module>[\w.]+)'"
@@ -371,6 +372,11 @@ def _cure(entry: Entry, failure: WorkerError) -> str:
         return (
             f"Its text asks for {what}. If the owner agrees, they repeat its toprope env add with --requirement and "
             "that package."
+        )
+    if program := _PROGRAM.search(text):
+        return (
+            f"It starts the program {named(program['program'])}. If the owner agrees, they install it on this machine, "
+            "or repeat its toprope env add with --requirement and a package that brings it."
         )
     if _SHUT.search(text):
         return (

@@ -7,7 +7,6 @@ version that Toprope runs, and a GPU build is refused if Toprope's own is a CPU 
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -15,7 +14,6 @@ import os
 import re
 import shutil
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +30,7 @@ from toprope.records.run.manifest import packages_in, site_packages_of
 from toprope.sdk.discovery import parse
 from toprope.sdk.wall.paths import imported_by
 from toprope.workbench.adapters import Adapter
-from toprope.workbench.interpreters.naming import require_no_secret
+from toprope.workbench.interpreters.overrides import overrides
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
 from toprope.workbench.interpreters.words import excerpt, failure
@@ -188,7 +186,7 @@ class Installer:
         if self._uv:
             command = [self._uv, "pip", "compile", str(asked), "--python", self.python, "-o", str(out)]
             command += ["--no-header", "--no-annotate", *options]
-            command += ["--override", str(self._file("overrides.txt", _overrides(wanted.requirements)))]
+            command += ["--override", str(self._file("overrides.txt", overrides(wanted.requirements)))]
         else:
             command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--report", str(out)]
             command += ["--progress-bar", "off", "-r", str(asked), *options]
@@ -218,22 +216,6 @@ class Installer:
         path = self._venv.parent / name
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return path
-
-
-def _overrides(requirements: Iterable[str]) -> Iterator[str]:
-    """Yield what projects in folders require in place of what their dependencies do (`[tool.uv]`)."""
-    for one in requirements:
-        try:
-            project = tomllib.loads((Path(one) / "pyproject.toml").read_text(encoding="utf-8"))
-            given = project["tool"]["uv"]["override-dependencies"]
-        except (OSError, ValueError, LookupError, TypeError):  # uv refuses a broken one
-            continue
-        for line in given if isinstance(given, list) else ():
-            with contextlib.suppress(InvalidRequirement, TypeError):
-                Requirement(line)
-                require_no_secret(line)
-                if line.isprintable():  # a URL may hold a line break, and what follows be an option
-                    yield line
 
 
 def digest_of(pins: Sequence[Pin], python: str) -> str:

@@ -1,0 +1,72 @@
+"""Requirements that take the place of what dependencies of a project in a folder require."""
+
+from __future__ import annotations
+
+import contextlib
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from toprope.workbench.interpreters.naming import require_no_secret
+
+__all__ = ["overrides"]
+
+
+def overrides(requirements: Iterable[str]) -> Iterator[str]:
+    """Yield what projects in folders declare (`[tool.uv]`), and the project that one lies in.
+
+    The latter if it requires that by the address of a git repository alone: a clone has it, and needs no network.
+    """
+    for one in requirements:
+        project = _project(Path(one))
+        yield from _declared(project)
+        yield from _above(Path(one), project)
+
+
+def _project(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # uv refuses a broken one
+        return {}
+
+
+def _declared(project: dict[str, Any]) -> Iterator[str]:
+    try:
+        given = project["tool"]["uv"]["override-dependencies"]
+    except (LookupError, TypeError):
+        return
+    for line in given if isinstance(given, list) else ():
+        with contextlib.suppress(InvalidRequirement, TypeError):
+            Requirement(line)
+            require_no_secret(line)
+            if line.isprintable():  # a URL may hold a line break, and what follows be an option
+                yield line
+
+
+def _above(folder: Path, project: dict[str, Any]) -> Iterator[str]:
+    try:
+        asked = [Requirement(line) for line in project["project"]["dependencies"]]
+    except (InvalidRequirement, LookupError, TypeError):
+        return
+    for one in asked:
+        if one.url is None or not one.url.startswith("git+") or "@" in one.url.rpartition("/")[2]:
+            continue  # another commit than that of the clone may be meant
+        for place in folder.resolve().parents:
+            about = _project(place).get("project") if _is_of_one_owner(folder, place) else None
+            if isinstance(about, dict) and canonicalize_name(str(about.get("name"))) == canonicalize_name(one.name):
+                extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
+                yield f"{one.name}{extras} @ {place.as_uri()}" + (f" ; {one.marker}" if one.marker else "")
+                break
+
+
+def _is_of_one_owner(folder: Path, place: Path) -> bool:
+    """False if others than the owner of a folder may have written what lies at a place above it, as in /tmp."""
+    try:
+        owner, above, file = folder.stat().st_uid, place.stat(), (place / "pyproject.toml").stat()
+    except OSError:
+        return False
+    return not above.st_mode & 0o002 and owner == above.st_uid == file.st_uid
