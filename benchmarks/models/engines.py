@@ -2,7 +2,8 @@
 
     python -P -m benchmarks engines [--only NAME ...] [--parts alone training] [--steps N]
 
-For each engine that is installed, on the CPU, over a small model whose embeddings are not tied:
+For each engine (all have to be installed, unless `--only` names some), on the CPU, over a small model whose embeddings
+are not tied:
 
     logprob_error      largest difference from the log-probabilities of a forward pass
     tokens_per_second  64 requests with 8 answers of 24 tokens, best of three
@@ -36,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from toprope_server.cli.demo import ENVIRONMENT, PRESET
 
-from benchmarks.report import report, wait_until_quiet
+from benchmarks.report import refuse, report, wait_until_quiet
 from benchmarks.scratch import scratch
 from benchmarks.training_agent import training_agent
 from tests.support.training_api_server import until
@@ -193,6 +194,8 @@ def main() -> int:
             try:
                 _interpreter(name)
             except InvalidValue as error:
+                if not arguments.only:  # the figures would stand as those of all engines
+                    return refuse(f"{error.message} --only measures the engines that are named.")
                 console.print(f"{name} is left out: {error.message}")
                 continue
             present.append(name)

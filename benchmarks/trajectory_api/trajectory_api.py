@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from benchmarks.report import report
+from benchmarks.report import refuse, report
 from benchmarks.scratch import scratch
 from benchmarks.trajectory_api import kills as _kills
 from benchmarks.trajectory_api.trajectory import Server, bare, bodies, ours, run_api, run_folder
@@ -57,13 +57,18 @@ _console = Console(stderr=True)
 
 
 def atropos_venv() -> Path:
-    """Return the virtual environment with atroposlib; make it if it does not exist."""
+    """Return the virtual environment with atroposlib; make it if it does not exist.
+
+    Raises:
+        SystemExit: It cannot be made, so there is no peer to measure.
+    """
     folder = Path(os.environ.get("TOPROPE_BENCH_VENV") or Path.home() / ".cache" / "toprope" / "bench-atropos")
     if not (folder / "bin" / "run-api").exists():
         _console.print(f"making {folder} with atroposlib 0.4.0 (once, several minutes)")
         repository = Path(__file__).resolve().parents[2]
         make = ["make", "tools-atropos", f"ATROPOS_VENV={folder}", f"PYTHON={sys.executable}"]
-        subprocess.run(make, cwd=repository, check=True, stdout=sys.stderr)
+        if subprocess.run(make, cwd=repository, stdout=sys.stderr).returncode:
+            sys.exit(refuse("atroposlib 0.4.0, the peer, could not be installed."))
     return folder
 
 
