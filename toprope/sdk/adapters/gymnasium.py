@@ -40,10 +40,11 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from toprope.sdk.adapters._gymnasium import verifiable
+from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.listing import Listed, why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import rows_of
-from toprope.sdk.adapters._shared.user_files import ROWS, Bounds, UserFile, data_beside, parsed
+from toprope.sdk.adapters._shared.user_files import ROWS, UserFile, data_beside, parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
 from toprope.sdk.authoring.knobs import REQUIRED, knob
 from toprope.sdk.discovery import first_line

@@ -41,9 +41,10 @@ from toprope.sdk.adapters._servers.nemo_gym_files import command, declared, inst
 from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, JUDGE_MODEL, SETTINGS, TOGETHER
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.adapters._shared import rows as _rows
+from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.json_http import Answer, JsonServer, Unreachable
 from toprope.sdk.adapters._shared.mcp_http import McpSession
-from toprope.sdk.adapters._shared.user_files import Bounds, parsed
+from toprope.sdk.adapters._shared.user_files import parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.errors import EnvironmentMistake, LoadError

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._servers.started import StartedServer
+from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.json_http import JsonServer
 from toprope.sdk.adapters._shared.listing import Listed
-from toprope.sdk.adapters._shared.user_files import Bounds, parsed
+from toprope.sdk.adapters._shared.user_files import parsed
 from toprope.sdk.authoring.environment import Messages, Task
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, LoadError

@@ -25,8 +25,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.listing import Listed
-from toprope.sdk.adapters._shared.user_files import Bounds, UserFile, data_beside, functions, parsed
+from toprope.sdk.adapters._shared.user_files import UserFile, data_beside, functions, parsed
 from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.discovery import first_line

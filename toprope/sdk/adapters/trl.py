@@ -35,9 +35,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.user_files import (
-    Bounds,
     UserFile,
     data_beside,
     is_async,

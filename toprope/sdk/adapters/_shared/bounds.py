@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["TOLERANCE", "within"]
+import math
+from typing import Any
+
+from toprope.sdk.authoring.environment import Part
+from toprope.sdk.errors import EnvironmentMistake, LoadError
+
+__all__ = ["TOLERANCE", "Bounds", "within"]
 
 TOLERANCE = 1e-6
 """Sums and means of rewards are rounded."""
@@ -12,3 +18,51 @@ def within(value: float, low: float, high: float) -> float | None:
     """Return a value, or the bound that it exceeds by no more than rounding; None if it is outside."""
     slack = TOLERANCE * max(1.0, abs(low), abs(high))
     return min(max(value, low), high) if low - slack <= value <= high + slack else None
+
+
+class Bounds:
+    """Bounds of a user's reward.
+
+    Args:
+        given: `[low, high]`; None for 0 to 1.
+        clip: Clip values outside instead of failing the rollout.
+        key: Its name, for messages.
+        place: The place of the key, for messages.
+
+    Raises:
+        LoadError: Not two finite numbers.
+    """
+
+    def __init__(self, given: Any, clip: bool, key: str, place: str = "in the target") -> None:
+        pair = [0.0, 1.0] if given is None else given
+        numbers = isinstance(pair, list | tuple) and len(pair) == 2 and all(
+            isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in pair
+        )  # fmt: skip
+        if not numbers or pair[0] >= pair[1]:
+            raise LoadError(f"{key} must be [low, high], two finite numbers, not {given!r}.")
+        self.low, self.high = float(pair[0]), float(pair[1])
+        self.clip, self._key, self._place = bool(clip), key, place
+
+    def part(self, weight: float, description: str) -> Part:
+        """Return the reward part with these bounds."""
+        return Part(weight, self.low, self.high, description)
+
+    def value(self, given: Any, whose: str) -> float:
+        """Return the value as a number within the bounds.
+
+        Raises:
+            EnvironmentMistake: Not a finite number, or outside the bounds without `clip`.
+        """
+        if isinstance(given, str | bytes | complex) or not hasattr(type(given), "__float__"):
+            raise EnvironmentMistake(f"{whose} gave {given!r:.60}, which is not a number.")
+        number = float(given)
+        if not math.isfinite(number):
+            raise EnvironmentMistake(f"{whose} gave {number}, which is not finite.")
+        if self.clip:
+            return min(max(number, self.low), self.high)
+        if (bounded := within(number, self.low, self.high)) is None:
+            raise EnvironmentMistake(
+                f"{whose} gave {number:g}, beyond {self.low:g} to {self.high:g}: declare {self._key}: [low, high], or "
+                f"`clip`: true, {self._place}."
+            )
+        return bounded
