@@ -58,6 +58,8 @@ class Poll:
 
     request: int
     answer: int
+    alone: int = 0
+    """The answer if only every second poll is made."""
 
     @property
     def all(self) -> int:
@@ -76,13 +78,14 @@ def figures(made: Sequence[Exchange], patient: Sequence[Exchange], polls: Sequen
     same = sum(one.all for one in rest)
     own, other = sum(one.all for one in made), same + sum(one.all for one in patient)
     baseline = same + sum(poll.all for poll in polls)
+    halved = same + sum(poll.request + (poll.alone or poll.answer) for poll in polls[1::2])
     return {
         "calls_ratio": _ratio(len(rest) + len(polls), len(made)),
         "tokens_ratio": _ratio(baseline, own),
         "calls_ratio_patient": _ratio(len(rest) + len(polls), len(rest) + len(patient)),
         "tokens_ratio_patient": _ratio(baseline, other),
         "calls_ratio_control": _ratio(len(rest) + len(polls[1::2]), len(made)),
-        "tokens_ratio_control": _ratio(same + sum(poll.all for poll in polls[1::2]), own),
+        "tokens_ratio_control": _ratio(halved, own),
         "calls": len(made),
         "waits": len(made) - len(rest),
         "waits_patient": len(patient),

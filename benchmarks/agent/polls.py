@@ -58,7 +58,8 @@ class Poller:
         self._due: float | None = None
         """The time of the next poll; None while no run has left the queue."""
         self._one_at_a_time = anyio.Lock()
-        self._told: set[tuple[str, str]] = set()
+        self._told: tuple[set[tuple[str, str]], ...] = (set(), set())
+        """Of every poll, and of every second one, which are the control's."""
         self.polls: list[Poll] = []
 
     def follow(self, *run_ids: str) -> None:
@@ -102,4 +103,8 @@ class Poller:
 
     def _poll(self, statuses: Sequence[Status]) -> None:
         request = compact({"name": "check_status", "arguments": {"run_ids": list(self._followed)}})
-        self.polls.append(Poll(len(request), len(compact([short_status(status, self._told) for status in statuses]))))
+        told = [
+            len(compact([short_status(status, one) for status in statuses]))
+            for one in self._told[: 1 + len(self.polls) % 2]
+        ]
+        self.polls.append(Poll(len(request), told[0], told[-1]))

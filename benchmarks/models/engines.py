@@ -177,6 +177,14 @@ async def train(home: Path, steps: int, engines: list[str], console: Console) ->
     return found
 
 
+def _is_absent(name: str) -> bool:
+    try:
+        _interpreter(name)
+    except InvalidValue:
+        return True
+    return False
+
+
 def main() -> int:
     """Measure everything; print the tables and the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -185,6 +193,9 @@ def main() -> int:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="each engine alone, and the runs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    absent = [name for name in arguments.only or ENGINES if _is_absent(name)]
+    if absent and not (arguments.only and set(absent) < set(arguments.only)):  # figures would stand as those of all
+        return refuse(f"{', '.join(absent)} is not installed; --only measures the engines that are named.")
     console, quiet = Console(width=110), wait_until_quiet()
     figures: dict[str, Any] = {}
     table = Table("engine", *_GOALS, "tokens_per_second", "publish_seconds")
@@ -194,8 +205,6 @@ def main() -> int:
             try:
                 _interpreter(name)
             except InvalidValue as error:
-                if not arguments.only:  # the figures would stand as those of all engines
-                    return refuse(f"{error.message} --only measures the engines that are named.")
                 console.print(f"{name} is left out: {error.message}")
                 continue
             present.append(name)

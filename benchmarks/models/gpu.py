@@ -92,7 +92,7 @@ _TRL_STEPS, _TRL_WARM = 6, 3
 _COPIES = 5
 """Publications of each way."""
 _LOOK_S, _LEARNING_STEPS = 0.25, 200
-_AGAIN_S = 10.0
+_AGAIN_S = 90.0
 """After its limit a case is told to give up until it does: clients and callbacks swallow errors."""
 
 

@@ -22,6 +22,7 @@ import argparse
 import gc
 import json
 import math
+import random
 import shutil
 import sys
 import time
@@ -88,7 +89,7 @@ def exponent(costs: Mapping[float, float]) -> float:
     sizes = sorted(costs)
     fixed = costs[sizes[0]]
     upper = [size for size in sizes[len(sizes) // 2 :] if costs[size] > fixed]
-    if len(upper) < 2:
+    if len(upper) < 2 or costs[sizes[-1]] < 2 * fixed:
         return math.nan
     x = numpy.log([size for size in upper])
     y = numpy.log([costs[size] - fixed for size in upper])
@@ -182,9 +183,10 @@ def trained_parameters(engines: Engines) -> Points:
 
 
 def make_group(number: int, length: int) -> Group:
-    """Answers of a length to one prompt, half of them right."""
-    prompt = make_prompts(1)[0]
-    said = [[5 + (number + place + at) % 200 for at in range(length)] for place in range(GROUP)]
+    """Answers of a length to a prompt of its own, half of them right; equal tokens would be computed once."""
+    chooser = random.Random(number)
+    prompt = [chooser.randrange(5, 200) for _ in range(PROMPT)]
+    said = [[chooser.randrange(5, 200) for _ in range(length)] for _ in range(GROUP)]
     return Group(
         tokens=[prompt + answer for answer in said],
         masks=[[MASKED] * len(prompt) + answer for answer in said],
@@ -361,7 +363,7 @@ def main() -> int:
                 console.print(json.dumps({f"{size:.4g}": round(cost, 4) for size, cost in curves[axis].items()}))
             console.print("control: a cache that is concatenated")
             with concatenated_cache():
-                control = exponent(measure(answer_tokens(engines), 1))
+                control = exponent(measure(answer_tokens(engines), options.rounds))
         finally:
             engines.close()
     exponents = {name: exponent(costs) for name, costs in curves.items()}

@@ -214,8 +214,9 @@ def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     # Buffers grow by a quarter, and the old one is still there while it is copied: of one layer at a time.
     if gpu:  # they are rounded up
         held, columns = max(8, 1 << (rows - 1).bit_length()), max(1.25 * length, length + 64)
-    cache = 2.0 * shape.layers * shape.kv_heads * shape.head_dim * weight * held * columns
     prompts = rows / config.rollout.group_size * prompt
+    per_token = 2.0 * shape.layers * shape.kv_heads * shape.head_dim * weight
+    cache = per_token * (held * columns + (prompts if gpu else 0.0))  # that of the prompts lies beside the buffers
     reading = prompts * weight * (2 * shape.hidden + 3 * shape.intermediate + 3 * shape.heads * shape.head_dim)
     sampling = 4.0 * _SAMPLE_COPIES * rows * shape.vocabulary
     parts = {"libraries": CUDA_BASE if gpu else SAMPLER_BASE, "weights": _weights(config, shape, weight)}

@@ -103,6 +103,7 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
                 "ModelAPI": object, "model_roles": dict,
             },
             "inspect_ai.model._model": {"active_model": lambda: None},
+            "inspect_ai.model._generate_config": {"active_generate_config": None},
             "inspect_ai.model._providers.openai_compatible": {"OpenAICompatibleAPI": object},
             "inspect_ai.scorer": {"value_to_float": lambda: lambda value: values.get(value, value)},
             "inspect_ai.util._display": {"init_display_type": lambda kind: None},
@@ -269,7 +270,9 @@ def test_roles_are_the_policy_or_models_of_the_owner(inspect: Callable[..., OwnL
     assert places == [policy, policy | {"grader": "http://judge/v1"}]
 
 
-def test_models_that_a_task_names_are_played_by_roles(stand_in: Callable[..., None]) -> None:
+def test_models_that_a_task_names_are_played_by_roles(
+    stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Most are made while the task is loaded, before there are roles."""
     makers: dict[str, Any] = {}
     roles: dict[str, Any] = {}
@@ -283,8 +286,11 @@ def test_models_that_a_task_names_are_played_by_roles(stand_in: Callable[..., No
         def __init__(self, name: str) -> None:
             self.api, self.name = self, name
 
-        async def generate(self, text: str) -> str:
-            return f"{self.name}: {text}"
+        async def generate(self, text: str, tools: Any, tool_choice: Any, config: str) -> str:
+            return f"{self.name}: {text}{config}"
+
+        def should_retry(self, ex: Exception) -> bool:
+            return True
 
     def get_model(model: Any = None, *, role: str | None = None, default: Any = None, **settings: Any) -> Any:
         if role in roles:
@@ -307,6 +313,8 @@ def test_models_that_a_task_names_are_played_by_roles(stand_in: Callable[..., No
     members = {"get_model": get_model, "ModelAPI": ModelAPI, "modelapi": modelapi, "model_roles": lambda: roles}
     stand_in("inspect_ai.model", **members)
     stand_in("inspect_ai.model._model", active_model=lambda: policy[0], get_model=get_model)
+    merged = Thing(merge=lambda config: f" as evaluated{config}")
+    stand_in("inspect_ai.model._generate_config", active_generate_config=lambda: merged)
     stand_in("solver_of_a_package", get_model=get_model)
     play_named_models("grader", len)
     play_named_models("grader", len)
@@ -318,12 +326,16 @@ def test_models_that_a_task_names_are_played_by_roles(stand_in: Callable[..., No
     monitor, own, nameless = patched("openai/monitor"), patched("known/model"), patched()
     assert own == "the real model" and named.model_name == "google/gemini" and named.config == "warm"
     with pytest.raises(RuntimeError, match="outside any sample"):
-        asyncio.run(named.generate("a"))
+        asyncio.run(named.generate("a", [], None, ""))
     roles |= {"grader": [Player("grader"), Player("another")], "critic": Player("critic")}
     roles["openai/monitor"] = Player("monitor")
     policy[0] = Player("policy")
-    said = [asyncio.run(one.generate("a")) for one in (named, critic, monitor, nameless)]
-    assert said == ["grader: a", "critic: a", "monitor: a", "policy: a"]
+    said = [asyncio.run(one.generate("a", [], None, "!")) for one in (named, critic, monitor, nameless)]
+    assert said == ["grader: a!", "critic: a!", "monitor: a!", "policy: a as evaluated!"]
+    assert named.should_retry(OSError())
+    monkeypatch.setenv("GOOGLE_API_KEY", "the owner's")
+    with pytest.raises(PrerequisiteError):
+        patched("google/gemini")
     assert asyncio.run(named.count_text_tokens("four")) == 4
     with pytest.raises(ValueError, match="not enough"):
         makers["broken"] = lambda name, **settings: (_ for _ in ()).throw(ValueError("not enough"))

@@ -264,8 +264,11 @@ def test_harness_that_needs_a_container_is_refused_with_the_knob(
 def test_null_is_played_in_process_unless_the_owner_names_it(
     open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]
 ) -> None:
+    told: list[dict[str, Any]] = []
+
     class Told(Spec):
         def model_copy(self, update: dict[str, Any]) -> Any:
+            told.append(vars(update["harness"]))
             return update["harness"].id
 
     def agents(config: Any) -> dict[str, Any]:
@@ -274,9 +277,10 @@ def test_null_is_played_in_process_unless_the_owner_names_it(
     environment = open_taskset(rewards=[reward("exact", 1.0, float)])
     stand_in("verifiers.v1.configs.agent", agent_config_fields=agents)
     config = Thing(taskset=Thing(id="copy"), model_copy=lambda update: update)
-    Told.harness = Thing(id="null")
+    Told.harness = Thing(id="null", tool_timeout=3600)
     at_home = environment._at_home  # type: ignore[attr-defined]
     assert at_home(config, "auto") == {"player": HARNESS, "other": HARNESS}
+    assert told[0] == {"id": HARNESS, "tool_timeout": 3600}
     assert at_home(config, "null") == {"player": "null", "other": "null"}
     Told.harness = Thing(id="pi")
     assert at_home(config, "auto") == {"player": "pi", "other": "pi"}

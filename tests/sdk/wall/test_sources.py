@@ -131,7 +131,9 @@ def test_file_of_a_repository_imports_by_the_names_of_folders_above_it(tmp_path:
         f"    try: open({str(root / 'private.txt')!r})\n    except OSError: return WORD\n"
     )
     assert paths.folders_above(str(file)) == [], "without a repository, names open nothing"
-    (root / "pyproject.toml").touch()
+    (root / "pyproject.toml").write_text("[tool.ruff]\nline-length = 100\n")
+    assert paths.folders_above(str(file)) == [], "settings of tools are no project"
+    (root / "pyproject.toml").write_text("[project]\nname = 'games'\n")
     assert paths.folders_above(str(file)) == [str(root / "games")], "a download of it"
     (root / "pyproject.toml").rename(root.parent / "pyproject.toml")
     (root / "games" / "chess" / ".git").mkdir()

@@ -286,9 +286,9 @@ def test_errors_of_other_authors_name_the_package_that_is_missing(told: str, cur
     ended = failed(entry, WorkerError("load", "LoadError", f"The server ended: ModuleNotFoundError: {told}"))
     assert cure in ended.hint
     told = "FACTORY_ERROR (from FileNotFoundError: [Errno 2] No such file or directory: 'sumo')"
-    assert "starts the program sumo." in failed(entry, WorkerError("raised", "EnvironmentMistake", told)).hint
+    assert "looks for sumo. If that" in failed(entry, WorkerError("raised", "EnvironmentMistake", told)).hint
     told = "[Errno 2] No such file or directory: 'a.csv'"
-    assert "program" not in failed(entry, WorkerError("raised", "FileNotFoundError", told)).hint
+    assert "looks for" not in failed(entry, WorkerError("raised", "FileNotFoundError", told)).hint
     told = "No such task. Make sure the benchmark package is installed (e.g., pip install far-tasks)."
     assert "asks for far-tasks" in failed(entry, WorkerError("raised", "EnvironmentMistake", told)).hint
     keyed = failed(entry, WorkerError("raised", "ValueError", "Missing key. Set FAR_API_KEY"))

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from tests.support.tools_house import make_workshop
 from toprope.errors import EnvironmentFailed, NotFound, NotPossibleNow
+from toprope.records.run.specification import EnvironmentSource
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.catalog.check import CheckReport, check
 
@@ -83,13 +84,24 @@ def test_check_names_the_rule_of_each_defect(tmp_path: Path, code: str, rule: st
     assert rule in flags(report), report.findings
 
 
-def test_check_advises_users_of_code_that_an_adapter_reads(tmp_path: Path) -> None:
+def test_check_advises_users_of_code_that_others_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "grade.py").write_text("def score(prompt, completion, answer):\n    return 1.0\n")
     rows = [f'{{"prompt": "Say {number}", "answer": "{number}"}}\n' for number in range(30)]
     (tmp_path / "grade.jsonl").write_text("".join(rows))
-    [theirs] = [one for one in Catalog([tmp_path]).entries() if one.ecosystem == "score"]
-    [finding] = [one for one in asyncio.run(check(theirs)).findings if one.rule == "never_varies"]
-    assert "environment.rewards" in finding.next and "score()" not in finding.next, finding
+    [graded] = [one for one in Catalog([tmp_path]).entries() if one.ecosystem == "score"]
+
+    def advice() -> str:
+        [finding] = [one for one in asyncio.run(check(graded)).findings if one.rule == "never_varies"]
+        return finding.next
+
+    assert advice().startswith("fix score()"), "the owner's file with a reward function"
+    monkeypatch.setattr(EnvironmentSource, "is_foreign", True)
+    assert "environment.rewards" in advice() and "score()" not in advice()
+    monkeypatch.undo()
+    sources = {"score": '{"file": "/a.py"}', "trl": '{"file": "/a.py"}', "atropos": "/a.py:A"}
+    foreign = [EnvironmentSource(name="a", adapter=one, target=text).is_foreign for one, text in sources.items()]
+    assert foreign == [False, False, True] and not EnvironmentSource(name="a", file="/a.py", attribute="A").is_foreign
+    assert EnvironmentSource(name="a", adapter="trl", target='{"file": "/a.py", "script": true}').is_foreign
     [finding] = [one for one in checked(tmp_path, "    def score(self): return 0.5\n").findings if one.refuses]
     assert finding.next.startswith("fix score()")
 

@@ -281,11 +281,18 @@ def test_a_project_of_a_repository_takes_the_repository_that_it_lies_in(tmp_path
         return list(overrides([str(project)]))
 
     address = "git+https://git.example/arena/Arena.git"
+    assert given(f"arena-core @ {address}") == [], "it is no clone"
+    (root / ".git").mkdir()
+    config = root / ".git" / "config"
+    config.write_text('[core]\n\tbare = false\n[remote "origin"]\n\turl = https://git.example/arena/Arena\n')
     [found] = given(f"arena_core[core] @ {address} ; python_version > '3'")
     assert found == f'arena_core[core] @ {root.as_uri()} ; python_version > "3"'
     assert given(f"arena-core @ {address}@v1.2") == given("arena-core>=1") == given(f"other @ {address}") == []
-    root.chmod(0o777)
-    assert given(f"arena-core @ {address}") == [], "others may have put it there"
+    pinned = (f"{address}@feature/x", f"{address}#subdirectory=core", "git+https://git.example/else/Arena.git")
+    assert not any(given(f"arena-core @ {one}") for one in pinned)
+    for mode in (0o777, 0o775):
+        root.chmod(mode)
+        assert given(f"arena-core @ {address}") == [], "others may have put it there"
 
 
 def test_packages_satisfy_requirements_with_their_extras(tmp_path: Path) -> None:

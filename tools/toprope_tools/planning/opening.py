@@ -95,6 +95,8 @@ async def opened(
             key, make, what=f"Loading {entry.name}", limit_s=limit_s, wait_s=wait_s, caller=caller
         )
     except EnvironmentFailed:
+        if asked.get("knobs"):  # which may be at fault
+            raise
         await to_thread.run_sync(workshop.opened.forget, entry)
         raise
     await to_thread.run_sync(workshop.opened.add, entry)

@@ -57,6 +57,12 @@ class EnvironmentSource(BaseModel, extra="forbid"):
     split_rule: int = PROMPT_RULE
     """The rule for splits of tasks, in `toprope.sdk.worker.splits`. Specifications of earlier versions lack it."""
 
+    @property
+    def is_foreign(self) -> bool:
+        """True if an adapter reads code of other authors: files with reward functions are the owner's own."""
+        own = self.adapter in ("score", "trl") and '"script"' not in (self.target or "")
+        return self.adapter is not None and not own
+
 
 class ModelUnderTest(BaseModel, extra="forbid"):
     """A model that a test measures: at an endpoint, or the run's own policy if `endpoint` is None."""

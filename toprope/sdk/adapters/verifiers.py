@@ -173,7 +173,8 @@ class Verifiers(OwnLoop):
             elif (chosen is None and default.id == "bash") or (chosen or default).id == "null":
                 # The author named none, and verifiers' default, bash, would let the model run commands here; or null,
                 # which is the same loop as a process that fetches packages first.
-                chosen = harness_config_type(HARNESS).model_validate({"id": HARNESS})
+                kept = {} if chosen is None else {"tool_timeout": chosen.tool_timeout}
+                chosen = harness_config_type(HARNESS).model_validate({"id": HARNESS, **kept})
             wanted = (chosen or default).id
             if harness_class(wanted).NEEDS_CONTAINER:
                 raise InvalidRequest(

@@ -87,7 +87,7 @@ class Observed:
     guessed: bool = False
     """True if the references were guessed from a column."""
     foreign: bool = False
-    """True if an adapter reads it: the reader did not write it for the SDK and can only set it."""
+    """True if the reader did not write its code and can only set it."""
     versions: dict[str, str] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
     start_s: float = 0.0

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -196,14 +197,24 @@ def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
             there open nothing.
     """
     shut = [os.path.realpath(place) for place in closed]
-    found = _up_to(file, ".git") or _up_to(file, "pyproject.toml")  # a download has no history
-    above, root = found or ([], "")
+    above, root = _up_to(file, ".git") or _up_to(file, "pyproject.toml") or ([], "")  # a download has no history
+    if not os.path.exists(os.path.join(root, ".git")) and not _is_project(root):
+        return []
     if not above or any(_is_broad(one) or os.path.realpath(one) in shut for one in (*above, root)):
         return []
     imported = imported_by(file)
     return [
         one for one in above if any(_is_package(one, rest) for name, rest in imported if name == os.path.basename(one))
     ]
+
+
+def _is_project(folder: str) -> bool:
+    """True if a pyproject.toml describes a project: one with settings of tools alone may lie above anything."""
+    try:
+        with open(os.path.join(folder, "pyproject.toml"), "rb") as file:
+            return "project" in tomllib.load(file)
+    except (OSError, ValueError):
+        return False
 
 
 def _up_to(file: str, mark: str) -> tuple[list[str], str] | None:

@@ -76,7 +76,7 @@ async def _find_constant_reward(host: EnvironmentHost) -> Finding | None:
     card = host.card
     seen.max_reward, seen.min_reward = card.max_reward, card.min_reward
     seen.max_turns, seen.own_loop, seen.guessed = card.max_turns, card.own_loop, card.guessed_reference
-    seen.foreign = host.source.adapter is not None
+    seen.foreign = host.source.is_foreign
     seen.splits["train"] = SplitSeen(tasks_of([asdict(task) for task in page.tasks]), page.known, page.exhausted)
     varies = await trial.varies(_TASKS)
     if used_up:

@@ -9,6 +9,7 @@ rounded up, so that few graphs serve all steps.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ _GRAPHS = 128
 """Graphs that are kept; each takes a few megabytes."""
 _FREE_SHARE = 0.5
 """Most of the free memory that buffers take: they are made for the longest answers, which few batches have."""
+
+_CAPTURING = threading.Lock()
+"""One capture at a time in a process; the engine of an opponent has a thread of its own."""
 
 Compute = Callable[[], torch.Tensor]
 Capture = Callable[[Compute], Compute]
@@ -109,12 +113,12 @@ class CapturedSteps:
         self._short, self._capture, self._free = short, capture, free
         self._is_warm = self._is_checked = self._is_broken = False
         self._room = self._width = 0
-        self._release()
+        self.release()
 
     def begin(self, prompts: Prompts) -> CapturedSteps | None:
         """Take over a batch, if the one before has ended; return None if another way has to serve it."""
         if self._is_broken:
-            self._release()
+            self.release()
             return None
         rows, longest = len(prompts.source), prompts.longest
         room = _rounded(prompts.end, _COLUMNS, 3)
@@ -133,7 +137,7 @@ class CapturedSteps:
         self._slot.fill_(longest)
         return self
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Let go of buffers and of the graphs that use them."""
         self._graphs: dict[tuple[int, int, int], Compute] = {}
         self._layers: list[_Buffers] = []
@@ -146,16 +150,16 @@ class CapturedSteps:
         table = self._short.angles(room)
         if len(self._tokens) < rows or len(self._mask) < rows * room:
             places, rows = max(len(self._mask), rows * room), max(len(self._tokens), rows)
-            self._release()
             layers = prompts.cache.layers
             needed = sum(one.numel() // one.shape[0] // one.shape[2] * one.element_size() for one in _filled(layers))
-            if places * needed > _FREE_SHARE * self._free():
+            if places * needed > _FREE_SHARE * (self._free() + len(self._mask) * needed):
                 return False
+            self.release()
             try:
                 self._layers = [_Buffers.like(layer, places) for layer in layers]
                 self._logits = prompts.logits.new_empty(rows, prompts.logits.shape[1])
             except torch.OutOfMemoryError:
-                self._release()
+                self.release()
                 return False
             self._mask = torch.empty(places, dtype=torch.bool, device=table.device)
             self._tokens, self._lengths = torch.zeros(2, rows, 1, dtype=torch.long, device=table.device).unbind()
@@ -191,6 +195,8 @@ class CapturedSteps:
         """The graph of a shape; None if this model's steps cannot be captured."""
         try:
             replay = self._capture(lambda: self._compute(*shape))
+        except torch.OutOfMemoryError:  # perhaps the trainer's peak
+            return None
         except RuntimeError as error:  # a module waits for the device
             self._give_up(str(error))
             return None
@@ -243,6 +249,7 @@ class GraphCapture:
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile. A capture that fails would leave its stream the current one.
         with (
+            _CAPTURING,
             torch.cuda.stream(self._stream),
             torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
         ):
@@ -256,9 +263,11 @@ class GraphCapture:
 
 
 def make_captured_steps(short: ShortForward | None, model: Any) -> CapturedSteps | None:
-    """Steps for a model; None on a CPU, without a short pass, and with quantized weights, whose modules wait for the
-    GPU: a capture that fails costs memory."""
+    """Steps for a model; None on a CPU, without a short pass, where equal runs must be equal (the memory that is free
+    decides), and with quantized weights, whose modules wait for the GPU: a capture that fails costs memory."""
     if short is None or model.device.type != "cuda" or getattr(model, "is_quantized", False):
+        return None
+    if torch.are_deterministic_algorithms_enabled():
         return None
     try:
         return CapturedSteps(short, GraphCapture(), _free_memory)

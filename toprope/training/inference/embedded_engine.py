@@ -144,7 +144,8 @@ class EmbeddedEngine:
                     waiting = dict(enumerate(waiting.values()))
                     answers = self._generate(left, waiting, "keep")
             except Exception as error:  # the error is the answer to this batch; the next one may succeed
-                answers = dict.fromkeys(waiting, error)
+                # Its frames hold the batch's tensors.
+                answers = dict.fromkeys(waiting, error.with_traceback(None))
                 if isinstance(error, WeightsDiffer):
                     self._gave_up(error)
             self._last_batch_s = time.monotonic() - began
@@ -259,7 +260,14 @@ class EmbeddedEngine:
                 self._takes_wide_masks = self._short is not None or takes_wide_masks(self._model)
             first = _prompt_mask(mask[:, :longest]) if self._takes_wide_masks else mask[:, :longest]
         positions = (torch.arange(longest) - torch.tensor(padding).unsqueeze(1)).clamp(min=0)
-        logits, cache = self._run_model(ids.to(device), positions.to(device), first)
+        try:
+            logits, cache = self._run_model(ids.to(device), positions.to(device), first)
+        except torch.OutOfMemoryError:
+            if self._captured is None:
+                raise
+            self._captured.release()  # buffers of former batches
+            torch.cuda.empty_cache()
+            logits, cache = self._run_model(ids.to(device), positions.to(device), first)
         index = torch.tensor(source, device=device)
         lengths = positions[:, -1:].to(device) + 1
         if mask is not None:

@@ -198,7 +198,7 @@ class _Check:
         assert card is not None  # the worker has opened the environment
         seen.max_reward, seen.min_reward = card.max_reward, card.min_reward
         seen.max_turns, seen.own_loop, seen.versions = card.max_turns, card.own_loop, card.versions
-        seen.guessed, seen.foreign = card.guessed_reference, self._entry.environment.adapter is not None
+        seen.guessed, seen.foreign = card.guessed_reference, self._entry.environment.is_foreign
 
     def _room_for_another(self) -> bool:
         return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s) < self._until

@@ -375,8 +375,9 @@ def _cure(entry: Entry, failure: WorkerError) -> str:
         )
     if program := _PROGRAM.search(text):
         return (
-            f"It starts the program {named(program['program'])}. If the owner agrees, they install it on this machine, "
-            "or repeat its toprope env add with --requirement and a package that brings it."
+            f"It looks for {named(program['program'])}. If that is a program, the owner may install it on this "
+            "machine, or repeat its toprope env add with --requirement and a package that brings it; a file is one of "
+            "its own."
         )
     if _SHUT.search(text):
         return (

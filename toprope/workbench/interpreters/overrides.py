@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import configparser
 import contextlib
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -24,7 +26,8 @@ def overrides(requirements: Iterable[str]) -> Iterator[str]:
     for one in requirements:
         project = _project(Path(one))
         yield from _declared(project)
-        yield from _above(Path(one), project)
+        if Path(one).is_absolute():  # others are names of packages
+            yield from _above(Path(one), project)
 
 
 def _project(folder: Path) -> dict[str, Any]:
@@ -53,14 +56,30 @@ def _above(folder: Path, project: dict[str, Any]) -> Iterator[str]:
     except (InvalidRequirement, LookupError, TypeError):
         return
     for one in asked:
-        if one.url is None or not one.url.startswith("git+") or "@" in one.url.rpartition("/")[2]:
-            continue  # another commit than that of the clone may be meant
+        if one.url is None or not one.url.startswith("git+"):
+            continue
+        address = one.url.removeprefix("git+")
+        if "@" in urlsplit(address).path or "#" in address:
+            continue  # another commit than that of the clone, or a part of it, may be meant
         for place in folder.resolve().parents:
-            about = _project(place).get("project") if _is_of_one_owner(folder, place) else None
-            if isinstance(about, dict) and canonicalize_name(str(about.get("name"))) == canonicalize_name(one.name):
-                extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
-                yield f"{one.name}{extras} @ {place.as_uri()}" + (f" ; {one.marker}" if one.marker else "")
+            if _is_clone(place, address) and _is_of_one_owner(folder, place):
+                about = _project(place).get("project")
+                named = str(about.get("name")) if isinstance(about, dict) else ""
+                if canonicalize_name(named) == canonicalize_name(one.name):
+                    extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
+                    yield f"{one.name}{extras} @ {place.as_uri()}" + (f" ; {one.marker}" if one.marker else "")
                 break
+
+
+def _is_clone(place: Path, address: str) -> bool:
+    """True if a folder is a clone of the repository at an address: what a project names opens no other."""
+    config = configparser.ConfigParser(strict=False, interpolation=None)
+    try:
+        config.read_string((place / ".git" / "config").read_text(encoding="utf-8"))
+        origin = config['remote "origin"']["url"]
+    except (OSError, ValueError, LookupError, configparser.Error):
+        return False
+    return origin.removesuffix("/").removesuffix(".git") == address.removesuffix("/").removesuffix(".git")
 
 
 def _is_of_one_owner(folder: Path, place: Path) -> bool:
@@ -69,4 +88,4 @@ def _is_of_one_owner(folder: Path, place: Path) -> bool:
         owner, above, file = folder.stat().st_uid, place.stat(), (place / "pyproject.toml").stat()
     except OSError:
         return False
-    return not above.st_mode & 0o002 and owner == above.st_uid == file.st_uid
+    return not (above.st_mode | file.st_mode) & 0o022 and owner == above.st_uid == file.st_uid

@@ -36,6 +36,8 @@ _DATASET = "dataset"
 """It has a source of its own, which also reports files without an adapter."""
 _OURS = ("adapter", "interpreter", "knobs")
 _PATHS = ("file", "rows", "folder", "packages")
+_ROWS = (".jsonl", ".json", ".csv", ".parquet")
+"""Endings of files with rows."""
 _SINGLE_TURN = ("trl", "score", "reasoning_gym")
 """Adapters whose environments have one turn unless the target has an environment or tools."""
 
@@ -116,7 +118,7 @@ class TargetSource:
     def _listed(self, file: Path, adapter: Adapter, given: dict[str, Any]) -> Listed:
         target = {key: value for key, value in given.items() if key != "adapter"}
         for key in target.keys() & _PATHS:
-            target[key] = _beside(file, target[key])
+            target[key] = _all_beside(file, key, target[key])
         target.setdefault("name", file.stem)
         said = (
             target.get("description")
@@ -134,12 +136,20 @@ class TargetSource:
         )
 
 
-def _beside(file: Path, given: Any) -> Any:
+def _all_beside(file: Path, key: str, given: Any) -> Any:
     """Return a path relative to a file, or a list of them, as absolute ones; other values as they are."""
-    if isinstance(given, list):
-        return [_beside(file, one) for one in given]
-    beside = file.parent / Path(str(given or "")).expanduser()
-    return str(beside) if isinstance(given, str) and beside.exists() else given
+    if isinstance(given, list):  # rows may be texts
+        paths = key == "packages"
+        return [_beside(file, one) if paths or Path(str(one)).suffix in _ROWS else one for one in given]
+    return _beside(file, given)
+
+
+def _beside(file: Path, given: Any) -> Any:
+    try:
+        beside = file.parent / Path(str(given or "")).expanduser()
+        return str(beside) if isinstance(given, str) and beside.exists() else given
+    except (OSError, RuntimeError, ValueError):  # a long text, a home of nobody
+        return given
 
 
 def _targeted(file: Path, adapter: Adapter, given: dict[str, Any]) -> Listed:

@@ -81,10 +81,11 @@ async def _sample(
     section = default_section(workshop.home, entry.name, workshop.home.locks())
     options = options_of(workshop, section, knobs=knobs)
     output = _Output()
-    bad = 0
+    bad, opened = 0, False
     try:
         async with _worker(entry, options, output) as (link, card):
             workshop.opened.add(entry)
+            opened = True
             typer.echo(_cut(f"{card.name}: {card.description}"))
             async with _sampler(workshop, link, card, options, model, max_tokens) as make:
                 for index in range(count):
@@ -95,6 +96,8 @@ async def _sample(
                     bad += _show(made, index, card)
                     output.show()
     except WorkerFailure as failure:
+        if not opened and not knobs:
+            workshop.opened.forget(entry)
         output.show()
         raise failed(entry, failure) from failure
     return bad

@@ -134,7 +134,8 @@ def test_a_trainer_makes_a_script_only_if_running_the_file_gets_there(tmp_path: 
         return "script" in json.loads(listed.target)
 
     assert not is_script(rewards) and not is_script(rewards + train), "importers call train()"
-    assert is_script(f"{rewards}{train}if __name__ == '__main__': train()\n")
+    assert not is_script(f"{rewards}{train}if __name__ == '__main__': train()\n"), "an import is no harm"
+    assert is_script(f"{rewards}{train}train()\n")
     assert is_script(f"{rewards}{train}def main(): train()\nrun(main)\n")
     assert is_script(f"{rewards}@app.command\n{train}app()\n")
 

@@ -8,6 +8,7 @@ policy. A model that can be made, because the owner gave its key, stays.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from typing import Any
 
@@ -27,6 +28,7 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
     from inspect_ai._util.error import PrerequisiteError
     from inspect_ai.model import ModelAPI, model_roles, modelapi
     from inspect_ai.model import get_model as start
+    from inspect_ai.model._generate_config import active_generate_config
     from inspect_ai.model._model import active_model
 
     if getattr(start, "plays_roles", False):
@@ -38,8 +40,13 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
             super().__init__(model_name=model_name, **known)
             self._plays = plays
 
-        async def generate(self, *given: Any, **named: Any) -> Any:
-            return await self._model().api.generate(*given, **named)
+        async def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
+            if not self._plays:  # inspect gives the settings of the evaluation to the model that it knows as its own
+                config = active_generate_config().merge(config)
+            return await self._model().api.generate(input, tools, tool_choice, config)
+
+        def should_retry(self, ex: Exception) -> Any:
+            return self._model().api.should_retry(ex)
 
         async def count_text_tokens(self, text: str) -> int:
             return int(tokens_of(text))
@@ -57,6 +64,10 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
             return start(model, role=role, **settings)
         except PrerequisiteError:  # no key, or no package, of its provider
             named = role or model or settings.get("default") or grader
+            asked = str(model or settings.get("default") or "")
+            if os.environ.get(f"{asked.partition('/')[0].upper()}_API_KEY"):
+                raise  # the owner gave the key, so the package is missing
+            print(f"{asked or named}: played by the role {named!r}, or {grader!r}", file=sys.stderr)
         except ValueError as error:
             if _NO_MODEL not in str(error):
                 raise

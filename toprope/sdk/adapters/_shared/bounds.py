@@ -16,8 +16,8 @@ TOLERANCE = 1e-6
 
 def within(value: float, low: float, high: float) -> float | None:
     """Return a value, or the bound that it exceeds by no more than rounding; None if it is outside."""
-    slack = TOLERANCE * max(1.0, abs(low), abs(high))
-    return min(max(value, low), high) if low - slack <= value <= high + slack else None
+    below, above = (TOLERANCE * max(1.0, abs(bound)) for bound in (low, high))
+    return min(max(value, low), high) if low - below <= value <= high + above else None
 
 
 class Bounds:

@@ -14,7 +14,7 @@ from toprope.sdk.authoring.environment import Task
 
 __all__ = ["keyed"]
 
-_NUMBERING = frozenset({"id", "idx", "index", "number", "uid", "uuid"})
+_NUMBERING = re.compile(r"(?i)(^|_)(id|idx|index|uid|uuid)(_|$)")
 """Columns that differ in rows that are the same task, which must not be both trained and held out."""
 
 
@@ -22,9 +22,9 @@ def keyed(tasks: Iterable[Task], played: bool) -> Iterator[Task]:
     """Yield the tasks, each with its row in `data`, and with keys where needed.
 
     With an environment (`played`), or without a prompt, each row is a task: even equal rows may begin in different
-    states. Otherwise rows with equal prompts are tasks of their own if other columns differ, such as the answer, but
-    not their number. The first of them keeps its prompt as key, so that its split does not depend on later rows, which
-    may be endless.
+    states. Otherwise rows with equal prompts are tasks of their own if their references differ, or without references
+    other columns but their numbers. The first of them keeps its prompt as key, so that its split does not depend on
+    later rows, which may be endless.
     """
     alike: Counter[str] = Counter()
     firsts: dict[str, int] = {}
@@ -36,8 +36,8 @@ def keyed(tasks: Iterable[Task], played: bool) -> Iterator[Task]:
             alike[written] += 1
             yield dataclasses.replace(task, key=key)
             continue
-        told = {name: value for name, value in row.items() if name != "prompt" and name.lower() not in _NUMBERING}
-        written = _written(told)
+        told = {name: value for name, value in row.items() if name != "prompt" and not _NUMBERING.search(name)}
+        written = _written(told if task.reference is None else {"reference": task.reference})
         differs = firsts.setdefault(task.content, hash(written)) != hash(written)
         yield dataclasses.replace(task, key=f"{task.content} {written}") if differs else task
 

@@ -21,9 +21,6 @@ TURNS = 10
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List a training script; or a file with reward functions over `completions`, or a class with `reset` and
     `get_reward`, and rows."""
-    call = trainer_call(tree)  # first: an import of a script would construct its trainer and train
-    if call is not None:
-        return [_script_listed(file, tree, call)]
     taken = {name: words for name, words in functions(tree).items() if not name.startswith("_")}
     rewards = [name for name, words in taken.items() if {"completions", "environments"} & set(words)]
     scored = any("environments" in words for words in taken.values())  # by a function instead of get_reward()
@@ -31,7 +28,10 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     classes = [node for node in defined if {"reset", "get_reward"} <= _methods(node)]
     if scored and not classes:
         classes = [node for node in defined if "reset" in _methods(node) and not node.name.startswith("_")]
-    rows = data_beside(file, tree)
+    rows, call = data_beside(file, tree), trainer_call(tree)
+    # An import of a script would train; what only its main part does is no harm to a file that has rows and rewards.
+    if call is not None and (_trains_at_import(tree) or not rows or not (rewards or classes)):
+        return [_script_listed(file, tree, call)]
     if not rewards and not classes:
         return []
     lone = classes[0] if len(classes) == 1 else None
@@ -53,6 +53,16 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
             problem=problem,
         )
     ]
+
+
+def _trains_at_import(tree: ast.Module) -> bool:
+    """True if the trainer is made not only where the file is run itself."""
+    mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in _names(node.test)]
+    return trainer_call(ast.Module([node for node in tree.body if node not in mains], [])) is not None
+
+
+def _names(node: ast.expr) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
 
 def _script_listed(file: Path, tree: ast.Module, call: ast.Call) -> Listed:

@@ -42,8 +42,12 @@ def more_requirements(place: Path) -> tuple[str, ...]:
         place: An interpreter's packages, or the folder of a project.
     """
     if (place / _PACKAGE).is_dir():  # an interpreter
-        before = _is_before(place)
-        return () if before or not any(one.needs == "install" for one in installed(place)) else BEFORE
+        found = installed(place)
+        if _is_before(place) or not found:
+            return ()
+        if any(one.needs == "install" for one in found):
+            return BEFORE
+        return () if any(place.glob("uv-*.dist-info")) else _PROGRAMS
     files = [
         *place.glob("*.py"),
         *place.glob("*/__init__.py"),
