@@ -160,6 +160,10 @@ def test_only_imported_packages_above_a_file_are_opened(tmp_path: Path, monkeypa
         file.write_text(text)
         assert paths.folders_above(str(file)) == found, text
         assert (services in paths.source_paths(str(file))) == bool(found)
+    file.write_text("")
+    (file.parent / "__init__.py").write_text("from services.billing import env")
+    assert paths.folders_above(str(file)) == [services], "its package is imported with it"
+    (file.parent / "__init__.py").unlink()
     (tmp_path / "services" / "__init__.py").touch()
     file.write_text("import services")
     assert paths.folders_above(str(file)) == [services]

@@ -202,7 +202,9 @@ def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
         return []
     if not above or any(_is_broad(one) or os.path.realpath(one) in shut for one in (*above, root)):
         return []
-    imported = imported_by(file)
+    # An import of the file runs the packages that it lies in too.
+    packages = [os.path.join(one, "__init__.py") for one in above]
+    imported = set[tuple[str, str]]().union(*(imported_by(one) for one in (file, *filter(os.path.isfile, packages))))
     return [
         one for one in above if any(_is_package(one, rest) for name, rest in imported if name == os.path.basename(one))
     ]
