@@ -11,6 +11,7 @@ import pytest
 
 from toprope.errors import ComponentFailed
 from toprope.records.messages import Renewed
+from toprope.records.run.specification import EnvironmentSource
 from toprope.records.worker_messages import Card
 from toprope.settings.sections.environment import EnvironmentSection
 from toprope.settings.sections.launcher import LauncherSection
@@ -51,7 +52,7 @@ def tried(folder: Path, code: str, adapter: str | None = None, **section: Any) -
             plan = SimpleNamespace(section=EnvironmentSection(**section))
             host: Any = SimpleNamespace(
                 worker=worker, plan=plan, card=cards[0], is_only=True, subject="The environment",
-                name_error=lambda error: error, source=SimpleNamespace(adapter=adapter),
+                name_error=lambda error: error, source=EnvironmentSource(name="a", adapter=adapter),
             )  # fmt: skip
             await require_reward_signal(host)
             assert (await worker.current()).alive
@@ -79,7 +80,7 @@ def test_constant_reward_is_refused_without_unchecked_reason(tmp_path: Path, cod
     assert "environment.unchecked_reason" in refusal.value.hint and "check_environment" in refusal.value.hint
     assert "fix score()" in refusal.value.hint
     with pytest.raises(ComponentFailed) as refusal:
-        tried(tmp_path, code, adapter="trl")
+        tried(tmp_path, code, adapter="atropos")
     assert "fix score()" not in refusal.value.hint and "choose another" in refusal.value.hint
     tried(tmp_path, code, unchecked_reason="a control run")
 
