@@ -10,8 +10,8 @@ cut to 45 s; with them calls_ratio cannot exceed 1.5. A client that is known to 
 `tools/toprope_tools/clients.py`) is reported apart. Goals: calls_ratio at least 1.3, tokens_ratio at least 3.
 
 control: polls that are long or come too often would win by accident. So a poll holds the short numbers alone, and
-against an agent that polls every minute (`calls_ratio_control`, `tokens_ratio_control`) both ratios must be a tenth
-smaller at least.
+against an agent that polls every minute (`calls_ratio_control`, `tokens_ratio_control`) both must miss their goals and
+be a tenth smaller at least.
 
 Runs take about two minutes, so the whole takes a quarter of an hour on two quiet cores. Needs nothing else.
 """
@@ -89,14 +89,14 @@ def main() -> int:
     found |= {"seconds": round(time.monotonic() - began), "load_before": load, "load_after": os.getloadavg()}
     won = [
         f"{name} {found[f'{name}_control']}"
-        for name in ("calls_ratio", "tokens_ratio")
-        if found[f"{name}_control"] > _HALVED * found[name]
+        for name, goal in (("calls_ratio", CALLS_GOAL), ("tokens_ratio", TOKENS_GOAL))
+        if found[f"{name}_control"] >= min(goal, _HALVED * found[name])
     ]
     return report(
         "An agent's research: waits and findings, against a short status every 30 s",
         found,
         goals={"calls_ratio": f">= {CALLS_GOAL}", "tokens_ratio": f">= {TOKENS_GOAL}", "proved": "== true"},
-        control="against an agent that polls every minute the same waits must gain clearly less.",
+        control="against an agent that polls every minute the same waits must miss both goals, and gain clearly less.",
         control_failed=f"{' and '.join(won)} against polls every minute" if won else "",
     )
 

@@ -271,7 +271,7 @@ def test_roles_are_the_policy_or_models_of_the_owner(inspect: Callable[..., OwnL
 
 
 def test_models_that_a_task_names_are_played_by_roles(
-    stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Most are made while the task is loaded, before there are roles."""
     makers: dict[str, Any] = {}
@@ -333,6 +333,7 @@ def test_models_that_a_task_names_are_played_by_roles(
     said = [asyncio.run(one.generate("a", [], None, "!")) for one in (named, critic, monitor, nameless)]
     assert said == ["grader: a!", "critic: a!", "monitor: a!", "policy: a as evaluated!"]
     assert named.should_retry(OSError())
+    assert patched("google/gemini", config="warm") is named and capsys.readouterr().err.count("google/gemini") == 1
     monkeypatch.setenv("GOOGLE_API_KEY", "the owner's")
     with pytest.raises(PrerequisiteError):
         patched("google/gemini")

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from toprope.sdk.wall.kernel import is_within
@@ -197,9 +197,7 @@ def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
             there open nothing.
     """
     shut = [os.path.realpath(place) for place in closed]
-    above, root = _up_to(file, ".git") or _up_to(file, "pyproject.toml") or ([], "")  # a download has no history
-    if not os.path.exists(os.path.join(root, ".git")) and not _is_project(root):
-        return []
+    above, root = _up_to(file, _is_repository) or _up_to(file, _is_project) or ([], "")  # a download has no history
     if not above or any(_is_broad(one) or os.path.realpath(one) in shut for one in (*above, root)):
         return []
     # An import of the file runs the packages that it lies in too.
@@ -208,6 +206,10 @@ def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
     return [
         one for one in above if any(_is_package(one, rest) for name, rest in imported if name == os.path.basename(one))
     ]
+
+
+def _is_repository(folder: str) -> bool:
+    return os.path.exists(os.path.join(folder, ".git"))
 
 
 def _is_project(folder: str) -> bool:
@@ -219,11 +221,11 @@ def _is_project(folder: str) -> bool:
         return False
 
 
-def _up_to(file: str, mark: str) -> tuple[list[str], str] | None:
-    """The folders from a file's own up to the one that has a mark, which comes apart; None if none has it."""
+def _up_to(file: str, is_root: Callable[[str], bool]) -> tuple[list[str], str] | None:
+    """The folders from a file's own up to a root, which comes apart; None without one."""
     above: list[str] = []
     folder = os.path.dirname(os.path.abspath(file))
-    while not os.path.exists(os.path.join(folder, mark)):
+    while not is_root(folder):
         above.append(folder)
         folder = os.path.dirname(folder)
         if folder == above[-1]:

@@ -34,6 +34,8 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
     if getattr(start, "plays_roles", False):
         return
 
+    made: dict[str, Any] = {}
+
     class Played(ModelAPI):  # type: ignore[misc]
         def __init__(self, model_name: str, plays: str = "", **settings: Any) -> None:
             known = {name: value for name, value in settings.items() if name in ("base_url", "config")}
@@ -67,13 +69,17 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
             asked = str(model or settings.get("default") or "")
             if os.environ.get(f"{asked.partition('/')[0].upper()}_API_KEY"):
                 raise  # the owner gave the key, so the package is missing
-            print(f"{asked or named}: played by the role {named!r}, or {grader!r}", file=sys.stderr)
         except ValueError as error:
             if _NO_MODEL not in str(error):
                 raise
             named = role or ""
         about = {"config": settings["config"]} if settings.get("config") is not None else {}
-        return start(f"{_PROVIDER}/{named or 'policy'}", plays=str(named), memoize=False, **about)
+        key = f"{named} {about}"  # scorers ask for it in every rollout
+        if key not in made:
+            if named:
+                print(f"{named}: a role of that name plays it, or {grader!r}", file=sys.stderr)
+            made[key] = start(f"{_PROVIDER}/{named or 'policy'}", plays=str(named), memoize=False, **about)
+        return made[key]
 
     get_model.plays_roles = True  # type: ignore[attr-defined]
 
