@@ -3,6 +3,8 @@
 import errno
 import gc
 import os
+import platform
+import resource
 import stat
 import subprocess
 import sys
@@ -133,3 +135,29 @@ def test_collector_is_off_within_an_import_and_leaves_out_what_was_loaded():
         assert gc.isenabled() and gc.get_freeze_count() > before
     finally:
         gc.unfreeze()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other systems have no such setting")
+def test_kept_memory_is_not_asked_for_again():
+    program = """
+import resource, sys
+from toprope.machine import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+for attempt in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [bytearray(1 << 16) for _ in range(512)]
+    del held
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+    def faults(mode: str) -> list[int]:
+        command = [sys.executable, "-P", "-c", program, mode]
+        return [
+            int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        ]
+
+    pages = (512 << 16) // resource.getpagesize()
+    assert faults("free")[1] > pages / 2
+    first, again = faults("keep")
+    assert first > pages / 2 and again < pages / 20

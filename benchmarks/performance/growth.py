@@ -48,6 +48,7 @@ from benchmarks.performance.decode import (
 from benchmarks.report import report
 from benchmarks.scratch import scratch
 from benchmarks.server.many_runs import make_run, row
+from toprope.machine import keep_freed_memory
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
 from toprope.records.journal.marks import GroupNote
@@ -131,6 +132,7 @@ class Engines:
 
     def training(self, size: float, groups: int, length: int) -> Callable[[], object]:
         """One step of the trainer on groups of answers of a length."""
+        keep_freed_memory()  # as the trainer's process does
         config, model = Config(), self._model(size)
         config.rollout.group_size, config.rollout.groups_per_step = GROUP, groups
         config.algorithm.drop_zero_signal, config.budget.steps = False, 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from toprope.machine import keep_freed_memory
 from toprope.training.component.member import CrewMember
 from toprope.training.policy.loading import fix_kernels, load_model, load_tokenizer
 from toprope.training.policy.publishing import open_publisher
@@ -45,6 +46,7 @@ class LocalRun(TrainingRun):
         self._check: Callable[[], WeightCheck | None] | None = None
         """For a split model: the check of the weights, which all ranks computed."""
         torch.set_num_threads(self._config.launcher.threads)
+        keep_freed_memory()
         transformers.logging.set_verbosity(logging.ERROR)
 
     def _train_policy(self, policy: Path, checkpoint: Path | None) -> None:
