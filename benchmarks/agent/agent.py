@@ -6,8 +6,9 @@ compared on held-out tasks. It notes the experiment and hands over.
 
 Baseline: the same script with one short status of all runs each 30 seconds instead of its waits (`polls.py`), measured
 on the same runs while they live. `calls_ratio` and `tokens_ratio` are for a client of unknown patience, whose waits are
-cut to 45 s; with them calls_ratio cannot exceed 1.5. A client that is known to allow long calls (15 minutes,
-`tools/toprope_tools/clients.py`) is reported apart. Goals: calls_ratio at least 1.3, tokens_ratio at least 3.
+cut to 45 s; with them calls_ratio cannot exceed 1.5. Tokens are of the form of answers with the lowest ratio
+(`counts.py`). A client that is known to allow long calls (15 minutes, `tools/toprope_tools/clients.py`) is reported
+apart. Goals: calls_ratio at least 1.3, tokens_ratio at least 3.
 
 control: polls that are long or come too often would win by accident. So a poll holds the short numbers alone, and
 against an agent that polls every minute (`calls_ratio_control`, `tokens_ratio_control`) both must miss their goals and
@@ -71,7 +72,9 @@ async def measure(home: Path, train_s: float, say: Any) -> dict[str, Any]:
     return numbers | {
         "every_s": EVERY_S,
         **found,
-        "answer_tokens": {f"{number} {one.tool}": one.answer // 4 for number, one in enumerate(agent.made, 1)},
+        "answer_tokens": {
+            f"{number} {one.tool}": [one.text // 4, one.structure // 4] for number, one in enumerate(agent.made, 1)
+        },
     }
 
 

@@ -1,9 +1,11 @@
 """Count the calls and tokens of a conversation, with waits and with polls instead of them.
 
 A token is four bytes. A call counts with what a client puts into the model's context: the tool's name and its arguments
-as compact JSON. An answer counts with its text and, if it came, its structure as compact JSON, as in a client that
-shows both; a poll counts once. The list of tools, progress and protocol messages are not counted: they are the same for
-both, or no model sees them.
+as compact JSON, and an answer in one of three forms. Of 19 open clients 11 show a model the text of an answer, four its
+structure where it has one, and four both (https://olaservo-sandyland.static.hf.space/mcp/structured-content/; read on
+2026-11-26); Claude Code shows the structure (anthropics/claude-code#79944). Polls come in the same form: their text is
+their JSON. The ratio is that of the form where it is lowest. The list of tools, progress and protocol messages are not
+counted: they are the same for both, or no model sees them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EVERY_S", "Exchange", "Poll", "compact", "figures"]
+__all__ = ["EVERY_S", "FORMS", "Exchange", "Poll", "compact", "figures"]
 
 EVERY_S = 30.0
 """Seconds between the polls of an agent that cannot wait."""
@@ -22,6 +24,10 @@ EVERY_S = 30.0
 def compact(value: Any) -> bytes:
     """Encode as JSON without spaces."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+FORMS = ("text", "structure", "both")
+"""Parts of an answer that a client shows the model."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +49,10 @@ class Exchange:
         said = 0 if structure is None else len(compact(structure))
         return cls(tool, len(request), len(text.encode()), said, wait)
 
-    @property
-    def answer(self) -> int:
-        return self.text + self.structure
-
-    @property
-    def all(self) -> int:
-        return self.request + self.answer
+    def bytes(self, form: str) -> int:
+        """Return the size of the request and of the answer in a form."""
+        shown = {"text": self.text, "structure": self.structure or self.text, "both": self.text + self.structure}
+        return self.request + shown[form]
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,9 @@ class Poll:
     alone: int = 0
     """The answer if only every second poll is made."""
 
-    @property
-    def all(self) -> int:
-        return self.request + self.answer
+    def bytes(self, form: str, *, alone: bool = False) -> int:
+        """Return the size of the request and of the answer in a form."""
+        return self.request + (1 + (form == "both")) * (self.alone if alone and self.alone else self.answer)
 
 
 def figures(made: Sequence[Exchange], patient: Sequence[Exchange], polls: Sequence[Poll]) -> dict[str, Any]:
@@ -75,28 +78,27 @@ def figures(made: Sequence[Exchange], patient: Sequence[Exchange], polls: Sequen
         polls: The polls instead of them. Every second one is the control: an agent that polls half as often.
     """
     rest = [one for one in made if not one.wait]
-    same = sum(one.all for one in rest)
-    own, other = sum(one.all for one in made), same + sum(one.all for one in patient)
-    baseline = same + sum(poll.all for poll in polls)
-    halved = same + sum(poll.request + (poll.alone or poll.answer) for poll in polls[1::2])
-    return {
+    found: dict[str, Any] = {
         "calls_ratio": _ratio(len(rest) + len(polls), len(made)),
-        "tokens_ratio": _ratio(baseline, own),
         "calls_ratio_patient": _ratio(len(rest) + len(polls), len(rest) + len(patient)),
-        "tokens_ratio_patient": _ratio(baseline, other),
         "calls_ratio_control": _ratio(len(rest) + len(polls[1::2]), len(made)),
-        "tokens_ratio_control": _ratio(halved, own),
         "calls": len(made),
         "waits": len(made) - len(rest),
         "waits_patient": len(patient),
         "polls": len(polls),
-        "tokens": own // 4,
-        "tokens_waits": (own - same) // 4,
-        "tokens_patient": other // 4,
-        "tokens_polling": baseline // 4,
-        "poll_tokens_mean": sum(poll.all for poll in polls) // 4 // max(1, len(polls)),
-        "largest_answer_tokens": max((one.answer for one in [*made, *patient]), default=0) // 4,
+        "largest_answer_tokens": max((one.text + one.structure for one in [*made, *patient]), default=0) // 4,
     }
+    ratios: dict[str, dict[str, float]] = {}
+    for form in FORMS:
+        same, own = (sum(one.bytes(form) for one in some) for some in (rest, made))
+        polled = same + sum(poll.bytes(form) for poll in polls)
+        halved = same + sum(poll.bytes(form, alone=True) for poll in polls[1::2])
+        patiently = same + sum(one.bytes(form) for one in patient)
+        ratios[form] = {"": polled / own, "_patient": polled / patiently, "_control": halved / own}
+        found |= {f"tokens_{form}": own // 4, f"tokens_polling_{form}": polled // 4}
+        found |= {f"tokens_waits_{form}": (own - same) // 4, f"tokens_ratio_{form}": round(polled / own, 2)}
+    lowest = min(FORMS, key=lambda form: ratios[form][""])
+    return found | {f"tokens_ratio{kind}": round(value, 2) for kind, value in ratios[lowest].items()}
 
 
 def _ratio(theirs: float, ours: float) -> float | None:

@@ -54,7 +54,7 @@ class Agent:
         text = "\n".join(part.text for part in answer.content if part.type == "text")
         self.made.append(Exchange.of(tool, arguments, text, answer.structured_content, wait=wait))
         told = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        self._say(f"{tool}({told})  [{self.made[-1].answer // 4} tokens]")
+        self._say(f"{tool}({told})  [{self.made[-1].text // 4} + {self.made[-1].structure // 4} tokens]")
         for line in text.splitlines():
             self._say(f"    {line[:260]}")
         if answer.is_error:

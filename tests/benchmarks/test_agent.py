@@ -28,27 +28,32 @@ def at_work(shop, ago=0.0):
     return folder
 
 
-def test_a_call_is_counted_with_its_request_and_both_forms_of_its_answer():
+def test_a_call_is_counted_with_its_request_and_the_form_of_its_answer_that_a_client_shows():
     made = Exchange.of("check_status", {"wait_s": 45}, "grün", {"state": "training"}, wait=True)
-    assert made.request == len('{"name":"check_status","arguments":{"wait_s":45}}')
-    assert (made.text, made.structure) == (5, len('{"state":"training"}'))
-    assert made.all == made.request + made.answer == made.request + 5 + made.structure
-    assert Exchange.of("stop_training", {}, "refused", None, wait=False).structure == 0
+    request, structure = len('{"name":"check_status","arguments":{"wait_s":45}}'), len('{"state":"training"}')
+    shown = [made.bytes(form) - request for form in ("text", "structure", "both")]
+    assert shown == [5, structure, 5 + structure]
+    refused = Exchange.of("stop_training", {}, "refused", None, wait=False)
+    assert refused.bytes("structure") == refused.bytes("text")
 
 
 def test_the_ratios_put_polls_in_the_place_of_waits_and_nothing_else():
     others = [Exchange("start_training", 40, 400, 360)]
-    waits = [Exchange("check_status", 40, 100, 60, wait=True)] * 2
-    polls = [Poll(40, 360)] * 4
+    waits = [Exchange("check_status", 40, 60, 100, wait=True)] * 2
+    polls = [Poll(40, 360, 460)] * 4
     found = figures([*others, *waits], waits[:1], polls)
     assert (found["calls"], found["polls"], found["waits"], found["waits_patient"]) == (3, 4, 2, 1)
     assert found["calls_ratio"] == 1.67  # (1 + 4) / (1 + 2)
     assert found["calls_ratio_patient"] == 2.5  # (1 + 4) / (1 + 1)
-    assert found["tokens_ratio"] == 2.0  # (800 + 4 * 400) / (800 + 2 * 200)
-    assert found["tokens_ratio_patient"] == 2.4  # (800 + 4 * 400) / (800 + 200)
+    assert found["tokens_ratio_text"] == 3.19  # (440 + 4 * 400) / (440 + 2 * 100)
+    assert found["tokens_ratio_structure"] == 2.94  # (400 + 4 * 400) / (400 + 2 * 140)
+    assert found["tokens_ratio_both"] == 3.2  # (800 + 4 * 760) / (800 + 2 * 200)
+    assert found["tokens_ratio"] == 2.94
+    assert found["tokens_ratio_patient"] == 3.7  # (400 + 4 * 400) / (400 + 140)
     assert found["calls_ratio_control"] == 1.0  # (1 + 2) / (1 + 2)
-    assert found["tokens_ratio_control"] == 1.33  # (800 + 2 * 400) / (800 + 2 * 200)
-    assert (found["tokens"], found["tokens_polling"], found["largest_answer_tokens"]) == (300, 600, 190)
+    assert found["tokens_ratio_control"] == 2.06  # (400 + 2 * 500) / (400 + 2 * 140)
+    assert (found["tokens_structure"], found["tokens_polling_structure"]) == (170, 500)
+    assert found["largest_answer_tokens"] == 190
 
 
 def test_a_poll_is_short_and_what_the_folder_holds_at_that_moment(house):
