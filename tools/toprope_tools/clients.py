@@ -27,7 +27,10 @@ _STRUCTURE_HIDES_TEXT = frozenset(
     {
         "claude-code",  # https://github.com/anthropics/claude-code/issues/79944
         "codex-mcp-client",  # https://github.com/openai/codex/issues/38287
-        "opencode",  # https://github.com/anomalyco/opencode/pull/32074
+        "opencode",  # up to 2026-06, https://github.com/anomalyco/opencode/pull/34505
+        # Its product's names; https://olaservo-sandyland.static.hf.space/mcp/structured-content/client-survey.html
+        "Visual Studio Code",
+        "Visual Studio Code - Insiders",
     }
 )
 """Clients whose model sees the structure of an answer instead of its text. They get the text alone."""
