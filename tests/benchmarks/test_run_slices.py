@@ -1,0 +1,72 @@
+"""Slices of benchmarks that train: real crews on a small scale, and what each benchmark reads from them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.learning import evolution
+from benchmarks.performance import memory, train
+from toprope.records.sweep_journal import read_standing
+from toprope.settings.owner import Home
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home for all of them: its policy takes most of a run's time to make."""
+    folder = tmp_path_factory.mktemp("slices") / "home"
+    (folder / "config").mkdir(parents=True)
+    return folder
+
+
+def test_step_is_measured_beside_trl_and_plain_torch(home, monkeypatch):
+    monkeypatch.setattr(train, "WARM", 3)
+    runs = train.Runs(home)
+    ours = runs.train(12, seed=0)
+    assert len(ours["success"]) >= 12 and ours["elapsed_s"] == sorted(ours["elapsed_s"])
+    theirs = train.run_reference("trl", runs.policy, 6, 3, 1, 0)
+    floor = train.run_reference("floor", runs.policy, 6, 3)
+    # The floor is part of both steps; a crew's processor seconds are those of several processes.
+    assert 0 < max(floor.values()) < theirs["wall_s"]
+    assert ours["wall_s"] > 0 and ours["cpu_s"] > floor["train_s"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="smaps_rollup exists on Linux only")
+def test_every_component_of_a_run_is_in_a_sample(home):
+    samples = asyncio.run(memory._measure(home, 3.0))
+    highest = max(samples, key=lambda sample: sum(one.pss for one in sample))
+    assert not memory.missing(highest)
+    assert all(0 < one.uss <= one.pss + 1 and one.pss <= one.rss + 1 for one in highest)
+    assert memory.missing([one for one in highest if "driver" not in one.name]) == ["driver"]
+
+
+def test_decisions_of_a_small_sweep_follow_its_scores(tiny_policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(evolution, "POPULATION", 2)
+    small = {"evaluation.validation_tasks": 8, "evaluation.heldout_tasks": 8, "policy.model": str(tiny_policy)}
+    monkeypatch.setattr(evolution, "DRAFT", evolution.DRAFT | small)
+    place = Home(tmp_path / "home", tmp_path / "config")
+    folder, killed, _ = asyncio.run(evolution.sweep(place, epochs=1, steps=2))
+    standing = read_standing(folder)
+    assert not killed and len(standing.runs) == 2 and not evolution.same(folder, standing)
+    assert not evolution._left(place)
+    found = evolution.decisions(standing)
+    assert found["winner"] in standing.candidates and found == evolution.decisions(read_standing(folder))
+
+    # Another survivor than the scores say, and a run that was started twice.
+    journal = folder.path / "sweep.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    [chosen, *_] = [line for line in lines if line["what"] == "survivors"]
+    others = [name for name in standing.candidates if name not in chosen["ids"]]
+    assert others
+    again = next(line for line in lines if line["what"] == "started")
+    chosen["ids"] = others
+    copy = tmp_path / "copy" / folder.run_id
+    shutil.copytree(folder.path, copy)
+    (copy / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, again]))
+    changed = type(folder)(copy)
+    assert evolution.same(changed, read_standing(changed)) == ["started stands there twice", "the survivors of epoch 1"]
