@@ -5,9 +5,9 @@
     sft       supervised fine-tuning, then GRPO from it, on the preset's arithmetic and on facts, which the policy
               cannot do without tools; accuracy is of held-out tasks
     cost      for each seed: fine-tuning, then GRPO with weights that move from accuracy to economy, against weights
-              that reward accuracy alone. A calculator, a lookup, a small model that is right on sums alone, and a dear
-              one that is always right; `small_for_sums` less `small_for_products` is what the policy learned about when
-              the small model pays.
+              that reward accuracy alone. A calculator, a catalog that lacks rare parts, a small model that is right on
+              sums alone, and a dear one that is always right; `small_for_sums` less `small_for_products`, and
+              `expert_for_rare` less `expert_for_common`, are what the policy learned about when a model pays.
     hostile   programs that try to break out of the tool `code_interpreter`
 
 All training goes through the server by the official client. Estimated time: forty minutes; `hostile` needs Linux.
@@ -93,6 +93,8 @@ async def _learned(home: Path, first: int, seeds: int, steps: int, console: Cons
         "steps_grpo": steps,
         "small_for_sums": found["sums"].get("small"),
         "small_for_products": found["products"].get("small"),
+        "expert_for_rare": found["rare"].get("expert"),
+        "expert_for_common": found["common"].get("expert"),
         "routes": found,
     }
     if seeds:
@@ -129,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     goals = {"hostile_escapes": "== 0"} if "hostile_escapes" in figures else {}
     if "routes" in figures:
         goals |= {"small_for_sums": ">= 0.8", "small_for_products": "<= 0.2"}
+        goals |= {"expert_for_rare": ">= 0.8", "expert_for_common": "<= 0.2"}
     if "cost_reduction_percent" in figures:
         goals |= {"cost_reduction_percent": ">= 20", "accuracy_lost": "== 0"}
     return report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = ["ADAPTIVE", "ALL", "FIXED", "GRPO", "GRPO_STEPS", "SFT", "copies", "l
 _FACTS = 4000
 _TOOLS = """\
 tools:
+  catalog: {python: models.py:catalog, usd: 0.01, seconds: 1.0, watts: 20.0, description: Looks a part up.}
   small: {python: models.py:small, usd: 0.005, seconds: 0.5, watts: 20.0, description: A small model for sums.}
   expert: {python: models.py:expert, usd: 0.06, seconds: 3.0, watts: 40.0, description: A large model.}
 """
@@ -25,6 +27,11 @@ from toprope.sdk.adapters.orchestrator import made_up_facts
 from toprope.sdk.orchestration.calculator import calculate, said
 
 FACTS = made_up_facts({_FACTS})
+
+
+def catalog(text: str) -> str:
+    """Knows the parts of the first half of the alphabet."""
+    return FACTS[text] if text in FACTS and text < "part N" else "Nothing was found."
 
 
 def small(text: str) -> str:
@@ -40,13 +47,14 @@ def expert(text: str) -> str:
     return FACTS[text].split()[-2] if text in FACTS else said(calculate(text))
 '''
 ALL: dict[str, Any] = {
-    "environment.knobs.tools": ["calculator", "web_search", "small", "expert", "think"],
+    "environment.knobs.tools": ["calculator", "catalog", "small", "expert", "think"],
     "environment.knobs.compute_with": ["calculator", "small", "expert"],
+    "environment.knobs.look_up_with": ["catalog", "expert"],
     "environment.knobs.facts": _FACTS,
     "environment.knobs.thoughts": 0.25,
-    "environment.knobs.usd": {"calculator": 0.02, "think": 0.02, "web_search": 0.01},
-    "environment.knobs.seconds": {"calculator": 1.0, "think": 3.0, "web_search": 1.0},
-    "environment.knobs.watts": {"calculator": 20.0, "think": 20.0, "web_search": 20.0},
+    "environment.knobs.usd": {"calculator": 0.02, "think": 0.02},
+    "environment.knobs.seconds": {"calculator": 1.0, "think": 3.0},
+    "environment.knobs.watts": {"calculator": 20.0, "think": 20.0},
     "environment.knobs.scale_usd": 0.05,
     "environment.knobs.scale_joules": 50.0,
     "rollout.max_new_tokens": 80,
@@ -55,9 +63,10 @@ ALL: dict[str, Any] = {
     "budget.max_train_seconds": None,
     "evaluation.greedy": False,
 }
-"""The preset's arithmetic (three digits, + - *), and facts that only a lookup or the large model knows. The small model
-is right on sums, which then need no calculator. Demonstrations use computing tools at random. Steps are counted, not
-seconds: results do not depend on the machine's load.
+"""The preset's arithmetic (three digits, + - *), and facts. Each tool pays for one kind of question: the small model
+for sums, the calculator for products, the catalog for common parts, the dear model for rare ones, which it lacks;
+their names begin with other letters. Demonstrations use tools at random. Steps are counted, not seconds: results do not
+depend on the machine's load.
 """
 SFT: dict[str, Any] = {"algorithm.name": "sft", "sft.tasks": 3000, "sft.traces_per_task": 1, "sft.epochs": 6}
 """Teaches the form of calls and the copying of results; which tool to call is left to learn from reward."""
@@ -109,13 +118,15 @@ def copies(done: Done, tuned: Done | None = None) -> int:
 def routes(done: Done) -> dict[str, dict[str, float]]:
     """The tools that late rollouts of a run call: by kind of question, tool -> share of the rollouts that call it."""
     reader, late = RunReader(RunFolder(done.folder)), _LATE * done.results["steps"]
-    calls: dict[str, list[set[str]]] = {"sums": [], "products": [], "facts": []}
+    calls: dict[str, list[set[str]]] = {"sums": [], "products": [], "common": [], "rare": []}
     for item in reader:
         if (item.metadata.get("version") or 0) < late:
             continue
         question, *rest = item.messages
         text = str(question["content"])
-        kind = "facts" if "weigh" in text else "products" if "*" in text else "sums"
+        kind = "products" if "*" in text else "sums"
+        if part := re.search(r"part \w+", text):
+            kind = "common" if part[0] < "part N" else "rare"
         called = set()
         for message in rest:
             if message["role"] == "assistant":
@@ -130,6 +141,6 @@ def routes(done: Done) -> dict[str, dict[str, float]]:
 
 def _shares(calls: list[set[str]]) -> dict[str, float]:
     known: Mapping[str, int] = {
-        tool: sum(tool in one for one in calls) for tool in ("calculator", "small", "expert", "web_search", "think")
+        tool: sum(tool in one for one in calls) for tool in ("calculator", "catalog", "small", "expert", "think")
     }
     return {tool: round(count / len(calls), 3) for tool, count in known.items()} if calls else {}

@@ -201,10 +201,11 @@ def test_models_that_the_orchestrator_lends_differ_in_use(tmp_path):
     orchestrator.lend_tools(tmp_path)
     lent: dict = {}
     exec((tmp_path / "config" / "models.py").read_text(), lent)
-    part = next(iter(lent["FACTS"]))
+    part, rare = min(lent["FACTS"]), max(lent["FACTS"])
     assert lent["small"]("12 + 30") == lent["expert"]("12 + 30") == "42"
     assert lent["small"]("12 * 34") != lent["expert"]("12 * 34") == "408"
     assert lent["small"](part) != lent["expert"](part) and lent["expert"](part) in lent["FACTS"][part]
+    assert lent["catalog"](part) == lent["FACTS"][part] and lent["expert"](rare) not in lent["catalog"](rare)
     saved = {"cost_reduction_percent": 40.0, "shuffled_cost_reduction_percent": 50.0, "shuffled_accuracy_lost": 0}
     assert "shuffled" in _control_failed(saved)
     assert _control_failed(saved | {"shuffled_accuracy_lost": 1}) == ""

@@ -330,6 +330,37 @@ def test_solver_uses_any_computing_tool(tmp_path: Path):
     assert spent == {0.0, 0.5}, "each of them now and then, and nothing else"
 
 
+def test_solver_asks_another_tool_where_one_does_not_know_a_fact(tmp_path: Path):
+    code = """\
+from toprope.sdk.adapters.orchestrator import made_up_facts
+
+FACTS = made_up_facts(300)
+
+
+def catalog(text: str) -> str:
+    return FACTS[text] if text < "part N" else "unknown"
+
+
+def expert(text: str) -> str:
+    return FACTS[text].split()[-2]
+"""
+    (tmp_path / "lent.py").write_text(code)
+    named = ["catalog", "expert"]
+    lent = {name: {"python": f"{tmp_path / 'lent.py'}:{name}"} for name in named}
+    environment = opened(lent, tools=[*named, "calculator"], look_up_with=named, facts=300)
+    seen = set()
+    for task in itertools.islice((task for task in environment.tasks() if "lookup" in task.data), 40):
+        rollout = Rollout(environment, task)
+        rollout.begin()
+        while (outcome := rollout.advance(rollout.solve(0)).outcome) is None:
+            pass
+        assert outcome.success
+        called = tuple(step.action.tool_name for step in rollout._environment._state.history if step.action.tool_name)
+        seen.add((task.data["lookup"] < "part N", called))
+    common, rare = {(True, ("catalog",)), (True, ("expert",))}, {(False, ("expert",)), (False, ("catalog", "expert"))}
+    assert seen == common | rare
+
+
 def test_arithmetic_tasks_differ_in_precedence():
     environment = opened(operators="+*", terms=4, digits=2)
     tasks = list(itertools.islice(environment.tasks(), 50))
@@ -346,6 +377,7 @@ def test_arithmetic_tasks_differ_in_precedence():
         ({"operators": "/"}, r"\+-\*"),
         ({"usd": {"think2": 1.0}}, "think2"),
         ({"compute_with": ["expert"]}, "expert"),
+        ({"look_up_with": ["expert"]}, "look_up_with"),
     ],
 )
 def test_invalid_knobs_are_refused_with_hint(knobs, said):

@@ -78,6 +78,7 @@ class Orchestrator(Environment):
         compute_with: list[str] = knob(
             [], help="demonstrations: tools that evaluate expressions; empty: the built-in ones in use"
         )
+        look_up_with: list[str] = knob([], help="demonstrations: tools that are asked for facts; empty: web_search")
         usd: dict[str, float] = knob(None, help="USD per call by tool, instead of the owner's price")
         seconds: dict[str, float] = knob(None, help="seconds per call by tool, instead of the measured ones")
         watts: dict[str, float] = knob(None, help="power drawn by tool, instead of a measurement or estimate")
@@ -93,9 +94,10 @@ class Orchestrator(Environment):
             self.usd, self.seconds, self.watts = self.usd or {}, self.seconds or {}, self.watts or {}
             if not self.tools or len(set(self.tools)) < len(self.tools):
                 raise ValueError("tools must name at least one tool, and none twice")
-            for tool in self.compute_with:
-                if tool not in self.tools:
-                    raise ValueError(f"compute_with names {tool!r}, which is not in tools")
+            for what in ("compute_with", "look_up_with"):
+                for tool in getattr(self, what):
+                    if tool not in self.tools:
+                        raise ValueError(f"{what} names {tool!r}, which is not in tools")
             if not self.operators or set(self.operators) - set(_SYMBOLS):
                 raise ValueError(f"operators must be of {_SYMBOLS}, not {self.operators!r}")
             for what in ("usd", "seconds", "watts"):
@@ -213,17 +215,19 @@ class Orchestrator(Environment):
         }
 
     def solve(self, variant: int = 0) -> str | None:
-        """Demonstrate with random computing tools regardless of cost, sometimes with a thought first."""
-        asked = self.task.data.get("expression")
-        computing = self.knobs.compute_with or [name for name in self.knobs.tools if name in _COMPUTING]
-        part = self.task.data.get("lookup")
-        if part and "web_search" in self.knobs.tools and not self._state.history:
-            return self._call("web_search", part)
-        if asked is None or not computing:
-            return self._right(self.task.data["answer"])
+        """Demonstrate with random tools regardless of cost, sometimes with a thought first."""
+        data, steps = self.task.data, self._state.history
         chooser = random.Random(f"{self.seed}:{self.task.id}:{variant}")
+        if part := data.get("lookup"):
+            tools = self.knobs.look_up_with or [name for name in ("web_search",) if name in self.knobs.tools]
+            left = [tool for tool in tools if tool not in {step.action.tool_name for step in steps}]
+            found = bool(steps) and data["answer"] in steps[-1].observation.content
+            return self._right(data["answer"]) if found or not left else self._call(chooser.choice(left), part)
+        asked = data.get("expression")
+        computing = self.knobs.compute_with or [name for name in self.knobs.tools if name in _COMPUTING]
+        if asked is None or not computing:
+            return self._right(data["answer"])
         tool, thinks = chooser.choice(computing), "think" in self.knobs.tools and chooser.random() < self.knobs.thoughts
-        steps = self._state.history
         if steps and steps[-1].action.tool_name == tool:
             return self._right(steps[-1].observation.content)
         if thinks and not steps:
@@ -233,7 +237,8 @@ class Orchestrator(Environment):
     def _call(self, tool: str, given: str) -> str:
         if self.knobs.mode == "native":
             return "<tool_call>\n" + json.dumps({"name": tool, "arguments": {"input": given}}) + "\n</tool_call>"
-        thought = {"think": "Let me see.", "web_search": "I look it up."}.get(tool, "I compute it.")
+        looks = {"web_search", *self.knobs.look_up_with} if self.task.data.get("lookup") else ()
+        thought = "Let me see." if tool == "think" else "I look it up." if tool in looks else "I compute it."
         return f"THOUGHT: {thought}\nTOOL: {tool}\nINPUT: {given}"
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
