@@ -42,7 +42,7 @@ from toprope_server.http.token import TokenFile
 from benchmarks.faults.lives import RealHarness, RunHarness, eventually
 from benchmarks.report import is_met, report
 from benchmarks.scratch import end_process, scratch
-from benchmarks.server.memory_curve import PLANTED_PERCENT, by_minute, leaking, settled_growth, with_leak
+from benchmarks.server.memory_curve import PLANTED_PERCENT, by_minute, draw, leaking, settled_growth, with_leak
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
@@ -377,6 +377,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--picture", type=Path, default=None, help="draw the memory by minute into this PNG")
     return parser.parse_args()
 
 
@@ -412,6 +413,8 @@ def main() -> int:
             real.close()
             light.close()
         said = (home / "server.log").read_text()
+    if options.picture is not None:
+        draw(figures["rss_mb_by_minute"], options.picture)
     table = Table(title="Calls, milliseconds")
     for name in ("tool", "calls", "p50", "p99", "longest"):
         table.add_column(name, justify="left" if name == "tool" else "right")

@@ -11,10 +11,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 
-__all__ = ["PLANTED_PERCENT", "by_minute", "leaking", "settled_growth", "with_leak"]
+__all__ = ["PLANTED_PERCENT", "by_minute", "draw", "leaking", "settled_growth", "with_leak"]
 
 _SETTLED_MINUTES = 5
 """Until then the threads of the server make their first buffers."""
@@ -69,3 +70,20 @@ def by_minute(samples: list[tuple[float, int]]) -> list[float]:
     for at, memory in samples:
         minutes[int(at // 60)].append(memory / 2**20)
     return [round(statistics.median(minutes[minute]), 1) for minute in sorted(minutes)]
+
+
+def draw(minutes: list[float], path: Path) -> None:
+    """Draw megabytes by minute into a PNG, from zero, with the minutes that count apart from those before."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 2.6))
+    axes.plot(range(1, len(minutes) + 1), minutes, marker="o", markersize=3)
+    axes.axvspan(0.5, _SETTLED_MINUTES + 0.5, color="0.92")
+    axes.set(xlim=(0.5, len(minutes) + 0.5), ylim=(0, 1.2 * max(minutes)), xlabel="minute", ylabel="MB")
+    axes.set_title("Memory of a server under load; it is to be flat after the grey minutes", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)

@@ -28,7 +28,7 @@ from benchmarks.orchestrator import runs as orchestrator
 from benchmarks.orchestrator.orchestrator import _control_failed
 from benchmarks.performance import decode, growth, memory, train
 from benchmarks.server import load, many_runs, server
-from benchmarks.server.memory_curve import leaking, settled_growth, with_leak
+from benchmarks.server.memory_curve import by_minute, draw, leaking, settled_growth, with_leak
 from benchmarks.training_agent import Done
 from benchmarks.trajectory_api import kills, trajectory_api
 from benchmarks.trajectory_api.trajectory import bodies, ours, run_folder
@@ -273,6 +273,8 @@ def test_load_stores_runs_and_ignores_the_first_minutes(tmp_path):
     assert settled_growth(samples, 600) == pytest.approx(10.0)
     assert settled_growth(samples, 300) is None
     even = [(float(second), 10**8) for second in range(1800)]
+    draw(by_minute(even), tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert settled_growth(even, 1800) == 0 < 5 < settled_growth(with_leak(even, 1800), 1800)
     shrinking = [(at, int(memory * (1 - 0.1 * at / 1800))) for at, memory in even]
     assert settled_growth(with_leak(shrinking, 1800), 1800) < 5, (
