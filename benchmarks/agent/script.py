@@ -7,6 +7,7 @@ makes the same waits on the same runs, each cut to that client's limit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from mcp.types import Implementation
 
 from benchmarks.agent.counts import Exchange, compact
 from benchmarks.agent.polls import Poller
-from toprope.records.run.status import ENDED
 
 __all__ = ["RATE", "Agent", "Failed", "client", "research"]
 
@@ -62,21 +62,25 @@ class Agent:
         return text, answer.structured_content or {}
 
     async def wait(self, run_ids: Sequence[str], until: Sequence[str], cursor: str | None = None) -> dict[str, Any]:
-        """Wait until one of `until` is met, in as many calls as needed; return the last answer's structure.
+        """Wait until one of `until` is met, in as many calls as needed; return the last answer's structure, with the
+        last `states` of all runs.
 
         Raises:
             Failed: Everything has ended and nothing was met.
         """
         asked: dict[str, Any] = {"run_ids": list(run_ids), "wait_s": _LONG_S, "until": list(until)}
         asked |= {"cursor": cursor} if cursor else {}
+        states: dict[str, str] = {}
         while True:
-            _, found = await self.call("check_status", wait=True, **asked)
+            text, found = await self.call("check_status", wait=True, **asked)
+            states |= {run["run_id"]: run["state"] for run in found["runs"]}
             if found.get("met"):
-                return found
-            if _states(found) <= ENDED:
+                return found | {"states": states}
+            # As the answer's last line says: the cursor names the runs that have not ended.
+            following = re.search(r'Next: .*cursor="([^"]+)"', text)
+            if following is None:
                 raise Failed(f"nothing of {until} was met")
-            # As the answer's last line says: the cursor names the runs.
-            asked = {"wait_s": _LONG_S, "until": list(until), "cursor": found["cursor"]}
+            asked = {"wait_s": _LONG_S, "until": list(until), "cursor": following[1]}
 
 
 async def research(agent: Agent, patient: Agent, poller: Poller, changes: dict[str, Any]) -> dict[str, Any]:
@@ -110,9 +114,10 @@ async def research(agent: Agent, patient: Agent, poller: Poller, changes: dict[s
     _, after = await agent.call("start_training", draft_id=draft_id, seeds=3, name="mended")
     poller.follow(*before["run_ids"], *after["run_ids"])
     groups = [before["group_id"], after["group_id"]]
-    beginning = ",".join(f"{run_id}:0" for run_id in [*before["run_ids"], *after["run_ids"]])
+    everyone = [*before["run_ids"], *after["run_ids"]]
+    beginning = ",".join(f"{run_id}:0" for run_id in everyone)
     ended = await _together(agent, patient, groups, ["all ended", "failed"], beginning)
-    if _states(ended) != {"completed"}:
+    if any(ended["states"].get(run_id) != "completed" for run_id in everyone):
         raise Failed("a run did not complete")
     await poller.last()
 
@@ -155,11 +160,6 @@ async def _together(
         tasks.start_soon(own)
         tasks.start_soon(patient.wait, run_ids, until, cursor)
     return found
-
-
-def _states(found: dict[str, Any]) -> set[str]:
-    """Return the states of all runs in an answer."""
-    return {run["state"] for run in found["runs"]} | set(found.get("unchanged", ()))
 
 
 def _finding(seen: dict[str, Any]) -> dict[str, Any]:

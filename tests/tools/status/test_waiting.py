@@ -146,7 +146,7 @@ def test_wait_for_all_continues_after_one_end(house):
         return lambda: become(folder, state, ended_at=time.time())
 
     answer = check(shop, first, second, wait_s=1, until=["all ended"], acts=[end(first, "completed")])
-    assert met(answer) == [] and "No condition of until was met" in answer.text
+    assert met(answer) == [] and "Until: not met" in answer.text
     answer = check(shop, first, second, wait_s=30, until=["all ended"], acts=[end(second, "failed")])
     assert met(answer) == [(second.run_id, "all ended")]
 
@@ -171,7 +171,7 @@ def test_reported_end_is_not_met_again_while_others_live(house, until):
     assert first.run_id in {run_id for run_id, _ in met(told)}
     event(first, "end", state="failed")()
     again = check(shop, first, second, wait_s=0.5, until=until, cursor=told.data.cursor)
-    assert met(again) == [] and "No condition of until was met" in again.text
+    assert met(again) == [] and "Until: not met" in again.text
     ends = [lambda: become(second, "completed", ended_at=time.time())]
     last = check(shop, first, second, wait_s=30, until=["end"], cursor=again.data.cursor, acts=ends)
     assert second.run_id in {run_id for run_id, _ in met(last)}
@@ -191,7 +191,7 @@ def test_end_of_run_ends_wait_and_names_unmet_conditions(house):
     step(folder, 1)
     answer = check(shop, folder, wait_s=0.3, until=["step 50"])
     assert answer.data.met == []
-    assert "No condition of until was met in 0 s." in answer.text
+    assert "Until: not met in 0 s." in answer.text
     assert 'until=["step 50"], cursor=' in answer.text.splitlines()[-1]
     ended = check(
         shop, folder, wait_s=30, until=["step 50"], acts=[lambda: become(folder, "stopped", ended_at=time.time())]
@@ -205,7 +205,7 @@ def test_unmet_condition_of_ended_run_is_not_told_as_long_wait(house):
     folder = start()
     become(folder, "stopped", ended_at=time.time())
     answer = check(shop, folder, wait_s=45, until=["step 200"])
-    assert "No condition of until was met before the end." in answer.text and "45 s" not in answer.text
+    assert "Until: not met before the end." in answer.text and "45 s" not in answer.text
 
 
 def test_next_wait_leaves_out_conditions_that_stay_met(house):
@@ -353,7 +353,7 @@ def test_longer_wait_is_cut_and_the_answer_says_so(house):
     answer = check(shop, folder, wait_s=3000, client=Client("hasty"))
     assert time.monotonic() - began < 20
     assert answer.data.longest_wait_s == 0.4
-    assert "the limit of this client" in answer.text
+    assert "the client's limit" in answer.text
     assert "wait_s=900" in check(shop, folder, client=PATIENT).text
 
 

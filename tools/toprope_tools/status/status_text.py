@@ -135,7 +135,7 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     if met:
         lines.append("Met: " + ", ".join(f"{one.condition} by {one.run_id}" for one in met[:6]) + ".")
     elif patience.until:
-        lines.append(f"No condition of until was met{_after(patience, waited)}{'' if live else ' before the end'}.")
+        lines.append(f"Until: not met{_after(patience, waited)}{'' if live else ' before the end'}.")
     elif patience.cut:
         lines.append(f"This wait was limited to {duration(patience.longest_s)}: the client drops longer calls.")
     lines += [one.text for one in shown]
@@ -166,7 +166,7 @@ def _after(patience: Patience, waited: Waited) -> str:
     if waited.seconds < min(1.0, patience.wait_s) or not patience.wait_s:
         return ""
     cut = patience.cut and waited.seconds >= patience.longest_s
-    return f" in {duration(waited.seconds)}{', the limit of this client' if cut else ''}"
+    return f" in {duration(waited.seconds)}" + (", the client's limit" if cut else "")
 
 
 def _briefly(told: Sequence[_Told]) -> str:
