@@ -38,6 +38,7 @@ TARGETS = {
     "orchestrator": "orchestrator.orchestrator",
     "page": "page.page",
     "ppo": "learning.ppo",
+    "precision": "models.precision",
     "ranks": "models.ranks",
     "ray": "cluster.ray_house",
     "reproduce": "learning.reproduce",

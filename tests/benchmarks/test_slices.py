@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -23,10 +24,11 @@ from benchmarks.faults import disk, lifecycle
 from benchmarks.faults.judge import Story
 from benchmarks.faults.lives import Leftovers, harness_at, play
 from benchmarks.learning import evolution, mixture, reproduce, sft_then_grpo
-from benchmarks.models import fit, models
+from benchmarks.models import fit, models, precision
 from benchmarks.orchestrator import runs as orchestrator
 from benchmarks.orchestrator.orchestrator import _control_failed
 from benchmarks.performance import decode, growth, memory, train
+from benchmarks.report import REFUSED
 from benchmarks.server import load, many_runs, server
 from benchmarks.server.memory_curve import by_minute, draw, leaking, settled_growth, with_leak
 from benchmarks.training_agent import Done
@@ -307,6 +309,22 @@ def test_load_says_that_its_server_ended():
 
 def test_judge_of_wrong_inputs_knows_bad_answers():
     assert wrong_inputs._control_failed() == ""
+
+
+def test_formats_are_compared_seed_by_seed(tmp_path, monkeypatch, capsys):
+    def trained(name: str, after: float, passes: float) -> Done:
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = [{"step": step, "time/passes": passes * (1 + step)} for step in range(3)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+        return replace(done(folder, 0.0, after), folder=folder)
+
+    found = precision.compared(
+        [trained("a", 0.9, 0.1), trained("b", 0.8, 0.2)], [trained("c", 0.8, 0.05), trained("d", 0.88, 0.1)]
+    )
+    assert found["accuracy_difference"] == -0.01 and found["passes_ratio"] == 0.5
+    monkeypatch.setattr(precision, "cpu_computes_bfloat16", lambda: False)
+    assert precision.main([]) == REFUSED and "emulate" in capsys.readouterr().out
 
 
 def test_time_to_a_share_is_found_in_rows():
