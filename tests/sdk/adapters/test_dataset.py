@@ -67,6 +67,18 @@ def test_dataset_formats_give_same_tasks(tmp_path: Path, kind: str) -> None:
     assert scored(environment, tasks[13], "no idea").parts == {"correct": 0.0, "parsed": 0.0}
 
 
+def test_judged_questions_need_no_reference(tmp_path: Path) -> None:
+    (tmp_path / "topics.csv").write_text("topic,answer\n" + "".join(f"a poem on {n},\n" for n in range(3)))
+    environment = opened(tmp_path, path="topics.csv", prompt="Write {topic}.", scorer="judge", reference="none such")
+    tasks = list(environment.tasks())
+    assert [task.messages[0]["content"] for task in tasks] == [f"Write a poem on {n}." for n in range(3)]
+    assert {task.reference for task in tasks} == {None}
+    outcome = scored(environment, tasks[0], "Roses are red")
+    assert (outcome.reward, outcome.success, outcome.error) == (0.0, False, None)
+    with pytest.raises(InvalidRequest, match="Knob 'prompt'"):
+        opened(tmp_path, path="topics.csv", prompt="theme", scorer="judge")
+
+
 def test_repeated_rows_stay_in_one_split(tmp_path: Path) -> None:
     texts = [f"  Word {n % 150} ".upper() if n % 2 else f"word {n % 150}" for n in range(600)]
     lines = [json.dumps({"prompt": text, "answer": "x"}) + "\n" for text in texts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,13 @@ JUDGE = {"name": "style", "weight": 2.0, "judge": "grader", "rubric": "Polite."}
 
 
 def sampled(
-    folder: Path, server: OpenAiStandIn, changes: dict[str, Any], schedule: dict[str, float] | None = None
+    folder: Path,
+    server: OpenAiStandIn,
+    changes: dict[str, Any],
+    schedule: dict[str, float] | None = None,
+    source: EnvironmentSource | None = None,
 ) -> tuple[EnvironmentHost, SampledGroup]:
-    """A group of two: the right answer, and a polite one."""
+    """A group of two: the right answer, and a polite one. The environment is CODE unless a source is given."""
     file = folder / "sums.py"
     file.write_text(CODE)
     config = Config()
@@ -50,7 +55,8 @@ def sampled(
     model = ModelUnderTest(name="grader", endpoint=Endpoint(base_url=server.url, model="right"))
     spec = Specification(
         run_id="run-a", kind="train", created_at=0.0, toprope_version="0", config=config, policy_cache="",
-        environment=EnvironmentSource(name="sums", file=str(file), attribute="Sums"), helpers={"grader": model},
+        environment=source or EnvironmentSource(name="sums", file=str(file), attribute="Sums"),
+        helpers={"grader": model},
     )  # fmt: skip
     policy: Any = ScriptedPolicy(lambda messages, index: "please" if index else messages[0]["content"].split()[1])
 
@@ -96,6 +102,17 @@ def test_weights_in_force_combine_all_parts(tmp_path: Path, server: OpenAiStandI
     assert [one.reward for one in group.outcomes] == [0.0, 3.0] and group.outcomes[0].success
     _, group = sampled(tmp_path, server, {"rewards": [JUDGE]}, {"style": 0.5})
     assert [one.reward for one in group.outcomes] == [1.0, 0.5]
+
+
+def test_a_rubric_alone_rewards_the_questions_of_a_file(tmp_path: Path, server: OpenAiStandIn) -> None:
+    (tmp_path / "topics.jsonl").write_text("".join(f'{{"topic": "topic {n}"}}\n' for n in range(40)))
+    knobs = {"path": "topics.jsonl", "prompt": "topic", "scorer": "judge"}
+    target = json.dumps({"name": "topics", "folders": [str(tmp_path)], "knobs": knobs})
+    source = EnvironmentSource(name="topics", adapter="dataset", target=target)
+    _, group = sampled(tmp_path, server, {"rewards": [JUDGE]}, source=source)
+    assert [one.error for one in group.outcomes] == [None, None]
+    assert [one.reward for one in group.outcomes] == [0.0, 2.0] and group.outcomes[1].parts["style"] == 1.0
+    assert not any(one.success for one in group.outcomes)  # the environment decides, and it has no right answer
 
 
 def test_an_opponent_needs_a_game_for_several_players(tmp_path: Path, server: OpenAiStandIn) -> None:

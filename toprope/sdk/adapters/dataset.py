@@ -25,6 +25,7 @@ __all__ = ["DESCRIPTION", "Dataset", "knob_names", "make"]
 
 DESCRIPTION = "Your own questions and answers, from a file or the Hugging Face Hub: no code, a scorer chosen by name"
 _PLACE = re.compile(r"\{([^{}]+)\}")
+_UNSCORED = "unscored"
 _LOOK_AT = 100
 """Number of rows in which columns are searched."""
 
@@ -43,8 +44,8 @@ class DatasetKnobs:
     choices: str = knob("", help="multiple_choice: column with the list of options, shown below the question")
     solution: str = knob("", help="unit_tests: column with a solution, if there is one")
     system: str = knob("", help="system message before each question")
-    scorer: Literal["exact", "numeric", "multiple_choice", "regex", "math", "unit_tests"] = knob(
-        "exact", help="how an answer is compared with the reference"
+    scorer: Literal["exact", "numeric", "multiple_choice", "regex", "math", "unit_tests", "judge"] = knob(
+        "exact", help="how an answer is compared with the reference; judge: environment.rewards alone, no reference"
     )
     extract: Literal["auto", "whole", "last_line", "tag", "boxed", "pattern"] = knob(
         "auto", help="where the answer is in the text; auto: <answer>, \\boxed{}, ####, 'the answer is', else all"
@@ -83,6 +84,9 @@ class Dataset(Environment):
         self._seen = 0
 
     def setup(self) -> None:
+        if self._is_judged:
+            why = "always 0: environment.rewards adds judges with rubrics"
+            self.parts = {_UNSCORED: Part(1.0, description=why)}
         if self.knobs.scorer == "math":
             grading.need_math()
         if self.knobs.path:
@@ -100,9 +104,9 @@ class Dataset(Environment):
             prompt = self._filled(knobs.prompt, row, number)
             if options:
                 prompt += "\n" + "\n".join(f"{chr(65 + place)}. {option}" for place, option in enumerate(options))
-            reference = self._value(knobs.reference, row, number)
-            if not prompt.strip() or reference is None or reference == "":
-                continue  # A row without question or answer teaches nothing.
+            reference = None if self._is_judged else self._value(knobs.reference, row, number)
+            if not prompt.strip() or (reference in (None, "") and not self._is_judged):
+                continue  # A row without a question, or without an answer to compare with, teaches nothing.
             system = [{"role": "system", "content": knobs.system}] if knobs.system else []
             messages: Messages = [*system, {"role": "user", "content": prompt}]
             yield Task(
@@ -113,11 +117,18 @@ class Dataset(Environment):
             )
 
     def score(self) -> dict[str, float]:
+        if self._is_judged:
+            return {_UNSCORED: 0.0}
         parsed, correct = self._verdict(self.answer)
         return {"correct": float(correct), "parsed": float(parsed)}
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        return parts["correct"] >= 1.0
+        return parts.get("correct", 0.0) >= 1.0
+
+    @property
+    def _is_judged(self) -> bool:
+        """Whether the reward comes from environment.rewards alone."""
+        return bool(self.knobs.scorer == "judge")
 
     def _verdict(self, text: str) -> grading.Verdict:
         knobs, reference = self.knobs, self.task.data["reference"]
@@ -156,7 +167,7 @@ class Dataset(Environment):
         columns = list(dict.fromkeys(str(name) for row in first for name in row))
         for name in ("prompt", "reference", "choices", "solution"):
             given = getattr(self.knobs, name)
-            if not given and name in ("choices", "solution"):
+            if (not given and name in ("choices", "solution")) or (name == "reference" and self._is_judged):
                 continue
             for column in _columns(given):
                 if column not in columns:
