@@ -44,7 +44,11 @@ class ScriptedPolicy:
 def only_environment(sampler: GroupSampler) -> EnvironmentSet:
     """An environment set whose only environment is sampled by `sampler`."""
     host: Any = SimpleNamespace(
-        label="only", sizes={}, sampler=lambda policy, numbers: sampler, number=lambda split, place: place
+        label="only",
+        sizes={},
+        shares_tasks=False,
+        sampler=lambda policy, numbers: sampler,
+        number=lambda split, place: place,
     )
     policy: Any = None
     return EnvironmentSet([host], policy)

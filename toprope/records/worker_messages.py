@@ -88,6 +88,8 @@ class TaskPage(msgspec.Struct):
     """Distinct tasks found in the split so far."""
     exhausted: bool
     """True if `known` is all there is."""
+    shared: bool = False
+    """True if every split has the same tasks, because there are too few to hold any out."""
 
 
 class SplitSize(msgspec.Struct):
@@ -99,6 +101,8 @@ class SplitSize(msgspec.Struct):
     """True if `known` is all there is."""
     leaked: int = 0
     """Tasks left out because another split has them."""
+    shared: bool = False
+    """As in `TaskPage`."""
 
 
 class Begun(msgspec.Struct):

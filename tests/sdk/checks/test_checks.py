@@ -120,6 +120,9 @@ def test_judge_names_split_and_process_problems() -> None:
     assert named(seen_with(*SOUND, splits=leaking)) == {"splits_leak": "critical"}
     few = {**clean, "validation": split("Say 50 twice", reference="z", exhausted=True)}
     assert named(seen_with(*SOUND, splits=few)) == {"few_tasks": "warning"}
+    alone = SplitSeen(split("Say 1 twice").tasks, 1, True, shared=True)
+    shared = judge(seen_with(*SOUND, splits={"train": alone, "heldout": alone}))
+    assert [one.rule for one in shared] == ["few_tasks"] and shared[0].what.startswith("There is 1 distinct task, too")
     assert named(seen_with(*SOUND, splits={"train": split(), "heldout": split()}))["no_tasks"] == "critical"
     assert named(seen_with(*SOUND, tasks_raised="KeyError: 'x'"))["tasks_raise"] == "critical"
     same = SplitSeen(tuple(TaskSeen(str(n), f"Question {n}", "42") for n in range(20)), 900, False)

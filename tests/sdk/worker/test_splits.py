@@ -83,14 +83,45 @@ def test_evaluation_splits_end() -> None:
 
 
 def test_empty_split_is_an_error() -> None:
+    class Three(Environment):
+        def tasks(self):
+            yield from (Task(f"What is {number}?") for number in range(3))
+
+    splits = splits_of(Three)
+    empty = next(split for split in SPLITS if split not in {split_of(f"what is {number}?") for number in range(3)})
+    with pytest.raises(InvalidRequest, match="no tasks"):
+        splits.get(empty, 0)
+    assert not splits.shared
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("first", SPLITS)
+def test_one_or_two_tasks_are_in_every_split(count: int, listed: bool, first: str) -> None:
+    class Fewest(Environment):
+        def tasks(self):
+            yield from (Task(f"Question {number}") for number in range(count))
+
+    Fewest.listed = listed
+    splits = splits_of(Fewest)
+    before = splits.get(first, 0)[0].id
+    found = {split: [task.id for task in splits.page(split, 0, 10)] for split in SPLITS}
+    assert splits.shared and found[first][0] == before
+    assert {len(ids) for ids in found.values()} == {count} and len({frozenset(ids) for ids in found.values()}) == 1
+    assert [splits.get("train", number)[1] for number in range(count * 2)] == [0] * count + [1] * count
+
+
+def test_one_task_of_a_family_is_in_one_split() -> None:
+    """Another level of a curriculum may hold it out."""
+
     class One(Environment):
         def tasks(self):
             yield Task("What is 1?")
 
-    splits = splits_of(One)
-    empty = next(split for split in SPLITS if split != split_of("what is 1?"))
-    with pytest.raises(InvalidRequest, match="no tasks"):
-        splits.get(empty, 0)
+    easy = splits_of(One)
+    hard = TaskSplits(configure(One()), family=[easy])
+    for splits in (easy, hard):
+        assert [len(splits.page(split, 0, 10)) for split in SPLITS].count(0) == 2 and not splits.shared
 
 
 @pytest.mark.parametrize(("split", "index"), [("tarin", 0), ("train", -1), ("train", True), ("train", "0")])
@@ -240,11 +271,7 @@ def test_few_tasks_of_an_endless_stream_fill_every_split(monkeypatch: pytest.Mon
         assert all(found.values()) and sum(map(len, found.values())) == 12
 
 
-def test_two_listed_tasks_are_too_few_and_a_failure_keeps_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ListedRows, "rows", 2)
-    with pytest.raises(InvalidRequest, match="split has no tasks"):
-        [splits_of(ListedRows).get(split, 0) for split in SPLITS]
-    assert len(splits_of(ListedRows).page("train", 0, 5)) == 2, "they can be trained on"
+def test_a_failure_keeps_the_listed_tasks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ListedRows, "rows", 0)
     with pytest.raises(InvalidRequest, match="^The train split has no tasks: its data are missing, or its knobs"):
         splits_of(ListedRows).get("train", 0)

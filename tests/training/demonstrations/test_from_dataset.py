@@ -119,6 +119,14 @@ def test_heldout_items_of_data_set_are_left_out(tmp_path: Path):
     assert seen == [("best@v1", traces[0].task_id), ("add", traces[1].task_id)]
 
 
+def test_items_of_the_only_task_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    only = ADD.replace("self, split", "self").replace('range(20) if split == "train" else range(100, 106)', "range(1)")
+    monkeypatch.setitem(globals(), "ADD", only)
+    made(tmp_path / "datasets", item(0))
+    traces, _ = taken(tmp_path, frozen(tmp_path))
+    assert [trace.messages for trace in traces] == [item(0).messages], "it is held out from nothing"
+
+
 def test_data_set_without_usable_items_is_refused(tmp_path: Path):
     made(tmp_path / "datasets", item(103), item(4, answer=""))
     with pytest.raises(InvalidValue, match="1 items are of held-out tasks, 1 lack"):

@@ -107,9 +107,9 @@ def test_worker_gets_named_keys_and_scores_first_task(member: Member, monkeypatc
     assert checked.detail["reference_outcome"]["success"] is True
 
 
-def test_a_lone_task_is_trained_on_if_nothing_is_evaluated(member: Member) -> None:
+def test_an_empty_split_is_refused_if_it_is_evaluated(member: Member) -> None:
     file = Path(str(member.spec.environment.file))
-    file.write_text(ECHO.replace("range(300)", "range(1)").replace('assert "JUDGE_KEY"', 'assert "PATH"'))
+    file.write_text(ECHO.replace("range(300)", "range(3)").replace('assert "JUDGE_KEY"', 'assert "PATH"'))
 
     async def run() -> None:
         driver = Driver(member)  # type: ignore[arg-type]

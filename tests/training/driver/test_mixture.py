@@ -25,8 +25,8 @@ from toprope.sdk.wall import network_refusal
 from toprope.settings.schema import Config
 from toprope.training.driver.producer import GroupProducer
 from toprope.training.evaluation.evaluator import Evaluator
-from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans, evaluator_digests
-from toprope.training.rollouts.environment_set import EnvironmentSet
+from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans
+from toprope.training.rollouts.environment_set import EnvironmentSet, evaluator_digests
 from toprope.training.rollouts.group_sampler import TaskRef
 from toprope.training.rollouts.task_sampler import TaskSampler
 

@@ -32,7 +32,7 @@ def host_of(trained: frozenset[str]) -> EnvironmentHost:
     host._trained, host._numbers, host.is_only = trained, {}, True
     host.plan = SimpleNamespace(section=SimpleNamespace(load_timeout_s=5.0), label="one")  # type: ignore[assignment]
     host._send = lambda report: None
-    host.sizes = {}
+    host.sizes, host.shares_tasks = {}, False
     return host
 
 

@@ -203,7 +203,7 @@ def _remarks(a: Side, b: Side, sampled: Comparison) -> list[str]:
         told = {run.loose.get(name, "unknown") for run in runs}
         if len(told) > 1:
             remarks.append(f"They differ in {name} ({', '.join(sorted(told)[:4])}), which is part of the difference.")
-    if max(len(a.runs), len(b.runs)) == 1 and runs[0].conditions["kind of measurement"].startswith("held-out"):
+    if max(len(a.runs), len(b.runs)) == 1 and runs[0].conditions["kind of measurement"].endswith("after training"):
         remarks.append("One seed on each side: the spread between seeds was not measured.")
     lone = {run_id: won for run_id, won in sampled.lone_wins.items() if won}
     if lone:
@@ -213,7 +213,7 @@ def _remarks(a: Side, b: Side, sampled: Comparison) -> list[str]:
 
 
 def _next(a: Side, b: Side, sampled: Comparison) -> str:
-    if min(len(a.runs), len(b.runs)) < 3 and a.runs[0].conditions["kind of measurement"].startswith("held-out"):
+    if min(len(a.runs), len(b.runs)) < 3 and a.runs[0].conditions["kind of measurement"].endswith("after training"):
         return "Next: start_training(seeds=3) from both drafts measures the spread between seeds."
     if sampled.verdict == "none":
         return "Next: another change, or what would settle it."

@@ -23,7 +23,7 @@ _CLEARLY = 0.1
 """Time counts if it is so much nearer to the end than the steps; the pace of a few steps varies as much."""
 _MOST_LINES, _MOST_PARTS = 20, 8
 """Lines about standard tasks, and policies in one."""
-_SPLITS = {HELDOUT: "held-out", "validation": "validation"}
+_SPLITS = {HELDOUT: "held-out", "validation": "validation", "train": "training"}
 
 
 @dataclass(frozen=True)

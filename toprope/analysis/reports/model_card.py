@@ -210,7 +210,10 @@ def _data(one: Exported) -> list[str]:
     for ancestor in one.ancestors:
         if "run" in ancestor:
             lines.append(f"- began with the weights of run `{ancestor['run']}` at step {ancestor['step']}")
-    lines += ["", "Tasks are split by content; held-out tasks were used for the evaluations before and after only."]
+    split = "Tasks are split by content; held-out tasks were used for the evaluations before and after only."
+    if any(found.split == "train" for found in one.results.evaluations.values()):
+        split = "Training and evaluation used the same tasks, because there are too few to hold any out."
+    lines += ["", split]
     return lines
 
 

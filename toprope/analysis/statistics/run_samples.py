@@ -154,8 +154,9 @@ def _conditions(specification: Specification, evaluation: dict[str, Any]) -> dic
     section = specification.config.environment
     loaded = (evaluation.get("evaluator") or {}).get("loaded") or {}
     versions = (evaluation.get("evaluator") or {}).get("versions") or {}
+    measured = "training" if (evaluation.get("sampled") or {}).get("split") == "train" else "held-out"
     return {
-        "kind of measurement": "held-out tasks after training"
+        "kind of measurement": f"{measured} tasks after training"
         if specification.run_kind.trains
         else "validation tasks of a test",
         "environment": specification.environment.name,

@@ -32,6 +32,8 @@ class SplitSeen:
     """True if `known` counts all tasks."""
     leaked: int = 0
     """Tasks that the environment assigned to this split although another has them; they were left out."""
+    shared: bool = False
+    """True if every split has the same tasks, because there are too few to hold any out."""
 
 
 @dataclass(frozen=True)

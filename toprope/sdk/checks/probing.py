@@ -116,6 +116,7 @@ class Trial:
                 size["known"],
                 bool(size["exhausted"]),
                 int(size.get("leaked", 0)),
+                bool(size.get("shared")),
             )
 
     async def try_answers(self, tasks: int, *, full: bool = False) -> None:

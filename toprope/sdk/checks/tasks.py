@@ -51,10 +51,14 @@ def few_tasks(seen: Observed) -> Finding | None:
             few.append(f"{name} {split.known}")
     if not few:
         return None
+    told = f"There are few distinct tasks: {', '.join(few)}."
+    if (train := seen.splits.get("train")) is not None and train.shared:
+        tasks = "is 1 distinct task" if train.known == 1 else f"are {train.known} distinct tasks"
+        told = f"There {tasks}, too few to hold any out: the same serve for training and evaluation."
     return Finding(
         "few_tasks",
         "warning",
-        f"There are few distinct tasks: {', '.join(few)}.",
+        told,
         f"at least {_FEW_TRAIN} for training, {_FEW_MEASURED} for validation and as many held out",
         seen.advice("widen the settings, or add tasks", "set wider knobs, or mix in others (environment.mixture)")
         + ": a policy memorises a few",
@@ -69,7 +73,7 @@ def splits_leak(seen: Observed) -> Finding | None:
     own = sum(split.leaked for split in seen.splits.values())
     for one, other in (("heldout", "train"), ("validation", "train"), ("heldout", "validation")):
         unseen, known = seen.splits.get(one), seen.splits.get(other)
-        if unseen is None or known is None or not unseen.tasks or not known.tasks:
+        if unseen is None or known is None or not unseen.tasks or not known.tasks or unseen.shared:
             continue
         found = overlap(_pairs(unseen), _pairs(known))
         if found.copies or found.near:

@@ -205,6 +205,7 @@ class Service:
             "tasks": [{"id": splits.id_of(t), "messages": t.messages, "reference": _plain(t.reference)} for t in tasks],
             "exhausted": splits.exhausted(split),
             "known": splits.known(split),
+            "shared": splits.shared,
         }
 
     def _survey(self, limit: int, seconds: float) -> dict[str, Any]:
@@ -215,6 +216,7 @@ class Service:
                 "known": splits.known(split),
                 "exhausted": splits.exhausted(split),
                 "leaked": splits.leaked(split),
+                "shared": splits.shared,
             }
             for split in SPLITS
         }

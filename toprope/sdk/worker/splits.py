@@ -4,7 +4,8 @@ Seeds do not separate tasks: generators repeat themselves, and neighbouring seed
 split of a task is therefore decided by its content: a hash of its normalised text, the same in every process and for
 every seed; or by a hash of its `source`, if settings decide how the text is made of that (SOURCE_RULE). Of 100 tasks
 about 80 go to `train`, 10 to `validation` and 10 to `heldout`. Equal content counts once. If an environment with
-`listed` tasks has few, each split gets at least one, in the order of the hashes.
+`listed` tasks has few, each split gets at least one, in the order of the hashes. One or two tasks are in every split
+(`shared`): nothing can be held out, which readers of the splits have to say.
 
 An environment that defines `tasks(self, split)` brings its own splits. Held-out content is then removed elsewhere:
 content of `heldout` is dropped from `validation`, content of either is dropped from `train`. Both are read in full for
@@ -114,6 +115,8 @@ class TaskSplits:
         self._leaked: Counter[str] = Counter()
         self._orders: dict[int, list[int]] = {}
         self._repeats = 0
+        self.shared = False
+        """True if the tasks are so few that every split has all of them."""
         self._own = bool(inspect.signature(environment.tasks).parameters)
         self._maybe_few = bool(environment.listed) and not self._own
         if self._own:
@@ -202,10 +205,12 @@ class TaskSplits:
         while len(found) < wanted and not self.exhausted(split):
             task = self._streams[split].next()
             if task is None:
-                return
+                break
             content = _content(task)
             if self._is_new(content):
                 self._found[self._split_by_hash(task)].append(task)
+        if self.exhausted(split):
+            self._share_fewest()
 
     def _split_by_hash(self, task: Task) -> str:
         h = _bucket(self._deciding(task, _content(task)))
@@ -232,6 +237,15 @@ class TaskSplits:
                 chosen = ["train"] * len(first)  # nothing can be held out
             for task, split in zip(first, chosen, strict=True):
                 self._found[split].append(task)
+
+    def _share_fewest(self) -> None:
+        """Give every split all tasks, its own first, if they are fewer than the splits."""
+        every = [task for split in SPLITS for task in self._found[split]]
+        if self.shared or self._family or not 0 < len(every) < len(SPLITS):
+            return  # In a family, another member may hold one of them out.
+        self.shared = True
+        for found in self._found.values():
+            found += [task for task in every if task not in found]
 
     def _scan_own(self, split: str, wanted: int) -> None:
         for name in _STRICTEST:

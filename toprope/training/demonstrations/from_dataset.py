@@ -143,6 +143,6 @@ async def _heldout_ids(hosts: Sequence[EnvironmentHost], specification: Specific
         for start in range(0, wanted, _HELDOUT_PIECE):
             count = min(_HELDOUT_PIECE, wanted - start)
             page = await worker.tasks("heldout", start, count, timeout=host.plan.section.load_timeout_s)
-            for task in page.tasks:
+            for task in page.tasks if not page.shared else ():  # too few to hold any out
                 found |= {task.id, content_id(task.messages)}
     return found

@@ -57,11 +57,9 @@ from toprope.training.judges.helpers import Helpers
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.environment_host import (
     EnvironmentHost,
-    checks_summary,
     environment_plans,
-    evaluator_digests,
 )
-from toprope.training.rollouts.environment_set import EnvironmentSet
+from toprope.training.rollouts.environment_set import EnvironmentSet, checks_summary, evaluator_digests
 from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.task_sampler import TaskSampler
 

@@ -101,17 +101,17 @@ class Evaluator:
         began = time.time()
         groups = await self._sample(f"evaluating ({label})", SEALED, tasks, 1, self._sampling)
         shown = await self._sample("answering examples", "validation", examples, 1, self._sampling.greedy())
-        result = self._result(label, began, groups, _summarize_split(SEALED, groups), shown)
+        result = self._result(label, began, groups, self._summary(SEALED, groups), shown)
         if greedy:
             most_likely = await self._sample(f"evaluating ({label}, greedy)", SEALED, tasks, 1, self._sampling.greedy())
-            result["greedy"] = _summarize_split(SEALED, most_likely)
+            result["greedy"] = self._summary(SEALED, most_likely)
         return await self._write(label, result, began)
 
     async def evaluate_validation(self, label: str, tasks: int) -> dict[str, Any]:
         """Samples one answer to each of `tasks` validation tasks, while training goes on; returns the summary."""
         began = time.time()
         groups = await self._sample(f"evaluating ({label})", "validation", tasks, 1, self._sampling)
-        result = self._result(label, began, groups, _summarize_split("validation", groups))
+        result = self._result(label, began, groups, self._summary("validation", groups))
         return await self._write(label, result, began)
 
     async def test(self, tasks: int, group_size: int) -> dict[str, Any]:
@@ -120,12 +120,26 @@ class Evaluator:
         groups = await self._sample("testing", "validation", tasks, group_size, self._sampling)
 
         def summary(own: list[SampledGroup]) -> dict[str, Any]:
-            return {"split": "validation"} | summarize_test(own, group_size)
+            return {"split": self._measured("validation", own)} | summarize_test(own, group_size)
 
         by_task = results_by_task(groups) | {"scores": scores_by_task(groups)}
         sampled = summary(groups) | {"by_task": by_task} | _by_environment(groups, summary)
         result = self._result("test", began, groups, sampled, groups[:_MAX_TEST_EXAMPLES])
         return await self._write("test", result, began)
+
+    def _summary(self, split: str, groups: list[SampledGroup]) -> dict[str, Any]:
+        """Summary of one answer per task, results by task, and figures of each environment."""
+
+        def summary(own: list[SampledGroup]) -> dict[str, Any]:
+            outcomes = [outcome for group in own for outcome in group.outcomes]
+            return {"split": self._measured(split, own)} | summarize(outcomes) | _answer_statistics(own)
+
+        return summary(groups) | {"by_task": results_by_task(groups)} | _by_environment(groups, summary)
+
+    def _measured(self, split: str, groups: list[SampledGroup]) -> str:
+        """The split that these groups measure; see `EnvironmentSet.measured_split`."""
+        labels = {group.environment for group in groups}
+        return self._environments.measured_split(split, labels.pop() if len(labels) == 1 else "")
 
     def _result(
         self,
@@ -247,16 +261,6 @@ def results_by_task(groups: list[SampledGroup]) -> dict[str, Any]:
 def scores_by_task(groups: list[SampledGroup]) -> list[list[float]]:
     """The rewards of all answers to each task, with six significant digits."""
     return [[float(f"{outcome.reward:.6g}") for outcome in group.outcomes] for group in groups]
-
-
-def _summarize_split(split: str, groups: list[SampledGroup]) -> dict[str, Any]:
-    """Summary of one answer per task, results by task, and figures of each environment."""
-
-    def summary(own: list[SampledGroup]) -> dict[str, Any]:
-        outcomes = [outcome for group in own for outcome in group.outcomes]
-        return {"split": split} | summarize(outcomes) | _answer_statistics(own)
-
-    return summary(groups) | {"by_task": results_by_task(groups)} | _by_environment(groups, summary)
 
 
 def _by_environment(

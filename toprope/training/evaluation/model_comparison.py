@@ -102,6 +102,7 @@ class _ModelTest:
         self._model, self._plan, self._tasks, self._sampling = model, plan, tasks, sampling
         self._policy_name, self._on_group = policy_name, on_group
         self._groups: dict[int, SampledGroup] = {}
+        self._split = "validation"
         self._unanswered: list[str] = []
 
     async def run(self, connect: Callable[[], Awaitable[Policy]], environments_with: EnvironmentsWith) -> TestedModel:
@@ -128,6 +129,7 @@ class _ModelTest:
 
     async def _sample(self, environments: EnvironmentSet) -> None:
         limit, size = asyncio.Semaphore(_GROUPS_AT_ONCE), self._plan.group_size
+        self._split = environments.measured_split("validation")
 
         async def sample(index: int) -> None:
             async with limit:
@@ -177,7 +179,7 @@ class _ModelTest:
             name=self._model.name,
             model=endpoint.model if endpoint else self._policy_name,
             error=error,
-            sampled=None if error else {"split": "validation"} | summarize_test(groups, self._plan.group_size),
+            sampled=None if error else {"split": self._split} | summarize_test(groups, self._plan.group_size),
             scores=[] if error else scores_by_task(groups),
             examples=[] if error else [example_record(group) for group in groups[:_EXAMPLES]],
             seconds=round(seconds, 3),

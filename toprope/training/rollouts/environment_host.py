@@ -9,15 +9,13 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-from msgspec.structs import asdict
 
 from toprope.errors import ComponentFailed, InvalidValue, LockedField
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import ENV_FOLDER, Progress, Renewed, Report, Warned
-from toprope.records.run.digests import join_digests, measurement_digests
+from toprope.records.run.digests import measurement_digests
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.trained_tasks import content_id
 from toprope.records.worker_messages import Card, TaskView
@@ -100,6 +98,8 @@ class EnvironmentHost:
         """Number of tasks found by split, at most as many as are needed."""
         self.level_sizes: list[int] = []
         """Number of validation tasks found at each curriculum level, at most as many as are needed."""
+        self.shares_tasks = False
+        """True if every split has the same tasks, because there are too few to hold any out."""
         self.outcome: Outcome | None = None
         """Outcome of the reference answer to the first task."""
         self._card: Card | None = None
@@ -310,6 +310,13 @@ class EnvironmentHost:
                         "With evaluation.heldout_tasks 0 and evaluation.every_steps 0 it trains without evaluations.",
                     )
                 example = example or (split, found[0])
+            if self.shares_tasks:
+                self._send(
+                    Warned(
+                        f"{self.subject} has too few distinct tasks to hold any out: the same serve for training and "
+                        "evaluation, so accuracies may be remembered, not learned."
+                    )
+                )
             # Any answer shows whether the environment scores; the reference answer also shows how high.
             if example is not None:
                 split, task = example
@@ -333,7 +340,7 @@ class EnvironmentHost:
             kept = [
                 number
                 for number, task in enumerate(found)
-                if self._trained.isdisjoint((task.id, content_id(task.messages)))
+                if self.shares_tasks or self._trained.isdisjoint((task.id, content_id(task.messages)))
             ]
             if len(kept) >= count or len(found) < wanted:
                 break
@@ -375,6 +382,7 @@ class EnvironmentHost:
                 variant=variant,
             )
             found += page.tasks
+            self.shares_tasks |= page.shared
             if page.exhausted and len(found) >= page.known:
                 break
             seconds = time.monotonic() - began
@@ -406,34 +414,6 @@ class EnvironmentHost:
         if isinstance(report, Renewed) and not self.is_only:
             report = Renewed(f"{report.what} of {self.label}", report.reason, report.number, report.limit)
         self._send(report)
-
-
-def checks_summary(hosts: Sequence[EnvironmentHost]) -> dict[str, Any]:
-    """Results of the checks for the selected environment, and for each if there are several."""
-    first, *others = hosts
-    versions = dict(first.card.versions)
-    for host in others:
-        versions |= {f"{host.label}: {name}": version for name, version in host.card.versions.items()}
-    summary = {**_check_result(first), "versions": versions}
-    if others:
-        summary["environments"] = {host.label: _check_result(host) for host in hosts}
-    return summary
-
-
-def _check_result(host: EnvironmentHost) -> dict[str, Any]:
-    outcome = None if host.outcome is None else asdict(host.outcome)
-    return {"tasks": host.sizes, "reference_outcome": outcome}
-
-
-def evaluator_digests(hosts: Sequence[EnvironmentHost]) -> dict[str, Any]:
-    """Identifies what a run measures with: hashes of the environments' sources as they were loaded, versions of their
-    packages, and the current hashes if they differ."""
-    loaded = [host.loaded["loaded"] for host in hosts]
-    now = [measurement_digests(host.source) for host in hosts]
-    digests: dict[str, Any] = {"loaded": join_digests(loaded), "versions": checks_summary(hosts)["versions"]}
-    if len(hosts) > 1:
-        digests["environments"] = {host.label: host.loaded["loaded"]["environment"] for host in hosts}
-    return digests | ({"on_disk": join_digests(now)} if now != loaded else {})
 
 
 class _ComponentLog:

@@ -9,7 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
+from msgspec.structs import asdict
+
+from toprope.records.run.digests import join_digests, measurement_digests
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.group_sampler import GroupSampler, Policy, TaskRef
@@ -33,6 +37,12 @@ class EnvironmentSet:
     def count(self, split: str, each: int) -> int:
         """Number of tasks in a split, at most `each` of every environment."""
         return sum(min(each, host.sizes.get(split, 0)) for host in self.hosts.values())
+
+    def measured_split(self, split: str, label: str = "") -> str:
+        """The split that an evaluation on `split` measures: `train` if an environment has too few tasks to hold any
+        out. `label` asks about one environment."""
+        asked = [self.hosts[label]] if label else self.hosts.values()
+        return "train" if any(host.shares_tasks for host in asked) else split
 
     def environment_of(self, split: str, index: int) -> str:
         """Label of the environment of task number `index` in a split; empty if there is one environment."""
@@ -62,3 +72,31 @@ class EnvironmentSet:
                 (label, own) for own in range(max(sizes.values())) for label in sizes if own < sizes[label]
             ]
         return self._order[split][index]
+
+
+def checks_summary(hosts: Sequence[EnvironmentHost]) -> dict[str, Any]:
+    """Results of the checks for the selected environment, and for each if there are several."""
+    first, *others = hosts
+    versions = dict(first.card.versions)
+    for host in others:
+        versions |= {f"{host.label}: {name}": version for name, version in host.card.versions.items()}
+    summary = {**_check_result(first), "versions": versions}
+    if others:
+        summary["environments"] = {host.label: _check_result(host) for host in hosts}
+    return summary
+
+
+def _check_result(host: EnvironmentHost) -> dict[str, Any]:
+    outcome = None if host.outcome is None else asdict(host.outcome)
+    return {"tasks": host.sizes, "reference_outcome": outcome}
+
+
+def evaluator_digests(hosts: Sequence[EnvironmentHost]) -> dict[str, Any]:
+    """Identifies what a run measures with: hashes of the environments' sources as they were loaded, versions of their
+    packages, and the current hashes if they differ."""
+    loaded = [host.loaded["loaded"] for host in hosts]
+    now = [measurement_digests(host.source) for host in hosts]
+    digests: dict[str, Any] = {"loaded": join_digests(loaded), "versions": checks_summary(hosts)["versions"]}
+    if len(hosts) > 1:
+        digests["environments"] = {host.label: host.loaded["loaded"]["environment"] for host in hosts}
+    return digests | ({"on_disk": join_digests(now)} if now != loaded else {})

@@ -221,7 +221,7 @@ class Describer:
             card=card,
             examples=shown,
             splits=sizes,
-            remarks=(*rights, *((refused,) if refused else _remarks(card, shown) if examples else ())),
+            remarks=(*rights, *((refused,) if refused else _remarks(card, shown, sizes) if examples else ())),
             start_seconds=started - began,
             load_seconds=loaded - started,
             score_seconds=score_s,
@@ -286,9 +286,11 @@ def _memory_mb(pid: int) -> float | None:
         return None
 
 
-def _remarks(card: Card, examples: Sequence[Example]) -> list[str]:
-    """Return problems of the scorer that the example scores show."""
+def _remarks(card: Card, examples: Sequence[Example], sizes: Mapping[str, SplitSize]) -> list[str]:
+    """Return problems of the splits, and of the scorer that the example scores show."""
     remarks = [_JUDGES_ITSELF] if "model-roles" in card.tags else []
+    if any(size.shared for size in sizes.values()):
+        remarks.append("Its tasks are too few to hold any out: the same serve for training and evaluation.")
     if not examples:
         return [*remarks, "The train split has no tasks."]
     for label in ("reference", "empty", "junk"):
