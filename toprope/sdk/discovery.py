@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    *("DeclaredKnob", "Found", "NAME", "TRAINING_PACKAGES", "discover_file", "environment_files", "first_line"),
-    *("literal", "name_of", "script_requirements"),
+    *("DeclaredKnob", "EARLIER", "Found", "NAME", "TRAINING_PACKAGES", "discover_file", "environment_files"),
+    *("first_line", "folders_below", "literal", "name_of", "script_requirements", "subfolders"),
 ]
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -38,8 +38,10 @@ _SUBMODULE = re.compile(r"^\s*(?:from|import)\s+trl\.", re.MULTILINE)
 _BASES = ("Environment", "OwnLoop")
 _LARGEST = 4 << 20
 """Largest file in bytes: nobody writes more by hand, and its syntax tree takes a hundred times as much memory."""
-_NOT_SEARCHED = ("build", "dist", "node_modules", "site-packages", "test", "tests", "venv")
-_MOST_FILES = 1000
+EARLIER = "earlier"
+"""Folder with earlier versions of saved files; it is not searched."""
+_NOT_SEARCHED = ("build", "dist", EARLIER, "node_modules", "site-packages", "test", "tests", "venv")
+_MOST_FILES = _MOST_FOLDERS = 1000
 _PARSING = threading.Lock()
 
 
@@ -67,6 +69,8 @@ class Found:
     tags: tuple[str, ...] = ()
     knobs: tuple[DeclaredKnob, ...] = field(default=())
     problem: str = ""
+    is_named_by_file: bool = False
+    """True if its class sets no `name`, or the file cannot be read."""
 
 
 def environment_files(folder: Path, *, deep: bool = False) -> list[Path]:
@@ -78,12 +82,34 @@ def environment_files(folder: Path, *, deep: bool = False) -> list[Path]:
     if not deep:
         return sorted(file for file in folder.glob("*.py") if not file.name.startswith("_") and file.is_file())
     found: list[Path] = []
-    for place, folders, _ in os.walk(folder):
-        folders[:] = sorted(one for one in folders if not one.startswith((".", "_")) and one not in _NOT_SEARCHED)
-        found += environment_files(Path(place))
+    for place in folders_below(folder):
+        found += environment_files(place)
         if len(found) > _MOST_FILES:
             break
     return found[:_MOST_FILES]
+
+
+def subfolders(folder: Path) -> list[Path]:
+    """Folders in a folder, sorted by name, without tests, hidden folders, virtual environments, installed packages and
+    links; none if it cannot be read."""
+    try:
+        with os.scandir(folder) as inside:
+            names = sorted(one.name for one in inside if one.is_dir(follow_symlinks=False))
+    except OSError:
+        return []
+    found = [folder / name for name in names if not name.startswith((".", "_")) and name not in _NOT_SEARCHED]
+    return [one for one in found if not (one / "pyvenv.cfg").exists()]
+
+
+def folders_below(folder: Path) -> Iterator[Path]:
+    """A folder and all folders in it that are searched, each before those in it; the first thousand of them."""
+    waiting = [folder]
+    for _ in range(_MOST_FOLDERS):
+        if not waiting:
+            return
+        place = waiting.pop()
+        yield place
+        waiting += reversed(subfolders(place))
 
 
 def name_of(text: str) -> str:
@@ -102,9 +128,11 @@ def discover_file(file: Path) -> list[Found]:
         tree = parse(file)
     except SyntaxError as error:
         where = f"{file}:{error.lineno or 1}"
-        return [Found(file.stem, file, line=error.lineno or 1, problem=f"{error.msg} ({where})")]
+        problem = f"{error.msg} ({where})"
+        return [Found(file.stem, file, line=error.lineno or 1, problem=problem, is_named_by_file=True)]
     except (OSError, ValueError, RecursionError, MemoryError) as error:
-        return [Found(file.stem, file, problem=f"{type(error).__name__}: {error} ({file})")]
+        problem = f"{type(error).__name__}: {error} ({file})"
+        return [Found(file.stem, file, problem=problem, is_named_by_file=True)]
     classes = list(_environments(tree))
     listed = [node for node in classes if not node.name.startswith("_")]
     return [_found(node, file, alone=len(listed) == 1) for node in listed]
@@ -167,7 +195,8 @@ def _is_environment(base: ast.expr, names: set[str]) -> bool:
 def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
     assigned = {name: value for statement in node.body for name, value in _assignments(statement)}
     name = literal(assigned.get("name"))
-    if not isinstance(name, str) or not name:
+    is_named_by_file = not isinstance(name, str) or not name
+    if is_named_by_file:
         name = file.stem if alone else f"{file.stem}_{node.name.lower()}"
     max_turns = literal(assigned.get("max_turns")) if "max_turns" in assigned else 1
     tags = literal(assigned.get("tags"))
@@ -187,6 +216,7 @@ def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
         tags=tuple(str(tag) for tag in tags) if isinstance(tags, list | tuple) else (),
         knobs=_knobs(node),
         problem=problem,
+        is_named_by_file=is_named_by_file,
     )
 
 

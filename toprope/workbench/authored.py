@@ -12,12 +12,11 @@ from pathlib import Path
 
 from toprope.atomic import write_text
 from toprope.errors import InvalidValue, NotPossibleNow, shown
-from toprope.sdk.discovery import Found, discover_file, environment_files
+from toprope.sdk.discovery import EARLIER, Found, discover_file, environment_files
 from toprope.workbench.interpreters.naming import module_name
 
 MOST_BYTES = 80_000
 MOST_FILES = 200
-_EARLIER = "earlier"
 """Folder of replaced versions; environments are not listed from it."""
 
 
@@ -74,7 +73,7 @@ def save(folder: Path, module: str, code: str, found: tuple[Found, ...]) -> Save
         if path.exists():
             before = path.read_bytes()
             if before != code.encode():
-                earlier = folder / _EARLIER / f"{module}-{hashlib.sha256(before).hexdigest()[:12]}.py"
+                earlier = folder / EARLIER / f"{module}-{hashlib.sha256(before).hexdigest()[:12]}.py"
                 earlier.parent.mkdir(exist_ok=True, mode=0o700)
                 write_text(earlier, before.decode(errors="replace"))
         elif len(environment_files(folder)) >= MOST_FILES:

@@ -7,6 +7,7 @@ others. A worker answers what files cannot tell (`toprope.workbench.catalog.desc
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from toprope.workbench.entries import Entry, Names, Source, broken
 from toprope.workbench.interpreters.known import Known, known_interpreters
 from toprope.workbench.interpreters.registry import Added, Registry
 from toprope.workbench.sources.datasets import DatasetSource
-from toprope.workbench.sources.folders import FileReader, FolderSource, own_folders
+from toprope.workbench.sources.folders import FileReader, FolderSource, OwnFolderSource, own_folders
 from toprope.workbench.sources.installed import InstalledSource
 from toprope.workbench.sources.orchestrator import OrchestratorSource
 from toprope.workbench.sources.reasoning_gym import ReasoningGymSource
@@ -43,7 +44,8 @@ class Catalog:
     """The environments of all sources.
 
     Args:
-        folders: The owner's folders, searched in order after the shipped one; missing folders count as empty.
+        folders: The owner's folders, searched in order after the shipped one, with the folders in them; missing
+            folders count as empty.
         datasets: Folders whose files the environments `dataset` and `orchestrator` may read.
         tools: The owner's tools by name, see `LentTool.declaration`.
         registry: Environments and interpreters that the owner added; None for none.
@@ -58,7 +60,7 @@ class Catalog:
         registry: Registry | None = None,
     ) -> None:
         shipped = shipped_folder()
-        own = own_folders(folders, shipped)
+        own = self._own = own_folders(folders, shipped)
         data = [Path(folder).expanduser().absolute() for folder in datasets]
         self._registry = registry
         self._adapters_found: list[Adapter] | None = None
@@ -66,9 +68,9 @@ class Catalog:
         reader = self._reader = FileReader(self._adapters)
         self._sources: list[Source] = [
             FolderSource(shipped, "shipped", reader, self.interpreters),
-            *(FolderSource(folder, "folder", reader, self.interpreters) for folder in own),
-            DatasetSource(own, data),
-            TargetSource(own, self._adapters, self.interpreters),
+            *(OwnFolderSource(folder, reader, self.interpreters, self._apart) for folder in own),
+            DatasetSource(own, data, self._apart),
+            TargetSource(own, self._adapters, self.interpreters, self._apart),
             OrchestratorSource(data, tools or {}),
             RegisteredSource(self._added, self._adapters, self.interpreters, reader),
             ReasoningGymSource(self.interpreters),
@@ -122,6 +124,13 @@ class Catalog:
     def in_file(self, file: Path) -> FolderSource:
         """Return the environments in a file at any path."""
         return FolderSource(file, "file", self._reader, self.interpreters)
+
+    def _apart(self) -> set[Path]:
+        """Return the folders that have a source of their own."""
+        found = {*self._own, shipped_folder()}
+        with contextlib.suppress(TopropeError):  # The source `registered` reports the broken file.
+            found |= {Path(one.path) for one in self._added().values() if one.path}
+        return found
 
     def _added(self) -> dict[str, Added]:
         return self._registry.read() if self._registry is not None else {}

@@ -14,7 +14,7 @@ lets an agent change.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from toprope.sdk.discovery import NAME
 from toprope.settings.yamlfiles import check_keys, read_yaml
 from toprope.workbench.adapters import adapters
 from toprope.workbench.entries import Entry, Names
+from toprope.workbench.sources.placed import yaml_files
 from toprope.workbench.sources.targets import declared_adapter
 
 PLAIN = "dataset"
@@ -50,16 +51,20 @@ class DatasetSource:
     Args:
         places: The owner's folders with environments.
         folders: Folders whose data files may be read.
+        apart: Returns the folders in `places` that other sources list.
     """
 
     kind = "dataset"
 
-    def __init__(self, places: Sequence[Path], folders: Sequence[Path]) -> None:
-        self._places, self._folders = places, folders
+    def __init__(
+        self, places: Sequence[Path], folders: Sequence[Path], apart: Callable[[], Collection[Path]] = frozenset
+    ) -> None:
+        self._places, self._folders, self._apart = places, folders, apart
 
     def entries(self, names: Names) -> list[Entry]:
         """Return `dataset`, then the owner's data sets by folder and file."""
-        found = [plain_dataset(self._folders), *named_datasets(self._places, self._folders)]
+        named = named_datasets(self._places, self._folders, self._apart())
+        found = [plain_dataset(self._folders), *named]
         return [self._entry(dataset, names) for dataset in found]
 
     def _entry(self, dataset: NamedDataset, names: Names) -> Entry:
@@ -89,27 +94,28 @@ def plain_dataset(folders: Sequence[Path]) -> NamedDataset:
     return NamedDataset(PLAIN, dataset.DESCRIPTION, target, "Toprope itself")
 
 
-def named_datasets(places: Sequence[Path], folders: Sequence[Path]) -> list[NamedDataset]:
+def named_datasets(places: Sequence[Path], folders: Sequence[Path], apart: Collection[Path] = ()) -> list[NamedDataset]:
     """Return the owner's data sets by folder and file name.
 
     Args:
         places: The owner's folders with environments.
         folders: Folders whose data files may be read.
+        apart: Folders in `places` that other sources list.
     """
     return [
-        _read(file, folders)
+        _read(file, name, folders)
         for place in places
-        for file in sorted([*place.glob("*.yaml"), *place.glob("*.yml")])
-        if file.is_file() and not file.name.startswith("_") and declared_adapter(file) is None
+        for file, name in yaml_files(place, [PLAIN], apart)
+        if declared_adapter(file) is None
     ]
 
 
-def _read(file: Path, folders: Sequence[Path]) -> NamedDataset:
+def _read(file: Path, name: str, folders: Sequence[Path]) -> NamedDataset:
     try:
         given = check_keys(read_yaml(file), ["adapter", "description", *dataset.knob_names()], str(file))
-        if NAME.fullmatch(file.stem) is None:
+        if NAME.fullmatch(name) is None:
             raise InvalidValue(
-                f"{file.stem!r} is not a valid environment name.",
+                f"{name!r} is not a valid environment name.",
                 hint="Use lower-case letters, digits, '_' and '-': rename the file.",
             )
         if given.pop("adapter", None) != PLAIN:
@@ -119,14 +125,14 @@ def _read(file: Path, folders: Sequence[Path]) -> NamedDataset:
         if not given.get("path"):
             raise InvalidValue(f"{file}: path is missing.", hint="Name the file with the data, or hf:<id>.")
     except InvalidValue as problem:
-        return NamedDataset(file.stem, "A data set", "{}", str(file), str(problem))
+        return NamedDataset(name, "A data set", "{}", str(file), str(problem))
     files: list[Path] = []
     beside = file.parent / Path(str(given["path"])).expanduser()
     if beside.is_file():  # The owner names the file, so it may lie anywhere.
         given["path"] = str(beside)
         files = [beside]
     said = str(description) if description else f"Questions and answers of {Path(str(given['path'])).name}"
-    return NamedDataset(file.stem, said, _target(file.stem, said, folders, files, given), str(file))
+    return NamedDataset(name, said, _target(name, said, folders, files, given), str(file))
 
 
 def _target(name: str, description: str, folders: Sequence[Path], files: Sequence[Path], knobs: dict[str, Any]) -> str:

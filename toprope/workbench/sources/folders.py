@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters._shared.listing import Listed
-from toprope.sdk.discovery import NAME, Found, discover_file, environment_files, name_of, parse
+from toprope.sdk.discovery import NAME, Found, discover_file, environment_files, name_of, parse, subfolders
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
+from toprope.workbench.sources.placed import is_apart, placed_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +90,8 @@ class FolderSource:
         interpreters: Returns every known interpreter.
         python: Interpreter for this folder; None for Toprope's own, or that of the ecosystem.
         deep: Look into its folders as well.
+        root: The owner's folder that the place is in; names begin with the folders between. None: names are as given.
+        apart: Folders that other sources list.
     """
 
     def __init__(
@@ -100,14 +103,19 @@ class FolderSource:
         python: str | None = None,
         *,
         deep: bool = False,
+        root: Path | None = None,
+        apart: Collection[Path] = (),
     ) -> None:
         self._place, self.kind, self._deep = place, kind, deep
+        self._root, self._apart = root, apart
         self._reader, self._interpreters, self._python = reader, interpreters, python
 
     def entries(self, names: Names) -> list[Entry]:
         """Return the environments by file and line."""
         place = self._place
         files = [place] if place.is_file() else environment_files(place, deep=self._deep)
+        if (root := self._root) is not None:
+            files = [file for file in files if not is_apart(file, root, self._apart)]
         reads = [(file, read) for file in files if (read := self._reader.read(file))]  # others were removed since
         has_ours = any(one.attribute for _, read in reads for one in read.ours)
         if self._deep and place.is_dir() and not has_ours and (whole := self._reader.read_whole(place)):
@@ -121,6 +129,9 @@ class FolderSource:
 
     def _ours(self, found: Found, names: Names) -> Entry:
         problem = found.problem
+        if self._root is not None and found.is_named_by_file:
+            found = dataclasses.replace(found, name=placed_name(self._root, found.file, found.name))
+            problem = "" if found.attribute else problem  # the name is valid now
         if not problem and (holder := names.claim(found.name, f"{found.file}:{found.line}")):
             problem = (
                 f"The name {found.name!r} is taken by {holder}. Set another `name` in {found.attribute} "
@@ -143,7 +154,9 @@ class FolderSource:
         )
 
     def _theirs(self, adapter: Adapter, listed: Listed, file: Path, names: Names) -> Entry:
-        if NAME.fullmatch(listed.name) is None:
+        if self._root is not None:
+            listed = dataclasses.replace(listed, name=placed_name(self._root, file, listed.name))
+        elif NAME.fullmatch(listed.name) is None:
             listed = dataclasses.replace(listed, name=name_of(listed.name))
         python = self._python
         if python is None:
@@ -161,6 +174,40 @@ class FolderSource:
             problem = f"The name {listed.name!r} is taken by {taken}. Rename the one in {file}."
             return dataclasses.replace(entry, status="broken", problem=problem)
         return entry
+
+
+class OwnFolderSource:
+    """Lists the environments in one of the owner's folders, and in the folders in it as if each had been added.
+
+    Args:
+        place: The owner's folder.
+        reader: Reads files.
+        interpreters: Returns every known interpreter.
+        apart: Returns the folders that other sources list.
+    """
+
+    kind = "folder"
+
+    def __init__(
+        self,
+        place: Path,
+        reader: FileReader,
+        interpreters: Callable[[], Sequence[Known]],
+        apart: Callable[[], Collection[Path]],
+    ) -> None:
+        self._place, self._reader, self._interpreters, self._apart = place, reader, interpreters, apart
+
+    def entries(self, names: Names) -> list[Entry]:
+        """Return the environments by file and line, those of the folder itself first."""
+        found = FolderSource(self._place, self.kind, self._reader, self._interpreters).entries(names)
+        apart = self._apart()
+        for folder in subfolders(self._place):
+            if folder not in apart:
+                source = FolderSource(
+                    folder, self.kind, self._reader, self._interpreters, deep=True, root=self._place, apart=apart
+                )
+                found += source.entries(names)
+        return found
 
 
 def _longer_names(name: str, file: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
+from toprope.workbench.sources.placed import yaml_files
 
 _DATASET = "dataset"
 """It has a source of its own, which also reports files without an adapter."""
@@ -58,6 +59,7 @@ class TargetSource:
         places: The owner's folders with environments.
         adapters: Returns every adapter.
         interpreters: Returns every known interpreter.
+        apart: Returns the folders in `places` that other sources list.
     """
 
     kind = "folder"
@@ -67,29 +69,30 @@ class TargetSource:
         places: Sequence[Path],
         adapters: Callable[[], Sequence[Adapter]],
         interpreters: Callable[[], Sequence[Known]],
+        apart: Callable[[], Collection[Path]] = frozenset,
     ) -> None:
-        self._places, self._adapters, self._interpreters = places, adapters, interpreters
+        self._places, self._adapters, self._interpreters, self._apart = places, adapters, interpreters, apart
 
     def entries(self, names: Names) -> list[Entry]:
         """Return the environments by folder and file name; invalid files become entries with the reason."""
+        known, apart = {one.name: one for one in self._adapters()}, self._apart()
         return [
-            self._entry(file, named, names)
+            self._entry(file, name, known, named, names)
             for place in self._places
-            for file in sorted([*place.glob("*.yaml"), *place.glob("*.yml")])
-            if file.is_file() and not file.name.startswith("_") and (named := declared_adapter(file)) is not None
+            for file, name in yaml_files(place, known, apart)
+            if (named := declared_adapter(file)) is not None
         ]
 
-    def _entry(self, file: Path, named: str, names: Names) -> Entry:
-        known = {one.name: one for one in self._adapters()}
+    def _entry(self, file: Path, name: str, known: dict[str, Adapter], named: str, names: Names) -> Entry:
         try:
             if named not in known:
                 raise InvalidValue(f"{file} names an unknown adapter.", hint=nearest(named, sorted(known), "Adapters"))
             adapter = known[named]
             if adapter.problem:
                 raise InvalidValue(adapter.problem, hint="")
-            if NAME.fullmatch(file.stem) is None:
+            if NAME.fullmatch(name) is None:
                 raise InvalidValue(
-                    f"{file.stem!r} is not a valid environment name.",
+                    f"{name!r} is not a valid environment name.",
                     hint="Use lower-case letters, digits, '_' and '-': rename the file.",
                 )
             keys = tuple(getattr(adapter.module, "KEYS", ()))
@@ -100,10 +103,10 @@ class TargetSource:
             if not keys and not given.get("target"):
                 example = "a URL, /path/file.py:Name, an id of the ecosystem, or an object"
                 raise InvalidValue(f"{file}: target is missing.", hint=f"The adapter {named} takes {example}.")
-            if holder := names.claim(file.stem, str(file)):
-                raise InvalidValue(f"The name {file.stem!r} is taken by {holder}.", hint=f"Rename {file}.")
+            if holder := names.claim(name, str(file)):
+                raise InvalidValue(f"The name {name!r} is taken by {holder}.", hint=f"Rename {file}.")
         except InvalidValue as problem:
-            return broken(file.stem, str(problem), self.kind)
+            return broken(name, str(problem), self.kind)
         python = given.pop("interpreter", None)
         listed = self._listed(file, adapter, given) if keys else _targeted(file, adapter, given)
         if python is None and adapter.package and not (adapter.urls_alone and given.get("url")):
@@ -112,7 +115,7 @@ class TargetSource:
             if home is None:
                 needs = f"The owner installs it: {install_command(named)}"
                 listed = Listed(listed.name, listed.target, listed.description, problem=needs, needs="install")
-        entry = entry_of(listed, file.stem, self.kind, adapter, python if python is None else str(python))
+        entry = entry_of(listed, name, self.kind, adapter, python if python is None else str(python))
         return replace(entry, environment=entry.environment.model_copy(update={"knobs": knobs}))
 
     def _listed(self, file: Path, adapter: Adapter, given: dict[str, Any]) -> Listed:
