@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, as_messages, copy_for
-from toprope.sdk.authoring.knobs import described_missing, make_knobs
+from toprope.sdk.authoring.knobs import described_missing, empty_required, make_knobs
 from toprope.sdk.authoring.rewards import RewardFunctions, seen_of
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, MissingKnobs, shortened
 
@@ -59,6 +59,11 @@ def configure(
         environment.setup()
     except MissingKnobs as missing:
         raise described_missing(environment.Knobs, missing) from None
+    except Exception as error:
+        if not (empty := empty_required(environment.knobs)):
+            raise
+        why = f"Empty, it gives {type(error).__name__}: {error}"
+        raise described_missing(environment.Knobs, MissingKnobs(why, *empty)) from error
     own = environment.max_turns
     if not isinstance(own, int) or isinstance(own, bool) or own < 1:
         raise EnvironmentMistake(f"max_turns must be a whole number of at least 1, not {own!r}.")

@@ -13,7 +13,7 @@ from types import SimpleNamespace as Thing
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.harness import HARNESS
@@ -39,6 +39,17 @@ class Asking(BaseModel):
     turns: int
     source: Source
     shuffle: bool = False
+
+
+class Strict(Asking):
+    """Settings that are refused if there are no words."""
+
+    @field_validator("words")
+    @classmethod
+    def some(cls, words: list[str]) -> list[str]:
+        if not words:
+            raise ValueError("no words")
+        return words
 
 
 class First(Thing):
@@ -235,6 +246,18 @@ def test_settings_that_a_taskset_requires_are_knobs(open_taskset: Callable[..., 
     assert open_taskset(settings=Asking, knobs={"words": ["a"], "config": rest}).knobs.words == ["a"]
     whole = {"words": ["a"], "taskset_turns": 3, "source": {"path": "x"}}
     assert open_taskset(settings=Asking, knobs=whole).knobs.shuffle is False
+
+
+@pytest.mark.parametrize("nothing", [None, "", []])
+def test_a_required_setting_that_is_null_or_empty_is_missing(
+    open_taskset: Callable[..., OwnLoop], nothing: object
+) -> None:
+    rest = {"turns": 3, "source": {"path": "x"}}
+    ways: list[dict[str, Any]] = [{"config": {"taskset": {**rest, "words": nothing}}}]
+    ways += [] if nothing == "" else [{"words": nothing, "config": {"taskset": rest}}]
+    for knobs in ways:
+        with pytest.raises(MissingKnobs, match=r"^It needs the knob words \(list\[str\]: words to copy\)"):
+            open_taskset(settings=Strict, knobs=knobs)
 
 
 def test_images_are_named_as_unsupported(open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]) -> None:

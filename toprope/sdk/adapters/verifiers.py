@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import importlib
 import os
 import sys
@@ -26,17 +25,17 @@ from typing import Any
 from toprope.sdk.adapters._verifiers.harness import HARNESS, client_config, register_harness, sessions_server
 from toprope.sdk.adapters._verifiers.listing import declared, installed, more_requirements
 from toprope.sdk.adapters._verifiers.load_environment import (
-    RANGE,
     LoadedEnvironment,
     bounded,
     bounds,
     loads_environment,
     solved_from,
 )
+from toprope.sdk.adapters._verifiers.tasksets import OURS, knobs_of, messages_of, reference_of
 from toprope.sdk.adapters._verifiers.tool_servers import fork_tool_servers
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
-from toprope.sdk.authoring.environment import Messages, Part, Task
-from toprope.sdk.authoring.knobs import knob, settable
+from toprope.sdk.authoring.environment import Part, Task
+from toprope.sdk.authoring.knobs import EMPTY
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
 
@@ -46,8 +45,6 @@ REQUIREMENTS = ("verifiers==0.4.*", "uv")
 PACKAGE = "verifiers"
 _OTHER = "other"
 _OTHER_LIMIT = 1e6
-_REFERENCES = ("answer", "reference", "solution", "expected", "ground_truth", "target")
-_OURS = ("harness", "turns", "reward_low", "reward_high", "success_reward", "config")
 
 
 class Verifiers(OwnLoop):
@@ -67,7 +64,7 @@ class Verifiers(OwnLoop):
         self.name = f"verifiers/{cls.__name__ if taskset.startswith('_') else taskset}"  # type: ignore[misc]
         self.__doc__ = first_line(cls.__doc__) or first_line(sys.modules[cls.__module__].__doc__) or self.name
         config = taskset_config_type(taskset)
-        self._fields, self.Knobs = _knobs(config)  # type: ignore[assignment]
+        self._fields, self.Knobs = knobs_of(config)  # type: ignore[assignment]
         self._required = [name for name, field in self._fields.items() if config.model_fields[field].is_required()]
         self._env: Any = None
         self._open: dict[str, Any] = {}
@@ -80,7 +77,7 @@ class Verifiers(OwnLoop):
         from pydantic import ValidationError
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        own = {name: getattr(self.knobs, name) for name in _OURS}
+        own = {name: getattr(self.knobs, name) for name in OURS}
         values = {field: getattr(self.knobs, name) for name, field in self._fields.items()}
         changed = {field: value for field, value in values.items() if value is not None}
         given = dict(own["config"])
@@ -92,10 +89,15 @@ class Verifiers(OwnLoop):
             config = self._at_home(config, own["harness"])
             self._env = load_environment(config)
             first = next(iter(self._env.taskset), None)
-        except (ValidationError, TypeError, ValueError, ModuleNotFoundError) as error:
-            if missing := [name for name in self._required if self._fields[name] not in given["taskset"]]:
-                raise MissingKnobs("", *missing) from error
-            raise InvalidRequest(f"verifiers refuses these knobs: {error}") from error
+        except Exception as error:
+            if empty := [name for name in self._required if given["taskset"].get(self._fields[name]) in EMPTY]:
+                told = any(given["taskset"].get(self._fields[name]) is not None for name in empty)
+                raise MissingKnobs(
+                    f"Empty, it gives {type(error).__name__}: {error}" if told else "", *empty
+                ) from error
+            if isinstance(error, ValidationError | TypeError | ValueError | ModuleNotFoundError):
+                raise InvalidRequest(f"verifiers refuses these knobs: {error}") from error
+            raise
         self._open = {}
         if first is None:
             raise EnvironmentMistake(f"The taskset {self._taskset_id} has no tasks.")
@@ -117,7 +119,7 @@ class Verifiers(OwnLoop):
 
     def tasks(self) -> Iterator[Task]:
         for task in self._env.taskset:
-            yield Task(_messages(task.data), reference=_reference(task.data), data={"task": task})
+            yield Task(messages_of(task.data), reference=reference_of(task.data), data={"task": task})
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         """Return True if the reward reaches `success_reward`, by default the largest possible reward."""
@@ -331,32 +333,6 @@ def _taskset(target: str) -> tuple[str, str]:
     return path.stem, str(path)
 
 
-def _knobs(config: Any) -> tuple[dict[str, str], type]:
-    """Return the taskset's settings with JSON values by knob, and a dataclass of our knobs and these."""
-    ours: list[tuple[str, Any, Any]] = [
-        (
-            "harness",
-            str,
-            knob("auto", help="auto: the taskset's own, otherwise one in this process; or an id of verifiers"),
-        ),
-        ("turns", int, knob(16, ge=1, le=1000, help="most answers in a rollout")),
-        *RANGE,
-        ("success_reward", float | None, knob(None, help="reward that counts as solved; null: the largest possible")),
-        ("config", dict, knob({}, help="the rest of verifiers' configuration, as its [env] block")),
-    ]
-    fields, made = {}, ours
-    for name, field in config.model_fields.items():
-        plain = settable(field.annotation)
-        if name in ("id", "task", "system_prompt") or not plain and not field.is_required():
-            continue
-        # Setup finds out if a required field is missing, because `config` may give it too.
-        default = None if field.is_required() else field.get_default(call_default_factory=True)
-        taken = f"taskset_{name}" if name in _OURS else name
-        fields[taken] = name
-        made.append((taken, field.annotation if plain else Any, knob(default, help=field.description or "")))
-    return fields, dataclasses.make_dataclass("Knobs", made)
-
-
 def _overridden(cls: type, base: str) -> set[str]:
     """Names that a class's own bases below `base` define."""
     names: set[str] = set()
@@ -383,34 +359,6 @@ async def _learning(env: Any) -> tuple[str, ...]:
     except Exception:  # It needs real agents there; all of them count.
         pass
     return tuple(name for name, seat in seats.items() if seat.trainable)
-
-
-def _messages(data: Any) -> Messages:
-    messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    if isinstance(data.prompt, str):
-        return [*messages, {"role": "user", "content": data.prompt}]
-    from verifiers.v1.types import content_text
-
-    for message in data.prompt or ():
-        parts = message.content if isinstance(message.content, list) else ()
-        kinds = {str(getattr(part, "type", "text")) for part in parts} - {"text"}
-        if kinds:
-            raise InvalidRequest(
-                f"Its prompts have content of type {', '.join(sorted(kinds))}. Policies here read text alone: choose "
-                "an environment without images or sound."
-            )
-    said = [{"role": message.role, "content": content_text(message.content) or ""} for message in data.prompt or ()]
-    if not said:  # the environment opens the conversation
-        said = [{"role": "user", "content": data.description or data.name or f"task {data.id or data.idx}"}]
-    return [*messages, *said]
-
-
-def _reference(data: Any) -> Any:
-    for name in _REFERENCES:
-        value = getattr(data, name, None)
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            return str(value)
-    return None
 
 
 def _check_server(server: Any) -> None:

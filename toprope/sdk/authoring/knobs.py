@@ -18,7 +18,10 @@ from typing import Any
 
 from toprope.sdk.errors import InvalidRequest, MissingKnobs
 
-__all__ = ["REQUIRED", "describe_knobs", "described_missing", "knob", "make_knobs", "nearest", "settable"]
+__all__ = [
+    *("EMPTY", "REQUIRED", "describe_knobs", "described_missing", "empty_required", "knob", "make_knobs", "nearest"),
+    "settable",
+]
 
 _SCALARS: tuple[type, ...] = (bool, int, float, str)
 _DATES: tuple[type, ...] = (datetime.datetime, datetime.date, datetime.time)
@@ -26,6 +29,8 @@ _DATES: tuple[type, ...] = (datetime.datetime, datetime.date, datetime.time)
 
 REQUIRED: Any = dataclasses.MISSING
 """The default of a knob that must be set; its dataclass is made with `kw_only=True`."""
+EMPTY: tuple[Any, ...] = (None, "", [], {}, ())
+"""Values that hold the place of a missing one, unless the environment works with them."""
 
 
 def knob(
@@ -86,7 +91,7 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
     Raises:
         InvalidRequest: A name is unknown, or a value has the wrong type, is out of bounds, or is refused by the
             dataclass's own `__post_init__`.
-        MissingKnobs: A knob without a default is not set.
+        MissingKnobs: A knob without a default is not set, or is null although its type does not allow that.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = _hints(cls)
@@ -94,6 +99,8 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         if name not in fields:
             raise InvalidRequest(f"There is no knob {name!r}. {nearest(name, fields, 'Knobs')}")
+        if value is None and _is_required(fields[name]) and not _allows_null(hints.get(name, Any)):
+            continue
         checked[name] = _checked(fields[name], hints.get(name, Any), value)
     missing = [name for name, field in fields.items() if name not in checked and field.init and _is_required(field)]
     if missing:
@@ -102,6 +109,13 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
         return cls(**checked)
     except (ValueError, AssertionError, TypeError) as error:
         raise InvalidRequest(f"The knobs do not fit together: {error}") from error
+
+
+def empty_required(knobs: Any) -> list[str]:
+    """Names of the knobs without a default whose value in `knobs`, a dataclass of knobs, is empty. None is a value,
+    because `make_knobs` takes it only if the type allows it."""
+    required = [field.name for field in dataclasses.fields(knobs) if field.init and _is_required(field)]
+    return [name for name in required if (value := getattr(knobs, name)) is not None and value in EMPTY]
 
 
 def described_missing(cls: type, missing: MissingKnobs) -> MissingKnobs:
@@ -151,6 +165,10 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _allows_null(hint: Any) -> bool:
+    return hint is type(None) or type(None) in typing.get_args(hint)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -1,0 +1,73 @@
+"""Read a taskset of verifiers 0.4: its settings, and the prompts and references of its tasks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from toprope.sdk.adapters._verifiers.load_environment import RANGE
+from toprope.sdk.authoring.environment import Messages
+from toprope.sdk.authoring.knobs import knob, settable
+from toprope.sdk.errors import InvalidRequest
+
+__all__ = ["OURS", "knobs_of", "messages_of", "reference_of"]
+
+OURS = ("harness", "turns", "reward_low", "reward_high", "success_reward", "config")
+"""Knobs that are not settings of the taskset."""
+_REFERENCES = ("answer", "reference", "solution", "expected", "ground_truth", "target")
+
+
+def knobs_of(config: Any) -> tuple[dict[str, str], type]:
+    """Return the taskset's settings with JSON values by knob, and a dataclass of our knobs and these."""
+    ours: list[tuple[str, Any, Any]] = [
+        (
+            "harness",
+            str,
+            knob("auto", help="auto: the taskset's own, otherwise one in this process; or an id of verifiers"),
+        ),
+        ("turns", int, knob(16, ge=1, le=1000, help="most answers in a rollout")),
+        *RANGE,
+        ("success_reward", float | None, knob(None, help="reward that counts as solved; null: the largest possible")),
+        ("config", dict, knob({}, help="the rest of verifiers' configuration, as its [env] block")),
+    ]
+    fields, made = {}, ours
+    for name, field in config.model_fields.items():
+        plain = settable(field.annotation)
+        if name in ("id", "task", "system_prompt") or not plain and not field.is_required():
+            continue
+        # Setup finds out if a required field is missing, because `config` may give it too.
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        taken = f"taskset_{name}" if name in OURS else name
+        fields[taken] = name
+        made.append((taken, field.annotation if plain else Any, knob(default, help=field.description or "")))
+    return fields, dataclasses.make_dataclass("Knobs", made)
+
+
+def messages_of(data: Any) -> Messages:
+    """Return the prompt of a task. Raises: InvalidRequest for content other than text."""
+    messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+    if isinstance(data.prompt, str):
+        return [*messages, {"role": "user", "content": data.prompt}]
+    from verifiers.v1.types import content_text
+
+    for message in data.prompt or ():
+        parts = message.content if isinstance(message.content, list) else ()
+        kinds = {str(getattr(part, "type", "text")) for part in parts} - {"text"}
+        if kinds:
+            raise InvalidRequest(
+                f"Its prompts have content of type {', '.join(sorted(kinds))}. Policies here read text alone: choose "
+                "an environment without images or sound."
+            )
+    said = [{"role": message.role, "content": content_text(message.content) or ""} for message in data.prompt or ()]
+    if not said:  # the environment opens the conversation
+        said = [{"role": "user", "content": data.description or data.name or f"task {data.id or data.idx}"}]
+    return [*messages, *said]
+
+
+def reference_of(data: Any) -> Any:
+    """Return the value of the first field that is named like a right answer; None without one."""
+    for name in _REFERENCES:
+        value = getattr(data, name, None)
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return str(value)
+    return None
