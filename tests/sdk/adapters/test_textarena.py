@@ -295,6 +295,7 @@ def test_each_seat_of_a_game_is_a_rollout_with_its_own_reward(packages: Path) ->
         outcomes = answer["outcomes"]
         assert [one["reward"] for one in outcomes] == [-1.0, 1.0, -1.0, 1.0]
         assert [one["parts"]["seat"] for one in outcomes] == [0.0, 1.0, 0.0, 1.0]
+        assert [one["seat"] for one in outcomes] == ["0", "1", "0", "1"]
         assert [one["success"] for one in outcomes] == [False, True, False, True]
         keys = sorted(str(key) for _, key, _ in policy.seen)
         assert keys == [f"Bearer seat {n}" for n in range(4)]  # every answer is recorded under its own rollout

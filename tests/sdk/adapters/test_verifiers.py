@@ -234,7 +234,8 @@ def test_each_rollout_of_a_zero_sum_game_is_one_seat_with_its_own_reward(open_ta
     environment = open_taskset(episodes=hands, agents=("north", "south", "referee"))
     [task] = environment.tasks()
     found = asyncio.run(environment.group(task, [Session("http://x/v1", f"k{n}", "m", f"j{n}") for n in range(4)]))
-    assert [one.parts["other"] for one in found if isinstance(one, Played)] == [2.0, -2.0, 2.0, -2.0]
+    played = [one for one in found if isinstance(one, Played)]
+    assert [(one.seat, one.parts["other"]) for one in played] == [("north", 2.0), ("south", -2.0)] * 2
 
 
 def test_settings_that_a_taskset_requires_are_knobs(open_taskset: Callable[..., OwnLoop]) -> None:

@@ -120,7 +120,8 @@ def test_single_turn_group_takes_two_calls(behaviour: dict[str, str]) -> None:
         turns = await link.call("advance", moves=[[second, right, False], [first, "no", True], [third, "more", False]])
         assert [turn["done"] for turn in turns] == [True, True, False]
         assert turns[0]["outcome"] == {
-            "reward": 1.0, "parts": {"score": 1.0}, "success": True, "turns": 1, "truncated": False, "error": None
+            "reward": 1.0, "parts": {"score": 1.0}, "success": True, "turns": 1, "truncated": False, "error": None,
+            "seat": "",
         }  # fmt: skip
         assert turns[1]["outcome"]["truncated"] and turns[1]["outcome"]["reward"] == 0.0
         assert turns[2]["messages"] == [{"role": "user", "content": "go on"}] and turns[2]["outcome"] is None

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.trainer_stand_ins import PreparedGroups, rollout_group, small_config
+from tests.support.trainer_stand_ins import rollout_group, small_config
 from tests.training.inference.conftest import sample
 from toprope.errors import InvalidValue
-from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group, Outcome
+from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group
 from toprope.settings.changes import apply_changes
 from toprope.settings.schema import Config
 from toprope.settings.sections.algorithms import ALGORITHMS
@@ -22,11 +22,8 @@ from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer.batch_source import (
-    BatchSource,
-    EndOfTraining,
     GroupBatch,
     TrainingRow,
-    advantages,
     build_rows,
 )
 from toprope.training.trainer.collate import collate
@@ -186,113 +183,6 @@ def test_collate_pads_completions_on_the_right() -> None:
     assert batch.mask.tolist() == [[True, True, True], [True, False, True]]
     assert batch.tokens == 5 and batch.columns == 3 and batch.ages.tolist() == [-1, -1]
     assert batch.sampled[1].tolist() == pytest.approx([-0.4, 0.0, -0.5])
-
-
-def test_segments_of_a_rollout_share_one_advantage() -> None:
-    group = Group(
-        tokens=[[5, 9], [6, 8], [5, 7]],
-        masks=[[MASKED, 9], [MASKED, 8], [MASKED, 7]],
-        scores=[1.0, 1.0, 0.0],
-        rollouts=[0, 0, 1],
-        outcomes=[Outcome(1.0), Outcome(0.0)],
-    )
-    found = [row.advantage for row in build_rows([group], Config())]
-    assert found[0] == found[1] == pytest.approx(-found[2])
-    assert found == pytest.approx([0.5 / (0.5**0.5 + 1e-4)] * 2 + [-0.5 / (0.5**0.5 + 1e-4)])
-
-
-def test_given_advantages_are_used_per_token() -> None:
-    given = Group(
-        tokens=[[5, 9, 8], [6, 8]], masks=[[MASKED, 9, 8], [MASKED, 8]], scores=[1.0, 1.0],
-        advantages=[[0.0, 0.5, -0.25], [0.0, 2.0]],
-    )  # fmt: skip
-    zeroed = Group(
-        tokens=[[5, 9, 7], [5, 7]], masks=[[MASKED, 9, 7], [MASKED, 7]], scores=[1.0, 0.0],
-        overrides=[{"set_advantage_to_zero": True}, {}],
-    )  # fmt: skip
-    config = Config()
-    config.algorithm.scale_rewards = "none"
-    batch = collate(build_rows([given, zeroed], config), 0)
-    assert batch.advantages.tolist() == [[0.5, -0.25], [2.0, 0.0], [0.0, 0.0], [-0.5, 0.0]]
-    assert collate(build_rows([zeroed], config)[1:], 0).advantages.tolist() == [[-0.5]]
-    config.algorithm.shuffle_rewards = True  # the control knows nothing of the answers
-    assert all(row.token_advantages is None for row in build_rows([given, zeroed], config))
-
-
-@pytest.mark.parametrize(("last_advantage", "dropped"), [(None, True), (0.0, True), (1.0, False)])
-def test_equal_scores_have_signal_if_advantages_differ(last_advantage: float | None, dropped: bool) -> None:
-    equal, useful = rollout_group([1.0, 1.0]), rollout_group([1.0, 0.0], task="useful")
-    if last_advantage is not None:
-        equal.advantages = [[0.0] * len(row) for row in equal.tokens]
-        equal.advantages[0][-1] = last_advantage
-    groups = PreparedGroups([equal, useful])
-    config = small_config(rollout__groups_per_step=1, rollout__group_size=2)
-    batch = BatchSource(groups, config, is_ending=lambda: False).next(0)
-    assert batch.unused == ([(0, "zero_signal")] if dropped else [])
-
-
-def test_advantages_by_scale() -> None:
-    assert advantages([1.0, 0.0], "none", 3.0) == [0.5, -0.5]
-    assert advantages([1.0, 0.0], "batch", 2.0) == pytest.approx([0.25, -0.25], rel=1e-3)
-
-
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_equal_rewards_have_advantages_of_exactly_zero_and_large_ones_finite(scale: Any) -> None:
-    assert advantages([0.1] * 3, scale, 0.0) == [0.0] * 3
-    assert advantages([1e160, 0.0], "group", 0.0) == pytest.approx([0.5**0.5, -(0.5**0.5)])
-
-
-def test_rloo_subtracts_mean_of_others() -> None:
-    config, _ = apply_changes(Config(), {"algorithm.name": "rloo"})
-    found = [row.advantage for row in build_rows([rollout_group([1.0, 0.0, 0.5, 0.5])], config)]
-    assert found == pytest.approx([1 - 1 / 3, -2 / 3, 0.0, 0.0])
-
-
-def test_shuffled_rewards_stay_within_group() -> None:
-    group = rollout_group([0.0, 0.25, 0.5, 1.0])
-    config = Config()
-    plain = [row.advantage for row in build_rows([group], config)]
-    config.algorithm.shuffle_rewards = True
-    shuffled = []
-    for number in range(20):
-        group.group_id = f"g{number}"
-        shuffled.append([row.advantage for row in build_rows([group], config)])
-    assert all(sorted(values) == pytest.approx(sorted(plain)) for values in shuffled)
-    assert len({tuple(values) for values in shuffled}) > 5
-
-
-def test_stale_and_flat_groups_are_counted_and_dropped() -> None:
-    config = small_config(rollout__max_staleness=2)
-    useful = [rollout_group([1.0, 0.0, 0.0, 0.0], version=9, task=str(n)) for n in range(2)]
-    reader = PreparedGroups(
-        iter([rollout_group([0.0] * 4, version=9), rollout_group([1.0, 0.0, 0.0, 1.0], version=3), *useful])
-    )
-    batch = BatchSource(reader, config, is_ending=lambda: False).next(version=10)
-    assert [group.group_id for group in batch.groups] == [group.group_id for group in useful]
-    assert batch.unused == [(0, "zero_signal"), (1, "stale")]
-    assert batch.metrics["groups/delivered"] == 4
-    assert batch.metrics["frac_reward_zero_std"] == 0.25
-    assert batch.metrics["reward"] == pytest.approx((0 + 0.5 + 0.25 + 0.25) / 4)
-    assert batch.metrics["staleness/max"] == 7
-    assert batch.metrics["dropped/stale"] == 1
-    assert batch.cursor == 4
-
-
-def test_ending_run_raises_end_of_training() -> None:
-    with pytest.raises(EndOfTraining):
-        BatchSource(PreparedGroups(iter([])), small_config(), is_ending=lambda: True).next(0)
-
-
-def test_cursor_stays_before_unfinished_batch() -> None:
-    """The last checkpoint commits the cursor, which must not pass groups that nobody trained on."""
-    ending = [False]
-    groups = PreparedGroups(rollout_group([1.0, 0.0, 0.0, 0.0], task=str(n)) for n in range(3))
-    source = BatchSource(groups, small_config(), lambda: ending[0] and groups.sent == 3)
-    assert source.next(0).cursor == source.cursor == 2
-    ending[0] = True
-    with pytest.raises(EndOfTraining):
-        source.next(0)
-    assert source.cursor == 2
 
 
 def test_passes_in_bfloat16_keep_float32_weights(tiny_policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

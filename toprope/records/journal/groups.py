@@ -7,6 +7,7 @@ share its score if its turns do not extend each other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -27,8 +28,25 @@ class Outcome(msgspec.Struct, omit_defaults=True):
     turns: int = 1
     truncated: bool = False
     error: str | None = None
+    seat: str = ""
+    """The player's seat in a game of several; rollouts are compared with those of their own seat."""
     verdicts: dict[str, str] = {}
     """Raw answers of judges by the name of their reward part, shortened; none for held-out tasks."""
+
+
+def comparisons(outcomes: Sequence[Outcome]) -> list[tuple[list[int], list[int]]]:
+    """Return the rollouts of a group by the rollouts that their rewards are compared with: numbers of both.
+
+    Those are the rollouts in the same seat, because the first player of a game may win more often, whatever it plays.
+    Rollouts without a seat, or alone in theirs, are compared with the whole group.
+    """
+    seats: dict[str, list[int]] = {}
+    for number, outcome in enumerate(outcomes):
+        seats.setdefault(outcome.seat, []).append(number)
+    own = [numbers for seat, numbers in seats.items() if seat and len(numbers) > 1]
+    alone = [number for seat, numbers in seats.items() if not seat or len(numbers) == 1 for number in numbers]
+    rest = [(sorted(alone), list(range(len(outcomes))))] if alone else []
+    return [*((numbers, numbers) for numbers in own), *rest]
 
 
 class Group(msgspec.Struct, omit_defaults=True):

@@ -234,7 +234,7 @@ class Verifiers(OwnLoop):
         if self._seat:
             traces = [trace for trace in traces if trace.agent is not None and trace.agent.name == self._seat]
             if not traces and episode.ok:
-                return Played({}, error=f"the episode ended before {self._seat} had a turn")
+                return Played({}, error=f"the episode ended before {self._seat} had a turn", seat=self._seat)
         turns = sum(trace.num_turns for trace in traces)
         truncated = any(trace.is_truncated for trace in traces)
         if not episode.ok:
@@ -242,7 +242,7 @@ class Verifiers(OwnLoop):
             said = (
                 f"{failed.type}: {failed.message}" if failed else "verifiers reports a failed episode without a reason"
             )
-            return Played({}, turns=turns, truncated=truncated, error=said)
+            return Played({}, turns=turns, truncated=truncated, error=said, seat=self._seat)
         from verifiers.v1.dialects.chat import message_to_wire
 
         parts = dict.fromkeys(self.parts, 0.0)
@@ -263,7 +263,7 @@ class Verifiers(OwnLoop):
                 if value is not None and name in parts:
                     parts[name] += float(value) / len(traces)
         messages = [message_to_wire(message) for trace in traces for message in trace.messages]
-        return Played(parts, messages=messages, turns=turns, truncated=truncated)
+        return Played(parts, messages=messages, turns=turns, truncated=truncated, seat=self._seat)
 
 
 def make(target: str) -> OwnLoop:

@@ -26,6 +26,7 @@ __all__ = ["OwnLoop", "Played", "Session", "sample_group"]
 
 _LONGEST_ERROR = 500
 _LONGEST_TALK = 200_000
+_LONGEST_SEAT = 64
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class Played:
     """None to ask the environment's `success`."""
     error: str | None = None
     """Reason of a failed rollout; its reward is then 0."""
+    seat: str = ""
+    """The player's seat in a game of several: rewards are compared with those of the same seat."""
 
 
 class OwnLoop(Environment):
@@ -170,10 +173,10 @@ def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome
     try:
         if not isinstance(found, Played):
             raise EnvironmentMistake(f"rollout() must return Played(...), not {type(found).__name__}.")
-        turns, truncated = max(int(found.turns), 0), bool(found.truncated)
+        turns, truncated, seat = max(int(found.turns), 0), bool(found.truncated), str(found.seat)[:_LONGEST_SEAT]
         if found.error is not None:
             told = shortened(with_host(str(found.error)), _LONGEST_ERROR)
-            return Outcome(0.0, turns=turns, truncated=truncated, error=told)
+            return Outcome(0.0, turns=turns, truncated=truncated, error=told, seat=seat)
         scoring = Scoring.of(environment)
         parts = scoring.read(found.parts)
         reward = scoring.reward(parts)
@@ -182,7 +185,7 @@ def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome
             judged = copy_for(environment, task)
             judged.messages = list(found.messages)
             success = judged.success(dict(parts), reward)
-        return Outcome(reward, parts, bool(success), turns, truncated)
+        return Outcome(reward, parts, bool(success), turns, truncated, seat=seat)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # an author may return anything

@@ -147,6 +147,8 @@ class Outcome:
     turns: int = 1
     truncated: bool = False
     error: str | None = None
+    seat: str = ""
+    """The player's seat in a game of several; rollouts are compared with those of their own seat."""
 
 
 class Environment:

@@ -253,7 +253,7 @@ def _failed(function: RewardFunction, error: BaseException, outcome: Outcome) ->
     # The kind comes first, as in every error of a rollout; the seal of held-out tasks relies on it.
     kind, _, rest = said.partition(":")
     told = f"{kind}: reward function {function.name!r}:{rest}"[:_LONGEST_ERROR]
-    return Outcome(0.0, turns=outcome.turns, truncated=outcome.truncated, error=told)
+    return Outcome(0.0, turns=outcome.turns, truncated=outcome.truncated, error=told, seat=outcome.seat)
 
 
 def functions_of(

@@ -20,7 +20,7 @@ import msgspec
 
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed
-from toprope.records.journal.groups import Outcome
+from toprope.records.journal.groups import Outcome, comparisons
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.metrics import last_row
@@ -352,9 +352,9 @@ def summarize_test(groups: list[SampledGroup], group_size: int) -> dict[str, Any
 
 
 def _has_signal(group: SampledGroup) -> bool:
-    """Return True if the rewards of a group differ, so that training on it teaches something."""
-    rewards = [outcome.reward for outcome in group.outcomes]
-    return max(rewards) - min(rewards) > 1e-9
+    """Return True if rewards that are compared differ, so that training on the group teaches something."""
+    sets = [[group.outcomes[one].reward for one in peers] for _, peers in comparisons(group.outcomes)]
+    return any(max(own) - min(own) > 1e-9 for own in sets)
 
 
 def failed_group(index: int, size: int, error: str, environment: str = "") -> SampledGroup:

@@ -248,7 +248,7 @@ def _rewarded(
     for name, found in given.items():
         if isinstance(found, Unreadable):
             error = f"JudgeFailed: {name}: {found}"[:500]
-            return Outcome(0.0, turns=outcome.turns, truncated=outcome.truncated, error=error)
+            return Outcome(0.0, turns=outcome.turns, truncated=outcome.truncated, error=error, seat=outcome.seat)
         values[name] = found[0]
         if found[1] and not sealed:
             verdicts[name] = found[1][-_LONGEST_VERDICT:]

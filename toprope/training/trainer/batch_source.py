@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from toprope.records.journal.groups import MASKED, Batch, Group
+from toprope.records.journal.groups import MASKED, Batch, Group, Outcome, comparisons
 from toprope.settings.schema import Config
 from toprope.settings.sections.algorithms import ALGORITHMS
 from toprope.settings.sections.environment import members_of
@@ -95,7 +95,7 @@ def advantages(
     """Group-relative advantages: reward minus the group's mean, divided by a standard deviation (Shao et al. 2024).
 
     Args:
-        rewards: One per rollout of a group.
+        rewards: One per rollout of a group that is compared, see `comparisons`.
         scale: Divide by the group's own deviation, by `batch_std`, or not at all (Liu et al. 2025, Dr. GRPO).
         batch_std: Standard deviation of the rewards of the whole batch.
         baseline: Subtract the mean of all rewards, or of all others (Ahmadian et al. 2024, RLOO).
@@ -139,7 +139,12 @@ def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
     rows: list[TrainingRow] = []
     before = 0
     for group, own in zip(groups, rewards, strict=True):
-        scaled = advantages(own, algorithm.scale_rewards, batch_std, algorithm.baseline)
+        scaled = [0.0] * len(own)
+        for members, peers in comparisons(group.outcomes or [Outcome(reward) for reward in own]):
+            values = advantages([own[one] for one in peers], algorithm.scale_rewards, batch_std, algorithm.baseline)
+            found = dict(zip(peers, values, strict=True))
+            for one in members:
+                scaled[one] = found[one]
         for index, (tokens, masks) in enumerate(zip(group.tokens, group.masks, strict=True)):
             start = next((place for place, mask in enumerate(masks) if mask != MASKED), None)
             if start is None:

@@ -11,7 +11,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from toprope.records.journal.groups import Group
+from toprope.records.journal.groups import Group, comparisons
 
 _WINDOW = 50
 """Steps over which shares are counted."""
@@ -25,9 +25,10 @@ def rollout_rewards(group: Group) -> list[float]:
 
 
 def has_equal_rewards(group: Group) -> bool:
-    """True if all rewards are equal: no signal for group-relative advantages."""
+    """True if rewards that are compared with each other are equal: no signal for group-relative advantages."""
     rewards = rollout_rewards(group)
-    return max(rewards) - min(rewards) < 1e-9
+    sets = [[rewards[one] for one in peers] for _, peers in comparisons(group.outcomes or ())] or [rewards]
+    return all(max(own) - min(own) < 1e-9 for own in sets)
 
 
 class EnvironmentMetrics:

@@ -130,8 +130,8 @@ class Match(OwnLoop):
         except Exception as error:
             return {seat.place: error for seat in seats if seat.place is not None}
         return {
-            seat.place: Played(parts, seat.messages, seat.turns, seat.truncated)
-            for seat, parts in zip(seats, values, strict=True)
+            seat.place: Played(parts, seat.messages, seat.turns, seat.truncated, seat=str(number))
+            for number, (seat, parts) in enumerate(zip(seats, values, strict=True))
             if seat.place is not None
         }
 
