@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from toprope_tools.workshop import Workshop
 
 from tests.support.tiny_policy import make_tiny_policy
 from tests.support.tools_house import make_workshop
@@ -47,3 +48,9 @@ def owner(shop, place, monkeypatch):
     monkeypatch.setenv("TOPROPE_CONFIG", str(shop.home.configuration))
     yield shop.home.settings_file.write_text
     shop.home.settings_file.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def live(shop, owner):
+    """The same home with real keepers."""
+    return Workshop.open(shop.home)

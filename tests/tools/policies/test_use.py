@@ -19,7 +19,6 @@ from toprope_tools.runs import use
 from toprope_tools.runs.ask import policy_at
 from toprope_tools.runs.training import stop_training
 from toprope_tools.runs.use import evaluate_policy, serve_policy
-from toprope_tools.workshop import Workshop
 
 from tests.support.run_engines import ECOSYSTEMS
 from tests.support.tools_house import do
@@ -67,12 +66,6 @@ def inspect_python(place):
     (site / "inspect_ai").mkdir()
     (site / "inspect_ai" / "__main__.py").write_text(INSPECT)
     return str(place / "venv" / "bin" / "python")
-
-
-@pytest.fixture
-def live(shop, owner):
-    """The same home with real keepers."""
-    return Workshop.open(shop.home)
 
 
 def test_standard_tasks_ask_the_policy_before_and_after(shop, live, full, base, inspect_python, monkeypatch):

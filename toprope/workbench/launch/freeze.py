@@ -130,7 +130,8 @@ def _with_helpers(specification: Specification, home: Home) -> Specification:
     """
     section = specification.config.environment
     helpers = resolve_helpers(section, home.settings(), home.preset_folders, home.settings_file)
-    other = base_of(section.opponent, home.runs) if section.opponent.startswith(RUN) else None
+    is_run = section.opponent.startswith(RUN)
+    other = base_of(section.opponent, home.runs, "environment.opponent") if is_run else None
     return specification.model_copy(update={"helpers": helpers, "opponent_policy": None if other is None else other[1]})
 
 

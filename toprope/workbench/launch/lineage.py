@@ -54,13 +54,14 @@ def policy_named(model: str, runs: Path) -> str:
     return model
 
 
-def base_of(model: str, runs: Path) -> tuple[str, str] | None:
+def base_of(model: str, runs: Path, field: str = "policy.model") -> tuple[str, str] | None:
     """Return the run that `policy.model` names, or in whose folder its path lies, and the folder of the weights; None
     if it names no run.
 
     Args:
-        model: Value of `policy.model`.
+        model: Value of `policy.model`, or of another field.
         runs: The folder of runs.
+        field: Name of the field, for messages.
 
     Raises:
         NotFound, Corrupt: There is no such run, or its status cannot be read.
@@ -74,13 +75,13 @@ def base_of(model: str, runs: Path) -> tuple[str, str] | None:
     status = Status.read(folder)
     if not status.ended:
         raise NotPossibleNow(
-            f"policy.model is {model}, which is still {status.state}: its final weights do not exist yet.",
+            f"{field} is {model}, which is still {status.state}: its final weights do not exist yet.",
             hint=f'check_status(run_ids=["{folder.run_id}"], wait_s=45, until="end") waits for it.',
         )
     try:
         found = checkpoint_of(folder, step, hash_bytes=_HASH_BYTES)
     except (NotFound, Corrupt) as error:
-        raise NotPossibleNow(f"policy.model is {model}: {error.message}", hint=error.hint) from None
+        raise NotPossibleNow(f"{field} is {model}: {error.message}", hint=error.hint) from None
     return folder.run_id, str(found.path / "model")
 
 
