@@ -103,7 +103,12 @@ def engines() -> list[Engine]:
             "inspect_ai", "inspect-ai", "openai", tests=("tests/sdk/adapters/test_ecosystems.py", "tests/tools")
         ),
         _ecosystem("openenv", "openenv==0.10.*"),
-        _ecosystem("verifiers", "verifiers==0.4.*", "uv"),
+        _ecosystem(
+            "verifiers",
+            "verifiers==0.4.*",
+            "uv",
+            tests=tuple(f"tests/sdk/adapters/test_{name}.py" for name in ("ecosystems", "verifiers_interception")),
+        ),
         _ecosystem("verifiers_before", "verifiers<0.2"),
         _trackio(),
         Engine(

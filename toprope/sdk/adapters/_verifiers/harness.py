@@ -44,6 +44,7 @@ def register_harness() -> None:
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_MCP = True
         SUPPORTS_RESUME = True
+        SUPPORTS_TOOL_INTERCEPTION = True
         EXECUTES_CODE = False
         NEEDS_CONTAINER = False
 
@@ -56,6 +57,7 @@ def register_harness() -> None:
             secret: str,
             mcp_urls: dict[str, str],
             data: Any,
+            tool_interception_url: str | None = None,
         ) -> Any:
             system, prompt = self.resolve_prompt(data)
             messages = [{"role": "system", "content": system}] if system else []
@@ -73,11 +75,10 @@ def register_harness() -> None:
                     except BaseExceptionGroup as group:  # verifiers would record only that there was one
                         raise ConnectionError(f"{', '.join(mcp_urls.values())}: {Failure.of(group).line()}") from group
                 http = await stack.enter_async_context(_http(httpx))
+                rights = {"Authorization": f"Bearer {secret}"}
                 while True:
                     body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
-                    answer = await http.post(
-                        f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"}
-                    )
+                    answer = await http.post(f"{endpoint}/chat/completions", json=body, headers=rights)
                     if answer.status_code != 200:
                         return ProgramResult(1, "", answer.text[-2000:])
                     message = answer.json()["choices"][0]["message"]
@@ -85,6 +86,16 @@ def register_harness() -> None:
                     if not message.get("tool_calls"):
                         return ProgramResult(0, "", "")
                     for call in message["tool_calls"]:
+                        if tool_interception_url:  # the taskset's own hooks decide if the call is executed
+                            asked = await http.post(tool_interception_url, json=_proposed(call), headers=rights)
+                            if asked.status_code != 200:
+                                return ProgramResult(1, "", asked.text[-2000:])
+                            decided = asked.json()
+                            if decided["action"] == "stop":
+                                return ProgramResult(1, "", str(decided.get("reason")))
+                            if decided["action"] == "deny":
+                                messages.append(decided["message"])
+                                continue
                         said = await _called(call["function"], places, lambda *named: call_mcp(servers, places, *named))
                         messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
 
@@ -97,6 +108,16 @@ def register_harness() -> None:
 def _http(httpx: Any) -> Any:
     # Loopback without TLS: creating a TLS context would take longer than the request.
     return httpx.AsyncClient(timeout=None, verify=False, trust_env=False)
+
+
+def _proposed(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call as verifiers' hooks are asked about it."""
+    arguments = call["function"]["arguments"] or "{}"
+    try:
+        arguments = json.loads(arguments)
+    except ValueError:
+        pass
+    return {"tool_call_id": call["id"], "name": call["function"]["name"], "arguments": arguments}
 
 
 async def _called(function: dict[str, Any], places: dict[str, Any], call: Any) -> Any:
