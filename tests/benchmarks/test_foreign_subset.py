@@ -1,12 +1,15 @@
-"""Twelve small environments of three ecosystems, as their authors published them, through one worker of each.
+"""Small environments of three ecosystems, as their authors published them, through one worker of each.
 
-Their packages need no data. Those of TextArena and GEM lie in interpreters that `make test-engines` makes.
+Their packages need no data. Twelve lie beside the tests' own packages; those of GEM, which pins other versions of
+these, in an interpreter that `make test-engines` makes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,22 @@ from toprope.sdk.worker.client import WorkerClient
 from toprope.workbench.catalog.catalog import Catalog
 
 SOLVED = ("caesar_cipher", "gcd", "palindrome_generation", "word_sorting")
-GAMES = {
-    "textarena": ("GuessTheNumber-v0", "Mastermind-v0", "Minesweeper-v0", "TowerOfHanoi-v0"),
-    "gem": (
-        "game:GuessTheNumber-v0-easy",
-        "game:Mastermind-v0-easy",
-        "game:Minesweeper-v0-easy",
-        "game:Sudoku-v0-easy",
-    ),
-}
+GAMES = (
+    "Bandit-v0",
+    "GuessTheNumber-v0",
+    "LightsOut-v0",
+    "Mastermind-v0",
+    "Minesweeper-v0",
+    "Sokoban-v0",
+    "Sudoku-v0-very-easy",
+    "TowerOfHanoi-v0",
+)
+GAMES_OF_GEM = (
+    "game:GuessTheNumber-v0-easy",
+    "game:Mastermind-v0-easy",
+    "game:Minesweeper-v0-easy",
+    "game:Sudoku-v0-easy",
+)
 LIMIT_S = 60.0
 _MOST = 400
 """Answers after which each game must have ended."""
@@ -57,31 +67,56 @@ def test_reasoning_gym_s_tasks_score_their_reference_above_junk(tmp_path: Path) 
         assert right["success"] and not wrong["success"] and right["reward"] > wrong["reward"], name
 
 
-@pytest.mark.engines
-@pytest.mark.parametrize("ecosystem", GAMES)
-def test_games_of_other_authors_are_played_to_their_end(ecosystem: str) -> None:
-    python = interpreter(ecosystem)
-    if python is None:
-        pytest.skip(f"{ecosystem} has no interpreter of its own here: `make test-engines` installs one")
-    adapter = importlib.import_module(f"toprope.sdk.adapters.{ecosystem}")
-    site = site_packages_of(python)
-    assert site is not None and set(GAMES[ecosystem]) <= {one.target for one in adapter.installed(site)}
+def test_games_of_textarena_are_played_to_their_end() -> None:
+    assert len(SOLVED) + len(GAMES) == 12
+    expect_ends(None, "textarena", GAMES)
 
-    async def played(link: WorkerClient, target: str) -> dict[str, Any]:
-        await link.call("open", timeout=LIMIT_S, source={"adapter": ecosystem, "target": target})
-        began = await link.call("begin", timeout=LIMIT_S, split="train", index=0, count=1)
-        [handle] = began["rollouts"]
-        assert began["messages"][-1]["content"].strip()
-        for number in range(_MOST):
-            moves = [[handle, f"[{number % 9 + 1}]", False]]
-            [turn] = await link.call("advance", timeout=LIMIT_S, moves=moves)
-            if turn["done"]:
-                return dict(turn["outcome"])
-        raise AssertionError(f"{target} has no end")
+
+def test_game_of_textarena_that_is_played_right_is_won() -> None:
+    moves = ("[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]")
+
+    async def won() -> dict[str, Any]:
+        async with await WorkerClient.start(None, timeout=LIMIT_S) as link:
+            return await played(link, "textarena", "TowerOfHanoi-v0", lambda number: moves[number])
+
+    outcome = asyncio.run(won())
+    assert (outcome["error"], outcome["reward"], outcome["success"], outcome["turns"]) == (None, 1.0, True, len(moves))
+
+
+@pytest.mark.engines
+def test_games_of_gem_are_played_to_their_end() -> None:
+    python = interpreter("gem")
+    if python is None:
+        pytest.skip("gem has no interpreter of its own here: `make test-engines` installs one")
+    expect_ends(python, "gem", GAMES_OF_GEM)
+
+
+def expect_ends(python: str | None, ecosystem: str, games: tuple[str, ...]) -> None:
+    """Play each game with numbers until it ends, in the given interpreter, by default the tests' own."""
+    adapter = importlib.import_module(f"toprope.sdk.adapters.{ecosystem}")
+    site = Path(sysconfig.get_path("purelib")) if python is None else site_packages_of(python)
+    assert site is not None
+    playable = {one.target for one in adapter.installed(site) if not one.problem}
+    assert set(games) <= playable
 
     async def work() -> dict[str, dict[str, Any]]:
         async with await WorkerClient.start(python, timeout=LIMIT_S) as link:
-            return {target: await played(link, target) for target in GAMES[ecosystem]}
+            return {target: await played(link, ecosystem, target) for target in games}
 
     for target, outcome in asyncio.run(work()).items():
         assert outcome["error"] is None and -1.0 <= outcome["reward"] <= 1.0 and outcome["turns"], target
+
+
+async def played(
+    link: WorkerClient, ecosystem: str, target: str, answer: Callable[[int], str] = lambda number: f"[{number % 9 + 1}]"
+) -> dict[str, Any]:
+    """Return the outcome of a game whose n-th answer is `answer(n)`."""
+    await link.call("open", timeout=LIMIT_S, source={"adapter": ecosystem, "target": target})
+    began = await link.call("begin", timeout=LIMIT_S, split="train", index=0, count=1)
+    [handle] = began["rollouts"]
+    assert began["messages"][-1]["content"].strip()
+    for number in range(_MOST):
+        [turn] = await link.call("advance", timeout=LIMIT_S, moves=[[handle, answer(number), False]])
+        if turn["done"]:
+            return dict(turn["outcome"])
+    raise AssertionError(f"{target} has no end")

@@ -73,7 +73,8 @@ class Connection:
     """
 
     def __init__(self, url: str) -> None:
-        self._url, self._socket = url, None
+        self._url = url
+        self._socket: Any = None
 
     async def __aenter__(self) -> Connection:
         from websockets.asyncio.client import connect
@@ -94,8 +95,8 @@ class Connection:
         from websockets.exceptions import WebSocketException
 
         try:
-            await self._socket.send('{"type": "close"}')  # type: ignore[attr-defined]
-            await self._socket.close()  # type: ignore[attr-defined]
+            await self._socket.send('{"type": "close"}')
+            await self._socket.close()
         except (OSError, WebSocketException):
             pass  # the server closed first
 
@@ -139,10 +140,10 @@ class Connection:
         message = {"type": kind} if data is None else {"type": kind, "data": dict(data)}
         try:
             try:
-                await self._socket.send(json.dumps(message))  # type: ignore[attr-defined]
+                await self._socket.send(json.dumps(message))
             except ConnectionClosed:
                 pass  # it may have sent a reason before
-            raw = await asyncio.wait_for(self._socket.recv(), _MESSAGE_S)  # type: ignore[attr-defined]
+            raw = await asyncio.wait_for(self._socket.recv(), _MESSAGE_S)
         except ConnectionClosed as error:
             raise ConnectionError(f"the OpenEnv server closed the connection at {kind}: {error}") from error
         except TimeoutError:
