@@ -20,6 +20,8 @@ from toprope.atomic import write_text
 from toprope.errors import InvalidValue
 
 Model = TypeVar("Model", bound=BaseModel)
+YAML_ENDINGS = (".yaml", ".yml")
+"""Endings of the owner's files."""
 
 
 class _UniqueKeys(yaml.SafeLoader):

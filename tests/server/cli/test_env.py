@@ -120,10 +120,35 @@ def test_policy_in_folder_answers(shell: Shell, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("home/runs/*"))
 
 
+def test_yaml_files_are_added_alone_and_those_of_a_folder_are_named(shell: Shell, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "_rate.py").write_text("def score(prompt, completion):\n    return float(prompt in completion)\n")
+    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "say {n}", "answer": "{n}"}}\n' for n in range(40)))
+    (folder / "rate.yaml").write_text("adapter: score\nfile: _rate.py\nrows: rows.jsonl\n")
+    (folder / "sums.yml").write_text("adapter: dataset\npath: rows.jsonl\nprompt: '{prompt}'\nreference: answer\n")
+    (folder / "wrong.yaml").write_text("adapter: scor\n")
+    (folder / "other.yaml").write_text("steps: [1]\n")
+    said = shell("add", str(folder))
+    assert "3 YAML files there may open any file" in said and f"toprope env add {folder}/rate.yaml." in said
+    assert "mine: folder" in shell("list") and "rate" not in shell("list", "--all").split()
+    for file, name in (("rate.yaml", "rated"), ("sums.yml", "sums")):
+        said = f"{name}: added. 1 environment to choose from: {name}.\nNext: toprope env try {name}\n"
+        assert shell("add", str(folder / file), "--name", name) == said
+    assert "user: say 0" in shell("try", "rated", "--model", "solver", "--tasks", "1")
+    said = shell("add", str(folder / "wrong.yaml"), code=1)
+    assert "which is no adapter" in said and "score" in said.partition("no adapter")[2]
+    assert "names no adapter" in shell("add", str(folder / "other.yaml"), code=1)
+    assert "adapter: dataset, path: FILE" in shell("add", str(folder / "rows.jsonl"), code=1)
+    (folder / "rate.yaml").unlink()
+    assert re.search(r"rated \[broken: \S+rate.yaml does not exist", shell("list", "--all"))
+
+
 def test_adding_and_removing_on_the_command_line(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "talk.py").write_text(TALK)
-    assert shell("add", str(tmp_path / "mine")) == "mine: added. 1 environment to choose from: talk.\n"
+    said = "mine: added. 1 environment to choose from: talk.\nNext: toprope env try talk\n"
+    assert shell("add", str(tmp_path / "mine")) == said
     assert "mine: folder" in shell("list") and "toprope: 3 ready, 2 not tried" in shell("list")
     assert "talk [not tried]  Say what was said." in shell("list", "--all")
     shell("check", "talk")

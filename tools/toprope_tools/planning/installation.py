@@ -7,8 +7,10 @@ URLs and repositories, because installing one runs its author's code, as buildin
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -19,6 +21,7 @@ from toprope.untrusted import marked, named
 from toprope.workbench.entries import Entry
 from toprope.workbench.interpreters.adding import Interpreters, Order, Outcome
 from toprope.workbench.interpreters.installing import Wanted
+from toprope.workbench.sources.targets import defining_files
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.planning import Installed
 from toprope_tools.clients import UNKNOWN, Client, longest_wait_s
@@ -130,6 +133,13 @@ def describe_outcome(outcome: Outcome, found: Sequence[Entry]) -> str:
     if unusable := [entry for entry in found if not entry.usable]:
         one = unusable[0]
         first += f" {len(unusable)} cannot be used, such as {named(one.name)}: {marked(one.problem, 300)}"
+    if defined := _defining(added.path):
+        first += (
+            f" {plural(len(defined), 'YAML file')} there may open any file to an environment: add yours alone, "
+            f"such as toprope env add {shlex.quote(named(str(defined[0])))}."
+        )
+        if not found:
+            return first
     if found:
         return first
     if added.adapter is not None and added.kind == "packages":
@@ -146,3 +156,8 @@ def describe_outcome(outcome: Outcome, found: Sequence[Entry]) -> str:
         f"{first} No file in it follows the conventions of an ecosystem (docs/ecosystems.md) so far; list_environments "
         "looks again at every call."
     )
+
+
+def _defining(place: str | None) -> list[Path]:
+    """Return the YAML files in an added folder that define environments."""
+    return defining_files(Path(place)) if place and Path(place).is_dir() else []

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 from toprope.errors import InvalidValue, NotFound, shown
 from toprope.sdk.discovery import NAME, discover_file, environment_files, name_of, parse, script_requirements
 from toprope.sdk.worker.client import KEY_IN_URL
-from toprope.settings.yamlfiles import nearest
+from toprope.settings.yamlfiles import YAML_ENDINGS, nearest, read_yaml
 from toprope.workbench.adapters import Adapter
 
 _GIT = re.compile(r"^(git\+|git@|ssh://|file://.*\.git)|\.git(@[^/@]+)?$")
@@ -171,8 +171,13 @@ def _server(given: str, by_name: dict[str, Adapter], speaks: str | None) -> Targ
 
 
 def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
+    if path.is_file() and path.suffix in YAML_ENDINGS:
+        return _defined(path, adapters)
     if path.is_file() and path.suffix not in (".py", ".whl"):
-        raise InvalidValue(f"{path} is neither a folder nor a Python file nor a wheel.")
+        raise InvalidValue(
+            f"{path} is neither a folder nor a Python file, a wheel or a YAML file.",
+            hint="Add data by a YAML file: adapter: dataset, path: FILE, and what docs/datasets.md says.",
+        )
     stem = f"{path.parent.name}-{path.stem}" if path.stem in _USUAL else path.stem
     name = name_of(stem if path.is_file() else path.name)
     if path.suffix == ".whl" or (path.is_dir() and is_project(path)):
@@ -183,6 +188,19 @@ def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     if not own and listed.is_file():
         own = tuple(_lines(listed, adapters))
     return Target("folder", str(path), name, own, path=path)
+
+
+def _defined(path: Path, adapters: Sequence[Adapter]) -> Target:
+    """Parse a YAML file that defines an environment: what its adapter and its Python file need."""
+    given, known = read_yaml(path), {one.name: one for one in adapters}
+    named = given.get("adapter")
+    if not isinstance(named, str) or named not in known:
+        wrong = "names no adapter" if named is None else f"names {shown(str(named))}, which is no adapter"
+        raise InvalidValue(f"{path} {wrong}.", hint=nearest(str(named or ""), sorted(known)))
+    adapter, file = known[named], path.parent / Path(str(given.get("file") or "")).expanduser()
+    own = script_requirements(file.read_text("utf-8", "replace")) if file.suffix == ".py" and file.is_file() else ()
+    needed = () if given.get("interpreter") or (adapter.urls_alone and given.get("url")) else adapter.requirements
+    return Target("folder", str(path), name_of(path.stem), (*own, *needed), adapter if needed else None, path)
 
 
 def ecosystem_requirements(target: Target, adapters: Sequence[Adapter]) -> tuple[str, ...]:

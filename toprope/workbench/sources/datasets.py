@@ -63,24 +63,31 @@ class DatasetSource:
 
     def entries(self, names: Names) -> list[Entry]:
         """Return `dataset`, then the owner's data sets by folder and file."""
-        named = named_datasets(self._places, self._folders, self._apart())
-        found = [plain_dataset(self._folders), *named]
-        return [self._entry(dataset, names) for dataset in found]
+        found = [plain_dataset(self._folders), *named_datasets(self._places, self._folders, self._apart())]
+        return [entry_of_dataset(one, self.kind, names) for one in found]
 
-    def _entry(self, dataset: NamedDataset, names: Names) -> Entry:
-        problem = dataset.problem
-        if not problem and (holder := names.claim(dataset.name, dataset.origin)):
-            problem = f"The name {dataset.name!r} is taken by {holder}. Rename {dataset.origin}."
-        return Entry(
-            name=dataset.name,
-            description=dataset.description,
-            source=self.kind,
-            status="broken" if problem else "ready",
-            problem=problem,
-            turns=1,
-            environment=EnvironmentSource(name=dataset.name, adapter="dataset", target=dataset.target),
-            tags=("dataset", "no-code"),
-        )
+
+def entry_of_dataset(found: NamedDataset, source: str, names: Names) -> Entry:
+    """Return the catalog entry of a data set.
+
+    Args:
+        found: The data set.
+        source: Source of the entry.
+        names: The names in use.
+    """
+    problem = found.problem
+    if not problem and (holder := names.claim(found.name, found.origin)):
+        problem = f"The name {found.name!r} is taken by {holder}. Rename {found.origin}."
+    return Entry(
+        name=found.name,
+        description=found.description,
+        source=source,
+        status="broken" if problem else "ready",
+        problem=problem,
+        turns=1,
+        environment=EnvironmentSource(name=found.name, adapter="dataset", target=found.target),
+        tags=("dataset", "no-code"),
+    )
 
 
 def dataset_target(name: str, description: str, knobs: dict[str, Any]) -> str:
@@ -103,14 +110,22 @@ def named_datasets(places: Sequence[Path], folders: Sequence[Path], apart: Colle
         apart: Folders in `places` that other sources list.
     """
     return [
-        _read(file, name, folders)
+        dataset_in(file, folders, name)
         for place in places
         for file, name in yaml_files(place, [PLAIN], apart)
         if declared_adapter(file) is None
     ]
 
 
-def _read(file: Path, name: str, folders: Sequence[Path]) -> NamedDataset:
+def dataset_in(file: Path, folders: Sequence[Path] = (), name: str = "") -> NamedDataset:
+    """Return the data set that a YAML file defines, with the reason if it is not valid.
+
+    Args:
+        file: The owner's file.
+        folders: Folders whose data files may be read besides the one that it names.
+        name: By default the file's.
+    """
+    name = name or file.stem
     try:
         given = check_keys(read_yaml(file), ["adapter", "description", *dataset.knob_names()], str(file))
         if NAME.fullmatch(name) is None:

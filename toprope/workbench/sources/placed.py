@@ -40,20 +40,23 @@ def yaml_files(place: Path, adapters: Collection[str], apart: Collection[Path] =
     """Return the YAML files that may declare environments, with their names, by folder and file name.
 
     Args:
-        place: One of the owner's folders. All files count that lie in it.
+        place: One of the owner's folders, all of whose own files count; or a file.
         adapters: Files in the folders below count if they name one of these.
         apart: Folders that other sources list.
     """
-    found = [(file, file.stem) for file in _yaml_in(place)]
+    if place.is_file():
+        return [(place, place.stem)]
+    found = [(file, file.stem) for file in yaml_in(place)]
     for child in subfolders(place):
         for folder in folders_below(child):
             if not is_apart(folder, place, apart):
-                files = [file for file in _yaml_in(folder) if _adapter_in(file) in adapters]
+                files = [file for file in yaml_in(folder) if _adapter_in(file) in adapters]
                 found += [(file, placed_name(place, file, file.stem)) for file in files]
     return found
 
 
-def _yaml_in(folder: Path) -> list[Path]:
+def yaml_in(folder: Path) -> list[Path]:
+    """Return the YAML files of a folder that may declare environments."""
     files = sorted([*folder.glob("*.yaml"), *folder.glob("*.yml")])
     return [file for file in files if file.is_file() and not file.name.startswith("_")]
 

@@ -1,4 +1,4 @@
-"""Environments that the owner added: folders, checkouts, servers at a URL, data sets of the Hub.
+"""Environments that the owner added: folders, files, checkouts, servers at a URL, data sets of the Hub.
 
 Added virtual environments are interpreters, whose packages the source `installed` lists.
 """
@@ -12,13 +12,15 @@ from pathlib import Path
 
 from toprope.errors import TopropeError
 from toprope.records.run.specification import EnvironmentSource
+from toprope.settings.yamlfiles import YAML_ENDINGS
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.interpreters.registry import Added
-from toprope.workbench.sources.datasets import dataset_target
+from toprope.workbench.sources.datasets import dataset_in, dataset_target, entry_of_dataset
 from toprope.workbench.sources.folders import FileReader, FolderSource
 from toprope.workbench.sources.listing import home_of, install_command
+from toprope.workbench.sources.targets import TargetSource, declared_adapter
 
 
 class RegisteredSource:
@@ -62,12 +64,20 @@ class RegisteredSource:
             if not place.exists():
                 problem = f"{place} does not exist. Remove it: toprope env remove {one.name}"
                 return [broken(one.name, problem, one.kind)]
+            if place.suffix in YAML_ENDINGS:
+                return self._defined(one, place, names)
             return FolderSource(place, one.kind, self._reader, self._interpreters, one.python, deep=True).entries(names)
         if one.kind == "server":
             return [self._server(one, names)]
         if one.kind == "dataset":
             return [_dataset(one, names)]
         return []
+
+    def _defined(self, one: Added, file: Path, names: Names) -> list[Entry]:
+        """Return the environment that a YAML file defines."""
+        if declared_adapter(file) is None:
+            return [entry_of_dataset(dataset_in(file, name=one.name), one.kind, names)]
+        return TargetSource([file], self._adapters, self._interpreters, name=one.name, python=one.python).entries(names)
 
     def _server(self, one: Added, names: Names) -> Entry:
         adapter = next((each for each in self._adapters() if each.name == one.adapter), None)

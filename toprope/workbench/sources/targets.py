@@ -15,6 +15,7 @@ has the key `target`: what its `make` takes, as a text or as an object. Nothing 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -31,7 +32,7 @@ from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
-from toprope.workbench.sources.placed import yaml_files
+from toprope.workbench.sources.placed import yaml_files, yaml_in
 
 _DATASET = "dataset"
 """It has a source of its own, which also reports files without an adapter."""
@@ -41,6 +42,16 @@ _ROWS = (".jsonl", ".json", ".csv", ".parquet")
 """Endings of files with rows."""
 _SINGLE_TURN = ("trl", "score", "reasoning_gym")
 """Adapters whose environments have one turn unless the target has an environment or tools."""
+
+
+def defining_files(folder: Path) -> list[Path]:
+    """Return the YAML files of a folder that name an adapter, and so define environments."""
+    found = []
+    for file in yaml_in(folder):
+        with contextlib.suppress(InvalidValue):
+            if isinstance(read_yaml(file).get("adapter"), str):
+                found.append(file)
+    return found
 
 
 def declared_adapter(file: Path) -> str | None:
@@ -56,10 +67,12 @@ class TargetSource:
     """See the module.
 
     Args:
-        places: The owner's folders with environments.
+        places: The owner's folders with environments, or YAML files.
         adapters: Returns every adapter.
         interpreters: Returns every known interpreter.
         apart: Returns the folders in `places` that other sources list.
+        name: Of the environment of a file; by default that of its place.
+        python: Interpreter, if the file names none; None for that of the ecosystem.
     """
 
     kind = "folder"
@@ -70,14 +83,17 @@ class TargetSource:
         adapters: Callable[[], Sequence[Adapter]],
         interpreters: Callable[[], Sequence[Known]],
         apart: Callable[[], Collection[Path]] = frozenset,
+        name: str = "",
+        python: str | None = None,
     ) -> None:
         self._places, self._adapters, self._interpreters, self._apart = places, adapters, interpreters, apart
+        self._name, self._python = name, python
 
     def entries(self, names: Names) -> list[Entry]:
         """Return the environments by folder and file name; invalid files become entries with the reason."""
         known, apart = {one.name: one for one in self._adapters()}, self._apart()
         return [
-            self._entry(file, name, known, named, names)
+            self._entry(file, self._name or name, known, named, names)
             for place in self._places
             for file, name in yaml_files(place, known, apart)
             if (named := declared_adapter(file)) is not None
@@ -107,8 +123,8 @@ class TargetSource:
                 raise InvalidValue(f"The name {name!r} is taken by {holder}.", hint=f"Rename {file}.")
         except InvalidValue as problem:
             return broken(name, str(problem), self.kind)
-        python = given.pop("interpreter", None)
-        listed = self._listed(file, adapter, given) if keys else _targeted(file, adapter, given)
+        python = given.pop("interpreter", None) or self._python
+        listed = self._listed(file, name, adapter, given) if keys else _targeted(file, name, adapter, given)
         if python is None and adapter.package and not (adapter.urls_alone and given.get("url")):
             home = home_of(adapter, self._interpreters())
             python = home.python if home is not None else None
@@ -118,19 +134,15 @@ class TargetSource:
         entry = entry_of(listed, name, self.kind, adapter, python if python is None else str(python))
         return replace(entry, environment=entry.environment.model_copy(update={"knobs": knobs}))
 
-    def _listed(self, file: Path, adapter: Adapter, given: dict[str, Any]) -> Listed:
+    def _listed(self, file: Path, name: str, adapter: Adapter, given: dict[str, Any]) -> Listed:
         target = {key: value for key, value in given.items() if key != "adapter"}
         for key in target.keys() & _PATHS:
             target[key] = _all_beside(file, key, target[key])
-        target.setdefault("name", file.stem)
-        said = (
-            target.get("description")
-            or _documented(target.get("file"))
-            or f"{file.stem}, by the adapter {adapter.name}"
-        )
+        target.setdefault("name", name)
+        said = target.get("description") or _documented(target.get("file")) or f"{name}, by the adapter {adapter.name}"
         several = bool(target.get("environment") or target.get("tools") or adapter.name not in _SINGLE_TURN)
         return Listed(
-            name=file.stem,
+            name=name,
             target=json.dumps(target, default=str, sort_keys=True),
             description=str(said),
             turns=None if several else 1,
@@ -155,7 +167,7 @@ def _beside(file: Path, given: Any) -> Any:
         return given
 
 
-def _targeted(file: Path, adapter: Adapter, given: dict[str, Any]) -> Listed:
+def _targeted(file: Path, name: str, adapter: Adapter, given: dict[str, Any]) -> Listed:
     """Return the listing of an adapter that takes a text; a path in it is relative to the YAML file."""
     target = given["target"]
     if isinstance(target, dict):
@@ -166,8 +178,8 @@ def _targeted(file: Path, adapter: Adapter, given: dict[str, Any]) -> Listed:
         place, rest = parted.groups() if parted is not None else (str(target), "")
         beside = file.parent / Path(place).expanduser()
         text = f"{beside}{rest}" if beside.exists() else str(target)
-    said = given.get("description") or f"{file.stem}, by the adapter {adapter.name}"
-    return Listed(name=file.stem, target=text, description=str(said), turns=None, tags=(adapter.name,))
+    said = given.get("description") or f"{name}, by the adapter {adapter.name}"
+    return Listed(name=name, target=text, description=str(said), turns=None, tags=(adapter.name,))
 
 
 def _documented(file: Any) -> str:

@@ -34,8 +34,8 @@ def add(
     what: Annotated[
         str,
         typer.Argument(
-            help="An ecosystem (textarena), a requirement (name==1.2), a folder, file or project, a git or server "
-            "URL (a server with --as), or hf:ID of a data set."
+            help="An ecosystem (textarena), a requirement (name==1.2), a folder or project, a Python or YAML file, a "
+            "git or server URL (a server with --as), or hf:ID of a data set."
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Its name here. Default: its own name.")] = None,
@@ -81,7 +81,10 @@ def add(
     )
     with open_workshop() as workshop:
         outcome = Interpreters(workshop.home).add(order, Progress().show)
-        typer.echo(describe_outcome(outcome, environments_of(workshop, outcome)))
+        found = environments_of(workshop, outcome)
+        typer.echo(describe_outcome(outcome, found))
+        if usable := next((entry.name for entry in found if entry.usable), ""):
+            typer.echo(f"Next: toprope env try {usable}")
 
 
 def list_environments(
