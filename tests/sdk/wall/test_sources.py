@@ -144,6 +144,17 @@ def test_file_of_a_repository_imports_by_the_names_of_folders_above_it(tmp_path:
     assert asked(Wall(reads=tuple(paths.source_paths(str(file)))), file)[0] == "shared"
 
 
+@landlock
+def test_file_of_a_download_imports_by_the_names_of_folders_above_it(tmp_path: Path) -> None:
+    file = tmp_path / "download" / "games" / "chess" / "env.py"
+    file.parent.mkdir(parents=True)
+    (tmp_path / "download" / "pyproject.toml").write_text("[project]\nname = 'games'\n")
+    (tmp_path / "download" / "games" / "shared.py").write_text("WORD = 'shared'\n")
+    file.write_text("def work():\n    from games.shared import WORD\n    return WORD\n")
+    source = EnvironmentSource(name="chess", file=str(file), attribute="work")
+    assert asked(environment_wall(Walls(), source), file)[0] == "shared"
+
+
 def test_only_imported_packages_above_a_file_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "services" / "billing" / "env.py"
     file.parent.mkdir(parents=True)

@@ -43,7 +43,8 @@ SYSTEM: tuple[str, ...] = (
 
 DEVICES: tuple[str, ...] = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ACCELERATORS = ("/dev/nvidia*", "/dev/nvidia-caps", "/dev/kfd", "/dev/dri", "/dev/dxg")
-_OF_PROJECTS = (".git", "pyproject.toml", "setup.py")
+_PROJECT = "pyproject.toml"
+_OF_PROJECTS = (".git", _PROJECT, "setup.py")
 _DEEPEST = 6
 """Folders between a root and a closed place below it that are listed one by one."""
 
@@ -158,7 +159,11 @@ def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
     if _is_broad(folder):
         return [file, *glob.glob(os.path.join(glob.escape(folder), "*.py"))]
     package = package_of(file)
-    return [file, (project_of(package) or package) if package else folder, *folders_above(file, closed)]
+    above = folders_above(file, closed)
+    # A worker finds the same folders only if it reads that there is a project.
+    project = None if not above or _up_to(file, _is_repository) else _up_to(file, _is_project)
+    described = [os.path.join(project[1], _PROJECT)] if project else []
+    return [file, (project_of(package) or package) if package else folder, *above, *described]
 
 
 def package_of(file: str) -> str:
@@ -215,7 +220,7 @@ def _is_repository(folder: str) -> bool:
 def _is_project(folder: str) -> bool:
     """True if a pyproject.toml describes a project: one with settings of tools alone may lie above anything."""
     try:
-        with open(os.path.join(folder, "pyproject.toml"), "rb") as file:
+        with open(os.path.join(folder, _PROJECT), "rb") as file:
             return "project" in tomllib.load(file)
     except (OSError, ValueError):
         return False
