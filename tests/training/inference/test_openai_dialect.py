@@ -100,6 +100,17 @@ def test_tool_call_continues_with_sampled_tokens(http: TestClient, engine: Scrip
     )
 
 
+def test_no_nul_reaches_an_environment(http: TestClient, engine: ScriptedEngine) -> None:
+    engine.texts += ["go\0north", "look"]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+    said = ask(http, messages)["choices"][0]["message"]
+    assert said["content"] == "go\ufffdnorth"
+    ask(http, [*messages, said, {"role": "user", "content": "y"}])
+    first, second = turns(http)
+    before = first["prompt_ids"] + first["completion_ids"]
+    assert second["prompt_ids"][: len(before)] == before, "the conversation goes on with the sampled ids"
+
+
 def as_worker_text(talk: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A conversation in the form in which a worker passes it to the driver."""
     from toprope.sdk.authoring.env_managed import _sayable

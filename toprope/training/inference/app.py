@@ -48,7 +48,7 @@ from toprope.training.inference.dialect import (
     format_response,
     to_request,
 )
-from toprope.training.inference.engine import Engine, Sample, SamplingRequest
+from toprope.training.inference.engine import Engine, Sample, SamplingRequest, without_nul
 from toprope.training.inference.generate import generate_answer, generate_request, parse_generate
 from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, is_outside
 from toprope.training.inference.sessions import (
@@ -346,7 +346,7 @@ class InferenceServer:
                 versions=sample.versions,
                 finish_reason=sample.finish_reason,
                 prompt_text=prompt_text,
-                completion_text=text,
+                completion_text=without_nul(text),  # as the conversation repeats it
             )
             self.sessions.record(session if len(samples) == 1 else f"{session}/{index}", turn)
 

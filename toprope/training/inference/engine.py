@@ -42,6 +42,11 @@ class SamplingRequest:
     """Set by `Engine.cancel`."""
 
 
+def without_nul(text: str) -> str:
+    """Return an answer as environments get it: libraries in C cut texts at NUL, or crash."""
+    return text.replace("\0", "\ufffd")
+
+
 @dataclass
 class Sample:
     """One answer."""
@@ -53,8 +58,11 @@ class Sample:
     versions: list[tuple[int, int]]
     """Runs of (policy version, count) over its tokens."""
     text: str
-    """The answer without special tokens, cut before a stop text."""
+    """The answer without special tokens and NUL, cut before a stop text."""
     finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        self.text = without_nul(self.text)
 
     @property
     def version(self) -> int:
