@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace as Thing
 from typing import Any
@@ -14,11 +17,13 @@ import pytest
 
 from toprope.sdk.adapters import inspect_ai
 from toprope.sdk.adapters._inspect_ai import commands
+from toprope.sdk.adapters._inspect_ai.commands import confine_commands
 from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 from toprope.sdk.rollouts import configure
+from toprope.sdk.wall import kernel
 
 
 def session(**other: Any) -> Session:
@@ -346,9 +351,7 @@ def test_docker_of_a_task_becomes_processes_behind_the_wall_on_request(
     async def open_process(command: list[str], **given: Any) -> None:
         started.append((command, given))
 
-    kind = type("Local", (Thing,), dict.fromkeys(("exec", "read_file", "write_file")))
-    local, context = Thing(LocalSandboxEnvironment=kind), Thing(setup_sandbox_environment=None)
-    stand_in("inspect_ai.util._sandbox", local=local, context=context)
+    stand_in("inspect_ai.util._sandbox", local=Thing(LocalSandboxEnvironment=type("Local", (Local,), {})))
     stand_in("inspect_ai.util._subprocess", open_process=open_process)
     _subprocess = sys.modules["inspect_ai.util._subprocess"]
     stand_in("inspect_ai.util", SandboxEnvironmentSpec=lambda kind: Thing(type=kind), _subprocess=_subprocess)
@@ -369,6 +372,69 @@ def test_docker_of_a_task_becomes_processes_behind_the_wall_on_request(
     own = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "TZ": "UTC", "OF_THE_TOOL": "1"}
     assert command == ["tool"] and given["cwd"] == "/" and own.items() <= given["env"].items()
     assert given["env"].keys() <= {*own, "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TMPDIR"}, "stripped once, and of keys"
+
+
+longest: ContextVar[int] = ContextVar("longest", default=1)
+"""inspect's limit of a file that is read."""
+turned = threading.Event()
+
+
+class Local:
+    """inspect's local sandbox; `exec` returns the command and its own variables."""
+
+    _SANDBOX_TOOLS_DIR_ENV = "TOOLS_DIR"
+
+    def __init__(self, place: Path) -> None:
+        place.mkdir()
+        self.directory = Thing(name=str(place))
+        self._sandbox_tools_dir, self._sandbox_tools_used = place / "tools", False
+
+    async def exec(self, cmd: list[str], input: Any, cwd: Any, env: dict[str, str]) -> Any:
+        if cmd[0] == "/its/tools":
+            self._sandbox_tools_used = True
+            env = {**env, self._SANDBOX_TOOLS_DIR_ENV: str(self._sandbox_tools_dir)}
+        return cmd, env
+
+    async def read_file(self, file: str, text: bool = True) -> str:
+        if file == "slow":
+            return str(turned.wait(10))
+        return Path(file).read_text()[: longest.get()]
+
+    async def write_file(self, file: str, contents: str) -> None:
+        Path(file).write_text(contents)
+
+
+@pytest.mark.skipif(not kernel.landlock_abi(), reason="this machine has no Landlock")
+def test_samples_do_not_reach_each_other_s_files(stand_in: Callable[..., None], tmp_path: Path) -> None:
+    kind: Any = type("Local", (Local,), {})
+    stand_in("inspect_ai.util._sandbox.local", LocalSandboxEnvironment=kind, SANDBOX_CLI="/its/tools")
+    local = sys.modules["inspect_ai.util._sandbox.local"]
+    stand_in("inspect_ai.util._sandbox", local=local)
+    stand_in("inspect_ai.util._subprocess", open_process=None)
+    stand_in("inspect_ai.util", _subprocess=sys.modules["inspect_ai.util._subprocess"])
+    confine_commands()
+    one, other, mine = kind(tmp_path / "one"), kind(tmp_path / "other"), f"{tmp_path}/one/mine"
+
+    async def use() -> None:
+        await one.write_file(mine, "12")
+        assert await one.read_file(mine, text=True) == "1"
+        longest.set(2)
+        assert await one.read_file(mine) == "12", "its limits count there"
+        asyncio.get_running_loop().call_soon(turned.set)
+        assert await one.read_file("slow") == "True", "others go on meanwhile"
+        with pytest.raises(PermissionError):
+            await other.read_file(mine)
+        with pytest.raises(PermissionError):
+            await other.write_file(mine, "2")
+
+    asyncio.run(use())
+    for box, expected in ((one, "12"), (other, "")):
+        command, env = asyncio.run(box.exec(["cat", mine]))
+        assert subprocess.run(command, env=os.environ | env, capture_output=True, text=True).stdout == expected
+        assert env["HOME"] == env["TMPDIR"] != os.environ["HOME"]
+    assert not one._sandbox_tools_used
+    command, env = asyncio.run(one.exec(["/its/tools", "start-server"]))
+    assert one._sandbox_tools_used and env["TOOLS_DIR"] == f"{tmp_path}/one/tools" and command[0] != "/its/tools"
 
 
 def test_sample_that_is_left_out_fails_alone(inspect: Callable[..., OwnLoop]) -> None:

@@ -2,7 +2,8 @@
 
 A wall for each rollout confines the commands, within the worker's; without one nothing is run. Absolute paths of the
 task (`/app`, `/tests`, `/tmp`, and those that its Dockerfile names) are replaced in commands and scripts by paths in
-the folder, and back in what commands print: see `_shared/moved_paths.py`.
+the folder, and back in what commands print. That is no container: a program that builds such a path from pieces does
+not find it.
 """
 
 from __future__ import annotations
@@ -22,21 +23,29 @@ from pathlib import Path
 
 from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, Image, TaskFolder, told
 from toprope.sdk.adapters._harbor.programs import stand_ins
-from toprope.sdk.adapters._shared.moved_paths import DEEPER, OWN_FOLDERS, SYSTEM_FOLDERS, MovedPaths
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.wall.kernel import hide_memory
 from toprope.sdk.wall.within import RolloutWall
 
 __all__ = ["KEPT_VARIABLES", "Sandbox", "require_wall"]
 
+_MOVED = (
+    *("/app", "/workspace", "/workdir", "/tests", "/logs", "/solution", "/oracle", "/tmp", "/root", "/home", "/data"),
+)
+"""Folders that every task has to itself."""
 KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 """Variables of the worker that the policy's commands get; the rest may be keys of the owner."""
+_SYSTEM = ("/etc", "/opt", "/srv", "/var", "/mnt", "/usr", "/bin", "/")
+_DEEPER = re.compile(r"(?<![\w./-])/((?:etc|opt|srv|var|mnt|usr/local)/[\w.-]+)")
+"""Folders within those of the system, which a task may have to itself."""
 _ENVIRONMENT = "/root/.local/bin/env"
 """File of uv's installer, which tests read into their shell: it must not be the policy's."""
 _LONGEST_WORD = 100_000
 """Bytes of a command that a process may have as one argument; Linux allows 131,072."""
 _MARK = "TOPROPE_TASK_FOLDER"
 _DENIED = re.compile(r"Read-only file system|Permission denied|Operation not permitted|invalid (?:user|group)")
+_TEXT = 1 << 20
+"""Bytes of a file up to which its paths are moved."""
 
 
 def require_wall() -> None:
@@ -76,21 +85,21 @@ class Sandbox:
         self._wall = RolloutWall([str(self._root)], [str(self._bin)])
         self._task, self._image = task, image
         named = {f"/{to.strip('/').split('/')[0]}" for kind, _, to in image.steps if kind == "copy"}
-        named |= {f"/{path}" for path in DEEPER.findall(_said(task, image))}
-        own = {one for one in named if one not in SYSTEM_FOLDERS}
-        moved = {*OWN_FOLDERS, f"/{image.workdir.strip('/').split('/')[0]}", *own}
-        self._paths = MovedPaths(str(self._root), moved)
-        for path in (*OWN_FOLDERS, image.workdir, "/logs/verifier", "/logs/agent", posixpath.dirname(_ENVIRONMENT)):
+        named |= {f"/{path}" for path in _DEEPER.findall(_said(task, image))}
+        own = {one for one in named if one not in _SYSTEM}
+        moved = sorted({*_MOVED, f"/{image.workdir.strip('/').split('/')[0]}", *own}, key=len, reverse=True)
+        self._paths = re.compile(rf"(?<![\w./\0-])({'|'.join(map(re.escape, moved))})(?=$|[^\w.-]|\.(?:\W|$))")
+        for path in (*_MOVED, image.workdir, "/logs/verifier", "/logs/agent", posixpath.dirname(_ENVIRONMENT)):
             self._inside(path).mkdir(parents=True, exist_ok=True)
         self._inside(_ENVIRONMENT).touch()
         self._variables = {
             **{name: value for name, value in os.environ.items() if name in KEPT_VARIABLES},
-            **{name: self._paths.into(value) for name, value in image.variables.items()},
+            **{name: self._moved(value) for name, value in image.variables.items()},
             "PATH": f"{self._bin}:{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}",
             "HOME": str(self._inside("/root")), "TMPDIR": str(self._inside("/tmp")), _MARK: str(self._root),
             "PYTHONDONTWRITEBYTECODE": "1",
             # The worker's Python has plugins of others, which take seconds to load.
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": self._paths.into(
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": self._moved(
                 " ".join([*(f"-p {one}" for one in task.plugins), image.variables.get("PYTEST_ADDOPTS", "")]).strip()
             ),
         }  # fmt: skip
@@ -197,7 +206,7 @@ class Sandbox:
         where = self._inside(folder)
         if not where.is_dir():
             self._wall.touch(lambda: where.mkdir(parents=True, exist_ok=True))
-        words = ["bash", "-c", self._paths.into(command)]
+        words = ["bash", "-c", self._moved(command)]
         if len(words[-1].encode()) > _LONGEST_WORD:
             self._tool("command", words[-1])
             words = ["bash", str(self._bin / "command")]
@@ -217,7 +226,7 @@ class Sandbox:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=5.0)
             printed = b""
-        return code, self._paths.back(printed.decode("utf-8", "replace"))
+        return code, printed.decode("utf-8", "replace").replace(str(self._root), "")
 
     def _end_processes(self) -> None:
         """End what commands left behind, such as a server that they started."""
@@ -229,6 +238,11 @@ class Sandbox:
 
     def _inside(self, path: str) -> Path:
         return self._root / path.lstrip("/")
+
+    def _moved(self, text: str) -> str:
+        root = str(self._root)  # it lies in a folder of a moved name itself
+        moved = self._paths.sub(lambda found: f"\0{found[1]}", text.replace(root, "\0"))
+        return moved.replace("\0", root)
 
     def _copy(self, source: str, target: str) -> None:
         context = self._task.context.resolve()
@@ -250,7 +264,11 @@ class Sandbox:
                     self._take(one, target / one.name)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(self._paths.into_data(source.read_bytes()))
+        data = source.read_bytes()
+        if len(data) <= _TEXT and b"\0" not in data:
+            with contextlib.suppress(UnicodeDecodeError):
+                data = self._moved(data.decode()).encode()
+        target.write_bytes(data)
         target.chmod(source.stat().st_mode & 0o777 | 0o600)
 
 
