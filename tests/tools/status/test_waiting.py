@@ -441,3 +441,6 @@ def test_runs_without_news_are_named_in_one_line(house):
     assert f'the same call with cursor="{answer.data.cursor}"' in answer.text
     again = do(check_status, shop, run_ids=ids, cursor=answer.data.cursor, wait_s=0.1)
     assert "Next: check_status(wait_s=45, cursor=" in again.text  # the cursor names the runs
+    event(folders[0], "finding", rule="low", level="warning", what="x")()
+    few = do(check_status, shop, cursor=",".join(again.data.cursor.split(",")[:2]), wait_s=0.1)
+    assert f"{ids[1]}: " not in few.text and "Without news: 1 queued." in few.text

@@ -119,7 +119,9 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     else:
         following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
     many = len(told) > _SHORT
-    shown = _shown(told) if many else told
+    # A cursor tells that the caller knows of runs that still wait.
+    known_to_wait = patience.by_cursor and any(one.new for one in told)
+    shown = _shown(told) if many or known_to_wait else told
     same = Counter(one.item.state for one in told if one not in shown)
     listed = [one.item for one in shown if not many or _concerns_programs(one.item)]
     data = answers.StatusAnswer(
