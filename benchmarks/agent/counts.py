@@ -98,7 +98,8 @@ def figures(made: Sequence[Exchange], patient: Sequence[Exchange], polls: Sequen
         found |= {f"tokens_{form}": own // 4, f"tokens_polling_{form}": polled // 4}
         found |= {f"tokens_waits_{form}": (own - same) // 4, f"tokens_ratio_{form}": round(polled / own, 2)}
     lowest = min(FORMS, key=lambda form: ratios[form][""])
-    return found | {f"tokens_ratio{kind}": round(value, 2) for kind, value in ratios[lowest].items()}
+    found |= {f"tokens_ratio{kind}": round(value, 2) for kind, value in ratios[lowest].items()}
+    return found | {"tokens_ratio_control": round(max(one["_control"] for one in ratios.values()), 2)}
 
 
 def _ratio(theirs: float, ours: float) -> float | None:

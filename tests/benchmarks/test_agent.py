@@ -51,7 +51,7 @@ def test_the_ratios_put_polls_in_the_place_of_waits_and_nothing_else():
     assert found["tokens_ratio"] == 2.94
     assert found["tokens_ratio_patient"] == 3.7  # (400 + 4 * 400) / (400 + 140)
     assert found["calls_ratio_control"] == 1.0  # (1 + 2) / (1 + 2)
-    assert found["tokens_ratio_control"] == 2.06  # (400 + 2 * 500) / (400 + 2 * 140)
+    assert found["tokens_ratio_control"] == 2.27  # both: (800 + 2 * 960) / (800 + 2 * 200)
     assert (found["tokens_structure"], found["tokens_polling_structure"]) == (170, 500)
     assert found["largest_answer_tokens"] == 190
 

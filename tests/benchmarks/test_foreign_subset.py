@@ -22,16 +22,17 @@ from toprope.sdk.worker.client import WorkerClient
 from toprope.workbench.catalog.catalog import Catalog
 
 SOLVED = ("caesar_cipher", "gcd", "palindrome_generation", "word_sorting")
-GAMES = (
-    "Bandit-v0",
-    "GuessTheNumber-v0",
-    "LightsOut-v0",
-    "Mastermind-v0",
-    "Minesweeper-v0",
-    "Sokoban-v0",
-    "Sudoku-v0-very-easy",
-    "TowerOfHanoi-v0",
-)
+GAMES = {
+    "2048-v0": ["[up]", "[left]"],
+    "Bandit-v0": ["[red]", "[blue]"],
+    "GuessTheNumber-v0": ["[3]", "[20]"],
+    "LightsOut-v0": ["[0 0]", "[1 1]"],
+    "Mastermind-v0": ["[1 2 3 4]", "[2 3 4 5]"],
+    "Minesweeper-v0": ["[0 0]"],
+    "Sokoban-v0": ["[up]", "[left]"],
+    "TowerOfHanoi-v0": ["[A C]", "[A B]"],
+}
+"""Games of TextArena, and moves that they accept in their first task. The second wrong move in a row ends each."""
 GAMES_OF_GEM = (
     "game:GuessTheNumber-v0-easy",
     "game:Mastermind-v0-easy",
@@ -67,9 +68,19 @@ def test_reasoning_gym_s_tasks_score_their_reference_above_junk(tmp_path: Path) 
         assert right["success"] and not wrong["success"] and right["reward"] > wrong["reward"], name
 
 
-def test_games_of_textarena_are_played_to_their_end() -> None:
-    assert len(SOLVED) + len(GAMES) == 12
-    expect_ends(None, "textarena", GAMES)
+def test_games_of_textarena_take_right_moves_and_end_at_wrong_ones() -> None:
+    async def work() -> None:
+        async with await WorkerClient.start(None, timeout=LIMIT_S) as link:
+            for target, moves in GAMES.items():
+                seen: list[str] = []
+                said = [*moves, "no move", "no move"]
+                outcome = await played(link, "textarena", target, said.__getitem__, seen)
+                assert (outcome["error"], outcome["turns"]) == (None, len(said)), target
+                # The prompt, an answer to each right move, and one to the first wrong move.
+                assert len(seen) == len(moves) + 2 and "invalid move" in seen[-1], target
+                assert len({*seen}) == len(seen) and not any("invalid move" in text for text in seen[1:-1]), target
+
+    asyncio.run(work())
 
 
 def test_game_of_textarena_that_is_played_right_is_won() -> None:
@@ -108,15 +119,22 @@ def expect_ends(python: str | None, ecosystem: str, games: tuple[str, ...]) -> N
 
 
 async def played(
-    link: WorkerClient, ecosystem: str, target: str, answer: Callable[[int], str] = lambda number: f"[{number % 9 + 1}]"
+    link: WorkerClient,
+    ecosystem: str,
+    target: str,
+    answer: Callable[[int], str] = lambda number: f"[{number % 9 + 1}]",
+    seen: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Return the outcome of a game whose n-th answer is `answer(n)`."""
+    """Return the outcome of a game whose n-th answer is `answer(n)`, and add what the game says to `seen`."""
+    seen = [] if seen is None else seen
     await link.call("open", timeout=LIMIT_S, source={"adapter": ecosystem, "target": target})
     began = await link.call("begin", timeout=LIMIT_S, split="train", index=0, count=1)
     [handle] = began["rollouts"]
-    assert began["messages"][-1]["content"].strip()
+    seen.append(began["messages"][-1]["content"])
+    assert seen[0].strip()
     for number in range(_MOST):
         [turn] = await link.call("advance", timeout=LIMIT_S, moves=[[handle, answer(number), False]])
         if turn["done"]:
             return dict(turn["outcome"])
+        seen.append(turn["messages"][-1]["content"])
     raise AssertionError(f"{target} has no end")
