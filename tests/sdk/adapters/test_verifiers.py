@@ -168,7 +168,14 @@ def reward(name: str, weight: float, gives: Any) -> Any:
 
 def trace(rewards: dict[str, tuple[float, float]], trainable: bool = True) -> Thing:
     given = {name: Thing(score=score, weight=weight, value=score * weight) for name, (score, weight) in rewards.items()}
-    rest = {"metrics": {"length": 3}, "messages": [], "num_turns": 1, "is_truncated": False, "last_error": None}
+    rest = {
+        "metrics": {"length": 3},
+        "messages": [],
+        "num_turns": 1,
+        "calls": [],
+        "is_truncated": False,
+        "last_error": None,
+    }
     return Thing(agent=Thing(trainable=trainable), rewards=given, **rest)
 
 
@@ -203,6 +210,16 @@ def test_verifiers_declares_parts_and_reads_episodes(open_taskset: Callable[...,
     assert environment.success(found.parts, 1.75) and not environment.success(found.parts, 1.5)
     assert isinstance(wide, EnvironmentMistake), "on another scale, any answer could count as solved"
     assert isinstance(failed, Played) and failed.error == "TaskError: no file"
+
+
+def test_a_conversation_that_exceeds_the_context_is_truncated(open_taskset: Callable[..., OwnLoop]) -> None:
+    overflow = Thing(error=Thing(type="ProviderError", message="the context is full", status_code=400))
+    full, unanswered = trace({"exact": (0.5, 1.0)}), trace({})
+    full.calls, unanswered.calls, unanswered.num_turns = [Thing(error=None), overflow], [overflow], 0
+    environment = open_taskset(rewards=[reward("exact", 1.0, float)], episodes=[episode(full), episode(unanswered)])
+    found, refused = sample(environment), sample(environment)
+    assert isinstance(found, Played) and found.truncated and found.parts == {"exact": 0.5} and found.error is None
+    assert isinstance(refused, Played) and refused.error == "ProviderError: the context is full"
 
 
 def test_penalties_are_solved_without_one(open_taskset: Callable[..., OwnLoop]) -> None:

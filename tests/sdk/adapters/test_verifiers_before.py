@@ -86,6 +86,8 @@ class SingleTurnEnv:
         assert "task" not in row and (model, sampling["max_tokens"]) == ("m", 256)
         await client.raise_from_native_response("an empty answer")
         prompt, key = [{"role": "user", "content": row["prompt"]}], client.client.api_key
+        if key == "long":
+            return {"input": row, "error": None, "trajectory": [], "prompt_too_long": True, "is_truncated": True}
         if key == "broken":
             return {"input": row, "error": ValueError("no room"), "trajectory": []}
         calls = [{"id": "c", "name": "look", "arguments": "{}"}]
@@ -158,13 +160,14 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
     }
     task, _ = environment.tasks()
     with asked_of("yes") as (url, asked):
-        sessions = [Session(url, key, "m", "judge") for key in ("ab", "xy", "broken")]
-        right, wrong, broken = asyncio.run(environment.group(task, sessions))
+        sessions = [Session(url, key, "m", "judge") for key in ("ab", "xy", "broken", "long")]
+        right, wrong, broken, long = asyncio.run(environment.group(task, sessions))
     assert asked == [("Bearer judge", "m")] * 2
     assert isinstance(right, Played) and right.parts == {"exact": 1.0, "size": 40.0} and right.turns == 2
     assert isinstance(wrong, Played) and wrong.parts["exact"] == 0.0 and environment.success(right.parts, 2.0)
     assert right.messages[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
     assert isinstance(broken, Played) and broken.error == "ValueError: no room"
+    assert isinstance(long, InvalidRequest) and "no room for an answer" in str(long), "the policy had no turn"
     assert Scoring.of(environment).max_reward == 2.0, "checks take rewards as shares of it"
     rounded = environment._played({"metrics": {"exact": 1.0000002}, "error": None})  # type: ignore[attr-defined]
     assert rounded.parts["exact"] == 1.0

@@ -80,10 +80,11 @@ if __name__ == "__main__":
 
 @contextmanager
 def calling(
-    *words: str, decide: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    *words: str, decide: Callable[[dict[str, Any]], dict[str, Any]] | None = None, room: int = 99
 ) -> Iterator[tuple[str, list[list[dict[str, Any]]]]]:
     """Serve a policy that looks up these words, one an answer, and then says that it is done; its address, and the
-    conversations that it was asked to continue. `decide` answers questions about a call at /tool."""
+    conversations that it was asked to continue. `decide` answers questions about a call at /tool. A conversation of
+    more messages than `room` is refused."""
     seen: list[list[dict[str, Any]]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -98,6 +99,9 @@ def calling(
                 self.send_json(decide(body))
                 return
             seen.append(body["messages"])
+            if len(body["messages"]) > room:
+                self.send_json({"error": {"message": "This model's maximum context length is 9 tokens."}}, 400)
+                return
             said: dict[str, Any] = {"role": "assistant", "content": "done"}
             asked = sum(one["role"] == "assistant" for one in body["messages"])
             if asked < len(words):
@@ -111,9 +115,9 @@ def calling(
             head = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
             self.send_json({**head, "choices": [choice], "usage": usage})
 
-        def send_json(self, value: dict[str, Any]) -> None:
+        def send_json(self, value: dict[str, Any], status: int = 200) -> None:
             data = json.dumps(value).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -201,11 +205,12 @@ def launched(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> 
     made = sys.modules[HARNESS].__dict__["InProcess"]
     monkeypatch.delitem(sys.modules, HARNESS)
 
-    def run(*words: str, decide: Callable[[dict[str, Any]], dict[str, Any]] | None) -> Any:
-        with calling(*words, decide=decide) as (url, seen):
+    def run(*words: str, decide: Callable[[dict[str, Any]], dict[str, Any]] | None, room: int = 99) -> Any:
+        with calling(*words, decide=decide, room=room) as (url, seen):
             gate = {"tool_interception_url": f"{url}/tool"} if decide else {}
             context = SimpleNamespace(model="m")
-            ended = asyncio.run(made().launch(context, None, None, url, "k", {"server": "http://x"}, None, **gate))
+            trace = SimpleNamespace(num_turns=int(room > 0))
+            ended = asyncio.run(made().launch(context, trace, None, url, "k", {"server": "http://x"}, None, **gate))
         return ended, executed, [str(one["content"]) for one in seen[-1] if one["role"] == "tool"]
 
     run.supports = made.SUPPORTS_TOOL_INTERCEPTION  # type: ignore[attr-defined]
@@ -236,3 +241,9 @@ def test_a_stopped_rollout_executes_nothing_more(launched: Any) -> None:
 def test_without_hooks_nobody_is_asked(launched: Any) -> None:
     ended, executed, results = launched("tree", decide=None)
     assert ended == (0, "") and executed == ["tree"] and results == ["tree is a word"]
+
+
+@pytest.mark.parametrize(("room", "code"), [(0, 1), (1, 0)])
+def test_a_full_context_ends_the_rollout_well_after_an_answer(launched: Any, room: int, code: int) -> None:
+    ended, _, _ = launched("tree", decide=None, room=room)
+    assert ended[0] == code and "maximum context length" in ended[1]

@@ -86,7 +86,11 @@ def test_completions_accept_texts_and_ids(http: TestClient, tokenizer: Any) -> N
 def test_chat_refusals_give_reasons(http: TestClient, body: dict[str, Any], why: str) -> None:
     answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
-    assert why in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert why in error["message"]
+    if "no room" in why:  # the words and the code by which clients of others know this case
+        assert "this model's maximum context length" in error["message"]
+        assert error["code"] == "context_length_exceeded"
 
 
 def test_ids_outside_vocabulary_are_refused(http: TestClient) -> None:

@@ -236,9 +236,13 @@ class Verifiers(OwnLoop):
             if not traces and episode.ok:
                 return Played({}, error=f"the episode ended before {self._seat} had a turn", seat=self._seat)
         turns = sum(trace.num_turns for trace in traces)
-        truncated = any(trace.is_truncated for trace in traces)
-        if not episode.ok:
-            failed = episode.last_error or next((trace.last_error for trace in traces if trace.last_error), None)
+        # Harnesses end well after a refused call if the conversation exceeds the context.
+        last = [trace.calls[-1].error for trace in traces if trace.calls]
+        refused = [error for error in last if error is not None and error.status_code == 400]
+        truncated = bool(refused) or any(trace.is_truncated for trace in traces)
+        unanswered = refused[0] if refused and not turns else None
+        if unanswered or not episode.ok:
+            failed = episode.last_error or next((trace.last_error for trace in traces if trace.last_error), unanswered)
             said = (
                 f"{failed.type}: {failed.message}" if failed else "verifiers reports a failed episode without a reason"
             )

@@ -144,7 +144,7 @@ class InferenceServer:
                 response.headers[LIFE_HEADER] = self._life
                 return response
             except BadRequest as error:
-                return _error(400, "invalid_request_error", f"{error}.")
+                return _error(400, "invalid_request_error", f"{error}.", error.code)
             except (msgspec.DecodeError, RecursionError) as error:
                 return _error(400, "invalid_request_error", f"Not a valid body for this endpoint: {error}.")
 
@@ -416,5 +416,5 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(_encode(value), status, media_type="application/json")
 
 
-def _error(status: int, kind: str, message: str) -> Response:
-    return _json({"error": {"message": message, "type": kind, "code": status}}, status)
+def _error(status: int, kind: str, message: str, code: int | str | None = None) -> Response:
+    return _json({"error": {"message": message, "type": kind, "code": code or status}}, status)

@@ -21,6 +21,14 @@ _encode = msgspec.json.Encoder().encode
 class BadRequest(Exception):
     """The request cannot be answered; the text gives the reason."""
 
+    code: int | str = 400
+
+
+class ContextExceeded(BadRequest):
+    """The prompt leaves no room for an answer; text and code are those by which clients know this case."""
+
+    code = "context_length_exceeded"
+
 
 class _Sampling(msgspec.Struct, kw_only=True):
     model: str = ""
@@ -58,7 +66,8 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Samp
     """The engine's request for a client's request.
 
     Raises:
-        BadRequest: A value is out of its range, or the prompt leaves no room for an answer.
+        BadRequest: A value is out of its range.
+        ContextExceeded: The prompt leaves no room for an answer.
     """
     n = 1 if body.n is None else body.n
     if not 1 <= n <= 1024:
@@ -73,9 +82,9 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Samp
         raise BadRequest("the prompt is empty")
     room = max_context - len(prompt_ids)
     if room < 1:
-        raise BadRequest(
-            f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer within the context of "
-            f"{max_context} tokens (policy.max_context)"
+        raise ContextExceeded(
+            f"the prompt has {len(prompt_ids)} tokens, which leaves no room for an answer within this model's maximum "
+            f"context length of {max_context} tokens (policy.max_context)"
         )
     wanted = next((limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None), room)
     if wanted < 1:

@@ -134,7 +134,10 @@ class LoadedEnvironment(OwnLoop):
             api = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http, max_retries=0)
             client = OpenAIChatCompletionsClient(api)
             client.raise_from_native_response = _accept
-            return await self._env.rollout(self.task.data["row"], client, session.model, sampling)
+            state = await self._env.rollout(self.task.data["row"], client, session.model, sampling)
+        if state.get("prompt_too_long") and not state.get("trajectory"):
+            raise InvalidRequest("The task's prompt leaves no room for an answer within policy.max_context.")
+        return state
 
     async def _scored(self, states: list[Any], session: Session) -> None:
         rollout_of.set(session)
