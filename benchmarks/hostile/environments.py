@@ -35,8 +35,7 @@ from benchmarks.scratch import scratch
 from toprope.records.run.specification import EnvironmentSource
 from toprope.records.walls import Walls
 from toprope.sdk.errors import WorkerFailure
-from toprope.sdk.wall import level_here
-from toprope.sdk.wall.enclosure import most_tasks
+from toprope.sdk.wall import enclosure, level_here
 from toprope.sdk.wall.groups import ProcessGroup
 from toprope.sdk.worker.client import worker_environment
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
@@ -120,7 +119,8 @@ def _place(root: Path) -> Iterator[Place]:
             place.victim = {
                 **{"config": str(config), "home": str(home), "user": str(user), "run": str(run), **sockets},
                 **{"pid": keeper.pid, "descriptor": descriptor, "address": address, "caller": os.getpid()},
-                **{"shared": f"/dev/shm/{shared.name}", "shm_key": key, "tasks": most_tasks(), "groups": _groups()},
+                **{"shared": f"/dev/shm/{shared.name}", "shm_key": key, "groups": _groups()},
+                **{"tasks": enclosure.most_tasks(), "descriptors": enclosure.DESCRIPTORS},
             }
             yield place
     finally:

@@ -240,7 +240,7 @@ def fork_without_end(v: Victim) -> Any:
 def open_thousands_of_files(v: Victim) -> Any:
     opened: list[int] = []
     try:
-        while len(opened) < 6000:
+        while len(opened) < v["descriptors"] + 2000:
             opened.append(os.open(os.devnull, os.O_RDONLY))
         return True
     finally:
@@ -250,7 +250,7 @@ def open_thousands_of_files(v: Victim) -> Any:
 
 @attack()
 def raise_its_limits(v: Victim) -> Any:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (8000, 8000))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (v["descriptors"] + 4000,) * 2)
     return True
 
 

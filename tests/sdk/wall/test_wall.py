@@ -9,6 +9,7 @@ import asyncio
 import errno
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from tests.sdk.wall.conftest import READS, asked, has_groups, landlock
 from toprope.records.run.specification import EnvironmentSource
 from toprope.records.walls import ENV_WALLS, Walls
 from toprope.sdk.errors import WorkerDied
-from toprope.sdk.wall import Wall, kernel, level_here, namespaces_refusal, network_refusal, plan
+from toprope.sdk.wall import Wall, enclosure, kernel, level_here, namespaces_refusal, network_refusal, plan
 from toprope.sdk.wall.enclosure import most_tasks
 from toprope.sdk.wall.groups import ProcessGroup
 from toprope.sdk.worker.client import WorkerClient, worker_environment
@@ -41,9 +42,20 @@ NEEDS_GROUPS = {"leave_a_daemon"}
 NEEDS_NAMESPACES = {"call_out_of_its_own_network"}
 
 
+FILES = "import resource\ndef work():\n    return list(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+
+
+def test_a_worker_opens_as_many_files_as_packages_ask_for(tmp_path: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    (tmp_path / "files.py").write_text(FILES)
+    allowed = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    assert asked(Wall(reads=(str(tmp_path),)), tmp_path / "files.py")[0] == [allowed, allowed]
+
+
 @landlock
 def test_attacks_succeed_only_without_the_wall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(enclosure, "DESCRIPTORS", 4096)  # fewer than machines themselves allow
     names = [name for name in ATTACKS if name not in NEEDS_GROUPS or has_groups()]
     names = [name for name in names if name not in NEEDS_NAMESPACES or not network_refusal("own")]
     walled, control, canary = asyncio.run(compare(tmp_path / "places", names))

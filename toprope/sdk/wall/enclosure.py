@@ -16,8 +16,8 @@ from toprope.sdk.wall.scratch import Scratch
 
 __all__ = ["DESCRIPTORS", "Enclosure", "most_tasks"]
 
-DESCRIPTORS = 4096
-"""Open files of one process."""
+DESCRIPTORS = 65_536
+"""Open files of one process, if the machine's own limit is not lower: packages that run many programs ask for these."""
 _LARGEST_FILE_MB = 1 << 16
 
 
