@@ -29,7 +29,7 @@ def repositories(folder: Path) -> Path:
         package = folder / "someone+things" / "environments" / name
         package.mkdir(parents=True)
         (package / "main.py").write_text("def load_environment(): ...\n")
-        (package / "pyproject.toml").write_text(f'[project]\nname = "{name}"\ndependencies = ["verifiers"]\n')
+        (package / "pyproject.toml").write_text(f'[project]\nname = "{name}"\ndependencies = ["datasets"]\n')
     return folder
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._verifiers.harness import HARNESS, client_config, register_harness, sessions_server
-from toprope.sdk.adapters._verifiers.listing import declared, installed, more_requirements
+from toprope.sdk.adapters._verifiers.listing import REQUIREMENTS, declared, installed, more_requirements
 from toprope.sdk.adapters._verifiers.load_environment import (
     LoadedEnvironment,
     bounded,
@@ -41,7 +41,6 @@ from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, Mi
 
 __all__ = ["PACKAGE", "REQUIREMENTS", "Verifiers", "declared", "installed", "make", "more_requirements"]
 
-REQUIREMENTS = ("verifiers==0.4.*", "uv")
 PACKAGE = "verifiers"
 _OTHER = "other"
 _OTHER_LIMIT = 1e6

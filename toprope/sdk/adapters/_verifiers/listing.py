@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -10,9 +12,10 @@ from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._verifiers.load_environment import BEFORE
 from toprope.sdk.discovery import first_line, literal, parse
 
-__all__ = ["declared", "installed", "more_requirements"]
+__all__ = ["REQUIREMENTS", "declared", "installed", "more_requirements"]
 
-_PROGRAMS = ("uv",)
+REQUIREMENTS = ("verifiers==0.4.*", "uv")
+_PROGRAMS = REQUIREMENTS[1:]
 _PACKAGE = "verifiers"
 
 
@@ -35,8 +38,8 @@ def installed(site_packages: Path) -> list[Listed]:
 
 
 def more_requirements(place: Path) -> tuple[str, ...]:
-    """Return what the packages in a folder need besides their own requirements: the right version of verifiers, or the
-    program uv, with which verifiers 0.4 starts harnesses and servers of tasksets.
+    """Return what the packages in a folder need besides their own requirements: the right version of verifiers, which
+    some authors leave out, and the program uv, with which verifiers 0.4 starts harnesses and servers of tasksets.
 
     Args:
         place: An interpreter's packages, or the folder of a project.
@@ -55,7 +58,18 @@ def more_requirements(place: Path) -> tuple[str, ...]:
         *place.glob("src/*/__init__.py"),
     ]
     kinds = {_kind_of(file) for file in files if file.parent.name not in ("tests", "test")}
-    return _PROGRAMS if "taskset" in kinds else BEFORE if "before" in kinds else ()
+    if "taskset" in kinds:
+        return _PROGRAMS if _names_verifiers(place) else REQUIREMENTS
+    return BEFORE if "before" in kinds else ()
+
+
+def _names_verifiers(folder: Path) -> bool:
+    """Return True if a project requires verifiers itself."""
+    try:
+        asked = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+        return any(re.match(rf"\s*{_PACKAGE}\b(?!-)", one) for one in asked)
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _top_level(files: Iterable[str]) -> Iterable[str]:
@@ -105,7 +119,7 @@ def _listed(file: Path, module: str, summary: str, before: bool) -> Listed | Non
     description = first_line(ast.get_docstring(parse(file))) or summary
     if (kind == "before") == before:
         return Listed(module, module, description, tags=("verifiers",))
-    needed = BEFORE[0] if kind == "before" else "verifiers==0.4.*"
+    needed = BEFORE[0] if kind == "before" else REQUIREMENTS[0]
     problem = f"It is written for {needed}. The owner adds it again: toprope env add PACKAGE -r '{needed}'"
     return Listed(module, module, description, tags=("verifiers",), problem=problem, needs="install")
 
