@@ -211,6 +211,26 @@ def test_models_with_a_key_of_the_owner_are_led_to_a_grader_alone(copying: OwnLo
         assert len(of_service) == 1
 
 
+def test_a_group_of_environments_gives_the_reward_of_the_one_whose_task_it_is(copying: OwnLoop) -> None:
+    """Its rubric knows the names of all functions and the weights of none."""
+
+    def style() -> None: ...
+
+    members = {}
+    for name, weights in (("one", [2.0, -1.0]), ("two", [0.5, 0.0])):
+        members[name] = SingleTurnEnv([{"prompt": "x"}], Rubric([style, test_images_are_named_as_unsupported], weights))
+    members["two"].max_turns = 50  # type: ignore[attr-defined]
+    group = SingleTurnEnv([{"prompt": "x"}], Rubric([style], []))
+    group.env_map = group.rubric.env_map = members  # type: ignore[attr-defined]
+    copying._make = lambda **given: group  # type: ignore[attr-defined]
+    environment = configure(copying, knobs={"words": ["ab"], "turns": 4})
+    parts = {name: (part.weight, part.low, part.high) for name, part in environment.parts.items()}
+    assert parts == {"reward": (1.0, -1.0, 2.0), "style": (0.0, -1e6, 1e6)}
+    assert environment.max_turns == 4 == members["two"].max_turns  # type: ignore[attr-defined]
+    scored = environment._played({"metrics": {"style": 7.0}, "reward": 1.5, "error": None})  # type: ignore[attr-defined]
+    assert scored.parts == {"reward": 1.5, "style": 7.0} and environment.success(scored.parts, 2.0)
+
+
 def test_images_are_named_as_unsupported(copying: OwnLoop) -> None:
     environment = configure(copying, knobs={"words": ["ab"], "image": True})
     with pytest.raises(InvalidRequest, match="content of type image_url"):

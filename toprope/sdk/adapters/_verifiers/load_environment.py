@@ -30,6 +30,7 @@ __all__ = ["BEFORE", "RANGE", "LoadedEnvironment", "bounded", "bounds", "loads_e
 BEFORE = ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.2.37")
 """The requirements of such packages: they import the server of mcp before 2, and start sandboxes by a text."""
 _METRIC_LIMIT = 1e6
+_WHOLE = "reward"
 RANGE: tuple[tuple[str, Any, Any], ...] = (
     ("reward_low", float, knob(0.0, help="smallest value of a reward")),
     ("reward_high", float, knob(1.0, help="largest value of a reward")),
@@ -63,6 +64,8 @@ class LoadedEnvironment(OwnLoop):
         self.__doc__ = first_line(loaded.__doc__) or first_line(self._make.__doc__) or f"The environment {module}"
         self._fields, self.Knobs = _knobs(self._make)  # type: ignore[assignment]
         self._env: Any = None
+        self._routed = False
+        """True if the rubric names functions without their weights; the whole reward is then a part."""
 
     def setup(self) -> None:
         knobs = self.knobs
@@ -77,10 +80,7 @@ class LoadedEnvironment(OwnLoop):
         if not hasattr(self._env, "rubric"):
             raise EnvironmentMistake(f"load_environment returned {type(self._env).__name__}, not an environment.")
         self.parts = self._parts()
-        own = getattr(self._env, "max_turns", 1 if type(self._env).__name__ == "SingleTurnEnv" else -1)
-        self.max_turns = own if isinstance(own, int) and 0 < own <= knobs.turns else knobs.turns
-        if isinstance(own, int):
-            self._env.max_turns = self.max_turns
+        self.max_turns = _limit_turns(self._env, knobs.turns)
 
     def tasks(self) -> Iterator[Task]:
         for number, row in enumerate(self._rows()):
@@ -156,6 +156,11 @@ class LoadedEnvironment(OwnLoop):
         functions = {one.__name__: one for one in self._env.rubric._get_reward_funcs()}
         parts: dict[str, Part] = {}
         limits = bounds(self.knobs)
+        self._routed = len(names) != len(weights)
+        if self._routed:  # A group routes a task to the rubric of one of its environments.
+            low, high = _range(self._env.rubric, *limits)
+            parts[_WHOLE] = Part(1.0, low, high, "the reward by the rubric of the task's environment")
+            weights = [0.0] * len(names)
         for name, weight in zip(names, weights, strict=True):
             said = first_line(getattr(functions.get(name), "__doc__", None))
             low, high = limits if weight else (-_METRIC_LIMIT, _METRIC_LIMIT)
@@ -177,8 +182,36 @@ class LoadedEnvironment(OwnLoop):
             if part is None or value is None:
                 continue
             parts[name] = bounded(name, float(value), part)
+        if self._routed:
+            parts[_WHOLE] = bounded(_WHOLE, float(state.get("reward") or 0.0), self.parts[_WHOLE])
         said = [*_listed(state.get("prompt")), *_listed(state.get("completion"))]
         return Played(parts, messages=[_wire(one) for one in said], turns=turns, truncated=truncated)
+
+
+def _limit_turns(env: Any, turns: int) -> int:
+    """Bound the answers in a rollout of an environment, or of each environment of a group, and return the most."""
+    if members := getattr(env, "env_map", None):
+        return max(_limit_turns(one, turns) for one in members.values())
+    own = getattr(env, "max_turns", 1 if type(env).__name__ == "SingleTurnEnv" else -1)
+    most = own if isinstance(own, int) and 0 < own <= turns else turns
+    if isinstance(own, int):
+        env.max_turns = most
+    return most
+
+
+def _range(rubric: Any, low: float, high: float) -> tuple[float, float]:
+    """Return the smallest and the largest reward by a rubric, or by those of a group.
+
+    Args:
+        rubric: The rubric.
+        low: The smallest value of a function.
+        high: The largest.
+    """
+    if members := getattr(rubric, "env_map", None):
+        lows, highs = zip(*(_range(one.rubric, low, high) for one in members.values()), strict=True)
+        return min(lows), max(highs)
+    ends = [sorted((weight * low, weight * high)) for weight in rubric._get_reward_weights()]
+    return sum(one[0] for one in ends), sum(one[1] for one in ends)
 
 
 def bounds(knobs: Any) -> tuple[float, float]:
