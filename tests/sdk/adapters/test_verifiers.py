@@ -20,6 +20,7 @@ from toprope.sdk.adapters._verifiers.harness import HARNESS
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, MissingKnobs
 from toprope.sdk.rollouts import configure
+from toprope.sdk.worker.splits import SPLITS, TaskSplits
 
 
 class Config(BaseModel):
@@ -276,6 +277,26 @@ def test_a_required_setting_that_is_null_or_empty_is_missing(
     for knobs in ways:
         with pytest.raises(MissingKnobs, match=r"^It needs the knob words \(list\[str\]: words to copy\)"):
             open_taskset(settings=Strict, knobs=knobs)
+
+
+def test_tasks_with_one_prompt_differ_by_their_data(open_taskset: Callable[..., OwnLoop]) -> None:
+    class Data(BaseModel):
+        idx: int
+        name: str = "game"
+        prompt: str = "Guess my word."
+        system_prompt: str | None = None
+        seed: int
+
+    environment = open_taskset(rewards=[reward("exact", 1.0, float)])
+    told_apart = [task.id for task in environment.tasks()]
+    taskset = environment._env.taskset  # type: ignore[attr-defined]
+    taskset[:] = [Thing(data=Data(idx=number, name=f"game {number}", seed=number % 9)) for number in range(12)]
+    splits = TaskSplits(environment)
+    splits.survey(99, 60.0)
+    assert sum(map(splits.known, SPLITS)) == 9, "the number and the name of a task are not its content"
+    taskset[:] = [Thing(data=Data(idx=number, prompt=f"Guess {number}.", seed=1)) for number in range(3)]
+    taskset[0].data.prompt = "Copy: x"
+    assert next(iter(environment.tasks())).id == told_apart[0]
 
 
 def test_images_are_named_as_unsupported(open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]) -> None:

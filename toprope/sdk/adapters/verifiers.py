@@ -31,7 +31,7 @@ from toprope.sdk.adapters._verifiers.load_environment import (
     loads_environment,
     solved_from,
 )
-from toprope.sdk.adapters._verifiers.tasksets import OURS, knobs_of, messages_of, reference_of
+from toprope.sdk.adapters._verifiers.tasksets import OURS, knobs_of, tasks_of
 from toprope.sdk.adapters._verifiers.tool_servers import fork_tool_servers
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Part, Task
@@ -117,8 +117,7 @@ class Verifiers(OwnLoop):
         self.max_turns = 1 if plain else own["turns"]
 
     def tasks(self) -> Iterator[Task]:
-        for task in self._env.taskset:
-            yield Task(messages_of(task.data), reference=reference_of(task.data), data={"task": task})
+        return tasks_of(self._env.taskset)
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         """Return True if the reward reaches `success_reward`, by default the largest possible reward."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from toprope.sdk.adapters._verifiers.load_environment import RANGE
-from toprope.sdk.authoring.environment import Messages
+from toprope.sdk.authoring.environment import Messages, Task
 from toprope.sdk.authoring.knobs import knob, settable
 from toprope.sdk.errors import InvalidRequest
 
-__all__ = ["OURS", "knobs_of", "messages_of", "reference_of"]
+__all__ = ["OURS", "knobs_of", "tasks_of"]
 
 OURS = ("harness", "turns", "reward_low", "reward_high", "success_reward", "config")
 """Knobs that are not settings of the taskset."""
 _REFERENCES = ("answer", "reference", "solution", "expected", "ground_truth", "target")
+_LOOK_AT = 8
+"""Tasks whose prompts are compared."""
 
 
 def knobs_of(config: Any) -> tuple[dict[str, str], type]:
@@ -43,7 +48,24 @@ def knobs_of(config: Any) -> tuple[dict[str, str], type]:
     return fields, dataclasses.make_dataclass("Knobs", made)
 
 
-def messages_of(data: Any) -> Messages:
+def tasks_of(taskset: Iterable[Any]) -> Iterator[Task]:
+    """Yield the tasks of a taskset, which may be endless.
+
+    Games have one opening for many seeds: if at most half of the first prompts are distinct, all data of a task, rather
+    than its prompt, tell it apart.
+    """
+    stream = ((_messages_of(task.data), task) for task in taskset)
+    first = list(itertools.islice(stream, _LOOK_AT))
+    repeating = len(first) > 1 and 2 * len({json.dumps(messages) for messages, _ in first}) <= len(first)
+    for messages, task in itertools.chain(first, stream):
+        key = None
+        if repeating:
+            rest = task.data.model_dump(mode="json", exclude={"idx", "name", "prompt", "system_prompt"})
+            key = json.dumps([messages, rest], sort_keys=True)
+        yield Task(messages, reference=_reference_of(task.data), data={"task": task}, key=key)
+
+
+def _messages_of(data: Any) -> Messages:
     """Return the prompt of a task. Raises: InvalidRequest for content other than text."""
     messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
@@ -64,7 +86,7 @@ def messages_of(data: Any) -> Messages:
     return [*messages, *said]
 
 
-def reference_of(data: Any) -> Any:
+def _reference_of(data: Any) -> Any:
     """Return the value of the first field that is named like a right answer; None without one."""
     for name in _REFERENCES:
         value = getattr(data, name, None)
