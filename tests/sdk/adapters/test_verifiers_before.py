@@ -233,5 +233,11 @@ def test_a_group_of_environments_gives_the_reward_of_the_one_whose_task_it_is(co
 
 def test_images_are_named_as_unsupported(copying: OwnLoop) -> None:
     environment = configure(copying, knobs={"words": ["ab"], "image": True})
-    with pytest.raises(InvalidRequest, match="content of type image_url"):
+    with pytest.raises(InvalidRequest, match="content of type image_url.*without images or sound"):
         list(environment.tasks())
+
+
+def test_a_row_with_an_image_is_left_out_of_others(copying: OwnLoop, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = configure(copying, knobs={"words": ["ab", "cd", "ef"], "image": True})
+    assert [task.reference for task in environment.tasks()] == ["cd", "ef"]
+    assert "1 of 1 tasks so far are left out. Prompts have content of type image_url" in capsys.readouterr().err

@@ -252,7 +252,10 @@ def _text(content: Any) -> str:
         if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             return "\n".join(part["text"] for part in content)
         kinds = sorted({str(part.get("type")) for part in content if isinstance(part, dict) and "text" not in part})
-        raise BadRequest(f"the policy accepts only text, not {', '.join(kinds) or 'the content of a message'}")
+        raise BadRequest(
+            f"the policy accepts only text, not {', '.join(kinds) or 'the content of a message'}: choose an "
+            "environment without images or sound"
+        )
     raise BadRequest(f"a message's content must be a text or a list of text parts, not {type(content).__name__}")
 
 

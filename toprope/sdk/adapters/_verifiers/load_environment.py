@@ -19,8 +19,9 @@ from typing import Any
 
 from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.adapters._verifiers.judges import lead_to_judge, rollout_of
+from toprope.sdk.adapters._verifiers.prompts import messages_of_row, plain_messages, with_texts
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
-from toprope.sdk.authoring.environment import Messages, Part, Task, copy_for
+from toprope.sdk.authoring.environment import Part, Task, copy_for
 from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
@@ -83,11 +84,10 @@ class LoadedEnvironment(OwnLoop):
         self.max_turns = _limit_turns(self._env, knobs.turns)
 
     def tasks(self) -> Iterator[Task]:
-        for number, row in enumerate(self._rows()):
-            row = {**row, "example_id": row.get("example_id", number)}
+        rows = ({**row, "example_id": row.get("example_id", number)} for number, row in enumerate(self._rows()))
+        for messages, row in with_texts(rows, messages_of_row):
             if isinstance(row.get("task"), str):  # Older packages name a route there, which 0.1.14 refuses.
                 del row["task"]
-            messages = _messages(row.get("prompt"), f"row {number}")
             reference = next((row[name] for name in _REFERENCES if isinstance(row.get(name), str | int | float)), None)
             yield Task(
                 messages,
@@ -184,7 +184,7 @@ class LoadedEnvironment(OwnLoop):
             parts[name] = bounded(name, float(value), part)
         if self._routed:
             parts[_WHOLE] = bounded(_WHOLE, float(state.get("reward") or 0.0), self.parts[_WHOLE])
-        said = [*_listed(state.get("prompt")), *_listed(state.get("completion"))]
+        said = [*plain_messages(state.get("prompt")), *plain_messages(state.get("completion"))]
         return Played(parts, messages=[_wire(one) for one in said], turns=turns, truncated=truncated)
 
 
@@ -279,34 +279,6 @@ def _knobs(function: Any) -> tuple[dict[str, str], type]:
         fields[taken] = name
         made.append((taken, hint, knob(default, help="an argument of load_environment")))
     return fields, dataclasses.make_dataclass("Knobs", made, kw_only=True)
-
-
-def _messages(prompt: Any, where: str) -> Messages:
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    messages = []
-    for one in _listed(prompt):
-        content = one.get("content")
-        if isinstance(content, list):
-            kinds = {str(part.get("type")) for part in content if isinstance(part, dict)} - {"text"}
-            if kinds:
-                raise InvalidRequest(
-                    f"The prompt of {where} has content of type {', '.join(sorted(kinds))}. Policies here read text "
-                    "alone: choose an environment without images or sound."
-                )
-            content = "".join(str(part.get("text", "")) for part in content)
-        messages.append({"role": str(one.get("role", "user")), "content": str(content or "")})
-    if not messages:
-        raise EnvironmentMistake(f"{where} of the data has no prompt.")
-    return messages
-
-
-def _listed(messages: Any) -> list[Any]:
-    """Return messages as plain objects; a text becomes an answer."""
-    if isinstance(messages, str):
-        return [{"role": "assistant", "content": messages}]
-    plain = [one.model_dump(exclude_none=True) if hasattr(one, "model_dump") else dict(one) for one in messages or ()]
-    return plain
 
 
 def _wire(message: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Read a taskset of verifiers 0.4: its settings, and the prompts and references of its tasks."""
+"""Read a taskset of verifiers 0.4: its settings and its tasks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from toprope.sdk.adapters._verifiers.load_environment import RANGE
-from toprope.sdk.authoring.environment import Messages, Task
+from toprope.sdk.adapters._verifiers.prompts import messages_of_task, with_texts
+from toprope.sdk.authoring.environment import Task
 from toprope.sdk.authoring.knobs import knob, settable
-from toprope.sdk.errors import InvalidRequest
 
 __all__ = ["OURS", "knobs_of", "tasks_of"]
 
@@ -54,7 +54,7 @@ def tasks_of(taskset: Iterable[Any]) -> Iterator[Task]:
     Games have one opening for many seeds: if at most half of the first prompts are distinct, all data of a task, rather
     than its prompt, tell it apart.
     """
-    stream = ((_messages_of(task.data), task) for task in taskset)
+    stream = with_texts(taskset, messages_of_task)
     first = list(itertools.islice(stream, _LOOK_AT))
     repeating = len(first) > 1 and 2 * len({json.dumps(messages) for messages, _ in first}) <= len(first)
     for messages, task in itertools.chain(first, stream):
@@ -63,27 +63,6 @@ def tasks_of(taskset: Iterable[Any]) -> Iterator[Task]:
             rest = task.data.model_dump(mode="json", exclude={"idx", "name", "prompt", "system_prompt"})
             key = json.dumps([messages, rest], sort_keys=True)
         yield Task(messages, reference=_reference_of(task.data), data={"task": task}, key=key)
-
-
-def _messages_of(data: Any) -> Messages:
-    """Return the prompt of a task. Raises: InvalidRequest for content other than text."""
-    messages = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-    if isinstance(data.prompt, str):
-        return [*messages, {"role": "user", "content": data.prompt}]
-    from verifiers.v1.types import content_text
-
-    for message in data.prompt or ():
-        parts = message.content if isinstance(message.content, list) else ()
-        kinds = {str(getattr(part, "type", "text")) for part in parts} - {"text"}
-        if kinds:
-            raise InvalidRequest(
-                f"Its prompts have content of type {', '.join(sorted(kinds))}. Policies here read text alone: choose "
-                "an environment without images or sound."
-            )
-    said = [{"role": message.role, "content": content_text(message.content) or ""} for message in data.prompt or ()]
-    if not said:  # the environment opens the conversation
-        said = [{"role": "user", "content": data.description or data.name or f"task {data.id or data.idx}"}]
-    return [*messages, *said]
 
 
 def _reference_of(data: Any) -> Any:
