@@ -102,7 +102,7 @@ def test_verifiers_rewards_and_metrics_become_weighted_parts(tmp_path: Path) -> 
 def test_packages_for_verifiers_before_0_2_run_as_published(tmp_path: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:
         weights = {name: part["weight"] for name, part in card["parts"].items()}
-        assert weights == {"exact": 0.5, "length": 0.0, "num_turns": 0.0}
+        assert weights == {"exact": 0.5, "length": 0.0, "num_turns": 0.0, "reward_errors": 0.0}
         assert card["versions"]["verifiers"].startswith("0.1") and card["max_turns"] == 1
         assert {knob["name"]: knob["value"] for knob in card["knobs"]}["words"] == 50
         right = await reference(link)

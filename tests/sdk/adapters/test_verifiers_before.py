@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import json
 import os
 import sys
@@ -16,7 +17,7 @@ from types import SimpleNamespace as Thing
 from typing import Any
 
 import pytest
-from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI
+from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI, OpenAIError
 
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.judges import rollout_of
@@ -59,6 +60,18 @@ class Rubric:
 
     def _get_reward_weights(self) -> list[float]:
         return self.weights
+
+    async def _call_individual_reward_func(self, func: Any, state: Any) -> float:
+        try:
+            return float(await func(state) if inspect.iscoroutinefunction(func) else func(state))
+        except Exception:
+            return 0.0  # it logs the error
+
+    async def _call_group_reward_func(self, func: Any, states: list[Any]) -> list[float]:
+        try:
+            return list(await func(states) if inspect.iscoroutinefunction(func) else func(states))
+        except Exception:
+            return [0.0 for _ in states]
 
     async def score_group(self, states: list[Any]) -> None:
         asked: Any = {"model": "a model elsewhere", "messages": [{"role": "user", "content": "Is it right?"}]}
@@ -157,13 +170,18 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
     assert {name: (part.weight, part.high) for name, part in environment.parts.items()} == {
         "exact": (2.0, 1.0),
         "size": (0.0, 1e6),
+        "reward_errors": (0.0, 1e6),
     }
     task, _ = environment.tasks()
     with asked_of("yes") as (url, asked):
         sessions = [Session(url, key, "m", "judge") for key in ("ab", "xy", "broken", "long")]
         right, wrong, broken, long = asyncio.run(environment.group(task, sessions))
     assert asked == [("Bearer judge", "m")] * 2
-    assert isinstance(right, Played) and right.parts == {"exact": 1.0, "size": 40.0} and right.turns == 2
+    assert (
+        isinstance(right, Played)
+        and right.parts == {"exact": 1.0, "size": 40.0, "reward_errors": 0.0}
+        and right.turns == 2
+    )
     assert isinstance(wrong, Played) and wrong.parts["exact"] == 0.0 and environment.success(right.parts, 2.0)
     assert right.messages[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
     assert isinstance(broken, Played) and broken.error == "ValueError: no room"
@@ -225,16 +243,51 @@ def test_a_group_of_environments_gives_the_reward_of_the_one_whose_task_it_is(co
     copying._make = lambda **given: group  # type: ignore[attr-defined]
     environment = configure(copying, knobs={"words": ["ab"], "turns": 4})
     parts = {name: (part.weight, part.low, part.high) for name, part in environment.parts.items()}
-    assert parts == {"reward": (1.0, -1.0, 2.0), "style": (0.0, -1e6, 1e6)}
+    assert parts == {"reward": (1.0, -1.0, 2.0), "style": (0.0, -1e6, 1e6), "reward_errors": (0.0, 0.0, 1e6)}
     assert environment.max_turns == 4 == members["two"].max_turns  # type: ignore[attr-defined]
     scored = environment._played({"metrics": {"style": 7.0}, "reward": 1.5, "error": None})  # type: ignore[attr-defined]
-    assert scored.parts == {"reward": 1.5, "style": 7.0} and environment.success(scored.parts, 2.0)
+    assert scored.parts == {"reward": 1.5, "style": 7.0, "reward_errors": 0.0} and environment.success(
+        scored.parts, 2.0
+    )
 
 
 def test_images_are_named_as_unsupported(copying: OwnLoop) -> None:
     environment = configure(copying, knobs={"words": ["ab"], "image": True})
     with pytest.raises(InvalidRequest, match="content of type image_url.*without images or sound"):
         list(environment.tasks())
+
+
+def test_a_judge_that_does_not_answer_is_no_reward_of_zero(copying: OwnLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rubrics log what a reward function raises and go on with 0."""
+
+    async def asks(state: Any) -> float:
+        if state["completion"][-1]["content"] == "ab":
+            return 1.0
+        try:
+            raise OpenAIError("no answer")
+        except OpenAIError as error:
+            raise RuntimeError("Judge model API error") from error
+
+    def parses(state: Any) -> float:
+        return float(state["completion"][-1]["content"])
+
+    def ranks(states: list[Any]) -> list[float]:
+        raise KeyError(len(states))
+
+    async def score(rubric: Rubric, states: list[Any]) -> None:
+        for state in states:
+            scores = [await rubric._call_individual_reward_func(func=one, state=state) for one in (asks, parses)]
+            state["metrics"] = dict(zip(("exact", "size"), scores, strict=True))
+        await rubric._call_group_reward_func(ranks, states)
+
+    monkeypatch.setattr(Rubric, "score_group", score)
+    environment = configure(copying, knobs={"words": ["ab"]})
+    task = next(iter(environment.tasks()))
+    sessions = [Session("http://127.0.0.1:9/v1", key, "m") for key in ("ab", "cd")]
+    answered, unanswered = asyncio.run(environment.group(task, sessions))
+    assert isinstance(answered, Played) and answered.error is None
+    assert answered.parts == {"exact": 1.0, "size": 0.0, "reward_errors": 2.0}
+    assert isinstance(unanswered, Played) and "Judge model API error" in str(unanswered.error)
 
 
 def test_a_row_with_an_image_is_left_out_of_others(copying: OwnLoop, capsys: pytest.CaptureFixture[str]) -> None:

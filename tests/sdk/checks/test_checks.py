@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from toprope.sdk.checks import judge
@@ -102,6 +104,12 @@ def test_lone_rollout_errors_only_warn_for_own_loop() -> None:
 def test_judge_names_rule_and_level_of_scores(scores: list[Scored], rule: str, level: str) -> None:
     others = [Scored(9, "reference", 1.0, True), Scored(9, "empty", 0.0)] if rule != "reference_fails" else []
     assert named(seen_with(*others, *scores, Scored(0, "empty", 0.0)))[rule] == level
+
+
+def test_reward_functions_that_raise_on_every_answer_are_named() -> None:
+    always = [replace(one, raised=1.0) for one in SOUND]
+    assert named(seen_with(*always)) == {"scoring_raises": "warning"}
+    assert named(seen_with(*always[1:], SOUND[0])) == {}, "a function may fail on a wrong answer"
 
 
 def test_repeats_tell_hash_seed_from_randomness() -> None:

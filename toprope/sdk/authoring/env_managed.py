@@ -22,8 +22,10 @@ from typing import Any
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, copy_for
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, shortened, with_host
 
-__all__ = ["OwnLoop", "Played", "Session", "sample_group"]
+__all__ = ["REWARD_ERRORS", "OwnLoop", "Played", "Session", "sample_group"]
 
+REWARD_ERRORS = "reward_errors"
+"""Part of weight 0 that counts reward functions whose errors an ecosystem takes for reward 0."""
 _LONGEST_ERROR = 500
 _LONGEST_TALK = 200_000
 _LONGEST_SEAT = 64

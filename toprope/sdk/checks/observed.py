@@ -50,6 +50,8 @@ class Scored:
     seconds: float = 0.0
     again: float | None = None
     """Reward of the same answer scored again; None if it was not."""
+    raised: float = 0.0
+    """Number of reward functions that raised although the answer was scored."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from toprope.sdk.authoring.env_managed import REWARD_ERRORS
 from toprope.sdk.checks.answers import Probe, probes
 from toprope.sdk.checks.observed import Ended, Observed, Scored, SplitSeen, TaskSeen
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
@@ -196,8 +197,9 @@ class Trial:
             self._spoiled.add(probe.kind)
             return
         scored = Scored(
-            number, probe.kind, float(outcome["reward"]), bool(outcome["success"]), outcome["error"], seconds
-        )
+            number, probe.kind, float(outcome["reward"]), bool(outcome["success"]), outcome["error"], seconds,
+            raised=float(outcome["parts"].get(REWARD_ERRORS, 0.0)),
+        )  # fmt: skip
         if twice and probe.kind in _TWICE and not outcome["error"] and not self.late:
             second = await self.score("train", number, probe.text, f"score {probe.kind}")
             if second is not None and not second["error"]:

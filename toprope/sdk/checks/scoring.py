@@ -232,7 +232,17 @@ def lenient(seen: Observed) -> Finding | None:
 
 
 def scoring_raises(seen: Observed) -> Finding | None:
-    """Scoring raises on some answers."""
+    """Scoring raises on some answers, or a reward function on all of them."""
+    scored = [score for score in seen.scores if not score.error]
+    if scored and all(score.raised for score in scored):
+        return Finding(
+            "scoring_raises",
+            "warning",
+            f"Reward functions raise on each of {len(scored)} answers, which counts as 0; its log has the errors.",
+            "a reward function that raises on every answer teaches nothing",
+            seen.advice("mend it", "set its knobs, or add a package or data file that it needs, or tell its author"),
+            {"answers": len(scored)},
+        )
     errors = [
         score for score in seen.scores if score.error and not _of_range(score.error) and score.kind != "reference"
     ]

@@ -13,7 +13,7 @@ from typing import Any
 
 from toprope.sdk.authoring.env_managed import Session
 
-__all__ = ["lead_to_judge", "rollout_of"]
+__all__ = ["NobodyToAsk", "lead_to_judge", "rollout_of"]
 
 _GRADER = "grader"
 _LED = "_toprope_led"
@@ -22,6 +22,10 @@ _STAND_INS = ("", "none", "empty", "dummy", "<missing api key>")
 
 rollout_of: ContextVar[Session | None] = ContextVar("rollout_of", default=None)
 """The rollout in whose name the current task asks a model."""
+
+
+class NobodyToAsk(RuntimeError):
+    """A model was asked where no judge is known."""
 
 
 def lead_to_judge() -> None:
@@ -45,7 +49,7 @@ def _led(client: Any, options: Any) -> Any:
     session = rollout_of.get()
     keyless = str(client.api_key or "").lower() in _STAND_INS
     if session is None and keyless:
-        raise RuntimeError("a model was asked outside any rollout, as in a thread of its own: no judge is known there")
+        raise NobodyToAsk("a model was asked outside any rollout, as in a thread of its own: no judge is known there")
     if session is None or str(client.base_url).startswith(session.base_url):
         return options
     if not keyless and _GRADER not in session.roles:

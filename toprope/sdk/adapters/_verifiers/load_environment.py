@@ -20,7 +20,8 @@ from typing import Any
 from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.adapters._verifiers.judges import lead_to_judge, rollout_of
 from toprope.sdk.adapters._verifiers.prompts import messages_of_row, plain_messages, with_texts
-from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.adapters._verifiers.reward_errors import Raised, note_errors, noted
+from toprope.sdk.authoring.env_managed import REWARD_ERRORS, OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Part, Task, copy_for
 from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
 from toprope.sdk.discovery import first_line
@@ -57,7 +58,10 @@ class LoadedEnvironment(OwnLoop):
     tags = ("verifiers", "model-roles")
 
     def __init__(self, module: str) -> None:
+        import verifiers
+
         lead_to_judge()
+        note_errors(verifiers.Rubric)
         loaded = importlib.import_module(module)
         self._make = loaded.load_environment
         self.files = tuple(filter(None, [getattr(loaded, "__file__", None)]))
@@ -107,11 +111,12 @@ class LoadedEnvironment(OwnLoop):
         found: list[Any] = list(await asyncio.gather(*playing, return_exceptions=True))
         states = [one for one in found if not isinstance(one, BaseException) and one.get("error") is None]
         try:
-            if states:
-                await self._scored(states, sessions[0])
+            with noted() as raised:
+                if states:
+                    await self._scored(states, sessions[0])
         except Exception as error:
             return [one if isinstance(one, BaseException) else error for one in found]
-        return [one if isinstance(one, BaseException) else self._played(one) for one in found]
+        return [one if isinstance(one, BaseException) else self._played(one, raised) for one in found]
 
     async def rolled(self, session: Session) -> Any:
         """Return the state of one rollout of `self.task`, not scored."""
@@ -167,16 +172,22 @@ class LoadedEnvironment(OwnLoop):
             parts.setdefault(name, Part(float(weight), low, high, said if weight else said or "a metric"))
         if not parts:
             raise EnvironmentMistake("Its rubric has no reward functions, so there is nothing to learn from.")
+        parts.setdefault(REWARD_ERRORS, Part(0.0, 0.0, _METRIC_LIMIT, "reward functions that raised, which gives 0"))
         return parts
 
-    def _played(self, state: Any) -> Played:
+    def _played(self, state: Any, raised: Iterable[Raised] = ()) -> Played:
         trajectory = state.get("trajectory") or []
         turns, truncated = max(len(trajectory), 1), bool(state.get("is_truncated"))
         if state.get("error") is not None:
             error = state["error"]
             told = str(error) or str(error.__cause__ or "")
             return Played({}, turns=turns, truncated=truncated, error=f"{type(error).__name__}: {told}")
+        own = [one for one in raised if any(scored is state for scored in one.states)]
+        if unanswered := next((one.error for one in own if one.of_model()), None):
+            error = f"a reward asked a model: {type(unanswered).__name__}: {unanswered}"
+            return Played({}, turns=turns, truncated=truncated, error=error)
         parts = dict.fromkeys(self.parts, 0.0)
+        parts[REWARD_ERRORS] = float(len(own))
         for name, value in (state.get("metrics") or {}).items():
             part = self.parts.get(name)
             if part is None or value is None:

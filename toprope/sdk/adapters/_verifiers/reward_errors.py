@@ -1,0 +1,89 @@
+"""Note the errors of reward functions, which rubrics of verifiers before 0.2 log and count as reward 0.
+
+A function that fails on the answer gives 0 as its author means it. A judge that did not answer says nothing about it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.sdk.adapters._verifiers.judges import NobodyToAsk
+
+__all__ = ["Raised", "note_errors", "noted"]
+
+_DONE = "_toprope_notes"
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error of a reward function."""
+
+    states: Sequence[Any]
+    """The rollouts that it scored: one, or those of a group."""
+    error: BaseException
+
+    def of_model(self) -> bool:
+        """Return True if a model that it asked did not answer."""
+        import openai
+
+        one: BaseException | None = self.error
+        while one is not None:
+            if isinstance(one, openai.OpenAIError | NobodyToAsk):
+                return True
+            one = one.__cause__ or one.__context__
+        return False
+
+
+_raised: ContextVar[list[Raised] | None] = ContextVar("raised", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[list[Raised]]:
+    """Collect the errors of reward functions that are called meanwhile."""
+    found: list[Raised] = []
+    token = _raised.set(found)
+    try:
+        yield found
+    finally:
+        _raised.reset(token)
+
+
+def note_errors(rubric: type) -> None:
+    """Have a class of rubrics, with those derived from it, tell `noted` what a function raises."""
+    if hasattr(rubric, _DONE):
+        return
+    rubric._call_individual_reward_func = _noting(rubric._call_individual_reward_func)  # type: ignore[attr-defined]
+    rubric._call_group_reward_func = _noting(rubric._call_group_reward_func)  # type: ignore[attr-defined]
+    setattr(rubric, _DONE, True)
+
+
+def _noting(call: Any) -> Any:
+    """A rubric's method that calls a function for the state or the states of rollouts."""
+    signature = inspect.signature(call)
+
+    async def noting(*arguments: Any, **named: Any) -> Any:
+        rubric, function, scored = signature.bind(*arguments, **named).args
+        states = scored if isinstance(scored, list) else [scored]
+        return await call(rubric, _watched(function, states), scored)
+
+    return noting
+
+
+def _watched(function: Any, states: Sequence[Any]) -> Any:
+    @functools.wraps(function)  # verifiers reads the parameters and the name
+    async def watched(*arguments: Any, **named: Any) -> Any:
+        try:
+            said = function(*arguments, **named)
+            return await said if inspect.isawaitable(said) else said
+        except Exception as error:
+            if (found := _raised.get()) is not None:
+                found.append(Raised(states, error))
+            raise
+
+    return watched
