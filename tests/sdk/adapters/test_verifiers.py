@@ -13,11 +13,14 @@ from types import SimpleNamespace as Thing
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 from pydantic import BaseModel, Field, field_validator
 
+from tests.sdk.adapters.conftest import asked_of
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.harness import HARNESS
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.environment import Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, MissingKnobs
 from toprope.sdk.rollouts import configure
 from toprope.sdk.worker.splits import SPLITS, TaskSplits
@@ -110,7 +113,7 @@ class InterceptionServer:
 
 
 @pytest.fixture
-def open_taskset(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., OwnLoop]:
+def open_taskset(stand_in: Callable[..., None], unled: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., OwnLoop]:
     """A function that makes the environment of a taskset with these rewards, metrics, tools and episodes."""
 
     def make(
@@ -221,6 +224,33 @@ def test_a_conversation_that_exceeds_the_context_is_truncated(open_taskset: Call
     found, refused = sample(environment), sample(environment)
     assert isinstance(found, Played) and found.truncated and found.parts == {"exact": 0.5} and found.error is None
     assert isinstance(refused, Played) and refused.error == "ProviderError: the context is full"
+
+
+def test_judges_of_tasks_are_led_to_the_grader(
+    open_taskset: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verifiers gives them the key EMPTY if the owner has none."""
+
+    async def ask(env: Env, task: Any, context: Any) -> Any:
+        judge = AsyncOpenAI(base_url="https://judge.example.org/v1", api_key="EMPTY", max_retries=0)
+        said = await judge.chat.completions.create(model="large", messages=[{"role": "user", "content": "Right?"}])
+        return episode(trace({"exact": (float(said.choices[0].message.content == "yes"), 1.0)}))
+
+    monkeypatch.setattr(Env, "run_episode", ask)
+    environment = open_taskset(rewards=[reward("exact", 1.0, float)])
+    task = next(iter(environment.tasks()))
+    with asked_of("yes") as (url, asked):
+        grader = {"grader": {"base_url": url, "api_key": "owner", "model": "strong"}}
+        sessions = [Session(url, "k", "m", "judge"), Session("http://127.0.0.1:9/v1", "k", "m", roles=grader)]
+        found = asyncio.run(play(environment, task, sessions))
+    assert [one.parts for one in found if isinstance(one, Played)] == [{"exact": 1.0}] * 2
+    assert asked == [("Bearer judge", "m"), ("Bearer owner", "strong")]
+    assert "model-roles" in environment.tags, "the owner may name a grader"
+
+
+async def play(environment: OwnLoop, task: Task, sessions: list[Session]) -> list[Played | BaseException]:
+    """Play rollouts one after the other."""
+    return [(await environment.group(task, [one]))[0] for one in sessions]
 
 
 def test_penalties_are_solved_without_one(open_taskset: Callable[..., OwnLoop]) -> None:

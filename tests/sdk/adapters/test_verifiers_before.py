@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
-import json
 import os
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Thing
 from typing import Any
 
 import pytest
-from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI, OpenAIError
+from openai import AsyncOpenAI, AzureOpenAI, OpenAI, OpenAIError
 
+from tests.sdk.adapters.conftest import asked_of
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.judges import rollout_of
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
@@ -108,34 +105,8 @@ class SingleTurnEnv:
         return {"input": row, "error": None, "trajectory": [1, 2], "prompt": prompt, "completion": said}
 
 
-@contextmanager
-def asked_of(answer: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The address of a model that always answers the same, and the key and model of each request."""
-    asked: list[tuple[str, str]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((str(self.headers["Authorization"]), body["model"]))
-            message = {"role": "assistant", "content": answer}
-            choice = {"index": 0, "finish_reason": "stop", "message": message}
-            said = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(said).encode())
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1", asked
-        server.shutdown()
-
-
 @pytest.fixture
-def copying(stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnLoop:
+def copying(stand_in: Callable[..., None], unled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OwnLoop:
     stand_in("verifiers", SingleTurnEnv=SingleTurnEnv, Rubric=Rubric, __version__="0.1.14")
 
     async def refuse(response: Any) -> None:
@@ -149,10 +120,6 @@ def copying(stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.setenv("JUDGE_TEST_KEY", "left")
     monkeypatch.delenv("JUDGE_TEST_KEY")
-    for kind in (OpenAI, AsyncOpenAI, AzureOpenAI, AsyncAzureOpenAI):
-        monkeypatch.setattr(kind, "_prepare_options", kind._prepare_options)
-    monkeypatch.setattr(OpenAI, "_toprope_led", True, raising=False)
-    monkeypatch.delattr(OpenAI, "_toprope_led")
     return verifiers.make("copying")
 
 

@@ -5,6 +5,8 @@ if it has several. verifiers runs the rollouts with the session's key, by defaul
 _verifiers/harness.py), or through one of its own, which the knob `harness` names. Nothing leaves the machine: its
 default remote runtime is replaced by the local one, and results are not uploaded.
 
+Judges, and other models that tasks ask, are led to the rollout's grader or judge; see judges.py.
+
 If several agents of an episode learn, each rollout is one seat's: the others answer with the judge's key, and the
 reward is that of the seat's own trace. Each reward is a part with its author's weight, each metric a part of weight 0.
 """
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._verifiers.harness import HARNESS, client_config, register_harness, sessions_server
+from toprope.sdk.adapters._verifiers.judges import lead_to_judge, rollout_of
 from toprope.sdk.adapters._verifiers.listing import REQUIREMENTS, declared, installed, more_requirements
 from toprope.sdk.adapters._verifiers.load_environment import (
     LoadedEnvironment,
@@ -52,11 +55,12 @@ class Verifiers(OwnLoop):
     guessed_reference = True
     listed = True
     packages = ("verifiers",)
-    tags = ("verifiers",)
+    tags = ("verifiers", "model-roles")
 
     def __init__(self, taskset: str, file: str = "") -> None:
         from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
+        lead_to_judge()
         self._taskset_id = taskset
         cls = taskset_class(taskset)
         self.files = (file,) if file else ()
@@ -140,6 +144,7 @@ class Verifiers(OwnLoop):
         from verifiers.v1.types import SamplingConfig
 
         await self._served()
+        rollout_of.set(session)  # after what all rollouts share was started: that belongs to none
         sampling: dict[str, Any] = {
             "temperature": session.temperature,
             "top_p": session.top_p,

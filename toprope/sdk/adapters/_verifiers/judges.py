@@ -1,4 +1,4 @@
-"""Models that a package with `load_environment` asks besides the policy: judges, simulated users.
+"""Models that an environment of verifiers asks besides the policy: judges, simulated users.
 
 Authors make clients of OpenAI as they like, in rubrics, closures or reward functions, for services whose keys others
 do not have. With the role `grader`, all of them are led to the owner's model; without, those that have no key are led
