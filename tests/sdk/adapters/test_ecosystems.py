@@ -240,9 +240,16 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
     package("stranger", "Requires-Dist: numpy", "__all__ = ['MyTaskset']")
     package("plain", "Requires-Dist: numpy", "x = 1")
     new, old, stranger = verifiers.installed(tmp_path)
+    contents: list[str] = []
     assert stranger.name == "stranger"
     assert (new.name, new.target, new.description, new.problem) == ("new_env", "new_env", "About new_env", "")
     assert old.name == "old_env" and old.needs == "install" and "-r 'verifiers<0.2'" in old.problem
+    assert not new.content, "its record has no hashes"
+    for digest in ("one", "two", "one"):
+        lines = f"stranger/__init__.py,sha256={digest},9\nstranger-1.0.dist-info/INSTALLER,sha256=x,4\n"
+        (tmp_path / "stranger-1.0.dist-info" / "RECORD").write_text(lines)
+        contents.append(verifiers.installed(tmp_path)[2].content)
+    assert contents[0] == contents[2] != contents[1]
     (tmp_path / "verifiers").mkdir()
     assert verifiers.more_requirements(tmp_path) == ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.2.37")
     (tmp_path / "verifiers-0.1.14.dist-info").mkdir()

@@ -309,6 +309,21 @@ def test_folders_of_a_checkout_are_searched_and_long_names_are_shortened(tmp_pat
     assert name_of(long) == entry.name != name_of(long + "2") and name_of("Wordle v0!") == "wordle-v0"
 
 
+def test_packages_of_different_content_with_one_name_are_told_apart(tmp_path: Path) -> None:
+    contents = {"mine": "a", "theirs": "b", "again": "b", "old": ""}
+    known = []
+    for name in contents:
+        (tmp_path / f"python-{name}").touch()
+        known.append(Known(name, str(tmp_path / f"python-{name}"), install(tmp_path / name, "alpha")))
+
+    def installed(site: Path) -> list[Listed]:
+        return [Listed("wordle", "wordle", content=contents[site.name])]
+
+    source = InstalledSource(lambda: [stub("alpha", "alpha", installed=installed)], lambda: known)
+    entries = {one.name: Path(str(one.environment.interpreter)).name for one in source.entries(Names())}
+    assert entries == {"alpha/wordle": "python-mine", "alpha/wordle@theirs": "python-theirs"}
+
+
 def test_an_environment_runs_in_the_interpreter_that_can_run_it(tmp_path: Path) -> None:
     first, second = install(tmp_path / "first", "alpha"), install(tmp_path / "second", "alpha", "right")
 

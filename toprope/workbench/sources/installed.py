@@ -1,7 +1,8 @@
 """Environments in installed packages, found by each adapter in the files of each interpreter.
 
 An ecosystem without an interpreter is one entry that says how to install it. An environment that several interpreters
-have is one entry: it runs in the first one that can run it.
+have is one entry: it runs in the first one that can run it. If packages of different content have one name, the later
+entry's ends with the name of its interpreter.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class InstalledSource:
         if not adapter.lists_packages:
             return []
         entries: dict[str, Entry] = {}
+        contents: dict[str, str] = {}
         for one in interpreters:
             if not adapter.is_in(one.site_packages):
                 continue
@@ -63,7 +65,8 @@ class InstalledSource:
                 entries[name] = broken(name, problem, self.kind, ecosystem=adapter.name)
                 continue
             for listed in found:
-                name = f"{adapter.name}/{listed.name}"
+                name = _name(contents, f"{adapter.name}/{listed.name}", listed.content, one.name)
+                contents.setdefault(name, listed.content)
                 entry = entry_of(listed, name, self.kind, adapter, one.python)
                 if name not in entries or (entry.status == "ready" and entries[name].status != "ready"):
                     entries[name] = entry
@@ -76,6 +79,21 @@ class InstalledSource:
         if known is None or known[0] != stamp:
             known = self._read[adapter.name, site_packages] = (stamp, adapter.installed(site_packages))
         return known[1]
+
+
+def _name(contents: dict[str, str], name: str, content: str, interpreter: str) -> str:
+    """Return the name of the entry with this content, or one that is free.
+
+    Args:
+        contents: Content of the package by entry; empty if unknown, which is taken for the same.
+        name: The name without that of an interpreter.
+        content: That of the package.
+        interpreter: Name of the interpreter that has it.
+    """
+    for known, theirs in contents.items():
+        if (known == name or known.startswith(f"{name}@")) and (not content or not theirs or content == theirs):
+            return known
+    return f"{name}@{interpreter}" if name in contents else name
 
 
 def _stamp(site_packages: Path) -> object:

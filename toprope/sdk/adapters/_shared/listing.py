@@ -52,6 +52,8 @@ class Listed:
     """Known problem with its remedy; empty if none is known."""
     needs: str = ""
     """`install`, `network` or `key` if the problem is one of these."""
+    content: str = ""
+    """Digest of the package that provides it, which tells packages with one module name apart; empty if unknown."""
 
 
 def with_nltk_data(make: Callable[[], _Made]) -> _Made:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from toprope.sdk.adapters._shared.listing import Listed
@@ -30,10 +32,11 @@ def installed(site_packages: Path) -> list[Listed]:
         except OSError:
             continue
         summary = next((line[9:] for line in text.splitlines() if line.startswith("Summary: ")), "")
+        content = _digest(record)
         for name in _top_level(line.partition(",")[0].removeprefix("./") for line in record.splitlines()):
             module = name.removesuffix("/__init__.py").removesuffix(".py")
             if module != _PACKAGE and (listed := _listed(site_packages / name, module, summary, before)):
-                found.append(listed)
+                found.append(replace(listed, content=content))
     return found
 
 
@@ -70,6 +73,13 @@ def _names_verifiers(folder: Path) -> bool:
         return any(re.match(rf"\s*{_PACKAGE}\b(?!-)", one) for one in asked)
     except (OSError, ValueError, LookupError, TypeError):
         return False
+
+
+def _digest(record: str) -> str:
+    """Return a digest of a wheel's files, but for its metadata; empty if its record has no hashes, as of a link."""
+    lines = sorted(line.removeprefix("./") for line in record.splitlines() if ",sha256=" in line)
+    files = [line for line in lines if ".dist-info/" not in line]
+    return hashlib.sha256("\n".join(files).encode()).hexdigest()[:16] if files else ""
 
 
 def _top_level(files: Iterable[str]) -> Iterable[str]:
