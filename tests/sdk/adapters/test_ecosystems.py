@@ -260,9 +260,11 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
         (tmp_path / "projects" / kind / kind).mkdir(parents=True)
         (tmp_path / "projects" / kind / kind / "__init__.py").write_text(text)
     tasks = tmp_path / "projects" / "tasks"
-    for asked, more in (("datasets", verifiers.REQUIREMENTS), ("verifiers>=0.4", ("uv",))):
+    by_source = 'verifiers"]\n[tool.uv]\nsources.verifiers = { branch = "main", git = "x" }\nx = ["'
+    address = "verifiers @ git+https://git.example/x/verifiers.git@284a868"
+    for asked, more in (("datasets", None), ("verifiers>=0.4", ("uv",)), (address, None), (by_source, None)):
         (tasks / "pyproject.toml").write_text(f'[project]\nname = "tasks"\ndependencies = ["{asked}"]\n')
-        assert verifiers.more_requirements(tasks) == more, "authors leave verifiers out"
+        assert verifiers.more_requirements(tasks) == (more or verifiers.REQUIREMENTS)
     assert verifiers.more_requirements(tmp_path / "projects" / "loads")[0] == "verifiers<0.2"
     (tmp_path / "echo_env").mkdir()
     (tmp_path / "echo_env" / "openenv.yaml").write_text('name: "echo"\napp: server.app:app\n')

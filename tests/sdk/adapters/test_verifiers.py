@@ -21,7 +21,7 @@ from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.harness import HARNESS
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Task
-from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, MissingKnobs
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
 from toprope.sdk.rollouts import configure
 from toprope.sdk.worker.splits import SPLITS, TaskSplits
 
@@ -336,6 +336,18 @@ def test_images_are_named_as_unsupported(open_taskset: Callable[..., OwnLoop], s
     data.prompt = [Thing(role="user", content=[Thing(type="text"), Thing(type="image_url")])]
     with pytest.raises(InvalidRequest, match="content of type image_url"):
         list(environment.tasks())
+
+
+def test_a_version_with_both_interfaces_plays_tasksets(
+    open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in("copy_words")
+    stand_in("verifiers", SingleTurnEnv=object)
+    open_taskset(rewards=[reward("exact", 1.0, float)])
+    assert isinstance(verifiers.make("copy_words"), verifiers.Verifiers)
+    monkeypatch.setitem(sys.modules, "verifiers.v1.utils.loaders", None)
+    with pytest.raises(LoadError, match="knows no tasksets"):
+        verifiers.make("copy_words")
 
 
 def test_harness_that_needs_a_container_is_refused_with_the_knob(

@@ -295,6 +295,24 @@ def test_a_project_of_a_repository_takes_the_repository_that_it_lies_in(tmp_path
         assert given(f"arena-core @ {address}") == [], "others may have put it there"
 
 
+def test_a_version_takes_the_place_of_an_address(tmp_path: Path) -> None:
+    git = "git+https://git.example/judges/verifiers.git@284a868"
+    by_source = '[tool.uv.sources]\nverifiers = { git = "https://git.example/judges/verifiers.git", branch = "main" }\n'
+
+    def given(required: str, more: str, *requirements: str) -> list[str]:
+        (tmp_path / "pyproject.toml").write_text(f'[project]\ndependencies = ["six", "{required}"]\n{more}')
+        return list(overrides([str(tmp_path), *requirements]))
+
+    versions = ("verifiers==0.4.*", "six>=1", "uv")
+    assert given(f"verifiers @ {git}", "", *versions) == ["verifiers==0.4.*"]
+    assert given("verifiers>=0.1.11", by_source, *versions) == ["verifiers==0.4.*"]
+    assert given(f"verifiers @ {git}", "") == given("verifiers>=0.1.11", "", *versions) == []
+    chosen = "[tool.uv]\noverride-dependencies = ['verifiers==0.3.1']\n"
+    assert given(f"verifiers @ {git}", chosen, *versions) == ["verifiers==0.3.1"]
+    index = '[tool.uv.sources]\nverifiers = { index = "theirs" }\n'
+    assert given("verifiers>=0.1.11", index, *versions) == []
+
+
 def test_packages_satisfy_requirements_with_their_extras(tmp_path: Path) -> None:
     needs = "Requires-Dist: game\nRequires-Dist: chess; extra == 'board'\nRequires-Dist: dice; extra == 'party'\n"
     needs += "Requires-Dist: tables[all]; extra == 'all'\n"

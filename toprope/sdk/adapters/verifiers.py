@@ -286,26 +286,34 @@ def make(target: str) -> OwnLoop:
             f"verifiers is not installed for {sys.executable} ({error}). Make it an interpreter of its own with "
             f"{', '.join(REQUIREMENTS)}."
         ) from error
-    if hasattr(verifiers, "SingleTurnEnv"):
-        return _before(target, str(getattr(verifiers, "__version__", "?")))
+    if hasattr(verifiers, "SingleTurnEnv") and (found := _before(target, str(getattr(verifiers, "__version__", "?")))):
+        return found
     taskset, file = _taskset(target)
     return Verifiers(taskset, file)
 
 
-def _before(target: str, version: str) -> OwnLoop:
-    """Make the environment of a module for verifiers before 0.2."""
+def _before(target: str, version: str) -> OwnLoop | None:
+    """Make the environment of a module with `load_environment`; None if it has none and this verifiers has tasksets.
+
+    Raises:
+        LoadError: It has none, and this verifiers has no tasksets.
+    """
     module = target
     if ".py" in target:
         path = Path(target.partition(".py")[0] + ".py")
         if str(path.parent) not in sys.path[:1]:
             sys.path.insert(0, str(path.parent))
         module = path.stem
-    if not loads_environment(module):
+    if loads_environment(module):
+        return LoadedEnvironment(module)
+    try:  # versions between have both interfaces
+        importlib.import_module("verifiers.v1.utils.loaders")
+    except ImportError:
         raise LoadError(
             f"{module} has no load_environment, and verifiers {version} knows no tasksets: it needs "
             f"{', '.join(REQUIREMENTS)} in an interpreter of its own."
-        )
-    return LoadedEnvironment(module)
+        ) from None
+    return None
 
 
 def _taskset(target: str) -> tuple[str, str]:

@@ -19,15 +19,27 @@ __all__ = ["overrides"]
 
 
 def overrides(requirements: Iterable[str]) -> Iterator[str]:
-    """Yield what projects in folders declare (`[tool.uv]`), and the project that one lies in.
+    """Yield what projects in folders declare (`[tool.uv]`), the project that one lies in, and versions of packages.
 
-    The latter if it requires that by the address of a git repository alone: a clone has it, and needs no network.
+    The project if it is required by the address of a git repository alone: a clone has it, and needs no network. A
+    version if it is asked for beside a project that takes the package by an address, which admits no version.
     """
-    for one in requirements:
+    asked = list(requirements)
+    found: list[str] = []
+    addressed: set[str] = set()
+    for one in asked:
         project = _project(Path(one))
-        yield from _declared(project)
+        found += _declared(project)
         if Path(one).is_absolute():  # others are names of packages
-            yield from _above(Path(one), project)
+            found += _above(Path(one), project)
+            addressed |= _addressed(project)
+    yield from found
+    taken = {canonicalize_name(Requirement(line).name) for line in found}
+    for one in asked:
+        with contextlib.suppress(InvalidRequirement):
+            version = Requirement(one)
+            if version.specifier and canonicalize_name(version.name) in addressed - taken:
+                yield one
 
 
 def _project(folder: Path) -> dict[str, Any]:
@@ -48,6 +60,16 @@ def _declared(project: dict[str, Any]) -> Iterator[str]:
             require_no_secret(line)
             if line.isprintable():  # a URL may hold a line break, and what follows be an option
                 yield line
+
+
+def _addressed(project: dict[str, Any]) -> set[str]:
+    """Names of the packages that a project takes by an address, itself or by the sources that it gives uv."""
+    found: set[str] = set()
+    with contextlib.suppress(InvalidRequirement, LookupError, TypeError):
+        found |= {one.name for line in project["project"]["dependencies"] if (one := Requirement(line)).url}
+    with contextlib.suppress(LookupError, TypeError, AttributeError):
+        found |= {name for name, source in project["tool"]["uv"]["sources"].items() if "index" not in source}
+    return {str(canonicalize_name(name)) for name in found}
 
 
 def _above(folder: Path, project: dict[str, Any]) -> Iterator[str]:

@@ -67,10 +67,12 @@ def more_requirements(place: Path) -> tuple[str, ...]:
 
 
 def _names_verifiers(folder: Path) -> bool:
-    """Return True if a project requires verifiers itself."""
+    """Return True if a project requires verifiers by version; another version than one by address may be right here."""
     try:
-        asked = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
-        return any(re.match(rf"\s*{_PACKAGE}\b(?!-)", one) for one in asked)
+        project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
+        asked = [one for one in project["project"]["dependencies"] if re.match(rf"\s*{_PACKAGE}\b(?!-)", one)]
+        source = project.get("tool", {}).get("uv", {}).get("sources", {}).get(_PACKAGE, {"index": ""})
+        return bool(asked) and "@" not in asked[0] and "index" in source
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
