@@ -247,6 +247,35 @@ def test_server_that_compares_a_group_waits_for_the_rollouts_there_are(tmp_path:
     )
 
 
+def test_server_of_a_folder_comes_before_an_installed_one_and_finds_its_hidden_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = published(tmp_path, [{"responses_create_params": {"input": f"Question {number}"}} for number in range(30)])
+    (tmp_path / "nemo_gym" / "__init__.py").write_text(
+        "import sys\nfrom pathlib import Path\nhome = str(Path(__file__).absolute().parent.parent)\n"
+        "sys.path[:] = [one for one in sys.path if one != home] + [home]\n"
+    )
+    (file.parent / ".fetched").mkdir()
+    (file.parent / ".fetched" / "word").write_text("newer")
+    words = "from pathlib import Path\nfrom resources_servers.older import MORE\n"
+    (file.parent / "words.py").write_text(f"{words}RIGHT = Path('.fetched/word').read_text() + MORE\n")
+    older = tmp_path / "site" / "resources_servers"
+    (older / "judged").mkdir(parents=True)
+    for name in ("app", "words", "served"):
+        (older / "judged" / f"{name}.py").write_text("raise LookupError('an older server')\n")
+    (older / "older.py").write_text("MORE = ' and older'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    target = json.loads(nemo_gym.declared(file, parse(file))[0].target)
+    target["packages"].append(str(tmp_path / "omegaconf"))
+    with closing(OpenAiStandIn(lambda asked: "yes")) as judge:
+        service = Service()
+        source = {"adapter": "nemo_gym", "target": json.dumps({**target, "timeout_s": 10})}
+        service.answer("open", {"source": source, "knobs": {"judge_url": judge.url}})
+        [handle], _ = begun(service, 1)
+        assert say(service, [handle, "fine"])[0]["outcome"]["reward"] == 0.5
+        assert [one["content"] for one in judge.seen[-1][2]["messages"]] == ["Is fine newer and older?"]
+
+
 def test_server_whose_rows_have_images_is_listed_with_the_reason(tmp_path: Path) -> None:
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,"}]}]
     file = published(tmp_path, [{"responses_create_params": {"input": image}}])

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.machinery
+import importlib.util
 import inspect
 import json
 import os
@@ -55,7 +57,9 @@ def _serve(errors: Any) -> None:
     # Only the packages can be read, not the folder that they are in; servers write beside their code.
     root = Path(tempfile.mkdtemp(prefix="gym-"))
     own = root / folder.parent.name / name
-    shutil.copytree(folder, own, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    shutil.copytree(folder, own, symlinks=True, ignore=_not_copied)
+    for hidden in (one for one in folder.iterdir() if one.name.startswith(".")):
+        (own / hidden.name).symlink_to(hidden)  # an author's script may have put data there
     for package in packages:
         for one in package.iterdir() if package == folder.parent else [package]:
             if one != folder:
@@ -63,6 +67,8 @@ def _serve(errors: Any) -> None:
     sys.path[:0] = [str(root)]
     sys.path.append(str(own))
     os.chdir(own)
+    if folder.parent in packages:
+        _prefer(root, folder.parent.name)
     settings, left = _settings(folder)
     own_settings = {**settings, **json.loads(os.environ.get(SETTINGS) or "{}")}
     file = str(own_settings.get("entrypoint") or "app.py").removesuffix(".py")
@@ -82,6 +88,25 @@ def _serve(errors: Any) -> None:
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+
+
+def _not_copied(folder: str, names: list[str]) -> list[str]:
+    """Return the names in a folder that are not copied; a wall may have closed hidden ones."""
+    return [name for name in names if name == "__pycache__" or name.startswith(".")]
+
+
+def _prefer(root: Path, servers: str) -> None:
+    """Import servers from `root` before those of an installed package.
+
+    NeMo Gym moves the folder that it is in, which is `root`, to the end of the path, and each of its versions brings
+    the servers of its day.
+    """
+    spec = importlib.machinery.ModuleSpec(servers, None, is_package=True)
+    places = [Path(entry) / servers for entry in sys.path]  # `root` is the first
+    spec.submodule_search_locations = [str(place) for place in places if place.is_dir()]
+    sys.modules[servers] = importlib.util.module_from_spec(spec)
+    importlib.import_module("nemo_gym")
+    sys.path[:] = [str(root), *(entry for entry in sys.path if entry != str(root))]
 
 
 def _server_of(module: Any) -> Any:
