@@ -34,11 +34,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from toprope.sdk.adapters._servers.nemo_gym import messages_of, response_of
 from toprope.sdk.adapters._servers.nemo_gym_files import command, declared, installed
-from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, JUDGE_MODEL, SETTINGS, TOGETHER
+from toprope.sdk.adapters._servers.nemo_gym_serve import FAILED, JUDGE, JUDGE_MODEL, SETTINGS, TOGETHER
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.adapters._shared import rows as _rows
 from toprope.sdk.adapters._shared.bounds import Bounds
@@ -202,7 +202,7 @@ class NemoGym(ToolEnvironment):
         if answer.status in _REFUSED:
             return self._refused(answer)
         self._refusals = 0
-        found = answer.value("/step")
+        found = _judged(answer, "/step")
         if not isinstance(found, Mapping):
             raise EnvironmentMistake(f"/step returned {str(found)[:200]}")
         self._total += float(found.get("reward") or 0.0)
@@ -328,11 +328,12 @@ class NemoGym(ToolEnvironment):
         if asked is None:
             self._close()
             return {"reward": self._bounds.value(self._total, "the sum of steps"), **dict.fromkeys(self._shown, 0.0)}
-        found = self._server.post("verify", asked, self._cookies, {TOGETHER: str(together)}).value("/verify")
+        found = _judged(self._server.post("verify", asked, self._cookies, {TOGETHER: str(together)}), "/verify")
         if not isinstance(found, Mapping) or found.get("reward") is None:
             raise EnvironmentMistake(f"/verify returned no reward: {str(found)[:200]}")
-        if found.get("mask_sample"):
-            why = found.get("failure_reason") or found.get("failure_kind") or "no reason given"
+        if found.get("mask_sample") or found.get("_ng_failure_class"):
+            judge = found.get("_ng_failure_judge_error") or found.get("_ng_failure_class")
+            why = found.get("failure_reason") or judge or found.get("failure_kind") or "no reason given"
             raise EnvironmentMistake(f"/verify rejected this rollout: {why}")
         values = {"reward": self._bounds.value(found["reward"], "/verify")}
         for name in self._shown:
@@ -365,6 +366,18 @@ def _has_steps(server: JsonServer) -> bool:
     except (EnvironmentMistake, AttributeError):
         return False
     return "/step" in paths and "/reset" in paths
+
+
+def _judged(answer: Answer, what: str) -> Any:
+    """Return the value of an answer with a reward.
+
+    Raises:
+        EnvironmentMistake: No such answer, or a model failed that the server asked for it.
+    """
+    found = answer.value(what)
+    if why := answer.headers.get(FAILED.lower()):
+        raise EnvironmentMistake(f"{what} gave a reward without a model that it asks: {unquote(why)}")
+    return found
 
 
 def _info(found: Any) -> Mapping[str, Any]:

@@ -50,7 +50,15 @@ class Judged(SimpleResourcesServer):
                 return JSONResponse({"reward": len(waiting)})
             said = (await request.json())["response"]["output"][0]["content"][0]["text"]
             asked = {"input": [{"role": "user", "content": f"Is {said} {RIGHT}?"}], "max_output_tokens": 5}
-            answer = await self.server_client.post(server_name="grader", url_path="/v1/responses", json=asked)
+            for again in range(3):
+                try:
+                    answer = await self.server_client.post(server_name="grader", url_path="/v1/responses", json=asked)
+                    break
+                except Exception:
+                    if not self.config.retries:
+                        return JSONResponse({"reward": 0})
+                    if again == 2:
+                        raise
             verdict = (await answer.json())["output"][0]["content"][0]["text"]
             return JSONResponse({"reward": self.config.points * ("yes" in verdict)})
 
@@ -66,6 +74,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="allow")
     points: float = 0.0
     asks_at_once: str = ""
+    retries: bool = False
     num_rollouts_per_prompt: int = 1
 class SimpleResourcesServer(BaseModel):
     config: Config
@@ -121,7 +130,12 @@ def test_server_of_a_folder_is_listed_started_and_judged_by_a_named_endpoint(tmp
         assert played(judge_url=judge.url, settings={"points": 0.25})["reward"] == 0.25
         assert judge.url.endswith("/v1")
         assert played(judge_url=judge.url, settings={"asks_at_once": judge.url.removesuffix("/v1")})["reward"] == 0.5
-    assert "'grader': name an endpoint by the knob judge_url" in played()["error"]
+    assert "'grader': name an endpoint by the knob judge_url" in played(settings={"retries": True})["error"]
+    assert "without a model that it asks: RuntimeError: it asks the model 'grader': name an" in played()["error"]
+    with closing(OpenAiStandIn(lambda asked: "yes")) as judge:
+        assert "RuntimeError: the judge answered 500" in played(judge_url=judge.url, judge_model="broken")["error"]
+        again = {"judge_url": judge.url, "judge_model": "limited", "settings": {"retries": True}}
+        assert played(**again)["reward"] == 0.5, "the second try succeeded"
     with pytest.raises(LoadError, match="'grader': name an endpoint by the knob judge_url"):
         played(settings={"asks_at_once": "http://judge"})
     with pytest.raises(LoadError, match=r"has wrong ones \(points: .* number.*Set them by the knob `settings`"):

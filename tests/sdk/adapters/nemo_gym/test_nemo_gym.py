@@ -93,6 +93,11 @@ def test_nemo_gym_marks_truncated_answer_incomplete(gym: Gym, tmp_path: Path) ->
             "/verify gave 3, beyond 0 to 1: declare `range`: [low, high], or `clip`: true, in the target",
         ),
         ("/verify", (200, {"reward": 0, "mask_sample": True, "failure_reason": "judge is out"}), "judge is out"),
+        (
+            "/verify",
+            (200, {"reward": 0, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "HTTPError: 503"}),
+            "/verify rejected this rollout: HTTPError: 503",
+        ),
     ],
 )
 def test_nemo_gym_reports_failed_verification(

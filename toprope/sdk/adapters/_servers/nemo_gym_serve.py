@@ -21,14 +21,18 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 JUDGE, JUDGE_MODEL, KEY = "TOPROPE_JUDGE_URL", "TOPROPE_JUDGE_MODEL", "OPENAI_API_KEY"
 SETTINGS = "TOPROPE_SERVER_SETTINGS"
 """JSON of settings in place of those of the configuration."""
 TOGETHER = "X-Toprope-Together"
 """Header of a verification: the number of rollouts that are verified at the same time."""
+FAILED = "X-Toprope-Model-Failed"
+"""Header of an answer: the error, percent-encoded, of a model that the server asked in vain."""
 _COHORT = "num_rollouts_per_prompt"
 """The setting with which a server waits for so many rollouts before it compares them."""
 _WHOLE = "NEMO_GYM_CONFIG_DICT"
@@ -39,6 +43,9 @@ _OPEN = re.compile(r"\$\{(?:(oc\.env|oc\.select):)?([\w.]+)(?:, *([^${}]*))?\}")
 _HIDDEN, _SHOWN = str.maketrans("${}", "\0\1\2"), str.maketrans("\0\1\2", "${}")
 """Signs of values that were filled in already, so that they are not filled in again; and back."""
 _WAIT_S = 300.0
+_LONGEST_FAILURE = 500
+_failed: ContextVar[dict[tuple[str, str], str]] = ContextVar("failed")
+"""Errors of the models that the request in progress asks, by what was asked."""
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _OF_ENDPOINT = ("_url", "_key", "_model", "_model_name")
 """Endings of the names of an endpoint's settings."""
@@ -84,6 +91,7 @@ def _serve(errors: Any) -> None:
         maybe_auto_expose(server, app)
     if hasattr(server.config, _COHORT):
         _compare_groups(app, server.config)
+    app.add_middleware(_Noting)
     _tell_failures(app, errors)
     import uvicorn  # type: ignore[import-not-found,unused-ignore]
 
@@ -258,8 +266,15 @@ def _client(settings: dict[str, Any]) -> Any:
         """Asks the endpoint for every model."""
 
         async def post(self, server_name: str, url_path: str, **asked: Any) -> _Answer:
-            self._build_server_base_url({"name": server_name})
-            return await _asked(url_path, asked.get("json") or {})
+            failed, what = _failed.get({}), (server_name, repr(asked.get("json")))
+            try:
+                self._build_server_base_url({"name": server_name})
+                answer = await _asked(url_path, asked.get("json") or {})
+            except Exception as error:
+                failed[what] = f"{type(error).__name__}: {error}"
+                raise
+            failed.pop(what, None)
+            return answer
 
         def poll_for_status(self, server_name: str) -> str:
             return "success"
@@ -371,6 +386,25 @@ def _compare_groups(app: Any, config: Any) -> None:
         return await go_on(request)
 
     app.add_middleware(BaseHTTPMiddleware, dispatch=compared)
+
+
+class _Noting:
+    """Adds the header `FAILED`, since many servers take a model that fails for a wrong answer."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        failed: dict[tuple[str, str], str] = {}
+        _failed.set(failed)
+
+        async def noted(message: Any) -> None:
+            if failed and message["type"] == "http.response.start":
+                why = quote(next(iter(failed.values()))[:_LONGEST_FAILURE])
+                message = {**message, "headers": [*message["headers"], (FAILED.lower().encode(), why.encode())]}
+            await send(message)
+
+        await self._app(scope, receive, noted)
 
 
 def _tell_failures(app: Any, errors: Any) -> None:
