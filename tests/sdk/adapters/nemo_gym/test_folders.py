@@ -290,6 +290,22 @@ def test_server_of_a_folder_comes_before_an_installed_one_and_finds_its_hidden_d
         assert [one["content"] for one in judge.seen[-1][2]["messages"]] == ["Is fine newer and older?"]
 
 
+def test_installed_server_whose_requirements_are_missing_is_listed_with_the_command(tmp_path: Path) -> None:
+    file = published(tmp_path, [{"responses_create_params": {"input": "Question"}}])
+    needed = "-e nemo-gym[dev] @ ../../\n# for the words\nWord_List[en]>=2 # all\ngit+https://h.example/a/b.git@v1\n"
+    (file.parent / "requirements.txt").write_text(f"{needed}old; python_version < '3'\n")
+    [listed] = nemo_gym.installed(tmp_path)
+    assert listed.needs == "install" and listed.problem.endswith(
+        "The owner installs them: toprope env add nemo-gym --name nemo-gym-judged "
+        "-r 'Word_List[en]>=2' -r git+https://h.example/a/b.git@v1"
+    )
+    (tmp_path / "word_list-1.0.dist-info").mkdir()
+    assert nemo_gym.installed(tmp_path)[0].needs == "install"
+    (tmp_path / "b_of_a-1.0.dist-info").mkdir()
+    (tmp_path / "b_of_a-1.0.dist-info" / "direct_url.json").write_text('{"url": "https://h.example/a/b.git"}')
+    assert nemo_gym.installed(tmp_path)[0].problem == ""
+
+
 def test_server_whose_rows_have_images_is_listed_with_the_reason(tmp_path: Path) -> None:
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,"}]}]
     file = published(tmp_path, [{"responses_create_params": {"input": image}}])

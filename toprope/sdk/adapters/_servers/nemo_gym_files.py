@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from toprope.sdk.adapters._shared.listing import Listed
-from toprope.sdk.discovery import first_line, parse
+from toprope.sdk.discovery import first_line, name_of, parse
 
 __all__ = ["command", "declared", "installed", "rows_beside"]
 
@@ -19,6 +23,8 @@ _RESULTS = re.compile(r"rollouts|metrics|profiling|prepare|materialized")
 """In names of data files that are no tasks."""
 _NOT_TEXT = re.compile(r'"type": ?"(?:input_image|image_url|input_audio|audio_url)"')
 _LOOKED_AT = 1 << 20
+_NAMED = re.compile(r"([A-Za-z0-9][\w.-]*) *(?:\[[^\]]*\] *)?(?:[<>=!~@;].*)?")
+"""A requirement with the name of its package."""
 _DESCRIPTION = re.compile(r"^ +description: *(.+)$", re.MULTILINE)
 
 
@@ -40,14 +46,55 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
 
 
 def installed(site_packages: Path) -> list[Listed]:
-    """List the servers that come with the package."""
-    found = []
+    """List the servers that come with the package, which does not bring what each of them requires."""
+    found: list[Listed] = []
+    present = list(site_packages.glob("*.dist-info"))
+    names = {_plain(one.name.partition("-")[0]) for one in present}
+    places = " ".join(_text(one / "direct_url.json") for one in present)
     for file in sorted(site_packages.glob(f"{_PARENT}/*/app.py")):
         try:
-            found += declared(file, parse(file))
+            listed = declared(file, parse(file))
+            required = list(_requirements(file.parent))
         except (OSError, SyntaxError, ValueError):
             continue
+        if all(_is_present(one, names, places) for one in required):
+            found += listed
+            continue
+        more = [word for one in required for word in ("-r", one)]
+        words = ["toprope", "env", "add", "nemo-gym", "--name", name_of(f"nemo-gym-{file.parent.name}"), *more]
+        problem = f"It needs packages that NeMo Gym does not bring. The owner installs them: {shlex.join(words)}"
+        found += [one if one.problem else replace(one, problem=problem, needs="install") for one in listed]
     return found
+
+
+def _requirements(folder: Path) -> Iterator[str]:
+    """Yield what a server requires besides NeMo Gym, which its authors name by the folder that it is in."""
+    lines = [line.partition(" #")[0].strip() for line in _text(folder / "requirements.txt").splitlines()]
+    if not lines and (project := _text(folder / "pyproject.toml")):
+        asked = tomllib.loads(project).get("project", {}).get("dependencies")
+        lines = [str(one) for one in asked] if isinstance(asked, list) else []
+    for line in lines:
+        if line and not line.startswith(("#", "-")) and ";" not in line:  # some are for other systems alone
+            yield line
+
+
+def _is_present(requirement: str, names: set[str], places: str) -> bool:
+    """Return True if a package of the required name, or from the required address, is installed in any version.
+
+    Args:
+        names: Names of the installed packages.
+        places: The addresses that packages were installed from.
+    """
+    if named := _NAMED.fullmatch(requirement):
+        return _plain(named[1]) in names
+    address = requirement.removeprefix("git+").partition("#")[0]
+    before, _, last = address.rpartition("/")
+    return f"{before}/{last.partition('@')[0]}" in places
+
+
+def _plain(name: str) -> str:
+    """Return the normal form of a package's name."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def command(folder: str, packages: list[str]) -> tuple[str, ...]:
