@@ -306,6 +306,19 @@ def test_server_reads_and_writes_beside_its_code_without_changing_it(package: Pa
     assert not (file.parent / "mazes").exists()
 
 
+def test_server_behind_a_wall_shares_values_without_local_sockets(package: Path) -> None:
+    with (package / "maze_env" / "server" / "app.py").open("a") as more:
+        more.write("import multiprocessing\nwith multiprocessing.get_context('fork').Manager() as manager:\n")
+        more.write("    shared = manager.list([1])\n    print(type(manager.address).__name__, list(shared))\n")
+    [found] = openenv.installed(package)
+    words = [word.replace("{python}", sys.executable) for word in json.loads(found.target)["command"]]
+    words = [word.replace("{port}", "81") for word in words]
+    for walled, address in (("", "str [1]\n"), ("1", "tuple [1]\n")):
+        surroundings = os.environ | {"TOPROPE_WALLED": walled}
+        done = subprocess.run(words, capture_output=True, text=True, cwd=package, env=surroundings, timeout=60)
+        assert done.stdout.startswith(address), done.stderr
+
+
 def test_app_is_imported_from_a_folder_with_its_package_alone(package: Path) -> None:
     file = package / "maze_env" / "server" / "app.py"
     words, folder = openenv.started(file.parent / ".." / "server" / "app.py", "app")

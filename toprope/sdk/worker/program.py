@@ -84,33 +84,6 @@ def _bring_in_sdk() -> None:
     spec.loader.exec_module(package)
 
 
-class _WithoutLocalSockets:
-    """Adapts multiprocessing to a wall, which refuses local sockets: managers listen on loopback, no server forks."""
-
-    _MODULES = ("multiprocessing.connection", "multiprocess.connection", "multiprocessing.context")
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in self._MODULES:
-            return None
-        import importlib.machinery
-
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def adapted(module: Any) -> None:
-            execute(module)
-            if hasattr(module, "default_family"):
-                module.default_family = "AF_INET"
-            chosen = getattr(module, "_default_context", None)
-            if chosen is not None and chosen.get_start_method(allow_none=True) == "forkserver":
-                chosen._default_context = module._concrete_contexts["fork"]
-
-        spec.loader.exec_module = adapted  # type: ignore[method-assign]
-        return spec
-
-
 def _read(descriptor: int, requests: queue.SimpleQueue[bytes | None]) -> None:
     """Queue request lines until the end of input, then make sure that the process ends."""
     pending: list[bytes] = []
@@ -195,8 +168,9 @@ def main() -> None:
     requests_from, answers_to = _take_streams()
     _bring_in_sdk()
     sys.dont_write_bytecode = True  # an author's folder is theirs: describing an environment leaves nothing in it
-    if os.environ.get("TOPROPE_WALLED"):
-        sys.meta_path.insert(0, _WithoutLocalSockets())
+    from toprope.sdk.wall.local_sockets import avoid_local_sockets
+
+    avoid_local_sockets()
     requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(requests_from, requests), daemon=True, name="requests").start()
     try:

@@ -29,9 +29,9 @@ def main() -> None:
     for one in Path.cwd().iterdir():
         (place / one.name).symlink_to(one)
     os.chdir(place)
-    import uvicorn  # type: ignore[import-not-found,unused-ignore]
-
     with runpy.run_path(str(Path(__file__).with_name("ors_serve.py")))["telling"]() as errors:
+        import uvicorn  # type: ignore[import-not-found,unused-ignore]
+
         _tell_failures(errors)
         # Without pings: an environment that computes does not answer them in time.
         uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", ws_ping_interval=None)

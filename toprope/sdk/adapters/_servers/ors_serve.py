@@ -26,17 +26,26 @@ def main() -> None:
 def telling() -> Iterator[Any]:
     """Ends the program with the text of an exception, its cause, and a host that was not reached.
 
-    Yields the module of errors, which notes from now on the hosts that this process cannot resolve.
+    Behind a wall, multiprocessing is adapted to that. Yields the module of errors, which notes from now on the hosts
+    that this process cannot resolve.
     """
-    spec = importlib.util.spec_from_file_location("toprope_errors", Path(__file__).parents[2] / "errors.py")
-    assert spec is not None and spec.loader is not None  # the file is there
-    errors = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(errors)
+    errors = _of_sdk("errors.py")
     errors.note_unreachable_hosts()
+    _of_sdk("wall/local_sockets.py").avoid_local_sockets()
     try:
         yield errors
     except Exception as error:
         raise SystemExit(f"{type(error).__name__}: {errors.Failure.of(error).message}") from error
+
+
+def _of_sdk(file: str) -> Any:
+    """Import a file of the SDK, whose package is not found here."""
+    name = f"toprope_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / file)
+    assert spec is not None and spec.loader is not None  # the file is there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _serve(file: Path, port: int) -> None:
