@@ -1,0 +1,146 @@
+"""Servers of OpenEnv packages and files: listed, started, and told when they end."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toprope.sdk.adapters import openenv
+from toprope.sdk.adapters._servers import started
+from toprope.sdk.adapters._servers.started import StartedServer
+from toprope.sdk.errors import LoadError
+from toprope.sdk.rollouts import configure
+from toprope.settings.sections.environment import EnvironmentSection
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package as OpenEnv's authors publish it, with a stand-in for uvicorn beside it."""
+    server = tmp_path / "maze_env" / "server"
+    server.mkdir(parents=True)
+    for folder in (server, server.parent):
+        (folder / "__init__.py").write_text("")
+    (server.parent / "models.py").write_text("A = 1\n")
+    (server / "app.py").write_text(
+        '"""FastAPI application for the Maze Environment."""\n'
+        "from ..models import A\nfrom models import A as B\n"
+        "try:\n    from openenv.core.env_server import create_app as make\n"
+        "except ImportError:\n    def make(): return A + B\n"
+        "def _made():\n    return make()\n"
+        "if True:\n    app = _made()\n"
+        "def main():\n    return make()\n"
+    )
+    (tmp_path / "uvicorn.py").write_text(
+        "import importlib\n"
+        "def run(app, host, port, **options):\n"
+        "    module, _, name = app.partition(':')\n"
+        "    print(module, getattr(importlib.import_module(module), name), host, port)\n"
+    )
+    return tmp_path
+
+
+def test_package_without_manifest_is_listed_and_served(package: Path) -> None:
+    [found] = openenv.installed(package)
+    assert (found.name, found.description) == ("maze_env", "Maze Environment.")
+    command = json.loads(found.target)["command"]
+    words = [word.replace("{python}", sys.executable).replace("{port}", "81") for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=json.loads(found.target)["folder"])
+    assert done.stdout.split() == ["maze_env.server.app", "2", "127.0.0.1", "81"], done.stderr
+    (package / "maze_env" / "openenv.yaml").write_text("app: envs.maze_env.server.app:app\n")
+    assert json.loads(openenv.installed(package)[0].target)["command"] == command, "its path in the repository"
+    file = package / "maze_env" / "server" / "app.py"
+    [same] = openenv.declared(file, ast.parse(file.read_text()))
+    assert (same.name, same.target) == ("maze_env", f"{file}:app")
+    assert openenv.declared(file, ast.parse("def create_app(): ...\napp = create_app()")) == []
+
+
+def test_server_reads_and_writes_beside_its_code_without_changing_it(package: Path) -> None:
+    file = package / "maze_env" / "server" / "app.py"
+    (file.parent / "walls.txt").write_text("a wall")
+    with file.open("a") as more:
+        more.write("from pathlib import Path\nPath('mazes').mkdir()\nprint(Path('walls.txt').read_text())\n")
+    [found] = openenv.installed(package)
+    words = [word.replace("{python}", sys.executable) for word in json.loads(found.target)["command"]]
+    folder = json.loads(found.target)["folder"]
+    done = subprocess.run([word.replace("{port}", "81") for word in words], capture_output=True, text=True, cwd=folder)
+    assert done.stdout.startswith("a wall\n"), done.stderr
+    assert not (file.parent / "mazes").exists()
+
+
+def test_server_behind_a_wall_shares_values_without_local_sockets(package: Path) -> None:
+    with (package / "maze_env" / "server" / "app.py").open("a") as more:
+        more.write("import multiprocessing\nwith multiprocessing.get_context('fork').Manager() as manager:\n")
+        more.write("    shared = manager.list([1])\n    print(type(manager.address).__name__, list(shared))\n")
+    [found] = openenv.installed(package)
+    words = [word.replace("{python}", sys.executable) for word in json.loads(found.target)["command"]]
+    words = [word.replace("{port}", "81") for word in words]
+    for walled, address in (("", "str [1]\n"), ("1", "tuple [1]\n")):
+        surroundings = os.environ | {"TOPROPE_WALLED": walled}
+        done = subprocess.run(words, capture_output=True, text=True, cwd=package, env=surroundings, timeout=60)
+        assert done.stdout.startswith(address), done.stderr
+
+
+def test_app_is_imported_from_a_folder_with_its_package_alone(package: Path) -> None:
+    file = package / "maze_env" / "server" / "app.py"
+    words, folder = openenv.started(file.parent / ".." / "server" / "app.py", "app")
+    root = Path(words[5])
+    assert words[3] == "maze_env.server.app:app" and [one.name for one in root.iterdir()] == ["maze_env"]
+    assert (Path(folder) / "app.py").samefile(file)
+    (package / "first").mkdir()
+    (package / "uvicorn.py").rename(package / "first" / "uvicorn.py")
+    words = (sys.executable, *words[1:4], "81", *words[5:])
+    variables = os.environ | {"PYTHONPATH": str(package / "first")}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=variables, timeout=60)
+    assert done.stdout.split() == ["maze_env.server.app", "2", "127.0.0.1", "81"], done.stderr
+
+
+def test_server_that_ends_says_why(package: Path, stand_in: Callable[..., None]) -> None:
+    stand_in("websockets")
+    (package / "pyproject.toml").touch()
+    (package / "uvicorn.py").write_text("def run(*a, **k):\n    raise ValueError('no data set:\\nset DATA\\n*****')\n")
+    environment = openenv.make(f"{package / 'maze_env' / 'server' / 'app.py'}:app")
+    with pytest.raises(LoadError, match="ValueError: no data set: set DATA$"):
+        configure(environment)
+
+
+def test_server_that_starts_here_has_as_long_as_the_owner_may_allow() -> None:
+    limits = EnvironmentSection.model_fields["load_timeout_s"].metadata
+    assert [one.le for one in limits if hasattr(one, "le")] == [started._START_S]
+
+
+def test_server_whose_program_reached_no_host_is_told_with_the_host() -> None:
+    code = "print('fatal: Could not resolve host: git.example.org', file=__import__('sys').stderr)\n"
+    code += "raise SystemExit('CalledProcessError: git clone failed.')"
+    with pytest.raises(LoadError, match=r"git clone failed; git\.example\.org could not be reached$"):
+        StartedServer("server", "", ["{python}", "-c", code], "", {})
+
+
+def test_server_whose_program_failed_is_told_with_what_that_printed() -> None:
+    code = (
+        "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'raise SystemExit(\"no Python 3.10 here\")'])\n"
+    )
+    code += "raise SystemExit('CalledProcessError: Command venv returned 2.')"
+    with pytest.raises(LoadError, match=r"CalledProcessError: .* returned 2\. It had printed: no Python 3\.10 here$"):
+        StartedServer("server", "", ["{python}", "-c", code], "", {})
+
+
+def test_server_finds_the_programs_of_its_interpreter_first() -> None:
+    code = (
+        "import os, sys; raise LookupError(os.environ['PATH'].split(os.pathsep)[0] == os.path.dirname(sys.executable))"
+    )
+    with pytest.raises(LoadError, match="LookupError: True"):
+        StartedServer("server", "", ["{python}", "-c", code], "", {})
+
+
+def test_server_that_ends_with_a_long_error_is_told_with_its_end() -> None:
+    code = "raise LookupError('words are missing; ' + 'x' * 900 + '; far.example could not be reached')"
+    with pytest.raises(LoadError, match=r"exit code 1 .*: LookupError: words are missing; x+ … x+; far.ex") as told:
+        StartedServer("server", "", ["{python}", "-c", code], "", {})
+    assert len(str(told.value)) < 600 and str(told.value).endswith("could not be reached")
