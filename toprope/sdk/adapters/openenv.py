@@ -37,6 +37,8 @@ PACKAGE = "openenv"
 _LOOK_AT = 4
 """Number of first observations compared to see if seeds make a difference."""
 _NOT_SHOWN = ("done", "reward", "metadata")
+_EVALUATES = re.compile(r"(?i)answer|correct|expected|gold|ground|label|reference|reward|score|solution|target|truth")
+"""In names of metadata that may give the answer away."""
 _UNDECLARED = 1000.0
 """Largest size of a reward whose bounds the owner does not set."""
 _INVALID_IN_A_ROW = 3
@@ -54,7 +56,9 @@ _MOST_NUMBERS = 1000
 class OpenEnvKnobs:
     """Knobs of an OpenEnv environment."""
 
-    observation: str = knob("", help="observation field that the policy reads, dotted; empty: by the schema")
+    observation: str = knob(
+        "", help="observation field that the policy reads, such as text or metadata.task; empty: all"
+    )
     action: str = knob("", help="action field for the answer; empty: by the schema")
     action_json: bool = knob(False, help="the answer is the whole action, as a JSON object, even if one field suffices")
     action_fields: dict[str, Any] = knob({}, help="further fields of every action")
@@ -265,6 +269,7 @@ class OpenEnv(OwnLoop):
                 for name, value in observation.items()
                 if name not in _NOT_SHOWN and value is not None and not (self._tools and name == "tool_name")
             }
+            shown = shown or _told_in_metadata(observation)
             texts = [value for value in shown.values() if isinstance(value, str)]
             if not shown:
                 return _READY
@@ -311,6 +316,13 @@ def make(target: str) -> OpenEnv:
     environment = OpenEnv(name_of(path), "", *started(path, attribute))
     environment.files = (str(path),)
     return environment
+
+
+def _told_in_metadata(observation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the texts in an observation's metadata, which may hold the task if there is nothing else."""
+    given = observation.get("metadata")
+    told = given.items() if isinstance(given, Mapping) else ()
+    return {name: value for name, value in told if value and isinstance(value, str) and not _EVALUATES.search(name)}
 
 
 def _only_text(schema: Any) -> str:

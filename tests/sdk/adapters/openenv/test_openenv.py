@@ -56,6 +56,27 @@ def test_pixels_are_not_shown_to_the_policy(server: Served, monkeypatch: pytest.
     assert shown == {**screen, "screen": "3600 numbers, not shown"}
 
 
+def test_texts_of_the_metadata_are_shown_if_there_is_nothing_else(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"question": "Who?", "company": "Acme", "ground_truth": "I", "history": [], "tool_result": "", "step": 0}
+    seen = {"metadata": told}
+
+    def step(self: Episode, text: str, reward: float, done: bool) -> dict[str, Any]:
+        return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
+
+    monkeypatch.setattr(Episode, "seen", step)
+    server.schema["observation"] = {"properties": {"metadata": {}}}
+    knobs = {"action_fields": {"kind": "word"}, "tasks": 1}
+    [task] = configure(openenv.make(server), knobs=knobs).tasks()
+    assert json.loads(task.messages[-1]["content"]) == {"question": "Who?", "company": "Acme"}
+    [task] = configure(openenv.make(server), knobs={**knobs, "observation": "metadata.question"}).tasks()
+    assert task.messages[-1]["content"] == "Who?"
+    seen["place"] = [1, 2]  # type: ignore[assignment]
+    [task] = configure(openenv.make(server), knobs=knobs).tasks()
+    assert json.loads(task.messages[-1]["content"]) == {"place": [1, 2]}
+
+
 def test_openenv_refuses_unknown_field_and_reward_range(server: Served) -> None:
     environment = configure(openenv.make(server), knobs={"observation": "txt", "action": "message"})
     with pytest.raises(EnvironmentMistake, match="Fields: text"):
