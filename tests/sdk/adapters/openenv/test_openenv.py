@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
+import itertools
 import json
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +19,10 @@ from tests.sdk.adapters.openenv.conftest import CALL, COLUMN, ConnectionClosed, 
 from toprope.sdk import errors
 from toprope.sdk.adapters import openenv
 from toprope.sdk.adapters._servers.openenv import Refused
-from toprope.sdk.adapters._servers.openenv_serve import _tell_failures
+from toprope.sdk.adapters._servers.openenv_serve import _seed_resets, _tell_failures
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import configure
+from toprope.sdk.worker.splits import SPLITS, TaskSplits
 
 
 def test_openenv_reads_schema_and_waits_for_full_server(server: Served) -> None:
@@ -75,6 +79,34 @@ def test_texts_of_the_metadata_are_shown_if_there_is_nothing_else(
     seen["place"] = [1, 2]  # type: ignore[assignment]
     [task] = configure(openenv.make(server), knobs=knobs).tasks()
     assert json.loads(task.messages[-1]["content"]) == {"place": [1, 2]}
+
+
+def test_tasks_that_no_seed_decides_are_the_resets_in_turn_or_not_held_out(
+    server: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = itertools.count()
+
+    def in_turn(self: Episode, text: str, reward: float, done: bool) -> dict[str, Any]:
+        self.resets = getattr(self, "resets", -1) + (text != "well")
+        seen, reward = {"text": f"question {self.resets % 5}"}, float(self.resets == 3)
+        return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
+
+    def at_random(self: Episode, text: str, reward: float, done: bool) -> dict[str, Any]:
+        seen = {"text": f"question {next(count)}"}
+        return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
+
+    monkeypatch.setattr(Episode, "seen", in_turn)
+    environment = configure(openenv.make(server), knobs={"action_fields": {"kind": "word"}})
+    tasks = TaskSplits(environment)
+    found = {task.messages[0]["content"]: task for split in SPLITS for task in tasks.page(split, 0, 9)}
+    assert sorted(found) == [f"question {number}" for number in range(5)]
+    [played] = sample(environment, found["question 3"], "0", 1)
+    assert (played.reward, played.turns) == (1.0, 1), "the fourth reset of its connection"
+    monkeypatch.setattr(Episode, "seen", at_random)
+    environment = configure(openenv.make(server), knobs={"action_fields": {"kind": "word"}})
+    tasks = TaskSplits(environment)
+    assert len({tasks.get(split, 0)[0].content for split in SPLITS}) == 1 and tasks.shared
+    assert "draws its tasks whatever the seed: none can be held out" in capsys.readouterr().err
 
 
 def test_openenv_refuses_unknown_field_and_reward_range(server: Served) -> None:
@@ -194,3 +226,30 @@ def test_what_an_environment_lacks_is_no_refusal_of_an_action(
 
     with pytest.raises(Refused if refusal else EnvironmentMistake, match=re.escape(reason)):
         asyncio.run(stepped())
+
+
+def test_reset_draws_from_the_global_generator_as_its_seed_says(stand_in: Callable[..., None]) -> None:
+    class Server:
+        def _get_valid_kwargs(self, signature: Any, given: dict[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in given.items() if name in signature.parameters}
+
+        async def _run_in_session_executor(self, session: str, call: Callable[..., Any], **named: Any) -> Any:
+            return await asyncio.to_thread(call, **named)
+
+    stand_in("openenv.core.env_server.http_server", HTTPEnvServer=Server)
+    _seed_resets()
+
+    def reset(names: str = "abcdefghij") -> str:
+        return "".join(random.choice(names) for _ in range(9))
+
+    async def asked(seed: int | None, call: Callable[..., str]) -> str:
+        server = Server()
+        named = server._get_valid_kwargs(inspect.signature(call), {"seed": seed})
+        return str(await server._run_in_session_executor("s", call, **named))
+
+    def step(names: str = "abcdefghij") -> str:
+        return reset(names)
+
+    first, again, other = (asyncio.run(asked(seed, reset)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert asyncio.run(asked(1, step)) != first != asyncio.run(asked(None, reset))
