@@ -18,15 +18,16 @@ A short form is an address with the rows: `http://127.0.0.1:8000#/path/train.jso
 
 The adapter acts as NeMo Gym's simple agent: `/seed_session` with the row, the row's messages and tools to the policy,
 each tool call as `POST /<tool>`, and at the end `/verify` with the row and the whole response in OpenAI's Responses
-form. If `/seed_session` gives access to tools over MCP, these are offered too. A server with `/reset` and `/step` is
-played as by NeMo Gym's gymnasium agent: each answer is a step, and the reward is their sum. A step that the server
-refuses is told to the policy; three in a row end the episode. Cookies hold a rollout's session. The verifications of a
-group run concurrently.
+form. Rows for an agent of another kind end with the first call that the server has no path for. If `/seed_session`
+gives access to tools over MCP, these are offered too. A server with `/reset` and `/step` is played as by NeMo Gym's
+gymnasium agent: each answer is a step, and the reward is their sum. A step that the server refuses is told to the
+policy; three in a row end the episode. Cookies hold a rollout's session. The verifications of a group run concurrently.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from toprope.sdk.adapters._servers.nemo_gym import messages_of, response_of
-from toprope.sdk.adapters._servers.nemo_gym_files import command, declared, installed
+from toprope.sdk.adapters._servers.nemo_gym_files import command, declared, executes, installed
 from toprope.sdk.adapters._servers.nemo_gym_serve import FAILED, JUDGE, JUDGE_MODEL, SETTINGS, TOGETHER
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.adapters._shared import rows as _rows
@@ -66,6 +67,8 @@ _WITHOUT_INPUT = "Begin."
 _REFUSED = (400, 422)
 """Answers of `/step` to an action that is not valid."""
 _REFUSALS_IN_A_ROW, _LONGEST_REFUSAL = 3, 500
+_ANY_NAME = re.compile(r"/\{\w+(:path)?\}")
+"""The path of a server that carries out calls of any name."""
 _MANY = 1e9
 _UNDECLARED = (-1000.0, 1000.0)
 """Bounds of the sum of steps if the owner gives none."""
@@ -117,6 +120,8 @@ class NemoGym(ToolEnvironment):
         self._given = target
         self.max_turns = int(target.get("max_turns") or 10)
         self.tool_timeout_s = float(timeout) + 5
+        self._paths: dict[str, set[str]] = {}
+        """By server."""
         self._stepped: dict[str, bool] = {}
         """By server: whether each answer is a step."""
 
@@ -127,7 +132,8 @@ class NemoGym(ToolEnvironment):
         try:
             for name, server in self._servers.items():
                 server.check()
-                self._stepped[name] = _has_steps(server)
+                self._paths[name] = _paths(server)
+                self._stepped[name] = {"/reset", "/step"} <= self._paths[name]
         except Unreachable as error:
             if self._folder:
                 printed = " ".join(one.raised() for one in self._started.values())
@@ -165,7 +171,9 @@ class NemoGym(ToolEnvironment):
                     text = f"{prompt}\n{json.dumps(row, sort_keys=True, default=str)}"
                     again[text] += 1
                     key = f"{text}\n{again[text]}"
-                yield Task(prompt, reference=row.get(right), data={"row": row, "server": name}, key=key)
+                ends = bool(self._folder) and not executes(Path(self._folder), file, row.get("agent_ref"))
+                data = {"row": row, "server": name, "ends": ends}
+                yield Task(prompt, reference=row.get(right), data=data, key=key)
 
     def reset(self, task: Task) -> Messages:
         self._cookies: dict[str, str] = {}
@@ -192,6 +200,9 @@ class NemoGym(ToolEnvironment):
     def step(self, text: str) -> tuple[Messages | None, bool]:
         """Carry out the calls in an answer, or take it as a step."""
         if not self._stepped[self.task.data["server"]]:
+            if self.task.data["ends"] and self._has_no_path(text):
+                self._note_calls(text)
+                return None, True
             return super().step(text)
         row = self.task.data["row"]
         newest = [{"role": "assistant", "content": text}]
@@ -206,9 +217,7 @@ class NemoGym(ToolEnvironment):
         if not isinstance(found, Mapping):
             raise EnvironmentMistake(f"/step returned {str(found)[:200]}")
         self._total += float(found.get("reward") or 0.0)
-        for call in calls_in(text):
-            self.toolbox  # noqa: B018 - makes the list of calls
-            self.calls.append(Called(call.name, call.arguments, "", 0.0, 0.0, bool(call.problem)))
+        self._note_calls(text)
         if found.get("terminated") or found.get("truncated"):
             self._close()
             return None, True
@@ -217,6 +226,19 @@ class NemoGym(ToolEnvironment):
         if found.get("observation") or not said:
             said.append({"role": "user", "content": str(found.get("observation") or "Go on.")})
         return said, False
+
+    def _note_calls(self, text: str) -> None:
+        for call in calls_in(text):
+            self.toolbox  # noqa: B018 - makes the list of calls
+            self.calls.append(Called(call.name, call.arguments, "", 0.0, 0.0, bool(call.problem)))
+
+    def _has_no_path(self, text: str) -> bool:
+        """Return True if an answer has a call that the server cannot carry out."""
+        paths = self._paths[self.task.data["server"]]
+        if not paths or any(_ANY_NAME.fullmatch(path) for path in paths):
+            return False
+        over_mcp = {given["name"] for given in self._mcp.tools()} if self._mcp is not None else set()
+        return any(f"/{call.name}" not in paths and call.name not in over_mcp for call in calls_in(text))
 
     def _refused(self, answer: Answer) -> tuple[Messages | None, bool]:
         """Tell the policy that its answer was no valid step; several in a row end the episode."""
@@ -358,14 +380,13 @@ def make(target: str) -> NemoGym:
     return NemoGym(parsed(target, "nemo_gym", KEYS))
 
 
-def _has_steps(server: JsonServer) -> bool:
-    """Return True if a server says that it is played by `/reset` and `/step`."""
+def _paths(server: JsonServer) -> set[str]:
+    """Return the paths that a server says it has; none if it does not say."""
     answer = server.get("openapi.json")
     try:
-        paths = answer.value("/openapi.json").get("paths", {}) if answer.status == 200 else {}
-    except (EnvironmentMistake, AttributeError):
-        return False
-    return "/step" in paths and "/reset" in paths
+        return set(answer.value("/openapi.json").get("paths", {})) if answer.status == 200 else set()
+    except (EnvironmentMistake, AttributeError, TypeError):
+        return set()
 
 
 def _judged(answer: Answer, what: str) -> Any:

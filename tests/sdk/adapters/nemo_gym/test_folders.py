@@ -290,6 +290,67 @@ def test_server_of_a_folder_comes_before_an_installed_one_and_finds_its_hidden_d
         assert [one["content"] for one in judge.seen[-1][2]["messages"]] == ["Is fine newer and older?"]
 
 
+COUNTING = """
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+from nemo_gym.base_resources_server import SimpleResourcesServer
+
+class Judged(SimpleResourcesServer):
+    def setup_webserver(self):
+        async def paths(request):
+            return JSONResponse({"paths": dict.fromkeys(["/verify", "/known"], {})})
+
+        async def known(request):
+            return JSONResponse({"done": True})
+
+        async def verify(request):
+            output = (await request.json())["response"]["output"]
+            calls = [one["name"] for one in output if one["type"] == "function_call"]
+            return JSONResponse({"reward": 1.0 if calls in (["asked"], ["known", "asked"]) else 0.5})
+
+        return Starlette(routes=[Route("/openapi.json", paths), Route("/known", known, methods=["POST"]),
+                                 Route("/verify", verify, methods=["POST"])])
+"""
+
+
+def test_call_without_a_path_ends_a_rollout_that_another_agent_plays(tmp_path: Path) -> None:
+    tools = [{"type": "function", "name": name, "parameters": {"type": "object"}} for name in ("known", "asked")]
+    asked = [{"input": f"Question {number}", "tools": tools} for number in range(30)]
+    simple = {"type": "responses_api_agents", "name": "judged_agent"}
+    rows = [{"responses_create_params": one, "agent_ref": {**simple, "name": "judged_v2_agent"}} for one in asked]
+    file = published(tmp_path, rows)
+    file.write_text(COUNTING)
+    agents = (("judged_agent", "simple_agent"), ("judged_v2_agent", "non_executing_simple_agent"))
+    for name, kind in agents:
+        text = f"{name}:\n  responses_api_agents:\n    {kind}:\n      entrypoint: app.py\n"
+        (file.parent / "configs" / f"{name}.yaml").write_text(text)
+    (file.parent / "configs" / "judged.yaml").write_text("judged:\n  resources_servers:\n    judged: {points: 1.0}\n")
+    target = json.loads(nemo_gym.declared(file, parse(file))[0].target)
+    target["packages"].append(str(tmp_path / "omegaconf"))
+
+    def call(name: str) -> str:
+        return f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+
+    def played(*answers: str) -> list[float | None]:
+        service, found = Service(), []
+        service.answer("open", {"source": {"adapter": "nemo_gym", "target": json.dumps({**target, "timeout_s": 10})}})
+        [handle], _ = begun(service, 1)
+        for answer in answers:
+            outcome = say(service, [handle, answer])[0]["outcome"]
+            found.append(None if outcome is None else outcome["reward"])
+        return found
+
+    assert played(call("known"), call("asked")) == [None, 1.0]
+    assert played(call("asked")) == [1.0]
+    rows = [{"responses_create_params": one, "agent_ref": simple} for one in asked]
+    Path(target["rows"][0]).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    assert played(call("asked"), call("asked"), "Done.") == [None, None, 0.5], "the simple agent goes on"
+    rows = [{"responses_create_params": one} for one in asked]
+    Path(target["rows"][0]).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    assert played(call("asked"), "Done.") == [None, 1.0], "one of its agents is the simple one"
+
+
 def test_installed_server_whose_requirements_are_missing_is_listed_with_the_command(tmp_path: Path) -> None:
     file = published(tmp_path, [{"responses_create_params": {"input": "Question"}}])
     needed = "-e nemo-gym[dev] @ ../../\n# for the words\nWord_List[en]>=2 # all\ngit+https://h.example/a/b.git@v1\n"

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.discovery import first_line, name_of, parse
 
-__all__ = ["command", "declared", "installed", "rows_beside"]
+__all__ = ["command", "declared", "executes", "installed", "rows_beside"]
 
 _SERVE = str(Path(__file__).with_name("nemo_gym_serve.py"))
+_SIMPLE = "simple_agent"
+"""The agent that posts each call to the server."""
 _BASES = ("SimpleResourcesServer", "GymnasiumServer")
 _PARENT = "resources_servers"
 _RESULTS = re.compile(r"rollouts|metrics|profiling|prepare|materialized")
@@ -25,6 +29,8 @@ _NOT_TEXT = re.compile(r'"type": ?"(?:input_image|image_url|input_audio|audio_ur
 _LOOKED_AT = 1 << 20
 _NAMED = re.compile(r"([A-Za-z0-9][\w.-]*) *(?:\[[^\]]*\] *)?(?:[<>=!~@;].*)?")
 """A requirement with the name of its package."""
+_AGENT = re.compile(r"([\w.-]+):[^\n]*\n +responses_api_agents:[^\n]*\n(?: *#[^\n]*\n)* +([\w./-]+):")
+"""Beginning of an agent in a configuration: its name and its kind."""
 _DESCRIPTION = re.compile(r"^ +description: *(.+)$", re.MULTILINE)
 
 
@@ -100,6 +106,30 @@ def _plain(name: str) -> str:
 def command(folder: str, packages: list[str]) -> tuple[str, ...]:
     """Return the words that start the server of a folder; see `nemo_gym_serve.py`."""
     return ("{python}", "-P", _SERVE, folder, "{port}", *packages)
+
+
+def executes(folder: Path, rows: Path, reference: Any) -> bool:
+    """Return False if NeMo Gym plays rows by an agent that carries out no calls with a server's paths.
+
+    Args:
+        folder: Folder of the server, with `configs`.
+        rows: The file of the rows.
+        reference: The row's `agent_ref`; without one, the agents that the file is a data set of count, or else all.
+    """
+    name = reference.get("name") if isinstance(reference, Mapping) else None
+    agents = _agents(folder)
+    kinds = [kind for own, kind, _ in agents if own == name]
+    kinds = kinds or [kind for _, kind, text in agents if f"/{rows.name}\n" in f"{text}\n"]
+    kinds = kinds or [kind for _, kind, _ in agents]
+    return not kinds or _SIMPLE in kinds
+
+
+@functools.lru_cache(maxsize=64)
+def _agents(folder: Path) -> list[tuple[str, str, str]]:
+    """Return the agents in a server's configurations: name, kind and text."""
+    texts = map(_text, sorted(folder.glob("configs/*.yaml")))
+    parts = [part for text in texts for part in re.split(r"^(?=\S)", text, flags=re.MULTILINE)]
+    return [(found[1], found[2], part) for part in parts if (found := _AGENT.match(part))]
 
 
 def rows_beside(folder: Path) -> list[Path]:
