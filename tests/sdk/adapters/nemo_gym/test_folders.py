@@ -155,6 +155,7 @@ searched:
       judge_base_url: ${policy_base_url}
       judge_api_key: ${policy_api_key}
       judge_model: ${policy_model_name}
+      metrics: ${policy_base_url}/metrics
       image: ???
       nested: {tolerance: "${oc.env:TOLERANCE_OF_TEST,0.5}"}
 """
@@ -172,7 +173,7 @@ def test_settings_of_a_configuration_are_variables_defaults_other_keys_and_the_j
         "nested": {"tolerance": 0.5},
     }  # fmt: skip
     judge = {"judge_base_url": "POLICY_BASE_URL", "judge_api_key": "POLICY_API_KEY", "judge_model": "POLICY_MODEL_NAME"}
-    unset = {"asks_at_once": "ADDRESS_OF_TEST"}
+    unset = {"asks_at_once": "ADDRESS_OF_TEST", "metrics": "POLICY_BASE_URL"}
     assert left == {"search_key": "SEARCH_KEY_OF_TEST", "image": "", **unset, **judge}
     monkeypatch.setenv("POINTS_OF_TEST", "0.5")
     monkeypatch.setenv("ADDRESS_OF_TEST", "http://there")
@@ -183,7 +184,7 @@ def test_settings_of_a_configuration_are_variables_defaults_other_keys_and_the_j
     settings, _ = _settings(place)
     assert (settings["points"], settings["asks_at_once"], settings["search_key"]) == ("0.5", "http://there", "12345")
     assert settings["judge_base_url"] == "http://127.0.0.1:1/v1" and settings["judge_model"] == "j"
-    assert settings["judge_api_key"] == "none"
+    assert settings["judge_api_key"] == "none" and settings["metrics"] == "http://127.0.0.1:1/v1/metrics"
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1/v1/")
     assert _settings(place)[0]["judge_api_key"] == "sk-of-another-endpoint"
 

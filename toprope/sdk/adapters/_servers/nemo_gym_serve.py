@@ -49,6 +49,8 @@ _failed: ContextVar[dict[tuple[str, str], str]] = ContextVar("failed")
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _OF_ENDPOINT = ("_url", "_key", "_model", "_model_name")
 """Endings of the names of an endpoint's settings."""
+_GLOBAL = ("policy_base_url", "policy_api_key", "policy_model_name")
+"""NeMo Gym's own names for the model that its command was given; here the only one is that of the knobs."""
 _SAMPLING = {"max_output_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
 
 
@@ -190,7 +192,7 @@ def _filled(value: Any, whole: dict[str, Any], beside: dict[str, Any], within: t
             except _Left as missing:
                 lacking = str(missing) or variable
         if known is None:
-            known = os.environ.get(variable)
+            known = (_of_judge(name) if name in _GLOBAL else "") or os.environ.get(variable)
         if known is None and default is None:
             raise _Left(lacking)
         if open_[0] != value:
@@ -228,8 +230,8 @@ def _variable(resolver: str | None, name: str) -> str:
 
 
 def _of_judge(key: str) -> str:
-    """Return what a server that asks its judge by itself needs for a setting; empty if the judge is not named."""
-    if "judge" not in key or not (address := os.environ.get(JUDGE)):
+    """Return what a server that asks a model by itself needs for a setting; empty if the knobs name no model."""
+    if "judge" not in key and key not in _GLOBAL or not (address := os.environ.get(JUDGE)):
         return ""
     if key.endswith("_url"):
         return address
