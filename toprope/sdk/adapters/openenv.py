@@ -165,7 +165,8 @@ class OpenEnv(OwnLoop):
 
     async def rollout(self, session: Session) -> Played:
         if not self._gate:  # shared by all copies, which run on one event loop
-            self._gate.append(asyncio.Semaphore(self.knobs.sessions))
+            one = self._server is not None and self._server.has_one_episode
+            self._gate.append(asyncio.Semaphore(1 if one else self.knobs.sessions))
         async with self._gate[0]:
             return await self._episode(session)
 

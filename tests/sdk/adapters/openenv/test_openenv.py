@@ -46,6 +46,38 @@ def test_server_without_websocket_is_named(server: Served, stand_in: Callable[..
         list(configure(openenv.make(server), knobs={"tasks": 2}).tasks())
 
 
+def test_server_without_websocket_is_played_over_http_one_episode_at_a_time(
+    server: Served, stand_in: Callable[..., None]
+) -> None:
+    async def rejected(url: str, **options: Any) -> None:
+        raise ConnectionClosed("HTTP 403")
+
+    def posted(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/reset":
+            state.update(seed=body["seed"], resets=state["resets"] + 1)
+            return 200, {"observation": {"text": f"say {body['seed']}"}, "reward": 0.0, "done": False}
+        message = body["action"].get("message")
+        if message is None:
+            errors = [{"type": "missing", "loc": ["body", "action", "message"], "msg": "Field required"}]
+            return 422, {"detail": errors}
+        if message == "boom":
+            return 400, {"detail": "not a word"}
+        right = message == str(state["seed"])
+        return 200, {"observation": {"text": "well"}, "reward": float(right), "done": True}
+
+    state = {"seed": -1, "resets": 0}
+    stand_in("websockets.asyncio.client", connect=rejected)
+    server.schema.clear()
+    server.schema.update(paths={"/reset": {"post": {}}, "/step": {"post": {}}})
+    server.answers.append(posted)
+    environment = configure(openenv.make(server), knobs={"tasks": 4})
+    tasks = list(environment.tasks())
+    assert [task.messages[-1]["content"] for task in tasks] == [f"say {seed}" for seed in range(4)]
+    assert [one.reward for one in sample(environment, tasks[3], "3", 4)] == [1.0] * 4
+    [invalid] = sample(environment, tasks[1], "boom", 1)
+    assert (invalid.error, invalid.parts) == (None, {"reward": 0.0, "invalid": 3.0})
+
+
 def test_pixels_are_not_shown_to_the_policy(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = {"screen": [[[7, 7, 7]] * 40] * 30, "board": [[0, 1], [1, 0]], "lives": 3}
 
