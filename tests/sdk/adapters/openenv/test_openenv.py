@@ -229,6 +229,11 @@ def test_reason_of_an_environment_that_cannot_be_created_is_told(server: Served,
     [
         ("import no_such_module", False, "(ENVIRONMENT_FAILED): ModuleNotFoundError: No module named 'no_such_"),
         ("raise ConnectionRefusedError('none')", False, "(ENVIRONMENT_FAILED): ConnectionRefusedError: none"),
+        (
+            "def serialize_observation(step): return step.model_dump()\nserialize_observation(object())",
+            False,
+            "(ENVIRONMENT_FAILED): AttributeError: 'object' object has no attribute 'model_dump'",
+        ),
         ("import no_pandas", True, "No module named 'no_pandas'"),  # the action asks for it
         ("raise LookupError('Resource words not found')", True, "besides, data.example.org could not be reached"),
     ],

@@ -2,9 +2,10 @@
 
 Modules are imported from ROOT first, and from the further folders last, so that those hide no installed package. A
 server answers an exception with its text alone; here it names the cause as well, and an exception that no action causes
-(a missing module, a host that was not reached) has the code `FAILED` and, as `lacks`, the module. It works in a new
-folder with links to what is in the given one, because authors write beside their code, which a wall closes. A reset
-draws from the global generators of Python and NumPy as its seed says, because many environments leave the seed aside.
+(a missing module, a host that was not reached, an answer that is no observation) has the code `FAILED` and, as `lacks`,
+the module. It works in a new folder with links to what is in the given one, because authors write beside their code,
+which a wall closes. A reset draws from the global generators of Python and NumPy as its seed says, because many
+environments leave the seed aside.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import runpy
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -28,6 +30,8 @@ _ALONE_S = 10.0
 _seed: ContextVar[Any] = ContextVar("seed", default=None)
 """The seed of the reset that a connection asks for."""
 _drawing = threading.Lock()
+_SERIALIZES = "serialize_observation"
+"""The function of OpenEnv that prepares an observation for its answer."""
 _UNREACHED, _BESIDES = "could not be reached", "; besides, "
 
 
@@ -63,11 +67,16 @@ def _tell_failures(errors: Any) -> None:
             why = errors.Failure.of(error)
             data = {**data, "message": why.message}
             unreached = _UNREACHED in why.message and _BESIDES not in why.message  # else it was not asked by this call
-            if isinstance(error, ImportError | ConnectionError) or unreached:
+            if isinstance(error, ImportError | ConnectionError) or unreached or _is_of_serialization(error):
                 data |= {"message": why.line(), "code": FAILED, "lacks": getattr(error, "name", None) or ""}
         return plain(data=data)
 
     http_server.WSErrorResponse = telling
+
+
+def _is_of_serialization(error: BaseException) -> bool:
+    """Return True if an environment's answer could not be sent: the action was carried out before."""
+    return any(frame.f_code.co_name == _SERIALIZES for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _seed_resets() -> None:
