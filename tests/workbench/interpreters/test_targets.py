@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from tests.workbench.interpreters.conftest import adapter
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
+from toprope.sdk.adapters import nemo_gym
+from toprope.sdk.adapters._shared.listing import Listed
 from toprope.settings.owner import Home
 from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, satisfied
-from toprope.workbench.interpreters.naming import ecosystem_requirements, target_of
+from toprope.workbench.interpreters.naming import ecosystem_requirements, run_from_folder, target_of
 from toprope.workbench.interpreters.overrides import overrides
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
@@ -311,6 +315,38 @@ def test_a_version_takes_the_place_of_an_address(tmp_path: Path) -> None:
     assert given(f"verifiers @ {git}", chosen, *versions) == ["verifiers==0.3.1"]
     index = '[tool.uv.sources]\nverifiers = { index = "theirs" }\n'
     assert given("verifiers>=0.1.11", index, *versions) == []
+
+
+def test_folder_of_an_ecosystem_is_replaced_by_what_its_adapter_requires(tmp_path: Path) -> None:
+    def given(source: str, *more: str, declared: str = "") -> list[str]:
+        (tmp_path / "pyproject.toml").write_text(f"[tool.uv]\n{declared}\n[tool.uv.sources]\n{source}\n")
+        return list(overrides([str(tmp_path), *more]))
+
+    [required] = nemo_gym.REQUIREMENTS
+    assert given('Nemo_Gym = { path = "../..", editable = true }\nsix = { path = "six" }') == [required]
+    assert given('nemo-gym = { git = "https://git.example/gym.git" }') == given("nemo-gym = 3") == []
+    assert given('nemo-gym = { path = "../.." }', "nemo-gym==0.3") == ["nemo-gym==0.3"]
+    pinned = "nemo-gym==0.5"
+    assert given('nemo-gym = { path = "../.." }', declared=f"override-dependencies = ['{pinned}']") == [pinned]
+
+
+@pytest.mark.parametrize(("place", "brought"), [("{site}/counting", True), ("{site}/servers/counting", False)])
+def test_project_runs_from_its_folder_unless_its_own_package_has_environments(
+    tmp_path: Path, place: str, brought: bool
+) -> None:
+    project, site = tmp_path / "counting project", tmp_path / "site"
+    info = site / "counting-1.0.dist-info"
+    for folder in (project, info):
+        folder.mkdir(parents=True)
+    (project / "pyproject.toml").write_text('[project]\nname = "counting"\n')
+    (project / "words.py").write_text("from toprope.sdk import Environment\nclass Words(Environment):\n    pass\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting\nVersion: 1.0\n")
+    (info / "RECORD").write_text("counting/__init__.py,,\ncounting-1.0.dist-info/RECORD,,\n")
+    (info / "direct_url.json").write_text(json.dumps({"url": project.as_uri(), "dir_info": {}}))
+    target = json.dumps({"folder": place.format(site=site)})
+    module = types.SimpleNamespace(installed=lambda site: [Listed("one", target)])
+    found = run_from_folder(target_of(str(project), ()), str(site), [Adapter("servers", "", module=module)])  # type: ignore[arg-type]
+    assert (found is None) is brought and (brought or found is not None and found.kind == "folder")
 
 
 def test_packages_satisfy_requirements_with_their_extras(tmp_path: Path) -> None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import keyword
 import re
 import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from toprope.errors import InvalidValue, NotFound, shown
+from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.discovery import NAME, discover_file, environment_files, name_of, parse, script_requirements
 from toprope.sdk.worker.client import KEY_IN_URL
 from toprope.settings.yamlfiles import YAML_ENDINGS, nearest, read_yaml
@@ -218,7 +221,9 @@ def run_from_folder(target: Target, site_packages: str | None, adapters: Sequenc
     """
     if target.kind != "packages" or target.path is None or not target.path.is_dir() or site_packages is None:
         return None
-    if any(one.lists_packages and one.installed(Path(site_packages)) for one in adapters):
+    site, own = Path(site_packages), _modules_of(target.path, Path(site_packages))
+    brought = (listed for one in adapters if one.lists_packages for listed in one.installed(site))
+    if any(not own or _is_in(listed, own, site) for listed in brought):
         return None
     folder = replace(target, kind="folder")
     ours = any(one.attribute for file in environment_files(target.path, deep=True) for one in discover_file(file))
@@ -226,6 +231,21 @@ def run_from_folder(target: Target, site_packages: str | None, adapters: Sequenc
         return None
     theirs = ecosystem_requirements(folder, adapters)
     return replace(folder, requirements=tuple(dict.fromkeys((*target.requirements, *theirs))))
+
+
+def _modules_of(project: Path, site: Path) -> set[str]:
+    """Return the names at the top level that a project was installed with; none if that is not recorded."""
+    for one in metadata.distributions(path=[str(site)]):
+        source = one.read_text("direct_url.json")
+        if source and Path(unquote(urlsplit(json.loads(source)["url"]).path)).resolve() == project.resolve():
+            return {file.parts[0].removesuffix(".py") for file in one.files or () if file.suffix == ".py"}
+    return set()
+
+
+def _is_in(listed: Listed, modules: set[str], site: Path) -> bool:
+    """Return True if an installed environment is in one of these modules: an ecosystem may bring others."""
+    places = re.findall(rf"{re.escape(str(site))}/(\w+)", listed.target)
+    return not modules.isdisjoint(places or re.findall(r"\w+", listed.target))
 
 
 def _declaring(path: Path, adapters: Sequence[Adapter]) -> list[Adapter]:

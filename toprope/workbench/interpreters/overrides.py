@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from toprope.workbench.adapters import adapters
 from toprope.workbench.interpreters.naming import require_no_secret
 
 __all__ = ["overrides"]
@@ -22,24 +23,33 @@ def overrides(requirements: Iterable[str]) -> Iterator[str]:
     """Yield what projects in folders declare (`[tool.uv]`), the project that one lies in, and versions of packages.
 
     The project if it is required by the address of a git repository alone: a clone has it, and needs no network. A
-    version if it is asked for beside a project that takes the package by an address, which admits no version.
+    version if it is asked for beside a project that takes the package by an address, which admits no version; that
+    of its adapter if a project takes the package of an ecosystem from a folder.
     """
     asked = list(requirements)
     found: list[str] = []
     addressed: set[str] = set()
+    folders: set[str] = set()
     for one in asked:
         project = _project(Path(one))
         found += _declared(project)
         if Path(one).is_absolute():  # others are names of packages
             found += _above(Path(one), project)
             addressed |= _addressed(project)
+            folders |= _addressed(project, "path")
     yield from found
     taken = {canonicalize_name(Requirement(line).name) for line in found}
     for one in asked:
         with contextlib.suppress(InvalidRequirement):
             version = Requirement(one)
             if version.specifier and canonicalize_name(version.name) in addressed - taken:
+                taken.add(canonicalize_name(version.name))
                 yield one
+    for adapter in adapters() if folders - taken else ():
+        for line in adapter.requirements:
+            if (name := canonicalize_name(Requirement(line).name)) in folders - taken:
+                taken.add(name)
+                yield line
 
 
 def _project(folder: Path) -> dict[str, Any]:
@@ -62,14 +72,22 @@ def _declared(project: dict[str, Any]) -> Iterator[str]:
                 yield line
 
 
-def _addressed(project: dict[str, Any]) -> set[str]:
-    """Names of the packages that a project takes by an address, itself or by the sources that it gives uv."""
+def _addressed(project: dict[str, Any], key: str = "") -> set[str]:
+    """Names of the packages that a project takes by an address, itself or by the sources that it gives uv.
+
+    Args:
+        key: Only sources with this key.
+    """
     found: set[str] = set()
     with contextlib.suppress(InvalidRequirement, LookupError, TypeError):
-        found |= {one.name for line in project["project"]["dependencies"] if (one := Requirement(line)).url}
+        found |= {one.name for line in project["project"]["dependencies"] if not key and (one := Requirement(line)).url}
     with contextlib.suppress(LookupError, TypeError, AttributeError):
-        found |= {name for name, source in project["tool"]["uv"]["sources"].items() if "index" not in source}
+        found |= {name for name, source in project["tool"]["uv"]["sources"].items() if _is_address(source, key)}
     return {str(canonicalize_name(name)) for name in found}
+
+
+def _is_address(source: Any, key: str) -> bool:
+    return isinstance(source, dict) and (key in source if key else "index" not in source)
 
 
 def _above(folder: Path, project: dict[str, Any]) -> Iterator[str]:
