@@ -34,6 +34,8 @@ _MORE = {
 """Ecosystem -> imported module -> package that an owner names, because nothing beside the file requires it."""
 
 
+_IMAGES = re.compile(r"ImageUrlContentPart\(|[\"']type[\"']: ?[\"'](?:input_image|image_url)[\"']")
+"""In the files of an environment whose input has images, which a policy that reads text does not see."""
 _KEY = re.compile(r"[\"']([A-Z][A-Z0-9_]*_API_KEY)[\"']")
 PACKAGES_KEYS = {"PRIME_API_KEY", "TAVILY_API_KEY"}
 """Keys for which packages that environments use ask before they call a service."""
@@ -76,7 +78,8 @@ def _verifiers(root: Path) -> Iterator[Candidate]:
     for repository in sorted(root.iterdir()):
         for project in sorted(repository.glob("environments/*/pyproject.toml")):
             provided = "".join(file.read_text(errors="replace") for file in project.parent.rglob("*.py"))
-            if re.search(r"def load_environment|class \w+Taskset\b", provided):
+            found = re.search(r"def load_environment|class \w+Taskset\b", provided)
+            if found and not _IMAGES.search(provided):
                 boxed = "from verifiers.v1.harnesses" in provided  # a harness that needs a container
                 knobs = (("harness", "toprope_in_process"),) if boxed else ()
                 name = f"{repository.name}/{project.parent.name}"
@@ -144,7 +147,8 @@ def _inspect_ai(root: Path) -> Iterator[Candidate]:
 
 def _nemo_gym(root: Path) -> Iterator[Candidate]:
     for folder in sorted(root.glob("NVIDIA-NeMo+Gym/resources_servers/*")):
-        if (folder / "app.py").is_file():
+        rows = [file for file in folder.glob("data/*.jsonl") if "rollouts" not in file.name]
+        if (folder / "app.py").is_file() and not any(_IMAGES.search(file.read_text()) for file in rows):
             settings = "".join(file.read_text(errors="replace") for file in folder.glob("configs/*.yaml"))
             knobs = (("judge_url", GRADER), ("judge_model", "grader")) if "judge" in settings else ()
             yield Candidate("nemo_gym", f"NeMo Gym/{folder.name}", (str(folder),), knobs=knobs)

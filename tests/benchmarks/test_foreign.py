@@ -42,6 +42,23 @@ def test_a_seed_decides_the_draw(tmp_path):
     assert all(list(collect(tmp_path / "nothing")) == [] for name, collect in COLLECTORS.items() if name[0] not in "rv")
 
 
+def test_environments_with_images_as_input_are_not_drawn(tmp_path):
+    shown = {"seen": '[{"type": "input_image", "image_url": "data:image/png;base64,"}]', "read": '"an image_url"'}
+    for name, content in shown.items():
+        server = tmp_path / "NVIDIA-NeMo+Gym/resources_servers" / name
+        (server / "data").mkdir(parents=True)
+        (server / "app.py").write_text("")
+        (server / "data" / "example.jsonl").write_text(f'{{"responses_create_params": {{"input": {content}}}}}\n')
+        (server / "data" / "example_rollouts.jsonl").write_text(shown["seen"])
+        project = tmp_path / "someone+things/environments" / name
+        project.mkdir(parents=True)
+        (project / "pyproject.toml").write_text('dependencies = ["verifiers"]')
+        part = "vf.ImageUrlContentPart(image_url=url)" if name == "seen" else "'image_url'"
+        (project / "words.py").write_text(f"def load_environment():\n    return {part}\n")
+    assert [one.name for one in COLLECTORS["nemo_gym"](tmp_path)] == ["NeMo Gym/read"]
+    assert [one.name for one in COLLECTORS["verifiers"](tmp_path)] == ["someone+things/read"]
+
+
 def test_games_that_their_author_took_out_are_not_drawn(tmp_path):
     envs = tmp_path / "LeonGuertler+TextArena/textarena/envs"
     envs.mkdir(parents=True)
