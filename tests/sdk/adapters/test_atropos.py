@@ -117,6 +117,27 @@ def test_older_files_find_the_class_of_a_server_by_its_former_name(
     assert atropos.make(f"{file}:Sums")._cls.kind is Thing
 
 
+def test_environments_count_the_tokens_of_a_conversation(
+    stand_in: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", PreTrainedTokenizerBase.apply_chat_template)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    stand_in("atroposlib.envs.base", APIServerConfig=Thing, BaseEnv=Collects)
+    file = tmp_path / "counts_tokens.py"
+    file.write_text("from atroposlib.envs.base import BaseEnv\nclass Sums(BaseEnv): ...\n")
+    for _ in range(2):
+        atropos.make(f"{file}:Sums")
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_here("nobody/has-this"))
+    said = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "four"}]
+    asked = len(tokenizer.apply_chat_template(said[:1], add_generation_prompt=True))
+    assert tokenizer.decode(tokenizer.apply_chat_template(said)[asked:]).startswith("four")
+    assert "input_ids" in tokenizer.apply_chat_template(said, return_dict=True)
+
+
 def test_environment_that_hands_out_no_items_is_refused(collects: Callable[..., OwnLoop]) -> None:
     with pytest.raises(EnvironmentMistake, match="None 512 times, as environments do whose data are missing"):
         list(collects(items=()).tasks())

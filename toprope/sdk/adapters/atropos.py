@@ -24,7 +24,7 @@ from typing import Any
 
 from toprope.sdk.adapters._servers.atropos import GROUP, Group, Scores, server_class
 from toprope.sdk.adapters._servers.atropos_files import declared
-from toprope.sdk.adapters._servers.atropos_tokenizer import BYTES_PER_TOKEN, tokenizer_here
+from toprope.sdk.adapters._servers.atropos_tokenizer import BYTES_PER_TOKEN, templates_give_lists, tokenizer_here
 from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
@@ -260,6 +260,7 @@ def make(target: str) -> Atropos:
             f"atroposlib is not complete for {sys.executable} ({error}). Make it an interpreter of its own with "
             f"{', '.join(REQUIREMENTS)}."
         ) from error
+    templates_give_lists()
     if not hasattr(base, "OpenaiConfig"):
         base.OpenaiConfig = base.APIServerConfig  # its name in older files
     file, _, name = target.rpartition(":")

@@ -7,12 +7,14 @@ sampled. So any tokenizer does that gives a text back, and one of bytes needs no
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import tempfile
+from typing import Any
 
 from toprope.sdk.errors import no_hosts_noted
 
-__all__ = ["BYTES_PER_TOKEN", "tokenizer_here"]
+__all__ = ["BYTES_PER_TOKEN", "templates_give_lists", "tokenizer_here"]
 
 BYTES_PER_TOKEN = 4
 _END, _PAD = "<|im_end|>", "<|endoftext|>"
@@ -35,6 +37,19 @@ def tokenizer_here(name: str) -> str:
         why = " ".join(str(error).split())[:200]
         print(f"The tokenizer {name!r} does not load, so one of bytes stands in: {why}", file=sys.stderr)
     return _of_bytes()
+
+
+def templates_give_lists() -> None:
+    """Have every tokenizer's `apply_chat_template` return a list of token ids unless `return_dict` is given.
+
+    It did before transformers 5, and atroposlib 0.4 takes its length and slices it.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    given = PreTrainedTokenizerBase.apply_chat_template
+    if inspect.signature(given).parameters["return_dict"].default:
+        listed: Any = functools.partialmethod(given, return_dict=False)
+        PreTrainedTokenizerBase.apply_chat_template = listed  # type: ignore[method-assign,unused-ignore]
 
 
 @functools.cache
