@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -102,7 +103,7 @@ def test_rollouts_that_the_environment_leaves_to_others_to_score_are_scored(coll
     environment = collects(scores=0, given=[0.5, -1.0], collect_trajectories=unscored, score=score)
     [task] = environment.tasks()
     found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
-    assert [one.parts for one in found if isinstance(one, Played)] == [{"score": -1.0}, {}, {"score": 0.5}]
+    assert [one.parts["score"] for one in found if isinstance(one, Played)] == [-1.0, -0.25, 0.5]
 
 
 def test_older_files_find_the_class_of_a_server_by_its_former_name(
@@ -146,23 +147,56 @@ def test_environment_that_hands_out_no_items_is_refused(collects: Callable[..., 
 @pytest.mark.parametrize(
     ("scores", "parts", "said"),
     [
-        ([0.5, -1.0], [{"score": -1.0}, {}, {"score": 0.5}], "scored no sequence"),
-        ([7.0, -2.5], [{"score": -2.5}, {}, {"score": 7.0}], "scored no sequence"),
-        ([1000.0000002, -2.5], [{"score": -2.5}, {}, {"score": 1000.0}], "scored no sequence"),
-        ([7000.0, 1.0], [{"score": 1.0}, {}, {}], "reward_low and reward_high"),
-        (None, [{}, {}, {}], "dropped the group"),
+        ([0.5, -1.0], [-1.0, -0.25, 0.5], []),
+        ([7.0, -2.5], [-2.5, 2.25, 7.0], []),
+        ([1000.0000002, -2.5], [-2.5, 498.75, 1000.0], []),
+        ([7000.0, 1.0], [1.0, 1.0, None], ["reward_low and reward_high"]),
+        (None, [None] * 3, ["dropped the group"] * 3),
     ],
 )
 def test_atropos_assigns_scores_to_rollouts(
-    collects: Callable[..., OwnLoop], scores: Any, parts: list[Any], said: str
+    collects: Callable[..., OwnLoop], scores: Any, parts: list[Any], said: list[str]
 ) -> None:
     environment = collects(scores=scores)
     [task] = environment.tasks()
     found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
     assert all(isinstance(one, Played) for one in found), found
-    assert [one.parts for one in found if isinstance(one, Played)] == parts
+    assert [one.parts.get("score") for one in found if isinstance(one, Played)] == parts
     errors = [one.error for one in found if isinstance(one, Played) and one.error]
-    assert any(said in error for error in errors)
+    assert len(errors) == len(said) and all(map(operator.contains, errors, said)), errors
+
+
+@pytest.mark.parametrize(
+    ("knobs", "scored", "parts"),
+    [
+        ({}, 2, [(1.0, 0.0), (1.0, 1.0), (1.0, 0.0)]),
+        ({}, 0, [(0.0, 1.0)] * 3),
+        ({"reward_low": -2.0, "reward_high": -1.0}, 0, [(-2.0, 1.0)] * 3),
+    ],
+)
+def test_rollouts_that_the_environment_drops_are_no_errors_and_no_successes(
+    collects: Callable[..., OwnLoop], knobs: dict[str, Any], scored: int, parts: list[tuple[float, float]]
+) -> None:
+    async def dropping(self: Any, item: Any) -> tuple[Any, list[Any]]:
+        found, _ = await Collects.collect_trajectories(self, item)
+        return {name: values[:scored] for name, values in found.items()}, []
+
+    environment = collects(knobs, scores=[1.0, 1.0], collect_trajectories=dropping)
+    [task] = environment.tasks()
+    found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
+    played = [one for one in found if isinstance(one, Played) and one.error is None]
+    assert [(one.parts["score"], one.parts["dropped"]) for one in played] == parts
+    assert [one.success for one in played] == [False if dropped else None for _, dropped in parts]
+
+
+def test_rollout_that_the_environment_does_not_play_is_an_error(collects: Callable[..., OwnLoop]) -> None:
+    async def idle(self: Any, item: Any) -> tuple[Any, list[Any]]:
+        return {"tokens": [], "scores": []}, []
+
+    environment = collects(collect_trajectories=idle)
+    [task] = environment.tasks()
+    found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
+    assert ["no answer" in str(one.error) for one in found if isinstance(one, Played)] == [True] * 3
 
 
 def test_scores_that_the_environment_drops_because_they_are_equal_count(
@@ -180,7 +214,7 @@ def test_scores_that_the_environment_drops_because_they_are_equal_count(
     environment = collects(scores=[0.5, 0.5], collect_trajectories=dropping, __module__=__name__)
     [task] = environment.tasks()
     found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
-    assert [one.parts for one in found if isinstance(one, Played)] == [{"score": 0.5}, {}, {"score": 0.5}]
+    assert [one.parts["score"] for one in found if isinstance(one, Played)] == [0.5] * 3
 
 
 def test_bytes_stand_in_for_a_tokenizer_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

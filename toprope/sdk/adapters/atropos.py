@@ -17,7 +17,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,10 @@ class Atropos(OwnLoop):
         low, high = self._bounds()
         if low >= high:
             raise InvalidRequest(f"reward_low ({low:g}) must be below reward_high ({high:g}).")
-        self.parts = {"score": Part(1.0, low, high, "the environment's score")}
+        self.parts = {
+            "score": Part(1.0, low, high, "the environment's score"),
+            "dropped": Part(0.0, 0.0, 1.0, "1: the environment left the rollout out, so its score is its group's mean"),
+        }
         self.max_turns = knobs.turns
         if self._loop is None:
             self._loop = _Loop()
@@ -107,6 +110,13 @@ class Atropos(OwnLoop):
     def _bounds(self) -> tuple[float, float]:
         low, high = self.knobs.reward_low, self.knobs.reward_high
         return -_UNDECLARED if low is None else low, _UNDECLARED if high is None else high
+
+    def _unscored(self, scores: Collection[float]) -> float:
+        """Return the score of a rollout that the environment dropped from a group with these scores."""
+        if scores:
+            return sum(scores) / len(scores)
+        low, high = self._bounds()
+        return low if self.knobs.reward_low is not None else min(max(0.0, low), high)
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         assert self._loop is not None  # setup has made it
@@ -192,19 +202,24 @@ class Atropos(OwnLoop):
         for owner, score in zip(group.whose(texts), scored["scores"], strict=True):
             if owner is not None:
                 rewards[owner] = float(score)
-        found: list[Played | BaseException] = []
         low, high = self._bounds()
+        inside = {place: score for place in rewards if (score := within(rewards[place], low, high)) is not None}
+        found: list[Played | BaseException] = []
         for place, one in enumerate(group.rollouts):
             said: dict[str, Any] = {"messages": one.messages, "turns": len(one.said)}
-            if place not in rewards:
-                found.append(Played({}, error="the environment scored no sequence with this rollout's answer", **said))
-            elif (score := within(rewards[place], low, high)) is None:
+            if place in inside:
+                found.append(Played({"score": inside[place], "dropped": 0.0}, **said))
+            elif place in rewards:
                 why = (
                     f"score {rewards[place]:g} is outside {low:g} to {high:g}: set the knobs reward_low and reward_high"
                 )
                 found.append(Played({}, error=why, **said))
+            elif not one.said:
+                found.append(Played({}, error="the environment asked for no answer of this rollout", **said))
             else:
-                found.append(Played({"score": score}, **said))
+                # Atropos does not train on it: at the mean of its group it has no advantage.
+                parts = {"score": self._unscored(inside.values()), "dropped": 1.0}
+                found.append(Played(parts, success=False, **said))
         return found
 
 
