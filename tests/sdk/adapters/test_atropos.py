@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from toprope.sdk.adapters import atropos
-from toprope.sdk.adapters._servers.atropos import GROUP
+from toprope.sdk.adapters._servers.atropos import GROUP, Group
 from toprope.sdk.adapters._servers.atropos_tokenizer import tokenizer_here
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.knobs import describe_knobs
@@ -51,6 +51,9 @@ class Collects:
 
     async def get_next_item(self) -> Any:
         return self.left.pop(0) if self.left else None
+
+    async def collect_trajectory(self, item: Any) -> Any:
+        raise NotImplementedError
 
     async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
         group = GROUP.get()
@@ -187,6 +190,63 @@ def test_rollouts_that_the_environment_drops_are_no_errors_and_no_successes(
     played = [one for one in found if isinstance(one, Played) and one.error is None]
     assert [(one.parts["score"], one.parts["dropped"]) for one in played] == parts
     assert [one.success for one in played] == [False if dropped else None for _, dropped in parts]
+
+
+def test_each_trajectory_is_a_rollout_whatever_the_prompts_hold(collects: Callable[..., OwnLoop]) -> None:
+    async def trajectory(self: Any, item: Any) -> Any:
+        group = GROUP.get()
+        assert group is not None
+        self.server.started += 1
+        number, prompt = self.server.started, {"role": "user", "content": "Drive: 0 to 3"}
+        for answer in ("3", str(number)):
+            await asyncio.sleep(0)
+            [one] = group.take(1, [prompt])  # each request without what was said, so that nothing tells them apart
+            await asyncio.sleep(0)
+            one.said.append(answer)
+            one.busy = False
+        return {"tokens": [*map(ord, "0 to 3")], "scores": number}, []
+
+    async def together(self: Any, item: Any) -> Any:
+        played = [one for one, _ in await asyncio.gather(*(self.collect_trajectory(item) for _ in range(3)))]
+        return {name: [one[name] for one in reversed(played)] for name in ("tokens", "scores")}, []
+
+    environment = collects(collect_trajectory=trajectory, collect_trajectories=together)
+    [task] = environment.tasks()
+    environment._env.server.started = 0  # type: ignore[attr-defined]
+    found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
+    assert [(one.turns, one.parts["score"]) for one in found if isinstance(one, Played)] == [(2, 1), (2, 2), (2, 3)]
+
+
+def _asked(group: Group, request: Any, answer: str) -> int:
+    [one] = group.take(1, request)
+    one.said.append(answer)
+    if isinstance(request, str):
+        one.prompt = request
+    else:
+        one.messages = [*request, {"role": "assistant", "content": answer}]
+    one.busy = False
+    return group.rollouts.index(one)
+
+
+def test_requests_continue_the_conversation_that_they_begin_with() -> None:
+    def asks(*texts: str) -> list[dict[str, str]]:
+        return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+    group = Group([Session("http://x/v1", "k", "m")] * 4)
+    start = "Moves: 1, 2 or 3"
+    assert _asked(group, asks(start), " 3") == 0
+    assert _asked(group, asks(start), "2") == 1, "the first answer occurs in every prompt"
+    assert _asked(group, asks(start, "3", "next"), "<think>2?</think>1\n") == 0, "its author strips answers"
+    assert _asked(group, asks(start, "3", "next", "1", "next"), "2") == 0, "and cuts their reasoning"
+    assert _asked(group, asks(start, "2", "next"), "3") == 1
+    assert _asked(group, asks(start), "") == 2
+    assert _asked(group, asks(start), "3") == 3, "no answer continues nothing"
+
+    group = Group([Session("http://x/v1", "k", "m")] * 3)
+    assert [_asked(group, f"{start}:", said) for said in (" 3 ", "2", "")] == [0, 1, 2]
+    assert _asked(group, f"{start}:3 next:", "1") == 0
+    assert _asked(group, f"{start}:2 next:", "3") == 1
+    assert group.whose([f"{start}:3 next:1", f"{start}:", f"{start}:2 next:3"]) == [0, 2, 1]
 
 
 def test_rollout_that_the_environment_does_not_play_is_an_error(collects: Callable[..., OwnLoop]) -> None:

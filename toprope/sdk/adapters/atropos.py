@@ -177,6 +177,7 @@ class Atropos(OwnLoop):
         # A copy, because groups of other sizes run concurrently.
         env = copy.copy(self._env)
         env.config = env.config.model_copy(update={"group_size": len(sessions)})
+        env.collect_trajectory = group.told_apart(env.collect_trajectory)
         scored, _ = await env.collect_trajectories(item)
         scored = await env.postprocess_histories(scored)
         if isinstance(scored, list) and scored and not any(isinstance(one, Mapping) for one in scored):
@@ -199,7 +200,7 @@ class Atropos(OwnLoop):
     def _played(self, env: Any, group: Group, scored: Mapping[str, Any]) -> list[Played | BaseException]:
         texts = [env.tokenizer.decode(tokens) for tokens in scored["tokens"]]
         rewards: dict[int, float] = {}
-        for owner, score in zip(group.whose(texts), scored["scores"], strict=True):
+        for owner, score in zip(group.whose(texts, scored["tokens"]), scored["scores"], strict=True):
             if owner is not None:
                 rewards[owner] = float(score)
         low, high = self._bounds()

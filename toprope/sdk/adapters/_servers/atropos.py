@@ -1,13 +1,14 @@
 """The server object of an Atropos environment: it samples from the policy with the keys of a group's rollouts.
 
 Atropos knows a server but no rollouts: `collect_trajectories` may request n answers at once, or one answer n times, and
-continue any of them. The text that a request continues shows which rollout it belongs to.
+continue any of them. A call of `collect_trajectory` is one rollout; elsewhere the conversation that a request continues
+shows which rollout it belongs to.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +17,38 @@ from toprope.sdk.authoring.env_managed import Session
 
 __all__ = ["GROUP", "Group", "Scores", "server_class"]
 
+Request = str | Sequence[Mapping[str, Any]]
+"""The prompt of a completion, or the messages of a conversation."""
 
-@dataclass
+
+@dataclass(eq=False)
 class _Rollout:
     session: Session
     said: list[str] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    """The conversation of its last request, with the answer; empty if that was a completion."""
+    prompt: str = ""
+    """The prompt of its last request if that was a completion."""
+    first: str = ""
+    """Text of its first request."""
+    tokens: Any = None
+    """The tokens that the environment returned for it, if it told."""
     busy: bool = False
+
+    def continued_by(self, request: Request) -> bool:
+        """Return True if a request begins with this rollout's last request and its answer.
+
+        Authors strip answers, and cut their reasoning.
+        """
+        if isinstance(request, str):
+            rest = request.removeprefix(self.prompt).strip()
+            return bool(self.prompt and rest) and request != rest and rest.startswith(self.said[-1].strip())
+        return len(request) >= len(self.messages) > 0 and all(map(_same, request, self.messages))
+
+    def told_in(self, text: str) -> bool:
+        """Return True if a text has each answer more often than the first request had it."""
+        answers = [said.strip() for said in self.said]
+        return all(answer and text.count(answer) > self.first.count(answer) for answer in answers)
 
 
 class Group:
@@ -30,22 +56,45 @@ class Group:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.rollouts = [_Rollout(session) for session in sessions]
+        self._left = iter(self.rollouts)
         self.scores: Any = None
         """The newest scores that the environment made; it may return none of them."""
 
-    def take(self, count: int, before: str) -> list[_Rollout]:
+    def told_apart(self, collect: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an environment's `collect_trajectory` such that each call has a rollout of its own."""
+
+        async def collected(*given: Any, **named: Any) -> Any:
+            rollout = next(self._left, None)
+            before = _PRESENT.set(rollout)
+            try:
+                found = await collect(*given, **named)
+            finally:
+                _PRESENT.reset(before)
+            item = found[0] if isinstance(found, tuple) and found else None
+            if rollout is not None and isinstance(item, Mapping):
+                rollout.tokens = item.get("tokens")
+            return found
+
+        return collected
+
+    def take(self, count: int, request: Request) -> list[_Rollout]:
         """Return the rollouts of `count` answers.
 
         Args:
             count: Number of requested answers.
-            before: Text that the request continues.
+            request: The messages, or the prompt of a completion.
         """
+        text = request if isinstance(request, str) else "\n".join(map(_content, request))
         taken: list[_Rollout] = []
-        if count == 1:
-            going = [one for one in self.rollouts if one.said and not one.busy and one.said[-1].strip()]
-            # Longest first: a short answer may be contained in another.
+        present = _PRESENT.get()
+        if count == 1 and present is not None:
+            taken = [present]
+        elif count == 1:
+            going = [one for one in self.rollouts if one.said and not one.busy]
             going.sort(key=lambda one: -len("".join(one.said)))
-            taken = [one for one in going if all(said in before for said in one.said)][:1]
+            taken = [one for one in going if one.continued_by(request)][:1]
+            # Some authors write the conversation anew.
+            taken = taken or [one for one in going if one.told_in(text)][:1]
         for said, busy in ((False, False), (True, False), (True, True)):  # what a free rollout may have
             left = [
                 one for one in self.rollouts if one not in taken and (said or not one.said) and (busy or not one.busy)
@@ -55,22 +104,30 @@ class Group:
             taken.append(self.rollouts[len(taken) % len(self.rollouts)])
         for one in taken:
             one.busy = True
+            one.first = one.first or text
         return taken
 
-    def whose(self, texts: Sequence[str]) -> list[int | None]:
-        """Assign to each scored text the rollout whose answers it contains, each rollout once."""
+    def whose(self, texts: Sequence[str], tokens: Sequence[Any] = ()) -> list[int | None]:
+        """Assign to each scored text the rollout whose last answer ends it, each rollout once.
+
+        Args:
+            texts: The scored sequences.
+            tokens: Their tokens, as the environment returned them.
+        """
         left = set(range(len(self.rollouts)))
-        found: list[int | None] = []
-        for text in texts:
-            fitting = [
-                place
-                for place in sorted(left)
-                if self.rollouts[place].said and self.rollouts[place].said[-1].strip() in text
-            ]
-            fitting.sort(key=lambda place: -len(self.rollouts[place].said[-1]))
-            if fitting:
-                left.discard(fitting[0])
-            found.append(fitting[0] if fitting else None)
+        known = {id(one.tokens): place for place, one in enumerate(self.rollouts) if one.tokens is not None}
+        found: list[int | None] = [known.get(id(one)) for one in tokens] or [None] * len(texts)
+        left -= {place for place in found if place is not None}
+        fitting = [
+            (*_behind(self.rollouts[place].said[-1].strip(), text), number, place)
+            for number, text in enumerate(texts)
+            for place in left
+            if self.rollouts[place].said and self.rollouts[place].said[-1].strip() in text
+        ]
+        for _, _, number, place in sorted(fitting):
+            if found[number] is None and place in left:
+                left.discard(place)
+                found[number] = place
         for place, owner in enumerate(found):  # assign the rest by position
             if owner is None and place in left:
                 left.discard(place)
@@ -82,6 +139,26 @@ class Group:
 
 GROUP: ContextVar[Group | None] = ContextVar("group", default=None)
 """The group of the present asyncio task."""
+
+
+_PRESENT: ContextVar[_Rollout | None] = ContextVar("present", default=None)
+"""The rollout of the present `collect_trajectory`; Atropos runs each call as a task of its own."""
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    return str(message.get("content") or "")
+
+
+def _same(asked: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+    """Return True if a message of a request is a known one, except for what authors cut off an answer."""
+    text, whole = _content(asked).strip(), _content(known).strip()
+    cut = known.get("role") == "assistant" and text and text in whole
+    return asked.get("role") == known.get("role") and (text == whole or bool(cut))
+
+
+def _behind(answer: str, text: str) -> tuple[int, int]:
+    """Return a text's length behind an answer in it, smaller the likelier it ends the text, and the negative length."""
+    return len(text) - text.rfind(answer) - len(answer) if answer else len(text), -len(answer)
 
 
 class Scores(dict[str, Any]):
@@ -137,8 +214,7 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
 
         async def _chat_completion_wrapper(self, **asked: Any) -> Any:
             messages = asked["messages"]
-            before = "\n".join(str(one.get("content") or "") for one in messages)
-            answers = await self._asked(asked, before, lambda client: client.chat.completions.create)
+            answers = await self._asked(asked, messages, lambda client: client.chat.completions.create)
             for rollout, answer in answers:
                 rollout.said.append(answer.choices[0].message.content or "")
                 rollout.messages = [*messages, {"role": "assistant", "content": rollout.said[-1]}]
@@ -170,19 +246,19 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
             answers = await self._asked(asked, before, lambda client: client.completions.create)
             for rollout, answer in answers:
                 rollout.said.append(answer.choices[0].text or "")
-                rollout.messages = []
+                rollout.messages, rollout.prompt = [], before
             return answers
 
         def _encoded(self, text: str) -> list[int]:
             return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
 
         async def _asked(
-            self, asked: dict[str, Any], before: str, method: Callable[[Any], Any]
+            self, asked: dict[str, Any], request: Request, method: Callable[[Any], Any]
         ) -> list[tuple[_Rollout, Any]]:
             group = GROUP.get()
             if group is None:
                 raise RuntimeError("the environment used its server outside collect_trajectories")
-            rollouts = group.take(int(asked.pop("n", 1) or 1), before)
+            rollouts = group.take(int(asked.pop("n", 1) or 1), request)
             try:
                 answers = await asyncio.gather(*(self._one(asked, one.session, method) for one in rollouts))
             finally:
