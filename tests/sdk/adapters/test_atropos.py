@@ -16,7 +16,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from toprope.sdk.adapters import atropos
-from toprope.sdk.adapters._servers.atropos import GROUP, Group
+from toprope.sdk.adapters._servers.atropos import GROUP, Group, server_class
 from toprope.sdk.adapters._servers.atropos_tokenizer import tokenizer_here
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.knobs import describe_knobs
@@ -247,6 +247,41 @@ def test_requests_continue_the_conversation_that_they_begin_with() -> None:
     assert _asked(group, f"{start}:3 next:", "1") == 0
     assert _asked(group, f"{start}:2 next:", "3") == 1
     assert group.whose([f"{start}:3 next:1", f"{start}:", f"{start}:2 next:3"]) == [0, 2, 1]
+
+
+@pytest.mark.parametrize("vocabulary", ["the environment's", "the policy's"])
+def test_token_ids_pass_between_equal_tokenizers_only(
+    collects: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch, vocabulary: str
+) -> None:
+    class Letters:
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            return "".join(map(chr, ids))
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            return {"input_ids": [*map(ord, text)]}
+
+    asked: list[dict[str, Any]] = []
+    sampled = [*map(ord, "4.")] if vocabulary == "the environment's" else [900]
+
+    async def create(**given: Any) -> Any:
+        asked.append(given)
+        choice = Thing(text="4.", token_ids=sampled, token_logprobs=[-0.5] * len(sampled), finish_reason="stop")
+        return Thing(choices=[choice], prompt_token_ids=[800, 801])
+
+    collects()
+    client = Thing(completions=Thing(create=create))
+    monkeypatch.setattr(sys.modules["openai"], "AsyncOpenAI", lambda **_: client, raising=False)
+    server = server_class(Letters)(Thing())
+
+    async def ask(**given: Any) -> Any:
+        GROUP.set(Group([Session("http://x/v1", "k", "m")]))
+        return await server._tokens_and_logprobs_completion_wrapper(**given)
+
+    value = -0.5 if len(sampled) > 1 else 0.0
+    expected = [*map(ord, "2+2")], [[*map(ord, "4.")]], [[value, value]], ["stop"]
+    for given in ({"prompt": "2+2", "input_ids": expected[0]}, {"input_ids": expected[0]}, {"prompt": "2+2"}):
+        assert asyncio.run(ask(**given)) == expected
+    assert [(one["prompt"], "input_ids" in one) for one in asked] == [("2+2", False)] * 3
 
 
 def test_rollout_that_the_environment_does_not_play_is_an_error(collects: Callable[..., OwnLoop]) -> None:

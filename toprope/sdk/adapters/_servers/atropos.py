@@ -225,29 +225,36 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
             return _joined([answer for _, answer in answers])
 
         async def _tokens_and_logprobs_completion_wrapper(self, **asked: Any) -> tuple[list[Any], ...]:
-            if (ids := asked.pop("input_ids", None)) is not None:
-                asked["prompt"] = ids
+            # The environment's token ids are not the policy's, which keeps the ids that it sampled by itself.
+            ids = asked.pop("input_ids", None)
+            asked["prompt"] = self._text(asked["prompt"] if asked.get("prompt") is not None else ids)
             asked["extra_body"] = {**(asked.get("extra_body") or {}), "return_token_ids": True}
-            answers = [answer for _, answer in await self._completed(asked)]
-            prompt = getattr(answers[0], "prompt_token_ids", None)
-            if prompt is None:
-                prompt = asked["prompt"] if isinstance(asked["prompt"], list) else self._encoded(asked["prompt"])
-            choices = [answer.choices[0] for answer in answers]
-            tokens = [getattr(choice, "token_ids", None) or self._encoded(choice.text) for choice in choices]
-            values = [
-                getattr(choice, "token_logprobs", None) or [0.0] * len(ids)
-                for choice, ids in zip(choices, tokens, strict=True)
-            ]
-            return prompt, tokens, values, [choice.finish_reason for choice in choices]
+            choices = [answer.choices[0] for _, answer in await self._completed(asked)]
+            tokens, values = zip(*map(self._read, choices), strict=True)
+            prompt = self._encoded(asked["prompt"]) if ids is None else list(ids)
+            return prompt, list(tokens), list(values), [choice.finish_reason for choice in choices]
 
         async def _completed(self, asked: dict[str, Any]) -> list[tuple[_Rollout, Any]]:
-            prompt = asked["prompt"]
-            before = prompt if isinstance(prompt, str) else tokenizer().decode(prompt)
+            asked["prompt"] = before = self._text(asked["prompt"])
             answers = await self._asked(asked, before, lambda client: client.completions.create)
             for rollout, answer in answers:
                 rollout.said.append(answer.choices[0].text or "")
                 rollout.messages, rollout.prompt = [], before
             return answers
+
+        def _read(self, choice: Any) -> tuple[list[int], list[float]]:
+            """Return an answer's ids by the environment's tokenizer and their log-probabilities.
+
+            These are 0 if the policy's ids are other ones.
+            """
+            ids, values = getattr(choice, "token_ids", None), getattr(choice, "token_logprobs", None)
+            if ids and values and tokenizer().decode(ids, skip_special_tokens=True) == choice.text:
+                return list(ids), list(values)
+            ids = self._encoded(choice.text)
+            return ids, [0.0] * len(ids)
+
+        def _text(self, prompt: Any) -> str:
+            return prompt if isinstance(prompt, str) else str(tokenizer().decode(prompt))
 
         def _encoded(self, text: str) -> list[int]:
             return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
