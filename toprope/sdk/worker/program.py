@@ -12,6 +12,7 @@ standard output, in the order of the requests except for `toprope.sdk.worker.ser
   copy that no child inherits. Descriptor 0 is redirected to /dev/null, so their code cannot read requests.
 - Only `toprope.sdk` is importable, by its path: a user's own `tools` or `configs` never collide with ours.
 - Some ecosystems depend on the iteration order of sets of strings, so PYTHONHASHSEED is fixed, by a restart if needed.
+- Some environments limit their calls by SIGALRM, which Python allows in the main thread only; elsewhere it is ignored.
 - At the end of input the caller is gone: the process ends, even in the middle of a call.
 """
 
@@ -82,6 +83,34 @@ def _bring_in_sdk() -> None:
     sys.modules["toprope"], sys.modules["toprope.sdk"] = house, package
     house.sdk = package  # type: ignore[attr-defined]
     spec.loader.exec_module(package)
+
+
+def _keep_alarms_in_main_thread() -> None:
+    """Have SIGALRM's functions of `signal` do nothing in other threads, where Python refuses its handlers.
+
+    Authors limit their own calls by it, as math_verify does, and the worker runs some of them in threads. There the
+    limits of the rollout, the tool or the request hold.
+    """
+    import signal
+
+    handle, alarm, timer = signal.signal, signal.alarm, signal.setitimer
+
+    def in_main() -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    def kept_handle(signalnum: Any, handler: Any) -> Any:
+        if signalnum != signal.SIGALRM or in_main():
+            return handle(signalnum, handler)
+        return signal.getsignal(signalnum)
+
+    def kept_alarm(seconds: int, /) -> int:
+        return alarm(seconds) if in_main() else 0
+
+    def kept_timer(which: int, seconds: float, interval: float = 0.0, /) -> tuple[float, float]:
+        return timer(which, seconds, interval) if which != signal.ITIMER_REAL or in_main() else (0.0, 0.0)
+
+    signal.signal = kept_handle
+    signal.alarm, signal.setitimer = kept_alarm, kept_timer
 
 
 def _read(descriptor: int, requests: queue.SimpleQueue[bytes | None]) -> None:
@@ -167,6 +196,7 @@ def main() -> None:
     _fix_hash_seed()
     requests_from, answers_to = _take_streams()
     _bring_in_sdk()
+    _keep_alarms_in_main_thread()
     sys.dont_write_bytecode = True  # an author's folder is theirs: describing an environment leaves nothing in it
     from toprope.sdk.wall.local_sockets import avoid_local_sockets
 
