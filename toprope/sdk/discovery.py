@@ -34,7 +34,8 @@ TRAINING_PACKAGES = (
 _TRAINING_EXTRAS = (*TRAINING_PACKAGES, "liger", "quantization", "quality", "test", "dev")
 """Extras of TRL that only training or its authors use; others belong to environments, such as `openreward`."""
 _METADATA = re.compile(r"^# /// script$(?P<block>(?:\n#(?: .*)?)*?)\n# ///$", re.MULTILINE)
-_SUBMODULE = re.compile(r"^\s*(?:from|import)\s+trl\.", re.MULTILINE)
+_NEEDS_TRL = re.compile(r"^\s*(?:from|import)\s+(?:trl\.|(?:torch|transformers|accelerate)\b)", re.MULTILINE)
+"""Imports of TRL's rewards and of what comes with it."""
 _BASES = ("Environment", "OwnLoop")
 _LARGEST = 4 << 20
 """Largest file in bytes: nobody writes more by hand, and its syntax tree takes a hundred times as much memory."""
@@ -250,8 +251,8 @@ def script_requirements(source: str) -> list[str]:
     """Requirements that a script names in its metadata (PEP 723), for what is not training; empty without metadata.
 
     Args:
-        source: The script. TRL itself is replaced by `datasets`, unless the script imports a submodule of it; then
-            TRL is kept with the extras that are not for training.
+        source: The script. TRL itself is replaced by `datasets`, unless the script imports a submodule of it or a
+            package that TRL brings, such as torch; then TRL is kept with the extras that are not for training.
     """
     found = _METADATA.search(source)
     if found is None:
@@ -265,7 +266,7 @@ def script_requirements(source: str) -> list[str]:
     for requirement in named if isinstance(named, list) else []:
         root = re.split(r"[^A-Za-z0-9_.-]", str(requirement).strip(), maxsplit=1)[0].replace("-", "_").lower()
         if root == "trl":
-            own = [] if _SUBMODULE.search(source) is None else [_without_training(str(requirement).strip())]
+            own = [] if _NEEDS_TRL.search(source) is None else [_without_training(str(requirement).strip())]
             kept += [*own, "datasets"]
         elif root and root not in TRAINING_PACKAGES:
             kept.append(str(requirement).strip())

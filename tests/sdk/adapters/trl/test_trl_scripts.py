@@ -220,5 +220,10 @@ def test_the_packages_that_a_script_names_are_those_of_its_environment(script: P
     assert script_requirements(with_rewards)[:2] == ["trl", "datasets"]
     with_tasks = with_rewards.replace("trl[vllm,peft]", "trl[vllm, openreward]>=1.16")
     assert script_requirements(with_tasks)[:2] == ["trl[openreward]>=1.16", "datasets"]
+    for line in ("import torch", "import accelerate, torch", "from transformers import AutoProcessor"):
+        with_models = source.replace("import argparse", f"{line}\nimport argparse", 1)
+        assert script_requirements(with_models)[:2] == ["trl", "datasets"], line
+    with_another = source.replace("import argparse", "import torchless\nimport argparse", 1)
+    assert script_requirements(with_another) == script_requirements(source)
     assert target_of(str(script), ()).requirements == tuple(script_requirements(source))
     assert script_requirements("import os\n") == []
