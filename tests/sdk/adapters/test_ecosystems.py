@@ -197,6 +197,41 @@ def test_samples_of_inspect_are_hidden_from_each_other(tmp_path: Path) -> None:
     with_worker("inspect_ai", tmp_path, body, {"text": PEEKING, "target": "{file}@peeking"})
 
 
+LOOKING_UP = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import Score, mean, scorer
+from inspect_ai.solver import generate
+
+PLACES = {f"place {number}": f"answer {number}" for number in range(60)}
+
+@scorer(metrics=[mean()])
+def exact():
+    async def score(state, target):
+        return Score(value=float(PLACES[state.sample_id] == state.output.completion))
+    return score
+
+@task
+def looking_up():
+    samples = [Sample(input=f"What is at {place}?", id=place, target=said) for place, said in PLACES.items()]
+    return Task(dataset=samples, solver=generate(), scorer=exact())
+"""
+
+
+@pytest.mark.engines
+def test_inspect_scores_rollouts_by_the_id_of_their_sample(tmp_path: Path) -> None:
+    async def body(link: WorkerClient, card: dict[str, Any]) -> None:
+        right = await reference(link)
+        played = await asyncio.gather(
+            *(run(link, said, count) for said, count in ((right, 3), ("wrong", 3), (right, 1)))
+        )
+        assert [[(outcome["error"], outcome["reward"]) for outcome in one["outcomes"]] for one in played] == [
+            [(None, 1.0)] * 3, [(None, 0.0)] * 3, [(None, 1.0)],
+        ]  # fmt: skip
+
+    with_worker("inspect_ai", tmp_path, body, {"text": LOOKING_UP, "target": "{file}@looking_up"})
+
+
 @pytest.mark.engines
 def test_atropos_environment_runs_without_its_api(tmp_path: Path, tiny_policy: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:

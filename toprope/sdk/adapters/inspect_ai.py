@@ -11,13 +11,12 @@ This relies on an undocumented interface of inspect (its OpenAI-compatible provi
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
-import os
 import re
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from toprope.sdk.adapters._inspect_ai.commands import confine_commands, with_ref
 from toprope.sdk.adapters._inspect_ai.listing import declared, installed
 from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
 from toprope.sdk.adapters._inspect_ai.packages import missing_package, without_markup
+from toprope.sdk.adapters._inspect_ai.provider import PROVIDER, give_agents_a_key, register, tokens_of
 from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
@@ -46,11 +46,7 @@ EXTRAS = {
 }  # fmt: skip
 """Extras that `toprope env add PACKAGE` takes unless others are named: what tasks import, without torch and Docker, and
 without what package indexes lack. By the package, with the oldest version that has them."""
-_PROVIDER = "toprope"
-_KEY = "OPENAI_API_KEY"
-_NO_KEY = "none"
 _CURE = "environment.model_roles names a stronger grader"
-_VERDICT_TOKENS = 1024
 _GRADER = "grader"
 """The role of inspect's model-graded scorers."""
 _UNSCORED = "unscored"
@@ -98,8 +94,8 @@ class Inspect(OwnLoop):
         from inspect_ai._util.error import PrerequisiteError
         from inspect_ai._util.registry import registry_info
 
-        _give_agents_a_key()
-        play_named_models(_GRADER, _tokens_of)
+        give_agents_a_key()
+        play_named_models(_GRADER, tokens_of)
         try:
             tasks = load_tasks([self._target], dict(self.knobs.args))
         except Exception as error:
@@ -143,6 +139,8 @@ class Inspect(OwnLoop):
         for number, sample in enumerate(self._task.dataset):
             if self.knobs.limit and number >= self.knobs.limit:
                 return
+            if sample.id is None:
+                sample.id = number + 1  # as inspect would
             target = sample.target if isinstance(sample.target, str) else "\n".join(sample.target)
             yield Task(_asked(sample), reference=target or None, data={"sample": sample})
 
@@ -178,11 +176,15 @@ class Inspect(OwnLoop):
         return Played(parts, **said)
 
 
+_Asked = tuple[Any, Session, "asyncio.Future[Any]"]
+"""A sample, the session of its rollout, and the future of its log."""
+
+
 class _Desk:
     """Collects rollouts and runs them in consecutive evaluations of inspect."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Any, Session, asyncio.Future[Any]]] = []
+        self._waiting: list[_Asked] = []
         self._working: asyncio.Task[None] | None = None
 
     async def played(self, task: Any, sample: Any, session: Session, turns: int) -> Any:
@@ -195,11 +197,9 @@ class _Desk:
 
     async def _work(self, task: Any, turns: int) -> None:
         await asyncio.sleep(0)  # The rollouts of a group arrive together.
-        while self._waiting:
-            first = self._waiting[0][1]
-            alike = [one for one in self._waiting if _alike(one[1], first)][:_TOGETHER]
-            self._waiting = [one for one in self._waiting if one not in alike]
-            alike = [one for one in alike if not one[2].done()]
+        while waiting := [one for one in self._waiting if not one[2].done()]:
+            alike = _together([one for one in waiting if _alike(one[1], waiting[0][1])])
+            self._waiting = [one for one in waiting if one not in alike]
             try:
                 found = await _evaluated(task, [(sample, session) for sample, session, _ in alike], turns)
             except Exception as error:
@@ -214,6 +214,16 @@ class _Desk:
                     done.set_exception(sample)
                 else:
                     done.set_result(sample)
+
+
+def _together(waiting: list[_Asked]) -> list[_Asked]:
+    """Return what the next evaluation plays: samples that have as many rollouts as the first, its epochs."""
+    by_sample: dict[str, list[_Asked]] = {}
+    for one in waiting:
+        by_sample.setdefault(str(one[0].id), []).append(one)
+    groups = [group[:_TOGETHER] for group in by_sample.values()]
+    alike = [group for group in groups if len(group) == len(groups[0])]
+    return [one for group in alike[: _TOGETHER // len(groups[0])] for one in group]
 
 
 def _alike(one: Session, other: Session) -> bool:
@@ -231,25 +241,27 @@ def _addresses(session: Session) -> tuple[tuple[str, str], ...]:
 
 
 async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) -> list[Any]:
-    """Run samples in inspect, each with its session; return their logs in order."""
+    """Run samples in inspect, each epoch with its session; return their logs in order. All have as many epochs."""
     from inspect_ai import eval_async, task_with
     from inspect_ai.dataset import MemoryDataset
     from inspect_ai.model import get_model
     from inspect_ai.util._display import init_display_type
 
-    if not asked:
-        return []
     init_display_type("none")  # There is no terminal for its progress display.
-    _register()
-    sessions = {f"rollout-{number}": session for number, (_, session) in enumerate(asked)}
-    samples = [sample.model_copy(update={"id": name}) for name, (sample, _) in zip(sessions, asked, strict=True)]
+    register()
+    samples = {str(sample.id): sample for sample, _ in asked}
+    epochs: Counter[str] = Counter()
+    sessions: dict[tuple[str, int], Session] = {}
+    for sample, session in asked:
+        epochs[str(sample.id)] += 1
+        sessions[str(sample.id), epochs[str(sample.id)]] = session
     some = asked[0][1]
     folder = tempfile.mkdtemp(prefix="toprope-inspect-")
     try:
         names = sorted({_GRADER, *(getattr(task, "model_roles", None) or ()), *some.roles})
         policy, *graders = (
             get_model(
-                f"{_PROVIDER}/{some.roles[role]['model'] if role in some.roles else some.model}",
+                f"{PROVIDER}/{some.roles[role]['model'] if role in some.roles else some.model}",
                 base_url=some.roles[role]["base_url"] if role in some.roles else some.base_url,
                 api_key="of the rollout",
                 memoize=False,
@@ -259,7 +271,7 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
             for role in ("", *names)
         )
         logs = await eval_async(
-            task_with(_copied(task), dataset=MemoryDataset(samples), epochs=1),
+            task_with(_copied(task), dataset=MemoryDataset(list(samples.values())), epochs=max(epochs.values())),
             model=policy,
             model_roles=dict(zip(names, graders, strict=True)),
             log_dir=folder,
@@ -273,8 +285,8 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
             fail_on_error=False,
             turn_limit=turns,
             time_limit=max(1, int(some.timeout_s)),
-            max_samples=len(samples),
-            max_connections=len(samples),
+            max_samples=len(asked),
+            max_connections=len(asked),
             max_retries=2,
             temperature=some.temperature,
             top_p=some.top_p,
@@ -284,7 +296,7 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     log = logs[0]
-    found = {sample.id: sample for sample in log.samples or ()}
+    found = {(str(sample.id), sample.epoch): sample for sample in log.samples or ()}
     if not found:
         raise RuntimeError(f"no sample was played: {log.error.message if log.error else log.status}")
     return [found.get(name) or _NotPlayed(f"the sample was not played ({log.status})") for name in sessions]
@@ -301,78 +313,6 @@ def _copied(task: Any) -> Any:
 
 class _NotPlayed(RuntimeError):
     """inspect left a sample out."""
-
-
-def _give_agents_a_key() -> None:
-    """Let bridged agents make OpenAI clients, whose requests inspect takes; OpenAI's own models still need a key."""
-    if _KEY in os.environ:
-        return
-    from inspect_ai.model._providers.openai import OpenAIAPI
-
-    os.environ[_KEY] = _NO_KEY
-    start = OpenAIAPI.__init__
-
-    @functools.wraps(start)
-    def started(self: Any, *given: Any, **named: Any) -> None:
-        hidden = os.environ.get(_KEY) == _NO_KEY and os.environ.pop(_KEY)
-        try:
-            start(self, *given, **named)
-        finally:
-            if hidden:
-                os.environ.setdefault(_KEY, hidden)
-
-    OpenAIAPI.__init__ = started
-
-
-def _register() -> None:
-    """Register a provider that uses the key of the sample's rollout, or that of a role."""
-    from inspect_ai._util.registry import registry_lookup
-    from inspect_ai.log._samples import sample_active
-    from inspect_ai.model import modelapi
-    from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
-
-    if registry_lookup("modelapi", _PROVIDER) is not None:
-        return
-
-    class SessionAPI(OpenAICompatibleAPI):  # type: ignore[misc]
-        def __init__(self, model_name: str, sessions: dict[str, Session], plays: str, **arguments: Any) -> None:
-            self._sessions, self._plays = sessions, plays
-            super().__init__(model_name=model_name, service=_PROVIDER, **arguments)
-
-        async def count_text_tokens(self, text: str) -> int:
-            return _tokens_of(text)  # inspect's own count needs a file of the internet
-
-        def service_model_name(self) -> str:
-            return str(self.model_name)
-
-        def request_headers(self, config: Any) -> dict[str, str]:
-            session = self._session()
-            key = session.judge_key if self._plays and session.judge_key else session.api_key
-            if self._plays in session.roles:
-                key = session.roles[self._plays]["api_key"]
-            return {**super().request_headers(config), "Authorization": f"Bearer {key}"}
-
-        def completion_params(self, config: Any, tools: bool) -> dict[str, Any]:
-            params: dict[str, Any] = super().completion_params(config, tools)
-            if self._plays:  # The policy's limits are too narrow for a verdict.
-                return {**params, "max_tokens": _VERDICT_TOKENS, "temperature": 0.0}
-            seed = self._session().seed
-            return params if seed is None else {**params, "seed": seed}
-
-        def _session(self) -> Session:
-            active = sample_active()
-            if active is None:
-                raise RuntimeError("a model was called outside any sample")
-            return self._sessions[str(active.sample.id)]
-
-    def toprope() -> Any:
-        return SessionAPI
-
-    modelapi(name=_PROVIDER)(toprope)
-
-
-def _tokens_of(text: str) -> int:
-    return 1 + len(text) // 3
 
 
 def make(target: str) -> Inspect:

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from tests.sdk.adapters.inspect.conftest import PrerequisiteError, Sample, places, sample, session
 from toprope.sdk.adapters import inspect_ai
-from toprope.sdk.adapters._inspect_ai import commands
+from toprope.sdk.adapters._inspect_ai import commands, provider
 from toprope.sdk.adapters._inspect_ai.commands import confine_commands
 from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
@@ -26,102 +27,12 @@ from toprope.sdk.rollouts import configure
 from toprope.sdk.wall import kernel
 
 
-def session(**other: Any) -> Session:
-    return Session(**{"base_url": "http://x/v1", "api_key": "k", "model": "m"} | other)
-
-
-class PrerequisiteError(Exception):
-    pass
-
-
-class Sample(Thing):
-    """A sample of inspect; its log has the same members."""
-
-    def model_copy(self, update: dict[str, Any]) -> Sample:
-        return Sample(**vars(self) | update)
-
-
-def sample(text: str, **fields: Any) -> Sample:
-    answer = Thing(role="assistant", text="", tool_calls=None)
-    rest = {"choices": None, "target": "x", "limit": None, "error": None, "sandbox": None}
-    rest["output"] = Thing(choices=[Thing(stop_reason="stop")])
-    log = {"messages": [answer], "scores": {"exact": Thing(value="C")}}
-    return Sample(input=text, **rest | log | fields)
-
-
-places: list[dict[str, str]] = []
-"""Addresses of the roles of each evaluation."""
-
-
-@pytest.fixture
-def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., OwnLoop]:
-    """A function that makes the environment of a task; its evaluations call `evaluate(samples, sessions)`."""
-    monkeypatch.setenv("OPENAI_API_KEY", "of the owner")
-
-    def make(
-        samples: list[Sample],
-        evaluate: Any = None,
-        scorers: tuple[str, ...] = ("exact",),
-        failure: BaseException | None = None,
-        target: str = "package/sums",
-    ) -> OwnLoop:
-        task = Thing(dataset=samples, sandbox=None, scorer=list(scorers), model_roles={"critic": "other/model"})
-        task.early_stopping, task.model = "some", "mockllm/model"
-
-        async def eval_async(asked: list[Sample], model: dict[str, Any], **settings: Any) -> list[Thing]:
-            assert settings["model_roles"].keys() == {"grader", "critic"} and model["plays"] == ""
-            assert all(one["plays"] == role for role, one in settings["model_roles"].items())
-            places.append({role: one["base_url"] for role, one in settings["model_roles"].items()})
-            if evaluate is not None:
-                await evaluate(asked, model["sessions"])
-            played = [one for one in asked if one.input != "left out"]
-            return [Thing(samples=played, error=None, status="success")]
-
-        def load_tasks(targets: list[str], arguments: dict[str, Any]) -> list[Thing]:
-            if failure is not None:
-                raise failure
-            return [task]
-
-        def task_with(task: Thing, dataset: list[Sample], epochs: int) -> list[Sample]:
-            assert task.early_stopping is None, "rollouts are no repetitions of an evaluation"
-            assert task.model is None, "the policy answers"
-            return dataset
-
-        values = {"C": 1.0, "I": 0.0}
-        for name, members in {
-            "openai": {},
-            "inspect_ai": {"eval_async": eval_async, "task_with": task_with},
-            "inspect_ai._eval.loader": {"load_tasks": load_tasks},
-            "inspect_ai._util.error": {"PrerequisiteError": PrerequisiteError},
-            "inspect_ai._util.registry": {
-                "registry_info": lambda scorer: Thing(name=scorer), "registry_lookup": lambda kind, name: name,
-            },
-            "inspect_ai.dataset": {"MemoryDataset": list},
-            "inspect_ai.log._samples": {"sample_active": None},
-            "inspect_ai.model": {
-                "get_model": lambda name, role=None, **settings: settings, "modelapi": lambda name: lambda made: made,
-                "ModelAPI": object, "model_roles": dict,
-            },
-            "inspect_ai.model._model": {"active_model": lambda: None},
-            "inspect_ai.model._generate_config": {"active_generate_config": None},
-            "inspect_ai.model._providers.openai_compatible": {"OpenAICompatibleAPI": object},
-            "inspect_ai.scorer": {"value_to_float": lambda: lambda value: values.get(value, value)},
-            "inspect_ai.util._display": {"init_display_type": lambda kind: None},
-        }.items():  # fmt: skip
-            stand_in(name, **members)
-        environment = configure(inspect_ai.make(target))
-        assert isinstance(environment, OwnLoop)
-        return environment
-
-    return make
-
-
 def test_inspect_batches_alike_rollouts_into_one_evaluation(inspect: Callable[..., OwnLoop]) -> None:
     async def work() -> None:
         calls: list[int] = []
         started, release, running = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 
-        async def evaluate(asked: list[Sample], sessions: dict[str, Session]) -> None:
+        async def evaluate(asked: list[Sample], sessions: dict[tuple[str, int], Session]) -> None:
             assert not running.locked(), "inspect allows one evaluation at a time"
             async with running:
                 calls.append(len(asked))
@@ -130,7 +41,8 @@ def test_inspect_batches_alike_rollouts_into_one_evaluation(inspect: Callable[..
                 if any(one.input == "bad" for one in asked):
                     raise ValueError("no such tool")
                 for one in asked:
-                    one.messages = [Thing(role="assistant", text=f"{one.input} by {sessions[one.id].api_key}")]
+                    by = sessions[str(one.id), one.epoch].api_key
+                    one.messages = [Thing(role="assistant", text=f"{one.input} by {by}")]
 
         environment = inspect([sample("a"), sample("b"), sample("c"), sample("bad"), sample("d")], evaluate)
         a, b, c, bad, d = environment.tasks()
@@ -226,7 +138,7 @@ def test_bridged_agents_need_no_key_and_tokens_are_counted_without_a_file(
     kinds: list[Callable[[], Any]] = []
     stand_in("inspect_ai._util.registry", registry_lookup=lambda kind, name: None)
     stand_in("inspect_ai.model", modelapi=lambda name: kinds.append)
-    inspect_ai._register()
+    provider.register()
     api = kinds[0]()
     assert asyncio.run(api.count_text_tokens(api.__new__(api), "three words here")) == 6
 
