@@ -29,6 +29,7 @@ from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
 from toprope.sdk.adapters._inspect_ai.packages import missing_package, without_markup
 from toprope.sdk.adapters._inspect_ai.provider import PROVIDER, give_agents_a_key, register, tokens_of
 from toprope.sdk.adapters._shared.bounds import within
+from toprope.sdk.adapters._shared.keys import keyed_samples
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
@@ -136,13 +137,13 @@ class Inspect(OwnLoop):
         self._desk = _Desk()
 
     def tasks(self) -> Iterator[Task]:
-        for number, sample in enumerate(self._task.dataset):
-            if self.knobs.limit and number >= self.knobs.limit:
-                return
+        listed = []
+        for number, sample in enumerate(self._task.dataset[: self.knobs.limit or None]):
             if sample.id is None:
                 sample.id = number + 1  # as inspect would
             target = sample.target if isinstance(sample.target, str) else "\n".join(sample.target)
-            yield Task(_asked(sample), reference=target or None, data={"sample": sample})
+            listed.append(Task(_asked(sample), reference=target or None, data={"sample": sample}))
+        return keyed_samples(listed)
 
     async def rollout(self, session: Session) -> Played:
         found = await self._desk.played(self._task, self.task.data["sample"], session, self.max_turns)

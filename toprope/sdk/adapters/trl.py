@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._shared.bounds import Bounds
+from toprope.sdk.adapters._shared.keys import keyed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.user_files import (
     UserFile,
@@ -44,7 +45,6 @@ from toprope.sdk.adapters._shared.user_files import (
     parsed,
     public_name,
 )
-from toprope.sdk.adapters._trl.keys import keyed
 from toprope.sdk.adapters._trl.listing import TURNS, declared
 from toprope.sdk.adapters._trl.script import run_script
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task

@@ -25,7 +25,7 @@ class Sample(Thing):
     """A sample of inspect; its log has the same members, and its epoch."""
 
 
-def sample(text: str, **fields: Any) -> Sample:
+def sample(text: Any, **fields: Any) -> Sample:
     answer = Thing(role="assistant", text="", tool_calls=None)
     rest = {"id": None, "choices": None, "target": "x", "limit": None, "error": None, "sandbox": None}
     rest["output"] = Thing(choices=[Thing(stop_reason="stop")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace as Thing
 from typing import Any
 
 from tests.sdk.adapters.inspect.conftest import Sample, sample, session
@@ -33,3 +34,22 @@ def test_rollouts_of_a_sample_keep_its_id(inspect: Callable[..., OwnLoop]) -> No
         ("of the author", 1, "1"), ("of the author", 2, "2"), (2, 1, "3"), (2, 2, "4"),
     ]  # fmt: skip
     assert second == [(7, 1, "5")], "an evaluation has as many epochs of each sample"
+
+
+def test_samples_of_equal_text_are_tasks_by_what_else_they_say(inspect: Callable[..., OwnLoop]) -> None:
+    def system(text: str) -> list[Thing]:
+        return [Thing(role="system", text=text), Thing(role="user", text="Hi!")]
+
+    samples = [
+        sample("Hi!"), sample("hi!", target="y"), sample("Hi!", metadata={"aim": 1, "row_id": 1}),
+        sample("Hi!", metadata={"aim": 1, "row_id": 2}), sample("Hi!", files={"a": "1"}), sample("Hi!", setup="ls"),
+        sample(system("Be kind.")), sample(system("Be rude.")), sample("", id="one"), sample("", id="two"),
+    ]  # fmt: skip
+    tasks = list(inspect(samples).tasks())
+    [alone] = inspect(samples[:1]).tasks()
+    assert len({task.id for task in tasks}) == 9 and tasks[2].id == tasks[3].id, "a number of a row is no difference"
+    assert tasks[0].id == alone.id
+    assert tasks[8].messages == [{"role": "user", "content": "(the task says)"}]
+    games = [sample("Play.", id=f"game {number}") for number in range(3)]
+    assert len({task.id for task in inspect(games).tasks()}) == 3, "as a last resort by their ids"
+    assert len({task.id for task in inspect([*games, sample("Sing.")]).tasks()}) == 2

@@ -1,0 +1,84 @@
+"""Keys of tasks made of rows or samples, where prompts do not tell them apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pprint import saferepr
+from typing import Any
+
+from toprope.sdk.authoring.environment import Task
+
+__all__ = ["keyed", "keyed_samples"]
+
+_NUMBERING = re.compile(r"(?i)(^|_)(id|idx|index|uid|uuid)(_|$)")
+"""Columns that differ in rows that are the same task, which must not be both trained and held out."""
+_NO_PROMPT = "(the task says)"
+
+
+def keyed(tasks: Iterable[Task], played: bool) -> Iterator[Task]:
+    """Yield the tasks, each with its row in `data`, and with keys where needed.
+
+    With an environment (`played`), or without a prompt, each row is a task: even equal rows may begin in different
+    states. Otherwise rows with equal prompts are tasks of their own if their references differ, or without references
+    other columns but their numbers. The first of them keeps its prompt as key, so that its split does not depend on
+    later rows, which may be endless.
+    """
+    alike: Counter[str] = Counter()
+    firsts: dict[str, int] = {}
+    for task in tasks:
+        row = task.data["row"]
+        if played or not row.get("prompt"):
+            written = json.dumps(row, sort_keys=True, default=str)
+            key = f"{written} {alike[written]}" if alike[written] else written
+            alike[written] += 1
+            yield dataclasses.replace(task, key=key)
+            continue
+        told = {name: value for name, value in row.items() if name != "prompt" and not _NUMBERING.search(name)}
+        written = _written(told if task.reference is None else {"reference": task.reference})
+        differs = firsts.setdefault(task.content, hash(written)) != hash(written)
+        yield dataclasses.replace(task, key=f"{task.content} {written}") if differs else task
+
+
+def keyed_samples(tasks: Sequence[Task]) -> Iterator[Task]:
+    """Yield the tasks, each with its sample of inspect in `data`, and with keys where needed.
+
+    Samples whose users say the same are tasks of their own if anything else that a solver or scorer reads differs but
+    the numbers in their metadata. If nothing does in all samples, or they say nothing, their ids tell them apart. The
+    first of equal ones keeps its prompt as key.
+    """
+    firsts: dict[str, Task] = {}
+    alike = all(_alike(one, tasks[0]) for one in tasks)
+    for place, task in enumerate(tasks):
+        sample = task.data["sample"]
+        first = firsts.setdefault(task.content, task)
+        if not any(message["content"].strip() for message in task.messages):
+            yield dataclasses.replace(task, prompt=_NO_PROMPT, key=f"{_NO_PROMPT} {sample.id}")
+        elif alike and place:
+            yield dataclasses.replace(task, key=f"{task.content} {sample.id}")
+        elif _alike(task, first):
+            yield task
+        else:
+            digest = hashlib.sha256(_sample_written(task).encode("utf-8", "surrogatepass")).hexdigest()
+            yield dataclasses.replace(task, key=f"{task.content} {digest}")
+
+
+def _alike(one: Task, other: Task) -> bool:
+    return one is other or (one.content == other.content and _sample_written(one) == _sample_written(other))
+
+
+def _sample_written(task: Task) -> str:
+    sample = task.data["sample"]
+    told = {name: getattr(sample, name, None) for name in ("target", "files", "setup", "sandbox")}
+    metadata = getattr(sample, "metadata", None) or {}
+    told["metadata"] = {name: value for name, value in metadata.items() if not _NUMBERING.search(name)}
+    return _written(told | {"input": task.messages})
+
+
+def _written(columns: dict[str, Any]) -> str:
+    """Write columns of any type as a text that is the same in every process, so without addresses of objects."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", saferepr(columns))
