@@ -138,6 +138,32 @@ def test_answer_is_text_without_allowed_tools(http: TestClient, engine: Scripted
         assert '"name": "add"' not in engine.prompts[-1]
 
 
+def test_required_calls_and_formats_are_asked_of_the_policy(
+    http: TestClient, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sampling is not constrained, so they are not promised."""
+    engine.texts += [CALL, CALL, "{}", "{}", "{}"]
+    asked = [{"role": "user", "content": "x"}]
+    tools = [*TOOLS, {"type": "function", "function": {"name": "subtract"}}]
+    for choice, offered in (("required", True), ({"type": "function", "function": {"name": "add"}}, False)):
+        [entry] = ask(http, asked, tools=tools, tool_choice=choice)["choices"]
+        assert entry["finish_reason"] == "tool_calls" and '"name": "add"' in engine.prompts[-1]
+        assert ('"name": "subtract"' in engine.prompts[-1]) == offered
+    refused = {"messages": asked, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}
+    assert "of one of `tools`" in http.post("/v1/chat/completions", json=refused).json()["error"]["message"]
+    schema = {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "object"}}}
+    ask(http, [{"role": "user", "content": "first"}, *asked], response_format={"type": "json_object"})
+    assert "x\n\nAnswer with JSON only." in engine.prompts[-1] and engine.prompts[-1].count("JSON") == 1
+    parts = [{"type": "text", "text": "x"}]
+    ask(http, [{"role": "user", "content": parts}, {"role": "assistant", "content": "y"}], response_format=schema)
+    said = 'x\n\nAnswer with JSON only. It must be valid by this JSON schema:\n{"type":"object"}'
+    assert said in engine.prompts[-1] and engine.prompts[-1].index(said) < engine.prompts[-1].index("y<eos>")
+    ask(http, [{"role": "system", "content": "z"}], response_format=schema)
+    assert "Answer with JSON only." in engine.prompts[-1]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["tool_choice", "response_format"], "once each"
+
+
 @pytest.mark.parametrize(
     ("text", "calls"),
     [

@@ -76,7 +76,7 @@ def test_completions_accept_texts_and_ids(http: TestClient, tokenizer: Any) -> N
         ({"messages": [{"role": "user", "content": "x"}], "n": 0}, "n must be"),
         ({"messages": [{"role": "user", "content": "x"}], "temperature": 9}, "temperature must be"),
         ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
-        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "in the prompt"),
+        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "grammar"}}, "choose text, json"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "without images"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "x"}]}]}, "must be a list"),
         ({"messages": "x"}, "Not a valid body for this endpoint"),

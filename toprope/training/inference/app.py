@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -46,7 +47,9 @@ from toprope.training.inference.dialect import (
     format_choice,
     format_events,
     format_response,
+    instructed_messages,
     to_request,
+    unpromised,
 )
 from toprope.training.inference.engine import Engine, Sample, SamplingRequest, without_nul
 from toprope.training.inference.generate import generate_answer, generate_request, parse_generate
@@ -88,6 +91,7 @@ class InferenceServer:
         self._tokenized_size = 0
         self._delivered: deque[tuple[asyncio.Future[list[Sample]], list[Sample] | Exception]] = deque()
         self._waking = False
+        self._unpromised: set[str] = set()
         end_texts = (tokenizer.decode([token]) for token in engine.end_ids)
         self._renderer = MessageRenderer(tokenizer.chat_template, end_texts)
         self._direct = {
@@ -197,10 +201,13 @@ class InferenceServer:
         return await self._chat_answer(request, body, session)
 
     async def _chat_answer(self, request: HttpRequest, body: ChatRequest, session: str) -> Response:
-        tools = allowed_tools(body)
+        tools, asked = allowed_tools(body), instructed_messages(body)
+        if (field := unpromised(body)) and field not in self._unpromised:
+            self._unpromised.add(field)
+            print(f"{field}: asked of the policy, whose sampling is not constrained", file=sys.stderr, flush=True)
         known = self.sessions.get(session) if session else None
         for turns in (known.turns, ()) if known else ((),):  # at last with calls as the template itself writes them
-            messages = self._renderer.prepare(body.messages, tools, turns)
+            messages = self._renderer.prepare(asked, tools, turns)
             try:
                 with render_limit():
                     text = self._tokenizer.apply_chat_template(

@@ -16,6 +16,8 @@ import msgspec
 from toprope.training.inference.engine import Sample, SamplingRequest
 
 _encode = msgspec.json.Encoder().encode
+_JSON_ONLY = "Answer with JSON only."
+_BY_SCHEMA = " It must be valid by this JSON schema:\n"
 
 
 class BadRequest(Exception):
@@ -103,21 +105,68 @@ def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> Samp
 
 
 def allowed_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
-    """The tools to offer the policy; None if it must not call any.
+    """The tools to offer the policy; None if it must not call any. A call that is required is offered only.
 
     Raises:
-        BadRequest: The request asks for constrained output; sampling is free, so that cannot be promised.
+        BadRequest: `tool_choice` is unknown, or requires a tool that the request does not have.
     """
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
+    choice, tools = body.tool_choice, body.tools or None
+    if choice in (None, "auto") or (choice == "required" and tools):
+        return tools
+    if choice == "none":
+        return None
+    name = _name(choice)
+    only = [tool for tool in tools or () if name is not None and _name(tool) == name]
+    if not only:
         raise BadRequest(
-            f"response_format {kind} is not supported: sampling is not constrained; ask for the format in the prompt"
+            f"tool_choice {choice!r} is not supported with these tools: choose auto, none, required, or the function "
+            "of one of `tools`"
         )
-    if body.tool_choice not in (None, "auto", "none"):
-        raise BadRequest(
-            f"tool_choice {body.tool_choice!r} is not supported: sampling is not constrained; choose auto or none"
-        )
-    return None if body.tool_choice == "none" else body.tools or None
+    return only
+
+
+def _name(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def instructed_messages(body: ChatRequest) -> list[dict[str, Any]]:
+    """The messages, with a `response_format` as text in the user's last one, because sampling is not constrained.
+
+    That message stays the same in a loop of tool calls, so that each prompt begins with the one before.
+
+    Raises:
+        BadRequest: The format is unknown.
+    """
+    form = body.response_format or {}
+    kind = form.get("type", "text")
+    if kind == "text" or not body.messages:
+        return body.messages
+    if kind not in ("json_object", "json_schema"):
+        raise BadRequest(f"response_format {kind!r} is not supported: choose text, json_object or json_schema")
+    text = _JSON_ONLY
+    if kind == "json_schema":
+        described = form.get("json_schema")
+        schema = described.get("schema", {}) if isinstance(described, dict) else {}
+        text += _BY_SCHEMA + _encode(schema).decode()
+    messages = list(body.messages)
+    place = next((at for at in reversed(range(len(messages))) if messages[at].get("role") == "user"), None)
+    if place is None:
+        return [*messages, {"role": "user", "content": text}]
+    content = messages[place].get("content")
+    if isinstance(content, list):
+        content = [*content, {"type": "text", "text": f"\n{text}"}]
+    elif isinstance(content, str):
+        content = f"{content}\n\n{text}"
+    messages[place] = {**messages[place], "content": content}
+    return messages
+
+
+def unpromised(body: ChatRequest) -> str | None:
+    """The field of a request that the policy is asked for but need not keep; None if there is no such field."""
+    if (body.response_format or {}).get("type", "text") != "text":
+        return "response_format"
+    return None if body.tool_choice in (None, "auto", "none") else "tool_choice"
 
 
 def completion_prompts(prompt: Any) -> list[str | list[int]]:
