@@ -232,6 +232,40 @@ def test_inspect_scores_rollouts_by_the_id_of_their_sample(tmp_path: Path) -> No
     with_worker("inspect_ai", tmp_path, body, {"text": LOOKING_UP, "target": "{file}@looking_up"})
 
 
+SIMULATING = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessageSystem, ChatMessageUser, get_model
+from inspect_ai.scorer import includes
+from inspect_ai.solver import solver
+
+@solver
+def simulate():
+    async def solve(state, generate):
+        user, agent = get_model(role="user"), get_model()
+        asked = await user.generate(state.messages)
+        state.messages.append(asked.message)
+        state.output = await agent.generate([ChatMessageSystem(content="Serve."), ChatMessageUser(content="Hello?")])
+        return state
+    return solve
+
+@task
+def simulating():
+    samples = [Sample(input=f"You are customer {number}.", target="so") for number in range(60)]
+    return Task(dataset=samples, solver=simulate(), scorer=includes())
+"""
+
+
+@pytest.mark.engines
+def test_inspect_tells_the_policy_from_the_user_that_it_simulates(tmp_path: Path) -> None:
+    async def body(link: WorkerClient, card: dict[str, Any]) -> None:
+        played = await run(link, "so", 1)
+        assert (played["outcomes"][0]["error"], played["outcomes"][0]["reward"]) == (None, 1.0)
+        assert [one["content"] for one in played["talks"][0]] == ["Serve.", "Hello?", "so"]
+
+    with_worker("inspect_ai", tmp_path, body, {"text": SIMULATING, "target": "{file}@simulating"})
+
+
 @pytest.mark.engines
 def test_atropos_environment_runs_without_its_api(tmp_path: Path, tiny_policy: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:

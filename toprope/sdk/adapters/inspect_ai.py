@@ -27,7 +27,7 @@ from toprope.sdk.adapters._inspect_ai.commands import confine_commands, with_ref
 from toprope.sdk.adapters._inspect_ai.listing import declared, installed
 from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
 from toprope.sdk.adapters._inspect_ai.packages import missing_package, without_markup
-from toprope.sdk.adapters._inspect_ai.provider import PROVIDER, give_agents_a_key, register, tokens_of
+from toprope.sdk.adapters._inspect_ai.provider import PROVIDER, Rollout, give_agents_a_key, register, tokens_of
 from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.adapters._shared.keys import keyed_samples
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
@@ -146,13 +146,14 @@ class Inspect(OwnLoop):
         return keyed_samples(listed)
 
     async def rollout(self, session: Session) -> Played:
-        found = await self._desk.played(self._task, self.task.data["sample"], session, self.max_turns)
-        return self._read(found)
+        rollout = Rollout(session)
+        found = await self._desk.played(self._task, self.task.data["sample"], rollout, self.max_turns)
+        return self._read(found, rollout)
 
-    def _read(self, sample: Any) -> Played:
+    def _read(self, sample: Any, rollout: Rollout) -> Played:
         from inspect_ai.scorer import value_to_float
 
-        messages = [_message(message) for message in sample.messages]
+        messages = [_message(message) for message in rollout.messages(sample.messages)]
         turns = sum(message["role"] == "assistant" for message in messages)
         truncated = sample.limit is not None or "max_tokens" in [one.stop_reason for one in sample.output.choices]
         said: dict[str, Any] = {"messages": messages, "turns": turns, "truncated": truncated}
@@ -177,8 +178,8 @@ class Inspect(OwnLoop):
         return Played(parts, **said)
 
 
-_Asked = tuple[Any, Session, "asyncio.Future[Any]"]
-"""A sample, the session of its rollout, and the future of its log."""
+_Asked = tuple[Any, Rollout, "asyncio.Future[Any]"]
+"""A sample, its rollout, and the future of its log."""
 
 
 class _Desk:
@@ -188,10 +189,10 @@ class _Desk:
         self._waiting: list[_Asked] = []
         self._working: asyncio.Task[None] | None = None
 
-    async def played(self, task: Any, sample: Any, session: Session, turns: int) -> Any:
+    async def played(self, task: Any, sample: Any, rollout: Rollout, turns: int) -> Any:
         """Return the sample of inspect's log."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sample, session, done))
+        self._waiting.append((sample, rollout, done))
         if self._working is None or self._working.done():
             self._working = asyncio.create_task(self._work(task, turns))
         return await done
@@ -199,10 +200,10 @@ class _Desk:
     async def _work(self, task: Any, turns: int) -> None:
         await asyncio.sleep(0)  # The rollouts of a group arrive together.
         while waiting := [one for one in self._waiting if not one[2].done()]:
-            alike = _together([one for one in waiting if _alike(one[1], waiting[0][1])])
+            alike = _together([one for one in waiting if _alike(one[1].session, waiting[0][1].session)])
             self._waiting = [one for one in waiting if one not in alike]
             try:
-                found = await _evaluated(task, [(sample, session) for sample, session, _ in alike], turns)
+                found = await _evaluated(task, [(sample, rollout) for sample, rollout, _ in alike], turns)
             except Exception as error:
                 for _, _, done in alike:
                     if not done.done():
@@ -241,8 +242,8 @@ def _addresses(session: Session) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((role, model["base_url"]) for role, model in session.roles.items()))
 
 
-async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) -> list[Any]:
-    """Run samples in inspect, each epoch with its session; return their logs in order. All have as many epochs."""
+async def _evaluated(task: Any, asked: list[tuple[Any, Rollout]], turns: int) -> list[Any]:
+    """Run samples in inspect, each epoch for its rollout; return their logs in order. All have as many epochs."""
     from inspect_ai import eval_async, task_with
     from inspect_ai.dataset import MemoryDataset
     from inspect_ai.model import get_model
@@ -252,11 +253,11 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
     register()
     samples = {str(sample.id): sample for sample, _ in asked}
     epochs: Counter[str] = Counter()
-    sessions: dict[tuple[str, int], Session] = {}
-    for sample, session in asked:
+    rollouts: dict[tuple[str, int], Rollout] = {}
+    for sample, rollout in asked:
         epochs[str(sample.id)] += 1
-        sessions[str(sample.id), epochs[str(sample.id)]] = session
-    some = asked[0][1]
+        rollouts[str(sample.id), epochs[str(sample.id)]] = rollout
+    some = asked[0][1].session
     folder = tempfile.mkdtemp(prefix="toprope-inspect-")
     try:
         names = sorted({_GRADER, *(getattr(task, "model_roles", None) or ()), *some.roles})
@@ -266,7 +267,7 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
                 base_url=some.roles[role]["base_url"] if role in some.roles else some.base_url,
                 api_key="of the rollout",
                 memoize=False,
-                sessions=sessions,
+                rollouts=rollouts,
                 plays=role,
             )
             for role in ("", *names)
@@ -300,7 +301,7 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Session]], turns: int) ->
     found = {(str(sample.id), sample.epoch): sample for sample in log.samples or ()}
     if not found:
         raise RuntimeError(f"no sample was played: {log.error.message if log.error else log.status}")
-    return [found.get(name) or _NotPlayed(f"the sample was not played ({log.status})") for name in sessions]
+    return [found.get(name) or _NotPlayed(f"the sample was not played ({log.status})") for name in rollouts]
 
 
 def _copied(task: Any) -> Any:

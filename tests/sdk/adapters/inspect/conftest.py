@@ -39,7 +39,7 @@ places: list[dict[str, str]] = []
 
 @pytest.fixture
 def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., OwnLoop]:
-    """A function that makes the environment of a task; its evaluations call `evaluate(its samples, sessions)`."""
+    """A function that makes the environment of a task; its evaluations call `evaluate(its samples, rollouts)`."""
     monkeypatch.setenv("OPENAI_API_KEY", "of the owner")
 
     def make(
@@ -57,7 +57,7 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
             assert all(one["plays"] == role for role, one in settings["model_roles"].items())
             places.append({role: one["base_url"] for role, one in settings["model_roles"].items()})
             if evaluate is not None:
-                await evaluate(asked, model["sessions"])
+                await evaluate(asked, model["rollouts"])
             played = [one for one in asked if one.input != "left out"]
             return [Thing(samples=played, error=None, status="success")]
 

@@ -20,6 +20,7 @@ from toprope.sdk.adapters import inspect_ai
 from toprope.sdk.adapters._inspect_ai import commands, provider
 from toprope.sdk.adapters._inspect_ai.commands import confine_commands
 from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
+from toprope.sdk.adapters._inspect_ai.provider import Rollout
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
@@ -32,7 +33,7 @@ def test_inspect_batches_alike_rollouts_into_one_evaluation(inspect: Callable[..
         calls: list[int] = []
         started, release, running = asyncio.Event(), asyncio.Event(), asyncio.Lock()
 
-        async def evaluate(asked: list[Sample], sessions: dict[tuple[str, int], Session]) -> None:
+        async def evaluate(asked: list[Sample], rollouts: dict[tuple[str, int], Rollout]) -> None:
             assert not running.locked(), "inspect allows one evaluation at a time"
             async with running:
                 calls.append(len(asked))
@@ -41,7 +42,7 @@ def test_inspect_batches_alike_rollouts_into_one_evaluation(inspect: Callable[..
                 if any(one.input == "bad" for one in asked):
                     raise ValueError("no such tool")
                 for one in asked:
-                    by = sessions[str(one.id), one.epoch].api_key
+                    by = rollouts[str(one.id), one.epoch].session.api_key
                     one.messages = [Thing(role="assistant", text=f"{one.input} by {by}")]
 
         environment = inspect([sample("a"), sample("b"), sample("c"), sample("bad"), sample("d")], evaluate)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace as Thing
 from typing import Any
 
+import pytest
+
 from tests.sdk.adapters.inspect.conftest import Sample, sample, session
-from toprope.sdk.authoring.env_managed import OwnLoop, Session
+from toprope.sdk.adapters._inspect_ai import named_models, provider
+from toprope.sdk.adapters._inspect_ai.provider import Rollout
+from toprope.sdk.authoring.env_managed import OwnLoop
 
 
 def test_rollouts_of_a_sample_keep_its_id(inspect: Callable[..., OwnLoop]) -> None:
     """Scorers and solvers look up what belongs to a sample by its id."""
     played: list[list[tuple[Any, int, str]]] = []
 
-    async def evaluate(asked: list[Sample], sessions: dict[tuple[str, int], Session]) -> None:
-        played.append([(one.id, one.epoch, sessions[str(one.id), one.epoch].api_key) for one in asked])
+    async def evaluate(asked: list[Sample], rollouts: dict[tuple[str, int], Rollout]) -> None:
+        played.append([(one.id, one.epoch, rollouts[str(one.id), one.epoch].session.api_key) for one in asked])
 
     environment = inspect([sample("a", id="of the author"), sample("b"), sample("c", id=7)], evaluate)
     own, numbered, single = environment.tasks()
@@ -53,3 +58,81 @@ def test_samples_of_equal_text_are_tasks_by_what_else_they_say(inspect: Callable
     games = [sample("Play.", id=f"game {number}") for number in range(3)]
     assert len({task.id for task in inspect(games).tasks()}) == 3, "as a last resort by their ids"
     assert len({task.id for task in inspect([*games, sample("Sing.")]).tasks()}) == 2
+
+
+class Compatible:
+    """inspect's client of servers like OpenAI's; it answers with the key of a request and the question."""
+
+    def __init__(self, model_name: str, service: str) -> None:
+        self.model_name = f"{service}/{model_name}"
+
+    async def generate(self, input: list[Any], tools: Any, tool_choice: Any, config: Any) -> Any:
+        key = self.request_headers(config)["Authorization"].removeprefix("Bearer ")
+        return said(f"{key}: {input[-1].text}"), "the request"
+
+    def request_headers(self, config: Any) -> dict[str, str]:
+        return {}
+
+
+def said(text: str) -> Thing:
+    return Thing(choices=[Thing(message=Thing(role="assistant", text=text))])
+
+
+@pytest.fixture
+def policy(stand_in: Callable[..., None]) -> Callable[[Rollout], Any]:
+    """A function that makes the model of an evaluation, whose active sample is that rollout."""
+    kinds: list[Callable[[], Any]] = []
+    stand_in("inspect_ai._util.registry", registry_lookup=lambda kind, name: None)
+    stand_in("inspect_ai.log._samples", sample_active=lambda: Thing(sample=Thing(id=1), epoch=2))
+    stand_in("inspect_ai.model", modelapi=lambda name: kinds.append)
+    stand_in("inspect_ai.model._providers.openai_compatible", OpenAICompatibleAPI=Compatible)
+    provider.register()
+
+    def make(rollout: Rollout) -> Any:
+        own = Thing(merge=lambda other: f"its own, then {other}")
+        return Thing(api=kinds[0]()("policy", {("1", 2): rollout}, ""), config=own)
+
+    return make
+
+
+async def answered(model: Any, *asked: str) -> Any:
+    messages = [Thing(role="user", text=text) for text in asked]
+    return (await model.api.generate(messages, [], None, None))[0].choices[0].message
+
+
+def test_role_that_nobody_has_bound_is_not_the_policy_beside_it(
+    policy: Callable[[Rollout], Any], stand_in: Callable[..., None]
+) -> None:
+    """A simulated user that is the same model must not be trained for the agent's reward."""
+    rollout = Rollout(session(api_key="k", judge_key="j"))
+    active, bound = policy(rollout), Thing(name="of the owner")
+    evaluated = Thing(temperature=1.0)
+    stand_in("inspect_ai._util.error", PrerequisiteError=KeyError)
+    stand_in(
+        "inspect_ai.model", ModelAPI=object, model_roles=dict, modelapi=lambda name: lambda made: None,
+        get_model=lambda model=None, role=None: bound if role == "critic" else active,
+    )  # fmt: skip
+    stand_in("inspect_ai.model._model", active_model=lambda: active)
+    stand_in("inspect_ai.model._generate_config", active_generate_config=lambda: evaluated)
+    named_models.play_named_models("grader", len)
+    get_model = sys.modules["inspect_ai.model"].get_model
+    assert get_model() is active and get_model(role="critic") is bound
+    user = get_model(role="user")
+    assert user is not active and user.config == f"its own, then {evaluated}", "sampled as the evaluation says"
+
+    async def talk() -> None:
+        alone = Rollout(session(api_key="k", judge_key="j"))
+        con_artist = Thing(api=policy(alone).api.as_role("con artist"))
+        logged = [await answered(con_artist, "a")]
+        assert logged[0].text == "k: a" and alone.messages(logged) is logged, "roles alone are the policy"
+
+        first = await answered(user, "b")
+        own = await answered(active, "c", first.text)
+        later = await answered(user, "d")
+        assert [one.text for one in (first, own, later)] == ["k: b", "k: k: b", "j: d"]
+        texts = [one.text for one in rollout.messages([first, later])]
+        assert texts == ["c", "k: b", "k: k: b"], "the policy's own conversation"
+        logged = [Thing(role="system", text="k: b"), own]
+        assert rollout.messages(logged) is logged, "which holds answers of the policy alone"
+
+    asyncio.run(talk())

@@ -2,7 +2,8 @@
 
 `get_model("openai/gpt-4o")` fails without that provider's key, mostly while a task is loaded. A model that cannot be
 made is replaced by one that asks, whenever it is called, the role of that name or `grader`; one without a name is the
-policy. A model that can be made, because the owner gave its key, stays.
+policy. A model that can be made, because the owner gave its key, stays. A role that nobody has bound is the policy, but
+told apart from it: see `provider.Rollout`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from copy import copy
 from typing import Any
 
 __all__ = ["play_named_models"]
@@ -63,7 +65,8 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
     @functools.wraps(start)
     def get_model(model: Any = None, *, role: str | None = None, **settings: Any) -> Any:
         try:
-            return start(model, role=role, **settings)
+            found = start(model, role=role, **settings)
+            return _as_role(found, role) if role and found is active_model() else found
         except PrerequisiteError:  # no key, or no package, of its provider
             named = role or model or settings.get("default") or grader
             asked = str(model or settings.get("default") or "")
@@ -80,6 +83,12 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
                 print(f"{named}: a role of that name plays it, or {grader!r}", file=sys.stderr)
             made[key] = start(f"{_PROVIDER}/{named or 'policy'}", plays=str(named), memoize=False, **about)
         return made[key]
+
+    def _as_role(policy: Any, role: str) -> Any:
+        copied = copy(policy)
+        copied.api = policy.api.as_role(role)
+        copied.config = policy.config.merge(active_generate_config())  # which inspect gives to the policy itself alone
+        return copied
 
     get_model.plays_roles = True  # type: ignore[attr-defined]
 

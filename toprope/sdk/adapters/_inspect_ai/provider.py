@@ -5,16 +5,49 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.sdk.authoring.env_managed import Session
 
-__all__ = ["PROVIDER", "give_agents_a_key", "register", "tokens_of"]
+__all__ = ["PROVIDER", "Rollout", "give_agents_a_key", "register", "tokens_of"]
 
 PROVIDER = "toprope"
 _KEY = "OPENAI_API_KEY"
 _NO_KEY = "none"
 _VERDICT_TOKENS = 1024
+
+
+@dataclass
+class Rollout:
+    """The session of a rollout, and its calls of the policy.
+
+    Some tasks ask roles that nobody has bound, such as a simulated user; inspect gives them the evaluated model. If the
+    policy is asked without a role too, only those calls are the rollout; otherwise all are.
+    """
+
+    session: Session
+    talk: list[Any] | None = None
+    """The last conversation without a role, as messages of inspect; None before there is one."""
+    _of_roles: set[str] = field(default_factory=set)
+
+    def messages(self, logged: list[Any]) -> list[Any]:
+        """Return the conversation of the rollout: the logged messages, unless a role gave some of their answers."""
+        answered = {message.text for message in logged if message.role == "assistant"}
+        return logged if self.talk is None or not answered & self._of_roles else self.talk
+
+    def ask(self, role: str, messages: list[Any]) -> None:
+        """Note a question to the policy."""
+        if not role:
+            self.talk = list(messages)
+
+    def hear(self, role: str, message: Any, messages: list[Any]) -> None:
+        """Note the policy's answer to these messages."""
+        if role:
+            self._of_roles.add(message.text)
+        else:
+            self.talk = [*messages, message]
 
 
 def give_agents_a_key() -> None:
@@ -50,20 +83,39 @@ def register() -> None:
 
     class SessionAPI(OpenAICompatibleAPI):  # type: ignore[misc]
         def __init__(
-            self, model_name: str, sessions: Mapping[tuple[str, int], Session], plays: str, **arguments: Any
+            self, model_name: str, rollouts: Mapping[tuple[str, int], Rollout], plays: str, **arguments: Any
         ) -> None:
-            self._sessions, self._plays = sessions, plays
+            self._rollouts, self._plays, self._role = rollouts, plays, ""
             super().__init__(model_name=model_name, service=PROVIDER, **arguments)
 
         async def count_text_tokens(self, text: str) -> int:
             return tokens_of(text)  # inspect's own count needs a file of the internet
 
+        def as_role(self, role: str) -> SessionAPI:
+            """Return the policy as it answers for a role that nobody has bound."""
+            copied = copy(self)
+            copied._role = role
+            return copied
+
+        async def generate(self, input: list[Any], tools: Any, tool_choice: Any, config: Any) -> Any:
+            if self._plays:
+                return await super().generate(input, tools, tool_choice, config)
+            rollout = self._rollout()
+            rollout.ask(self._role, input)
+            found = await super().generate(input, tools, tool_choice, config)
+            output = found[0] if isinstance(found, tuple) else found
+            if getattr(output, "choices", None):
+                rollout.hear(self._role, output.choices[0].message, input)
+            return found
+
         def service_model_name(self) -> str:
             return str(self.model_name)
 
         def request_headers(self, config: Any) -> dict[str, str]:
-            session = self._session()
-            key = session.judge_key if self._plays and session.judge_key else session.api_key
+            rollout = self._rollout()
+            session = rollout.session
+            aside = self._plays or (self._role and rollout.talk is not None)
+            key = session.judge_key if aside and session.judge_key else session.api_key
             if self._plays in session.roles:
                 key = session.roles[self._plays]["api_key"]
             return {**super().request_headers(config), "Authorization": f"Bearer {key}"}
@@ -72,14 +124,14 @@ def register() -> None:
             params: dict[str, Any] = super().completion_params(config, tools)
             if self._plays:  # The policy's limits are too narrow for a verdict.
                 return {**params, "max_tokens": _VERDICT_TOKENS, "temperature": 0.0}
-            seed = self._session().seed
+            seed = self._rollout().session.seed
             return params if seed is None else {**params, "seed": seed}
 
-        def _session(self) -> Session:
+        def _rollout(self) -> Rollout:
             active = sample_active()
             if active is None:
                 raise RuntimeError("a model was called outside any sample")
-            return self._sessions[str(active.sample.id), active.epoch]
+            return self._rollouts[str(active.sample.id), active.epoch]
 
     def toprope() -> Any:
         return SessionAPI
