@@ -69,8 +69,12 @@ async def scores(link: WorkerClient, *answers: str) -> list[dict[str, Any]]:
 
 async def run(link: WorkerClient, answer: str, size: int) -> dict[str, Any]:
     with scripted_session(answer) as one:
-        sessions = [vars(one) | {"stop": list(one.stop), "timeout_s": SLOW_S} for _ in range(size)]
-        return await link.call("run", concurrent=True, timeout=SLOW_S, split="train", index=0, sessions=sessions)
+        return await run_with(link, *[one] * size)
+
+
+async def run_with(link: WorkerClient, *given: Session) -> dict[str, Any]:
+    sessions = [vars(one) | {"stop": list(one.stop), "timeout_s": SLOW_S} for one in given]
+    return await link.call("run", concurrent=True, timeout=SLOW_S, split="train", index=0, sessions=sessions)
 
 
 async def reference(link: WorkerClient) -> str:
@@ -214,7 +218,7 @@ def exact():
 @task
 def looking_up():
     samples = [Sample(input=f"What is at {place}?", id=place, target=said) for place, said in PLACES.items()]
-    return Task(dataset=samples, solver=generate(), scorer=exact())
+    return Task(dataset=samples, solver=generate(cache=True), scorer=exact())
 """
 
 
@@ -228,6 +232,11 @@ def test_inspect_scores_rollouts_by_the_id_of_their_sample(tmp_path: Path) -> No
         assert [[(outcome["error"], outcome["reward"]) for outcome in one["outcomes"]] for one in played] == [
             [(None, 1.0)] * 3, [(None, 0.0)] * 3, [(None, 1.0)],
         ]  # fmt: skip
+
+        later = iter((right, "wrong"))
+        with scripted_session(lambda request: next(later)) as one:
+            found = [await run_with(link, one) for _ in range(2)]
+        assert [played["outcomes"][0]["reward"] for played in found] == [1.0, 0.0], "not from inspect's cache"
 
     with_worker("inspect_ai", tmp_path, body, {"text": LOOKING_UP, "target": "{file}@looking_up"})
 

@@ -88,7 +88,7 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
                 "get_model": lambda name, role=None, **settings: settings, "modelapi": lambda name: lambda made: made,
                 "ModelAPI": object, "model_roles": dict,
             },
-            "inspect_ai.model._model": {"active_model": lambda: None},
+            "inspect_ai.model._model": {"active_model": lambda: None, "cache_fetch": None, "cache_store": None},
             "inspect_ai.model._generate_config": {"active_generate_config": None},
             "inspect_ai.model._providers.openai_compatible": {"OpenAICompatibleAPI": object},
             "inspect_ai.scorer": {"value_to_float": lambda: lambda value: values.get(value, value)},

@@ -86,6 +86,7 @@ def policy(stand_in: Callable[..., None]) -> Callable[[Rollout], Any]:
     stand_in("inspect_ai.log._samples", sample_active=lambda: Thing(sample=Thing(id=1), epoch=2))
     stand_in("inspect_ai.model", modelapi=lambda name: kinds.append)
     stand_in("inspect_ai.model._providers.openai_compatible", OpenAICompatibleAPI=Compatible)
+    stand_in("inspect_ai.model._model", cache_fetch=lambda entry: entry.kept, cache_store=lambda entry, output: output)
     provider.register()
 
     def make(rollout: Rollout) -> Any:
@@ -136,3 +137,13 @@ def test_role_that_nobody_has_bound_is_not_the_policy_beside_it(
         assert rollout.messages(logged) is logged, "which holds answers of the policy alone"
 
     asyncio.run(talk())
+
+
+def test_answers_of_other_rollouts_are_not_taken_from_a_cache(policy: Callable[[Rollout], Any]) -> None:
+    """Tasks with `cache=True` would else have rollouts without tokens."""
+    cache = sys.modules["inspect_ai.model._model"]
+    for model in ("toprope/policy", "toprope_role/grader"):
+        entry = Thing(model=model, kept="an earlier answer")
+        assert cache.cache_fetch(entry) is None and cache.cache_store(entry=entry, output=True) is False
+    entry = Thing(model="openai/gpt", kept="an earlier answer")
+    assert cache.cache_fetch(entry) == "an earlier answer" and cache.cache_store(entry=entry, output=True) is True

@@ -14,9 +14,9 @@ import sys
 from copy import copy
 from typing import Any
 
-__all__ = ["play_named_models"]
+__all__ = ["ROLE_PROVIDER", "play_named_models"]
 
-_PROVIDER = "toprope_role"
+ROLE_PROVIDER = "toprope_role"
 _NO_MODEL = "No model specified"
 
 
@@ -81,7 +81,7 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
         if key not in made:
             if named:
                 print(f"{named}: a role of that name plays it, or {grader!r}", file=sys.stderr)
-            made[key] = start(f"{_PROVIDER}/{named or 'policy'}", plays=str(named), memoize=False, **about)
+            made[key] = start(f"{ROLE_PROVIDER}/{named or 'policy'}", plays=str(named), memoize=False, **about)
         return made[key]
 
     def _as_role(policy: Any, role: str) -> Any:
@@ -95,7 +95,7 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
     def toprope_role() -> Any:
         return Played
 
-    modelapi(name=_PROVIDER)(toprope_role)
+    modelapi(name=ROLE_PROVIDER)(toprope_role)
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get("get_model") is start:
             module.get_model = get_model  # type: ignore[attr-defined]

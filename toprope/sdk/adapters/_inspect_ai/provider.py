@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+from toprope.sdk.adapters._inspect_ai.named_models import ROLE_PROVIDER
 from toprope.sdk.authoring.env_managed import Session
 
 __all__ = ["PROVIDER", "Rollout", "give_agents_a_key", "register", "tokens_of"]
@@ -72,7 +73,7 @@ def give_agents_a_key() -> None:
 
 
 def register() -> None:
-    """Register a provider that uses the key of the sample's rollout, or that of a role."""
+    """Register a provider that uses the key of the sample's rollout, or that of a role. inspect caches none of it."""
     from inspect_ai._util.registry import registry_lookup
     from inspect_ai.log._samples import sample_active
     from inspect_ai.model import modelapi
@@ -137,6 +138,20 @@ def register() -> None:
         return SessionAPI
 
     modelapi(name=PROVIDER)(toprope)
+    _cache_others_only()
+
+
+def _cache_others_only() -> None:
+    """Ask again where tasks set `cache=True`: its keys know no rollout, which would have no tokens of its own."""
+    from inspect_ai.model import _model
+
+    fetch, store = _model.cache_fetch, _model.cache_store
+
+    def is_ours(entry: Any) -> bool:
+        return str(entry.model).partition("/")[0] in (PROVIDER, ROLE_PROVIDER)
+
+    _model.cache_fetch = lambda entry: None if is_ours(entry) else fetch(entry)
+    _model.cache_store = lambda entry, output: False if is_ours(entry) else store(entry, output)
 
 
 def tokens_of(text: str) -> int:
