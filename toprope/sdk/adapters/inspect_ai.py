@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +51,8 @@ _CURE = "environment.model_roles names a stronger grader"
 _GRADER = "grader"
 """The role of inspect's model-graded scorers."""
 _UNSCORED = "unscored"
+_SHARE, _UNKNOWN = (0.0, 1.0), (-1000.0, 1000.0)
+"""Bounds of scores: shares of right answers, and scores of which nothing is known."""
 _LONGEST_REASON = 500
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b")
 _TOGETHER = 256
@@ -68,8 +70,15 @@ class InspectKnobs:
         "task",
         help="local: tools run as processes, each rollout's behind a wall of its own, without the task's image",
     )
-    reward_low: float = knob(0.0, help="smallest value of a score")
-    reward_high: float = knob(1.0, help="largest value of a score")
+    reward_low: float | None = knob(
+        None, help="smallest score; null: 0 if its scorer reports accuracy, or else not known"
+    )
+    reward_high: float | None = knob(
+        None, help="largest score; null: 1 if its scorer reports accuracy, or else not known"
+    )
+    success_reward: float | None = knob(
+        None, help="score that counts as solved; null: the largest one, or 1 if that is not known"
+    )
 
 
 class Inspect(OwnLoop):
@@ -125,16 +134,30 @@ class Inspect(OwnLoop):
 
             self._task.sandbox = SandboxEnvironmentSpec("local")
         scorers = self._task.scorer or []
-        low, high = self.knobs.reward_low, self.knobs.reward_high
-        if low >= high:
-            raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
         scorer_names = _distinct([registry_info(scorer).name.rpartition("/")[2] for scorer in scorers])
-        self.parts = {name: Part(1.0 / len(scorer_names), low, high, "a scorer") for name in scorer_names}
+        self.parts = {}
+        for name, scorer in zip(scorer_names, scorers, strict=True):
+            metrics = getattr(self._task, "metrics", None) or registry_info(scorer).metadata.get("metrics")
+            self.parts[name] = self._part(1.0 / len(scorer_names), _SHARE if _reports_accuracy(metrics) else _UNKNOWN)
         if not scorers:
             why = "always the lowest: the task has no scorer, and environment.rewards adds judges"
-            self.parts = {_UNSCORED: Part(1.0, low, high, why)}
+            self.parts = {_UNSCORED: replace(self._part(1.0, _SHARE), description=why)}
         self.max_turns = self.knobs.turns
         self._desk = _Desk()
+
+    def _part(self, weight: float, bounds: tuple[float, float]) -> Part:
+        low, high = self.knobs.reward_low, self.knobs.reward_high
+        low, high = bounds[0] if low is None else low, bounds[1] if high is None else high
+        if low >= high:
+            raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
+        return Part(weight, low, high, "a scorer")
+
+    def success(self, parts: dict[str, float], reward: float) -> bool:
+        goal = self.knobs.success_reward
+        if goal is None and all(part.high != _UNKNOWN[1] for part in self.parts.values()):
+            return super().success(parts, reward)
+        goals = {name: min(part.high, 1.0) if goal is None else goal for name, part in self.parts.items()}
+        return all(parts[name] >= goals[name] - 1e-9 for name, part in self.parts.items() if part.weight > 0)
 
     def tasks(self) -> Iterator[Task]:
         listed = []
@@ -160,7 +183,7 @@ class Inspect(OwnLoop):
         if sample.error is not None:
             return Played({}, error=_reason(sample.error), **said)
         if _UNSCORED in self.parts:
-            return Played({_UNSCORED: self.knobs.reward_low}, **said)
+            return Played({_UNSCORED: self.parts[_UNSCORED].low}, **said)
         to_float, parts = value_to_float(), {}
         scores = list((sample.scores or {}).values())
         for place, name in enumerate(self.parts):
@@ -370,6 +393,18 @@ def _number(value: Any, to_float: Any) -> float:
     if value is None:
         raise EnvironmentMistake("inspect did not score the rollout.")
     return float(to_float(value))
+
+
+def _reports_accuracy(metrics: Any) -> bool:
+    """Return True if inspect's metric `accuracy`, the share of right answers, is among a scorer's metrics."""
+    from inspect_ai._util.registry import registry_info
+
+    if isinstance(metrics, dict):
+        return bool(metrics) and all(_reports_accuracy(some) for some in metrics.values())
+    return any(
+        _reports_accuracy(one) if isinstance(one, dict) else registry_info(one).name.rpartition("/")[2] == "accuracy"
+        for one in metrics or ()
+    )
 
 
 def _distinct(names: list[str]) -> list[str]:

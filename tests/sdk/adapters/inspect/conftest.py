@@ -48,6 +48,7 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
         scorers: tuple[str, ...] = ("exact",),
         failure: BaseException | None = None,
         target: str = "package/sums",
+        metrics: Any = ("accuracy",),
     ) -> OwnLoop:
         task = Thing(dataset=samples, sandbox=None, scorer=list(scorers), model_roles={"critic": "other/model"})
         task.early_stopping, task.model = "some", "mockllm/model"
@@ -80,7 +81,8 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
             "inspect_ai._eval.loader": {"load_tasks": load_tasks},
             "inspect_ai._util.error": {"PrerequisiteError": PrerequisiteError},
             "inspect_ai._util.registry": {
-                "registry_info": lambda scorer: Thing(name=scorer), "registry_lookup": lambda kind, name: name,
+                "registry_info": lambda one: Thing(name=f"package/{one}", metadata={"metrics": metrics}),
+                "registry_lookup": lambda kind, name: name,
             },
             "inspect_ai.dataset": {"MemoryDataset": list},
             "inspect_ai.log._samples": {"sample_active": None},

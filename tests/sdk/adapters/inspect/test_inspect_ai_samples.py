@@ -13,7 +13,10 @@ import pytest
 from tests.sdk.adapters.inspect.conftest import Sample, sample, session
 from toprope.sdk.adapters._inspect_ai import named_models, provider
 from toprope.sdk.adapters._inspect_ai.provider import Rollout
-from toprope.sdk.authoring.env_managed import OwnLoop
+from toprope.sdk.authoring.env_managed import OwnLoop, Played
+from toprope.sdk.authoring.environment import Task
+from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.rollouts import configure
 
 
 def test_rollouts_of_a_sample_keep_its_id(inspect: Callable[..., OwnLoop]) -> None:
@@ -58,6 +61,28 @@ def test_samples_of_equal_text_are_tasks_by_what_else_they_say(inspect: Callable
     games = [sample("Play.", id=f"game {number}") for number in range(3)]
     assert len({task.id for task in inspect(games).tasks()}) == 3, "as a last resort by their ids"
     assert len({task.id for task in inspect([*games, sample("Sing.")]).tasks()}) == 2
+
+
+def test_scores_are_bounded_by_accuracy_and_the_knobs_alone(inspect: Callable[..., OwnLoop]) -> None:
+    async def solved(environment: OwnLoop, task: Task) -> tuple[float, bool]:
+        [played] = await environment.group(task, [session()])
+        assert isinstance(played, Played)
+        return played.parts["exact"], environment.success(played.parts, played.parts["exact"])
+
+    samples = [sample("a", scores={"exact": Thing(value=12.5)}), sample("b", scores={"exact": Thing(value=-3.0)})]
+    for metrics in (("mean",), [], {"a": ["mean"], "b": ["accuracy"]}):
+        environment = inspect(samples, metrics=metrics)
+        assert [asyncio.run(solved(environment, task)) for task in environment.tasks()] == [(12.5, True), (-3.0, False)]
+    environment = inspect([sample("right"), *samples], metrics=("mean",))
+    configure(environment, knobs={"reward_high": 20.0, "reward_low": -3.0})
+    assert [asyncio.run(solved(environment, task))[1] for task in environment.tasks()] == [False, False, False]
+    configure(environment, knobs={"success_reward": 12.0})
+    assert [asyncio.run(solved(environment, task))[1] for task in environment.tasks()] == [False, True, False]
+    for metrics in (("mean", "accuracy"), [{"a": ["accuracy"]}]):
+        part = inspect(samples, metrics=metrics).parts["exact"]
+        assert (part.low, part.high) == (0.0, 1.0), "a share of right answers"
+    with pytest.raises(InvalidRequest, match="reward_low 2 must be below reward_high 1"):
+        configure(inspect(samples), knobs={"reward_low": 2.0})
 
 
 class Compatible:
