@@ -93,7 +93,7 @@ def _seed_resets() -> None:
         return plain(self, signature, given, *more, **further)
 
     @functools.wraps(run)
-    async def seeded(self: Any, session: Any, call: Any, *given: Any, **named: Any) -> Any:
+    async def seeded(self: Any, session: Any, call: Any, /, *given: Any, **named: Any) -> Any:
         if getattr(call, "__name__", "") == "reset" and isinstance(_seed.get(), int):
             call = functools.partial(_drawn, _seed.get(), call)
         return await run(self, session, call, *given, **named)
@@ -101,7 +101,7 @@ def _seed_resets() -> None:
     HTTPEnvServer._get_valid_kwargs, HTTPEnvServer._run_in_session_executor = noting, seeded
 
 
-def _drawn(seed: int, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def _drawn(seed: int, call: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
     """Call a function with the global generators seeded."""
     alone = _drawing.acquire(timeout=_ALONE_S)
     try:
