@@ -36,10 +36,11 @@ REQUIREMENTS = ("openenv==0.10.*",)
 PACKAGE = "openenv"
 _LOOK_AT = 4
 """Number of first observations compared to see if seeds make a difference."""
-_MOST_RESETS = 64
-"""Most tasks of an environment that goes through its tasks from reset to reset."""
 _NOT_SHOWN = ("done", "reward", "metadata")
-_EVALUATES = re.compile(r"(?i)answer|correct|expected|gold|ground|label|reference|reward|score|solution|target|truth")
+_EVALUATES = re.compile(
+    r"(?i)answer|correct|expected|gold|ground|hidden|key|label|password|private|reference|reward|score|secret|solution|"
+    r"target|truth|word"
+)
 """In names of metadata that may give the answer away."""
 _UNDECLARED = 1000.0
 """Largest size of a reward whose bounds the owner does not set."""
@@ -137,20 +138,9 @@ class OpenEnv(OwnLoop):
     def tasks(self) -> Iterator[Task]:
         seeds: Iterator[int] = iter(range(self.knobs.tasks)) if self.knobs.tasks else itertools.count()
         first = [(seed, _alone(self._first(seed))) for seed in itertools.islice(seeds, _LOOK_AT)]
-        by_seed, texts = self.knobs.by_seed, {text for _, text in first}
-        if by_seed is None and len(texts) > 1 and _alone(self._first(0)) != first[0][1]:
-            # One task, which is in every split, says that nothing can be held out.
-            print(f"{self.name} draws its tasks whatever the seed: none can be held out.", file=sys.stderr)
-            yield Task(self._messages(first[0][1]), data={"seed": 0})
-            return
-        if by_seed is None and len(texts) == 1:
-            in_turn = _alone(self._in_turn(min(self.knobs.tasks or _MOST_RESETS, _MOST_RESETS)))
-            if len(set(in_turn)) > 1:
-                for number, text in enumerate(in_turn):
-                    yield Task(self._messages(text), data={"seed": 0, "resets": number})
-                return
+        by_seed = self.knobs.by_seed
         if by_seed is None:
-            by_seed = len(texts) < len(first)
+            by_seed = len({text for _, text in first}) < len(first)
         later = ((seed, _alone(self._first(seed))) for seed in seeds)
         for seed, text in itertools.chain(first, later):
             yield Task(self._messages(text), data={"seed": seed}, key=f"{text}\nseed {seed}" if by_seed else None)
@@ -165,14 +155,12 @@ class OpenEnv(OwnLoop):
 
     async def rollout(self, session: Session) -> Played:
         if not self._gate:  # shared by all copies, which run on one event loop
-            one = self._server is not None and self._server.has_one_episode
-            self._gate.append(asyncio.Semaphore(1 if one else self.knobs.sessions))
+            self._gate.append(asyncio.Semaphore(self.knobs.sessions))
         async with self._gate[0]:
             return await self._episode(session)
 
     async def _episode(self, session: Session) -> Played:
-        data = self.task.data
-        async with self._begun(data["seed"], data.get("resets", 0)) as (episode, found):
+        async with self._begun(self.task.data["seed"]) as (episode, found):
             messages = self._messages(self._said(found))
             rewards, turns, truncated = [], 0, False
             invalid = in_a_row = 0
@@ -251,31 +239,18 @@ class OpenEnv(OwnLoop):
         async with self._begun(seed) as (_, found):
             return self._said(found)
 
-    async def _in_turn(self, most: int) -> list[str]:
-        """Return the first observations of up to `most` resets in a row, the few of `_LOOK_AT` if these are equal."""
-        async with self._begun(0) as (episode, found):
-            texts = [self._said(found)]
-            with contextlib.suppress(EnvironmentMistake, OSError):  # it may have one episode for each connection
-                while len(texts) < most and (len(texts) < _LOOK_AT or len(set(texts)) > 1):
-                    texts.append(self._said(await episode.reset({**self.knobs.reset, "seed": 0})))
-        return texts
-
     @contextlib.asynccontextmanager
-    async def _begun(self, seed: int, resets: int = 0) -> AsyncIterator[tuple[Connection, dict[str, Any]]]:
+    async def _begun(self, seed: int) -> AsyncIterator[tuple[Connection, dict[str, Any]]]:
         """Begin an episode, waiting while the server is at its limit of episodes.
 
         A full server says so in answer to the first message and closes the connection.
-
-        Args:
-            resets: Resets after the first one.
         """
         assert self._server is not None  # setup has made it
         pause = 0.01
         while True:
             async with self._server.connect() as episode:
                 try:
-                    for _ in range(resets + 1):
-                        found = await episode.reset({**self.knobs.reset, "seed": seed})
+                    found = await episode.reset({**self.knobs.reset, "seed": seed})
                 except Full:
                     pass
                 else:

@@ -95,12 +95,10 @@ class Served(str):
     """The address of a server, and the schema that it gives."""
 
     schema: dict[str, Any]
-    answers: list[Callable[[str, dict[str, Any]], tuple[int, Any]]]
-    """The last one answers requests by POST: status and JSON for a path and a body."""
 
     def __new__(cls, url: str, schema: dict[str, Any]) -> Served:
         made = super().__new__(cls, url)
-        made.schema, made.answers = schema, []
+        made.schema = schema
         return made
 
 
@@ -114,16 +112,8 @@ def server(stand_in: Callable[..., None]) -> Iterator[Served]:
             pass
 
         def do_GET(self) -> None:
-            told = self.path in ("/schema", "/openapi.json")
-            self.answered(200, schema if told else {"status": "healthy"})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.answered(*served.answers[-1](self.path, body))
-
-        def answered(self, status: int, value: Any) -> None:
-            data = json.dumps(value).encode()
-            self.send_response(status)
+            data = json.dumps(schema if self.path == "/schema" else {"status": "healthy"}).encode()
+            self.send_response(200)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -134,8 +124,7 @@ def server(stand_in: Callable[..., None]) -> Iterator[Served]:
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    served = Served(f"http://127.0.0.1:{http.server_address[1]}", schema)
-    yield served
+    yield Served(f"http://127.0.0.1:{http.server_address[1]}", schema)
     http.shutdown()
     http.server_close()
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import inspect
-import itertools
 import json
-import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +16,9 @@ from tests.sdk.adapters.openenv.conftest import CALL, COLUMN, ConnectionClosed, 
 from toprope.sdk import errors
 from toprope.sdk.adapters import openenv
 from toprope.sdk.adapters._servers.openenv import Refused
-from toprope.sdk.adapters._servers.openenv_serve import _seed_resets, _tell_failures
+from toprope.sdk.adapters._servers.openenv_serve import _tell_failures
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import configure
-from toprope.sdk.worker.splits import SPLITS, TaskSplits
 
 
 def test_openenv_reads_schema_and_waits_for_full_server(server: Served) -> None:
@@ -44,38 +40,6 @@ def test_server_without_websocket_is_named(server: Served, stand_in: Callable[..
     stand_in("websockets.asyncio.client", connect=rejected)
     with pytest.raises(EnvironmentMistake, match=r"no WebSocket at /ws \(HTTP 403\)"):
         list(configure(openenv.make(server), knobs={"tasks": 2}).tasks())
-
-
-def test_server_without_websocket_is_played_over_http_one_episode_at_a_time(
-    server: Served, stand_in: Callable[..., None]
-) -> None:
-    async def rejected(url: str, **options: Any) -> None:
-        raise ConnectionClosed("HTTP 403")
-
-    def posted(path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        if path == "/reset":
-            state.update(seed=body["seed"], resets=state["resets"] + 1)
-            return 200, {"observation": {"text": f"say {body['seed']}"}, "reward": 0.0, "done": False}
-        message = body["action"].get("message")
-        if message is None:
-            errors = [{"type": "missing", "loc": ["body", "action", "message"], "msg": "Field required"}]
-            return 422, {"detail": errors}
-        if message == "boom":
-            return 400, {"detail": "not a word"}
-        right = message == str(state["seed"])
-        return 200, {"observation": {"text": "well"}, "reward": float(right), "done": True}
-
-    state = {"seed": -1, "resets": 0}
-    stand_in("websockets.asyncio.client", connect=rejected)
-    server.schema.clear()
-    server.schema.update(paths={"/reset": {"post": {}}, "/step": {"post": {}}})
-    server.answers.append(posted)
-    environment = configure(openenv.make(server), knobs={"tasks": 4})
-    tasks = list(environment.tasks())
-    assert [task.messages[-1]["content"] for task in tasks] == [f"say {seed}" for seed in range(4)]
-    assert [one.reward for one in sample(environment, tasks[3], "3", 4)] == [1.0] * 4
-    [invalid] = sample(environment, tasks[1], "boom", 1)
-    assert (invalid.error, invalid.parts) == (None, {"reward": 0.0, "invalid": 3.0})
 
 
 def test_pixels_are_not_shown_to_the_policy(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,34 +75,6 @@ def test_texts_of_the_metadata_are_shown_if_there_is_nothing_else(
     seen["place"] = [1, 2]  # type: ignore[assignment]
     [task] = configure(openenv.make(server), knobs=knobs).tasks()
     assert json.loads(task.messages[-1]["content"]) == {"place": [1, 2]}
-
-
-def test_tasks_that_no_seed_decides_are_the_resets_in_turn_or_not_held_out(
-    server: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    count = itertools.count()
-
-    def in_turn(self: Episode, text: str, reward: float, done: bool) -> dict[str, Any]:
-        self.resets = getattr(self, "resets", -1) + (text != "well")
-        seen, reward = {"text": f"question {self.resets % 5}"}, float(self.resets == 3)
-        return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
-
-    def at_random(self: Episode, text: str, reward: float, done: bool) -> dict[str, Any]:
-        seen = {"text": f"question {next(count)}"}
-        return {"type": "observation", "data": {"observation": seen, "reward": reward, "done": done}}
-
-    monkeypatch.setattr(Episode, "seen", in_turn)
-    environment = configure(openenv.make(server), knobs={"action_fields": {"kind": "word"}})
-    tasks = TaskSplits(environment)
-    found = {task.messages[0]["content"]: task for split in SPLITS for task in tasks.page(split, 0, 9)}
-    assert sorted(found) == [f"question {number}" for number in range(5)]
-    [played] = sample(environment, found["question 3"], "0", 1)
-    assert (played.reward, played.turns) == (1.0, 1), "the fourth reset of its connection"
-    monkeypatch.setattr(Episode, "seen", at_random)
-    environment = configure(openenv.make(server), knobs={"action_fields": {"kind": "word"}})
-    tasks = TaskSplits(environment)
-    assert len({tasks.get(split, 0)[0].content for split in SPLITS}) == 1 and tasks.shared
-    assert "draws its tasks whatever the seed: none can be held out" in capsys.readouterr().err
 
 
 def test_openenv_refuses_unknown_field_and_reward_range(server: Served) -> None:
@@ -263,30 +199,3 @@ def test_what_an_environment_lacks_is_no_refusal_of_an_action(
 
     with pytest.raises(Refused if refusal else EnvironmentMistake, match=re.escape(reason)):
         asyncio.run(stepped())
-
-
-def test_reset_draws_from_the_global_generator_as_its_seed_says(stand_in: Callable[..., None]) -> None:
-    class Server:
-        def _get_valid_kwargs(self, signature: Any, given: dict[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in given.items() if name in signature.parameters}
-
-        async def _run_in_session_executor(self, session: str, call: Callable[..., Any], **named: Any) -> Any:
-            return await asyncio.to_thread(call, **named)
-
-    stand_in("openenv.core.env_server.http_server", HTTPEnvServer=Server)
-    _seed_resets()
-
-    def reset(seed: int | None = None) -> str:
-        return "".join(random.choice("abcdefghij") for _ in range(9))
-
-    async def asked(seed: int | None, call: Callable[..., str]) -> str:
-        server = Server()
-        named = server._get_valid_kwargs(inspect.signature(call), {"seed": seed})
-        return str(await server._run_in_session_executor("s", call, **named))
-
-    def step() -> str:
-        return reset()
-
-    first, again, other = (asyncio.run(asked(seed, reset)) for seed in (1, 1, 2))
-    assert first == again != other
-    assert asyncio.run(asked(1, step)) != first != asyncio.run(asked(None, reset))

@@ -64,14 +64,3 @@ def test_an_answer_without_the_list_is_told_its_form(answer: str) -> None:
     assert "- cells: JSON array, optional" in form.told() and "the value of cells alone" in form.told()
     with pytest.raises(NotAnAction, match=r"\(cells: JSON array, optional\)"):
         form.read(answer)
-
-
-def test_action_that_needs_more_than_a_tool_and_arguments_is_no_call() -> None:
-    call = {"tool_name": TEXT, "arguments": {"type": "object"}, "type": {"const": "call_tool"}}
-    assert Form.of({"properties": call, "required": ["type", "tool_name"]}).calls_tools
-    kind = {"action_type": {"enum": ["list", "call"]}}
-    form = Form.of({"properties": {**kind, **call}, "required": ["action_type"]})
-    assert not form.calls_tools and "- action_type: one of" in form.told()
-    assert Form.of(
-        {"properties": {**kind, **call}, "required": ["action_type"]}, fixed={"action_type": "call"}
-    ).calls_tools

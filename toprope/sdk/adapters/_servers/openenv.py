@@ -1,23 +1,19 @@
 """OpenEnv servers: started by the worker if needed, and used over their WebSocket.
 
-Their usual HTTP endpoints create a new environment for each request, which breaks stateful environments; over the
-WebSocket, a connection is an episode. A server without one has a single environment behind `/reset` and `/step`.
-https://github.com/meta-pytorch/OpenEnv (types.py, http_server.py, 0.10)
+Their HTTP endpoints create a new environment for each request, which breaks stateful environments; over the WebSocket,
+a connection is an episode. https://github.com/meta-pytorch/OpenEnv (types.py, http_server.py, 0.10)
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import threading
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toprope.sdk.adapters._servers.openenv_serve import FAILED
 from toprope.sdk.adapters._servers.started import StartedServer
-from toprope.sdk.adapters._shared.json_http import JsonServer
 from toprope.sdk.errors import EnvironmentMistake
 
 __all__ = ["Connection", "Full", "Refused", "Server"]
@@ -55,9 +51,6 @@ class Server(StartedServer):
     ) -> None:
         more = {"ENABLE_WEB_INTERFACE": "false", **(variables or {})}
         super().__init__("OpenEnv server", url, command, folder, more)
-        self.has_one_episode = False
-        """True if it was found to have no WebSocket, so that its episodes take turns."""
-        self._turn = threading.Lock()
 
     def schema(self) -> dict[str, Any]:
         """JSON schemas of `action` and `observation`; empty if the server gives none."""
@@ -68,34 +61,8 @@ class Server(StartedServer):
         except (OSError, ValueError):
             return {}
 
-    @contextlib.asynccontextmanager
-    async def connect(self) -> AsyncIterator[Connection]:
-        """Connect for an episode."""
-        if not self.has_one_episode:
-            async with contextlib.AsyncExitStack() as stack:
-                try:
-                    socket = await stack.enter_async_context(Connection("ws" + self.url.removeprefix("http") + "/ws"))
-                except EnvironmentMistake:
-                    if not await asyncio.to_thread(self._has_paths):
-                        raise
-                else:
-                    yield socket
-                    return
-        self.has_one_episode = True
-        await asyncio.to_thread(self._turn.acquire)
-        try:
-            yield HttpConnection(self.url)
-        finally:
-            self._turn.release()
-
-    def _has_paths(self) -> bool:
-        """Return True if the server says that it is played by `/reset` and `/step`."""
-        try:
-            with urllib.request.urlopen(f"{self.url}/openapi.json", timeout=10) as answer:
-                paths = json.loads(answer.read())["paths"]
-            return all("post" in paths[path] for path in ("/reset", "/step"))
-        except (OSError, ValueError, LookupError, TypeError):
-            return False
+    def connect(self) -> Connection:
+        return Connection("ws" + self.url.removeprefix("http") + "/ws")
 
 
 class Connection:
@@ -195,36 +162,6 @@ class Connection:
             raise EnvironmentMistake(f"OpenEnv refuses {kind} ({said.get('code', '?')}): {why}")
         if not isinstance(found, dict):
             raise EnvironmentMistake(f"OpenEnv answered {kind} with {str(raw)[:200]}")
-        return found
-
-
-class HttpConnection(Connection):
-    """The episode of a server that has one at a time."""
-
-    async def __aenter__(self) -> HttpConnection:
-        return self
-
-    async def __aexit__(self, *exception: object) -> None: ...
-
-    async def tools(self) -> list[dict[str, Any]]:
-        return []
-
-    async def _say(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
-        server = JsonServer(self._url, _MESSAGE_S)
-        if data is None:
-            answer = await asyncio.to_thread(server.get, kind)
-        else:
-            body = {"action": dict(data)} if kind == "step" else dict(data)
-            answer = await asyncio.to_thread(server.post, kind, body)
-        if kind == "step" and answer.status in (400, 422):
-            try:
-                errors = json.loads(answer.text)["detail"]
-            except (ValueError, LookupError, TypeError):
-                errors = answer.text
-            raise Refused(_details(errors).removeprefix(": ") or str(errors), _missing(errors))
-        found = answer.value(f"/{kind}")
-        if not isinstance(found, dict):
-            raise EnvironmentMistake(f"/{kind} answered {answer.text[:200]}")
         return found
 
 

@@ -17,8 +17,6 @@ from toprope.sdk.tooled import calls_in
 __all__ = ["Form", "NotAnAction"]
 
 _NOT_ASKED = ("metadata",)
-_OF_CALLS = ("type", "tool_name", "arguments")
-"""Fields of an action that calls a tool."""
 _THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
@@ -146,8 +144,7 @@ class Form:
             if name not in _NOT_ASKED and name not in fixed
         }
         said = str(known.get("description") or "").strip()
-        others = [name for name, one in fields.items() if one.required and name not in _OF_CALLS]
-        if {"tool_name", "arguments"} <= fields.keys() and not (only or whole or others):
+        if {"tool_name", "arguments"} <= fields.keys() and not only and not whole:
             return cls(calls_tools=True, fixed=fixed)
         if only:
             fields = {only: fields.get(only) or _Field(only, ("string",), required=True)}
