@@ -12,14 +12,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from toprope_tools.results.report_sections import environment_lines
 
 from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy
+from toprope.analysis.reports.headline import headline
+from toprope.analysis.reports.model_card import _data as data_lines
+from toprope.analysis.reports.report import evaluation_of
 from toprope.errors import ComponentFailed, InvalidValue, LockedField
 from toprope.records.journal.groups import Group
 from toprope.records.messages import ENV_CHECKPOINT, Leveled, Renewed
 from toprope.records.run.curriculum import Curricula
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource, RewardSource, Specification
+from toprope.records.run.status import Status
 from toprope.sdk.errors import WorkerDied
 from toprope.sdk.wall import network_refusal
 from toprope.settings.schema import Config
@@ -29,6 +34,7 @@ from toprope.training.rollouts.environment_host import EnvironmentHost, environm
 from toprope.training.rollouts.environment_set import EnvironmentSet, evaluator_digests
 from toprope.training.rollouts.group_sampler import TaskRef
 from toprope.training.rollouts.task_sampler import TaskSampler
+from toprope.trajectories.capture.run_reader import RunReader
 
 CODE = '''
 """Two environments and a reward function."""
@@ -59,7 +65,7 @@ class Words(Environment):
     parts = {"said": Part(2.0)}
 
     def tasks(self):
-        for a in range(100):
+        for a in range(int(os.environ.get("WORDS", 100))):
             if os.environ.get("WORDS_RAISE"):
                 raise OSError("no words")
             yield Task(f"word {a}", reference=str(a))
@@ -159,6 +165,54 @@ def test_evaluation_of_mixture_counts_total_and_each_environment(tmp_path: Path)
         whole["evaluator"]["environments"].keys() == {"sums", "words"} and whole["evaluator"]["loaded"]["environment"]
     )
     assert {one["environment"] for one in whole["examples"]} == {"sums", "words"}
+
+
+def test_environment_with_two_tasks_leaves_the_others_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORDS", "2")
+    member, policy = member_of(tmp_path), ScriptedPolicy(lambda messages, index: "0")
+
+    async def work(environments: EnvironmentSet) -> Any:
+        evaluator = Evaluator(member.folder, environments, SAMPLING, concurrency=8, progress=lambda *said: None)
+        tested = await evaluator.test(environments.count("validation", 4), 2)
+        return tested, await evaluator.evaluate_heldout("after", environments.count("heldout", 5), 4, greedy=True)
+
+    (tmp_path / "evaluations").mkdir()
+    tested, summary = hosted(member, policy, work)
+    assert (tested["split"], tested["tasks"], tested["rollouts"]) == ("validation", 4, 8)
+    assert (summary["split"], summary["tasks"]) == ("heldout", 5)
+    assert {label: one["split"] for label, one in summary["environments"].items()} == {
+        "sums": "heldout",
+        "words": "train",
+    }
+    whole = read_json(member.folder.evaluation("after"))
+    for way in ("sampled", "greedy"):
+        assert (
+            whole[way]["split"] == "heldout"
+            and whole[way]["successes"] == whole[way]["environments"]["sums"]["successes"]
+        )
+        assert {task.partition("/")[0] for task in whole[way]["by_task"]["tasks"]} == {"sums"}
+        assert len(whole[way]["by_task"]["wins"]) == whole[way]["tasks"]
+    member.spec.write(member.folder)
+    reader = RunReader(member.folder, words=False)
+
+    def words_of(task: str) -> Any:
+        return reader.words_of(SimpleNamespace(task_id=task, tokens=[], outcomes=[], scores=[]))  # type: ignore[arg-type]
+
+    assert words_of(whole["sampled"]["by_task"]["tasks"][0]) is None, "held-out tasks stay sealed"
+    shared = [one["task_id"] for one in whole["examples"] if one["environment"] == "words"]
+    assert len(shared) == 2 and all(words_of(f"words/{task}") == [] for task in shared)
+    told = evaluation_of("after", whole)
+    assert environment_lines("after", told, {})[1].startswith("  words: 50.0% [9.5%, 90.5%] on 2, trained on")
+    card: Any = SimpleNamespace(
+        specification=member.spec, manifest=None, ancestors=[], results=SimpleNamespace(evaluations={"after": told})
+    )
+    assert "held-out tasks were used for" in data_lines(card)[-1] and data_lines(card)[-1].endswith("tasks of `words`.")
+    status = Status(
+        run_id="run-a", kind="train", environment="sums", state="completed", created_at=0.0, since=0.0, updated_at=0.0,
+        evaluations={"after": summary},
+    )  # fmt: skip
+    one = headline(status)
+    assert one is not None and one.heldout and one.tasks == 5
 
 
 class Api:

@@ -26,6 +26,8 @@ def environment_lines(label: str, evaluation: Evaluation, rose_each: Mapping[str
         if one.sampled is None:
             continue
         line = f"  {named(name)}: {accuracy(one.sampled)} on {one.sampled.tasks}"
+        if one.split == "train" != evaluation.split:
+            line += ", trained on and left out above"
         if one.greedy is not None:
             line += f"; greedy {accuracy(one.greedy)}"
         if one.sampled.errors:

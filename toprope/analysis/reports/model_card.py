@@ -211,8 +211,12 @@ def _data(one: Exported) -> list[str]:
         if "run" in ancestor:
             lines.append(f"- began with the weights of run `{ancestor['run']}` at step {ancestor['step']}")
     split = "Tasks are split by content; held-out tasks were used for the evaluations before and after only."
-    if any(found.split == "train" for found in one.results.evaluations.values()):
+    evaluations = one.results.evaluations.values()
+    if any(found.split == "train" for found in evaluations):
         split = "Training and evaluation used the same tasks, because there are too few to hold any out."
+    elif apart := {name for found in evaluations for name, own in found.environments.items() if own.split == "train"}:
+        named = ", ".join(map(_code, sorted(apart)))
+        split += f" Too few to hold any out, and in no accuracy above: the tasks of {named}."
     lines += ["", split]
     return lines
 

@@ -235,7 +235,9 @@ def evaluation_of(label: str, content: Mapping[str, Any]) -> Evaluation:
             greedy=_accuracy(content.get("greedy")),
             environments={
                 label: EnvironmentAccuracy(
-                    sampled=_accuracy(one), greedy=_accuracy(_by_environment(content.get("greedy")).get(label))
+                    split=one.get("split", ""),
+                    sampled=_accuracy(one),
+                    greedy=_accuracy(_by_environment(content.get("greedy")).get(label)),
                 )
                 for label, one in _by_environment(content["sampled"]).items()
             },

@@ -44,6 +44,8 @@ class Accuracy(BaseModel):
 class EnvironmentAccuracy(BaseModel):
     """The part of one environment in an evaluation over several."""
 
+    split: str = ""
+    """`train` if its tasks are too few to hold any out; the figures of all environments leave them out then."""
     sampled: Accuracy | None = None
     greedy: Accuracy | None = None
 
@@ -57,7 +59,7 @@ class Evaluation(BaseModel):
     sampled: Accuracy | None = None
     greedy: Accuracy | None = None
     environments: dict[str, EnvironmentAccuracy] = {}
-    """Per environment if the run has several; the figures above pool all tasks."""
+    """Per environment if the run has several; the figures above pool the tasks of the same split."""
 
 
 class Example(BaseModel):

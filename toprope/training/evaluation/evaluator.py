@@ -64,8 +64,9 @@ class Evaluator:
     """Evaluates and writes evaluations/<label>.json.
 
     If a run has several environments, their tasks are counted together, and each environment's separately under
-    `environments`. A task that cannot be sampled (its `reset` raises, its prompt is too long) counts as an error with
-    reward 0. Every method raises ComponentFailed if no task can be sampled.
+    `environments`. An environment with too few tasks to hold any out is counted there only, with the split `train`,
+    unless all are so small. A task that cannot be sampled (its `reset` raises, its prompt is too long) counts as an
+    error with reward 0. Every method raises ComponentFailed if no task can be sampled.
 
     Args:
         environments: The environments with the policy.
@@ -122,22 +123,29 @@ class Evaluator:
         def summary(own: list[SampledGroup]) -> dict[str, Any]:
             return {"split": self._measured("validation", own)} | summarize_test(own, group_size)
 
-        by_task = results_by_task(groups) | {"scores": scores_by_task(groups)}
-        sampled = summary(groups) | {"by_task": by_task} | _by_environment(groups, summary)
+        counted = self._counted(groups)
+        by_task = results_by_task(counted) | {"scores": scores_by_task(counted)}
+        sampled = summary(counted) | {"by_task": by_task} | _by_environment(groups, summary)
         result = self._result("test", began, groups, sampled, groups[:_MAX_TEST_EXAMPLES])
         return await self._write("test", result, began)
 
     def _summary(self, split: str, groups: list[SampledGroup]) -> dict[str, Any]:
-        """Summary of one answer per task, results by task, and figures of each environment."""
+        """Summarize one answer per task, with results by task and figures of each environment."""
 
         def summary(own: list[SampledGroup]) -> dict[str, Any]:
             outcomes = [outcome for group in own for outcome in group.outcomes]
             return {"split": self._measured(split, own)} | summarize(outcomes) | _answer_statistics(own)
 
-        return summary(groups) | {"by_task": results_by_task(groups)} | _by_environment(groups, summary)
+        counted = self._counted(groups)
+        return summary(counted) | {"by_task": results_by_task(counted)} | _by_environment(groups, summary)
+
+    def _counted(self, groups: list[SampledGroup]) -> list[SampledGroup]:
+        """Return the groups that the figures of all environments together count."""
+        apart = self._environments.count_apart()
+        return [group for group in groups if group.environment not in apart]
 
     def _measured(self, split: str, groups: list[SampledGroup]) -> str:
-        """The split that these groups measure; see `EnvironmentSet.measured_split`."""
+        """Return the split that these groups measure; see `EnvironmentSet.measured_split`."""
         labels = {group.environment for group in groups}
         return self._environments.measured_split(split, labels.pop() if len(labels) == 1 else "")
 
@@ -244,8 +252,10 @@ def status_summary(result: Mapping[str, Any]) -> dict[str, Any]:
     if greedy is not None:
         summary["greedy_accuracy"] = greedy["accuracy"]
     if environments := sampled.get("environments"):
-        kept = ("accuracy", "tasks", "successes", "reward_mean", "errors")
-        summary["environments"] = {label: {key: one[key] for key in kept} for label, one in environments.items()}
+        kept = ("split", "accuracy", "tasks", "successes", "reward_mean", "errors")
+        summary["environments"] = {
+            label: {key: one[key] for key in kept if key in one} for label, one in environments.items()
+        }
     return summary | {"seconds": result["seconds"], "policy_version": result["policy_version"]}
 
 

@@ -39,10 +39,15 @@ class EnvironmentSet:
         return sum(min(each, host.sizes.get(split, 0)) for host in self.hosts.values())
 
     def measured_split(self, split: str, label: str = "") -> str:
-        """The split that an evaluation on `split` measures: `train` if an environment has too few tasks to hold any
-        out. `label` asks about one environment."""
+        """Return the split that an evaluation on `split` measures: `train` if no environment has enough tasks to hold
+        any out. `label` asks about one environment."""
         asked = [self.hosts[label]] if label else self.hosts.values()
-        return "train" if any(host.shares_tasks for host in asked) else split
+        return "train" if all(host.shares_tasks for host in asked) else split
+
+    def count_apart(self) -> frozenset[str]:
+        """Return the labels of environments whose tasks all serve for training, if others hold tasks out."""
+        sharing = frozenset(label for label, host in self.hosts.items() if host.shares_tasks)
+        return sharing if len(sharing) < len(self.hosts) else frozenset()
 
     def environment_of(self, split: str, index: int) -> str:
         """Label of the environment of task number `index` in a split; empty if there is one environment."""
