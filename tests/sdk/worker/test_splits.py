@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -109,6 +110,38 @@ def test_one_or_two_tasks_are_in_every_split(count: int, listed: bool, first: st
     assert splits.shared and found[first][0] == before
     assert {len(ids) for ids in found.values()} == {count} and len({frozenset(ids) for ids in found.values()}) == 1
     assert [splits.get("train", number)[1] for number in range(count * 2)] == [0] * count + [1] * count
+
+
+@pytest.mark.parametrize("rule", [PROMPT_RULE, SOURCE_RULE])
+def test_two_tasks_stay_apart_in_runs_that_began_before_they_were_shared(rule: int) -> None:
+    """Such a run held one out; on a resume it measures the same task."""
+    train = next(text for text in map(str, range(99)) if split_of(text) == "train")
+    heldout = next(text for text in map(str, range(99)) if split_of(text) == "heldout")
+
+    class Two(Environment):
+        def tasks(self):
+            yield from (Task(train), Task(heldout))
+
+    splits = TaskSplits(configure(Two()), rule=rule)
+    found = {split: [task.prompt for task in splits.page(split, 0, 10)] for split in SPLITS}
+    assert found == {"train": [train], "validation": [], "heldout": [heldout]} and not splits.shared
+
+
+def test_fewest_tasks_need_not_be_comparable() -> None:
+    class NoTruth:
+        def __eq__(self, other):  # as arrays do
+            raise ValueError("The truth value is ambiguous.")
+
+    @dataclass(frozen=True)
+    class Measured(Task):
+        """It is compared by value, unlike a Task."""
+
+    class Two(Environment):
+        def tasks(self):
+            yield from (Measured("Question", data={"image": NoTruth()}, key=str(number)) for number in range(2))
+
+    splits = splits_of(Two)
+    assert [len(splits.page(split, 0, 10)) for split in SPLITS] == [2, 2, 2]
 
 
 def test_one_task_of_a_family_is_in_one_split() -> None:

@@ -27,6 +27,7 @@ from toprope.records.run.specification import EnvironmentSource, RewardSource, S
 from toprope.records.run.status import Status
 from toprope.sdk.errors import WorkerDied
 from toprope.sdk.wall import network_refusal
+from toprope.sdk.worker.splits import SHARING_RULE
 from toprope.settings.schema import Config
 from toprope.training.driver.producer import GroupProducer
 from toprope.training.evaluation.evaluator import Evaluator
@@ -170,6 +171,8 @@ def test_evaluation_of_mixture_counts_total_and_each_environment(tmp_path: Path)
 def test_environment_with_two_tasks_leaves_the_others_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORDS", "2")
     member, policy = member_of(tmp_path), ScriptedPolicy(lambda messages, index: "0")
+    for source in (member.spec.environment, *member.spec.mixture):
+        source.split_rule = SHARING_RULE
 
     async def work(environments: EnvironmentSet) -> Any:
         evaluator = Evaluator(member.folder, environments, SAMPLING, concurrency=8, progress=lambda *said: None)

@@ -15,6 +15,7 @@ from toprope.records.messages import Report, Warned
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Status
+from toprope.sdk.worker.splits import SHARING_RULE
 from toprope.settings.schema import Config
 from toprope.training.driver.contamination import ContaminationTracker
 from toprope.training.evaluation.evaluator import Evaluator
@@ -51,7 +52,7 @@ class Evaluated:
         config.environment.name = "few"
         self.spec = Specification(
             run_id="run-a", kind="train", created_at=0.0, toprope_version="0", config=config, policy_cache="",
-            environment=EnvironmentSource(name="few", file=str(file), attribute="Few"),
+            environment=EnvironmentSource(name="few", file=str(file), attribute="Few", split_rule=SHARING_RULE),
         )  # fmt: skip
         self.summary: dict[str, Any] = asyncio.run(self._run())
 

@@ -13,7 +13,7 @@ from toprope.records.run.checkpoints import seal
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification, TrainPlan
 from toprope.records.run.status import Status
-from toprope.sdk.worker.splits import PROMPT_RULE, SOURCE_RULE
+from toprope.sdk.worker.splits import PROMPT_RULE, SHARING_RULE, SOURCE_RULE
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.owner import Home
 from toprope.settings.presets import Preset
@@ -99,7 +99,17 @@ def test_weights_of_older_splits_are_not_evaluated_under_new_ones(folder):
     same = with_split_rule(specification("b", "{question}", base_run="run-a"), runs, SOURCE_RULE)
     assert same.environment.split_rule == PROMPT_RULE
     with pytest.raises(InvalidValue, match="would be held out"):
-        with_split_rule(specification("c", "Please: {question}", base_run="run-a"), runs, SOURCE_RULE)
+        with_split_rule(specification("c", "Please: {question}", base_run="run-a"), runs, SHARING_RULE)
+
+
+def test_weights_of_splits_by_source_may_move_on_to_shared_tasks(folder):
+    """Their rows stay in their splits, except that one or two are in all, and count as trained on."""
+    base = specification("run-a", "{question}")
+    by_source = base.environment.model_copy(update={"split_rule": SOURCE_RULE})
+    base.model_copy(update={"environment": by_source}).write(folder)
+    next_run = specification("b", "Please: {question}", base_run="run-a")
+    found = with_split_rule(next_run, folder.path.parent, SHARING_RULE)
+    assert found.environment.split_rule == SHARING_RULE
 
 
 FIELD = "policy.chat_template_kwargs"

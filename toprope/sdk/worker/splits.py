@@ -5,7 +5,7 @@ split of a task is therefore decided by its content: a hash of its normalised te
 every seed; or by a hash of its `source`, if settings decide how the text is made of that (SOURCE_RULE). Of 100 tasks
 about 80 go to `train`, 10 to `validation` and 10 to `heldout`. Equal content counts once. If an environment with
 `listed` tasks has few, each split gets at least one, in the order of the hashes. One or two tasks are in every split
-(`shared`): nothing can be held out, which readers of the splits have to say.
+(`shared`, by SHARING_RULE): nothing can be held out, which readers of the splits have to say.
 
 An environment that defines `tasks(self, split)` brings its own splits. Held-out content is then removed elsewhere:
 content of `heldout` is dropped from `validation`, content of either is dropped from `train`. Both are read in full for
@@ -27,12 +27,22 @@ from toprope.sdk.authoring.environment import Environment, Task
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 
-__all__ = ["OWN_SPLIT_LIMIT", "PATIENCE", "PROMPT_RULE", "SOURCE_RULE", "SPLITS", "TaskSplits", "split_of"]
+__all__ = [
+    "OWN_SPLIT_LIMIT",
+    "PATIENCE",
+    "PROMPT_RULE",
+    "SHARING_RULE",
+    "SOURCE_RULE",
+    "SPLITS",
+    "TaskSplits",
+    "split_of",
+]
 
 SPLITS = ("train", "validation", "heldout")
-PROMPT_RULE, SOURCE_RULE = 1, 2
-"""Rules for the split of a task that names its source: by its prompt, as in runs of earlier versions, or by the source,
-so that a template cannot move a task to another split."""
+PROMPT_RULE, SOURCE_RULE, SHARING_RULE = 1, 2, 3
+"""Rules for splits, each with those before it; a run keeps its own, so that it measures the same when it resumes. The
+split of a task that names its source is decided by its prompt, or, from SOURCE_RULE on, by the source, so that a
+template cannot move a task to another split. From SHARING_RULE on, one or two tasks are in every split."""
 PATIENCE = 500
 """After this many repeated tasks in a row, the stream counts as exhausted."""
 OWN_SPLIT_LIMIT = 10_000
@@ -98,11 +108,11 @@ class TaskSplits:
         seed: Seed of the order of training tasks after the first pass over them.
         family: The same environment with other knobs. If it brings its own splits, a task held out by one of them is
             trained on by none.
-        rule: PROMPT_RULE or SOURCE_RULE.
+        rule: PROMPT_RULE, SOURCE_RULE or SHARING_RULE.
     """
 
     def __init__(
-        self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = (), rule: int = SOURCE_RULE
+        self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = (), rule: int = SHARING_RULE
     ) -> None:
         self._seed, self._rule = seed, rule
         self._family = list(family)
@@ -165,7 +175,7 @@ class TaskSplits:
         return hashlib.sha256(self._deciding(task, _content(task))).hexdigest()[:16]
 
     def _deciding(self, task: Task, content: bytes) -> bytes:
-        if task.source is None or self._rule != SOURCE_RULE or self._own:
+        if task.source is None or self._rule < SOURCE_RULE or self._own:
             return content
         return task.source.encode("utf-8", "surrogatepass")
 
@@ -240,12 +250,13 @@ class TaskSplits:
 
     def _share_fewest(self) -> None:
         """Give every split all tasks, its own first, if they are fewer than the splits."""
-        every = [task for split in SPLITS for task in self._found[split]]
-        if self.shared or self._family or not 0 < len(every) < len(SPLITS):
+        every = sum(map(len, self._found.values()))
+        if self.shared or self._rule < SHARING_RULE or self._family or not 0 < every < len(SPLITS):
             return  # In a family, another member may hold one of them out.
         self.shared = True
-        for found in self._found.values():
-            found += [task for task in every if task not in found]
+        own = {split: list(found) for split, found in self._found.items()}
+        for split, found in self._found.items():
+            found += [task for other in SPLITS if other != split for task in own[other]]
 
     def _scan_own(self, split: str, wanted: int) -> None:
         for name in _STRICTEST:

@@ -11,6 +11,7 @@ from toprope.records.run.checkpoints import checkpoint_of, split_step
 from toprope.records.run.folder import RUN_ID, RunFolder, nearest_runs
 from toprope.records.run.specification import DatasetSource, Specification
 from toprope.records.run.status import Status
+from toprope.sdk.worker.splits import SOURCE_RULE
 from toprope.settings.locks import Locks
 from toprope.settings.schema import Config
 from toprope.settings.sections.environment import RUN
@@ -117,8 +118,8 @@ def _run_of(model: str, runs: Path) -> tuple[str, str] | None:
 def with_split_rule(specification: Specification, runs: Path, rule: int) -> Specification:
     """Set the rule that decides the splits of tasks.
 
-    A run that begins from weights that were trained under the older rule keeps that rule: under another one, rows that
-    the weights have seen would be held out.
+    A run that begins from weights that were trained under PROMPT_RULE keeps that rule: under another one, rows that the
+    weights have seen would be held out.
 
     Raises:
         InvalidValue: It keeps the older rule, and its knobs would move such rows.
@@ -128,7 +129,8 @@ def with_split_rule(specification: Specification, runs: Path, rule: int) -> Spec
             base = Specification.read(RunFolder(runs / specification.base_run))
         except (NotFound, Corrupt):
             base = None
-        if base is not None and base.environment.split_rule < rule and base.environment.adapter == _BY_SOURCE:
+        kept = base.environment.split_rule if base is not None else rule
+        if base is not None and kept < min(rule, SOURCE_RULE) and base.environment.adapter == _BY_SOURCE:
             same = base.config.environment.knobs == specification.config.environment.knobs
             if specification.environment.adapter == _BY_SOURCE and not same:
                 raise InvalidValue(
@@ -136,7 +138,7 @@ def with_split_rule(specification: Specification, runs: Path, rule: int) -> Spec
                     "weights have seen would be held out.",
                     hint="Use the knobs of that run (fork_config), or start from other weights.",
                 )
-            rule = base.environment.split_rule
+            rule = kept
     sources = [specification.environment, *specification.mixture]
     first, *mixture = [source.model_copy(update={"split_rule": rule}) for source in sources]
     return specification.model_copy(update={"environment": first, "mixture": mixture})

@@ -17,7 +17,7 @@ from toprope.records.worker_messages import Advanced, Begun, Card, SampledGroup,
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import WorkerClient
-from toprope.sdk.worker.splits import SOURCE_RULE
+from toprope.sdk.worker.splits import SHARING_RULE
 
 _T = TypeVar("_T")
 _LONGEST_CALL_S = 3600.0
@@ -56,7 +56,7 @@ class EnvironmentWorker(WorkerClient):
         max_turns: int | None = None,
         seed: int = 0,
         rewards: Sequence[Mapping[str, Any]] = (),
-        split_rule: int = SOURCE_RULE,
+        split_rule: int = SHARING_RULE,
     ) -> Card:
         """Open an environment in place of the one before.
 
