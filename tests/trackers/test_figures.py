@@ -121,6 +121,27 @@ def test_heldout_test_of_sweep_winner_shows_no_task(follow):
     assert tracker.rows[0]["heldout/accuracy"] == 0.5 and tracker.summary["test/heldout/accuracy"] == 0.5
 
 
+def test_evaluation_on_training_tasks_is_no_figure_of_the_trainer(follow):
+    folder, follower, tracker = follow("train")
+    folder.metrics.write_text('{"step": 1, "accuracy": 0.25}\n')
+    for label in ("before", "step-1", "after"):
+        sampled = {"split": "train", "tasks": 2, "successes": 1, "accuracy": 0.5}
+        write_json(folder.evaluation(label), {"label": label, "sampled": sampled, "greedy": None})
+    follower.finish()
+    assert [row["train/accuracy"] for row in tracker.rows if "train/accuracy" in row] == [0.25]
+    assert [row["evaluation/accuracy"] for row in tracker.rows if "evaluation/accuracy" in row] == [0.5] * 3
+    assert tracker.summary["after/train/accuracy"] == 0.5
+
+
+def test_test_on_training_tasks_has_row_per_task(follow):
+    folder, follower, tracker = follow("test")
+    sampled = {"split": "train", "tasks": 2, "rollouts": 4, "group_size": 2, "successes": 2, "accuracy": 0.5}
+    sampled |= {"by_task": {"tasks": ["a", "b"], "wins": [0, 2], "scores": [[0.1, 0.3], [1.0, 1.0]]}}
+    write_json(folder.evaluation("test"), {"label": "test", "sampled": sampled, "greedy": None})
+    follower.finish()
+    assert [row["test/success"] for row in tracker.rows] == [0.0, 1.0]
+
+
 def test_custom_trainers_own_evaluation_is_logged(follow, tmp_path):
     source = TrainerSource(file=str(tmp_path / "mine.py"), attribute="Mine", sha256="0" * 64)
     folder, follower, tracker = follow("train", trainer=source)

@@ -28,7 +28,10 @@ def step_row(row: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def evaluation_rows(label: str, content: Mapping[str, Any], step: int) -> Iterator[dict[str, Value]]:
-    """The rows of evaluations/<label>.json: one, and for a test of validation tasks one per task.
+    """The rows of evaluations/<label>.json: one, and for a test of tasks that are not held out one per task.
+
+    Figures on training tasks, of an environment with too few to hold any out, are below `evaluation`, because `train`
+    has the trainer's.
 
     Args:
         step: Steps done when it was made.
@@ -37,10 +40,11 @@ def evaluation_rows(label: str, content: Mapping[str, Any], step: int) -> Iterat
         Corrupt: It does not have the form that the driver writes.
     """
     found = evaluation_of(label, content)
-    if label == "test" and found.split == "validation":
-        yield from _task_rows("test", content["sampled"].get("by_task") or {}, content["sampled"].get("group_size"))
+    size = content["sampled"].get("group_size")
+    if label == "test" and (found.split == "validation" or size):
+        yield from _task_rows("test", content["sampled"].get("by_task") or {}, size)
         return
-    prefix = found.split or label
+    prefix = "evaluation" if found.split == "train" else found.split or label
     yield dict(_evaluation(found, prefix)) | {"train/global_step": step}
 
 

@@ -32,6 +32,7 @@ AXES: Mapping[str, str] = {
     "train": "train/global_step",
     "heldout": "train/global_step",
     "validation": "train/global_step",
+    "evaluation": "train/global_step",
     "own": "train/global_step",
     "test": "test/step",
     "sweep": "sweep/candidate",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from unittest.mock import MagicMock
 
 import pytest
 
 from tests.analysis.conftest import evaluation, rows
 from tests.support.run_harness import RunHarness
+from toprope.analysis.plots.run_plots import _draw_heldout
 from toprope.analysis.plots.style import REWARD, SUCCESS, colour_of, smoothed
 from toprope.analysis.reports.charts import Line, lines
+from toprope.analysis.reports.results import Evaluation, Results
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.status import Status
@@ -52,6 +55,18 @@ def test_plot_draws_rewards_successes_and_accuracies(folder):
     assert (width, height) == (1200, 700)
     assert {bytes.fromhex(colour) for colour in ("c2571a", "1f6f8b", "5b6570")} <= colours
     assert not list(folder.path.glob(".plot*"))
+
+
+@pytest.mark.parametrize(
+    ("split", "title"), [("train", "Training"), ("validation", "Validation"), ("heldout", "Held-out")]
+)
+def test_plot_names_the_tasks_that_an_accuracy_is_of(split, title):
+    titles = []
+    axes = MagicMock()
+    axes.set_title = titles.append
+    found = Results.model_construct(evaluations={"before": Evaluation(split=split), "after": Evaluation(split=split)})
+    _draw_heldout(axes, found)
+    assert titles == [f"{title} accuracy, 95 % intervals"]
 
 
 def test_run_without_measurements_still_gets_a_plot(folder):

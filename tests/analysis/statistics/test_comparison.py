@@ -9,8 +9,10 @@ from collections import Counter
 
 import pytest
 
+from tests.support.run_harness import RunHarness
 from toprope.analysis.statistics.comparison import Answers, Cost, Measured, Side, compare, on_shared_tasks, unlike
 from toprope.analysis.statistics.intervals import mean_interval, paired_difference, seeds_margin, t_quantile, wilson
+from toprope.analysis.statistics.run_samples import _conditions
 from toprope.analysis.statistics.sign_flip import sign_flip
 from toprope.errors import InvalidValue
 
@@ -205,3 +207,19 @@ def test_greedy_comparison_requires_greedy_answers_of_all():
     a, b = run("a", wins(10), greedy=wins(50)), run("b", wins(10), greedy=wins(100))
     assert compare(side("a", a), side("b", b), greedy=True).verdict == "b"
     assert compare(side("a", a), side("b", run("c", wins(10))), greedy=True) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "told"),
+    [
+        ("train", "heldout", "held-out tasks after training"),
+        ("train", "train", "training tasks after training"),
+        ("train", None, "held-out tasks after training"),
+        ("test", "train", "training tasks of a test"),
+        ("test", "heldout", "held-out tasks of a test"),
+        ("test", None, "validation tasks of a test"),
+    ],
+)
+def test_only_measurements_on_the_same_split_are_compared(tmp_path, kind, split, told):
+    specification = RunHarness(tmp_path).specification(kind)
+    assert _conditions(specification, {"sampled": {"split": split}})["kind of measurement"] == told

@@ -17,7 +17,7 @@ from toprope.errors import InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.series import SeriesFollower
 from toprope.records.run.specification import SweepPlan
-from toprope.records.run.status import EventLog, Finding
+from toprope.records.run.status import EventLog, Finding, Status
 from toprope.records.run.usage import Usage
 from toprope.records.sweep_journal import (
     Candidate,
@@ -77,6 +77,11 @@ def test_verdict_has_its_interval_first(house: House) -> None:
     for accuracy, told in ((0.8, "rose by more"), (0.12, "no difference"), (0.0, "fell by more")):
         finish(house, folder := start_run(house[0]), accuracy)
         assert told in ask(house, what="run", run_id=folder.run_id)["live"]["verdict"]["sentence"]
+    status = Status.read(folder)
+    measured = {label: one | {"split": "train"} for label, one in status.evaluations.items()}
+    status.model_copy(update={"evaluations": measured}).write(folder)
+    verdict = ask(house, what="run", run_id=folder.run_id)["live"]["verdict"]
+    assert verdict["sentence"].startswith("training accuracy (sampled) · ")
 
 
 def test_first_look_is_short_and_the_next_ones_read_on(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from toprope.errors import ComponentFailed
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.sections.launcher import LauncherSection
-from toprope.training.evaluation.model_comparison import best_model, compare_models
+from toprope.training.evaluation.model_comparison import best_model, compare_models, models_summary
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 from toprope.training.rollouts.group_sampler import GroupSampler
@@ -173,6 +173,11 @@ def test_failed_models_do_not_affect_others(tmp_path: Path, server: OpenAiStandI
         assert failed.sampled is None and why in failed.error
     best = best_model(found)
     assert best is not None and best.name == "right"
+    assert models_summary(found)["split"] == "validation" and models_summary([forbidden])["split"] == "validation"
+    right.sampled["split"] = "train"  # as of an environment with too few tasks to hold any out
+    told = models_summary(found)
+    assert (told["split"], told["best"], told["accuracy"]) == ("train", "right", 1.0)
+    assert told["models"]["silent"] is None
 
 
 def test_too_many_refused_questions_fail_the_model(tmp_path: Path, server: OpenAiStandIn) -> None:

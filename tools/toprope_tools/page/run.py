@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toprope.analysis.findings.diagnosis import told as told_by
-from toprope.analysis.reports.headline import HELDOUT, headline
+from toprope.analysis.reports.headline import HELDOUT, accuracy_on, headline
 from toprope.analysis.statistics.intervals import rose, wilson
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder, read_json
@@ -258,7 +258,7 @@ def _verdict(status: Status) -> shapes.Verdict | None:
         judged, fell = rose(*ends), rose(*reversed(ends))
         moved = "rose" if judged else "fell"
         words = f"{moved} by more than the intervals" if judged or fell else "no difference shown"
-    where = f"held-out accuracy, {found.tasks} sealed tasks" if found.heldout else f"{found.split} accuracy"
+    where = f"held-out accuracy, {found.tasks} sealed tasks" if found.heldout else accuracy_on(found.split)
     return shapes.Verdict(
         split=found.split,
         before=first,

@@ -14,6 +14,7 @@ from typing import Any
 
 from toprope.analysis.plots.style import GREY, LOSS, PLOT_STYLE, REWARD, SUCCESS, TOKENS, coincide, smoothed
 from toprope.analysis.plots.sweep_plots import draw_sweep
+from toprope.analysis.reports.headline import HELDOUT, named_split
 from toprope.analysis.reports.report import gather
 from toprope.analysis.reports.results import Accuracy, Results
 from toprope.analysis.statistics.intervals import Proportion
@@ -176,8 +177,8 @@ def _environments(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _draw_heldout(axes: Any, results: Results) -> None:
     labels = [label for label in ("before", "after") if label in results.evaluations]
-    validation = any(results.evaluations[label].split == "validation" for label in labels)
-    axes.set_title(f"{'Validation' if validation else 'Held-out'} accuracy, 95 % intervals")
+    split = next((results.evaluations[label].split for label in reversed(labels)), "") or HELDOUT
+    axes.set_title(f"{named_split(split).capitalize()} accuracy, 95 % intervals")
     axes.set_ylim(*_SHARES)
     axes.set_xlim(-0.65, 1.65)
     axes.set_xticks([0, 1], ["before", "after"])

@@ -52,7 +52,12 @@ class Headline:
 
 def accuracy_on(split: str) -> str:
     """Name the accuracy on a split: `held-out accuracy (sampled)`."""
-    return f"{_SPLITS.get(split, split)} accuracy (sampled)".strip()
+    return f"{named_split(split)} accuracy (sampled)".strip()
+
+
+def named_split(split: str) -> str:
+    """Return the adjective for tasks of a split: `held-out`."""
+    return _SPLITS.get(split, split)
 
 
 def headline(status: Status) -> Headline | None:

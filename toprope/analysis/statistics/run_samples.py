@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from toprope.analysis.reports.headline import HELDOUT, named_split
 from toprope.analysis.statistics.comparison import Answers, Cost, Measured
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
 from toprope.records.run.folder import REPAIR_HINT, RunFolder, read_json
@@ -154,11 +155,10 @@ def _conditions(specification: Specification, evaluation: dict[str, Any]) -> dic
     section = specification.config.environment
     loaded = (evaluation.get("evaluator") or {}).get("loaded") or {}
     versions = (evaluation.get("evaluator") or {}).get("versions") or {}
-    measured = "training" if (evaluation.get("sampled") or {}).get("split") == "train" else "held-out"
+    trains = specification.run_kind.trains
+    split = (evaluation.get("sampled") or {}).get("split") or (HELDOUT if trains else "validation")
     return {
-        "kind of measurement": f"{measured} tasks after training"
-        if specification.run_kind.trains
-        else "validation tasks of a test",
+        "kind of measurement": f"{named_split(split)} tasks {'after training' if trains else 'of a test'}",
         "environment": specification.environment.name,
         "environment.knobs": json.dumps(section.knobs, sort_keys=True, ensure_ascii=False)[:200],
         "environment.max_turns": str(section.max_turns),

@@ -50,7 +50,7 @@ from toprope.training.driver.environment_report import write_environment_report
 from toprope.training.driver.producer import GroupProducer
 from toprope.training.driver.reward_signal_check import require_reward_signal
 from toprope.training.evaluation.evaluator import Evaluator, evaluate_repeatedly, status_summary
-from toprope.training.evaluation.model_comparison import best_model, compare_models
+from toprope.training.evaluation.model_comparison import compare_models, models_summary
 from toprope.training.evaluation.questions import answer_questions
 from toprope.training.inference.client import PolicyClient, Sampling
 from toprope.training.judges.helpers import Helpers
@@ -305,14 +305,7 @@ class Driver:
             progress=self._report_progress,
         )
         write_models(self._member.folder, models)
-        summary: dict[str, Any] = {
-            "split": "validation",
-            "models": {model.name: model.sampled and model.sampled["accuracy"] for model in models},
-        }
-        if (best := best_model(models)) is not None and best.sampled is not None:
-            kept = ("accuracy", "tasks", "successes", "rollouts", "reward_mean", "errors")
-            summary |= {"best": best.name} | {key: best.sampled[key] for key in kept}
-        self._member.report(Evaluated("test", summary))
+        self._member.report(Evaluated("test", models_summary(models)))
         self._member.report(Finished())
 
     async def _await_policy(self) -> PolicyClient:

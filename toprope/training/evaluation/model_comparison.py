@@ -189,6 +189,18 @@ class _ModelTest:
         )
 
 
+def models_summary(models: Sequence[TestedModel]) -> dict[str, Any]:
+    """Return the part of a test of models that goes into the run's status: the best one's figures."""
+    summary: dict[str, Any] = {
+        "split": "validation",
+        "models": {model.name: model.sampled and model.sampled["accuracy"] for model in models},
+    }
+    if (best := best_model(models)) is not None and best.sampled is not None:
+        kept = ("split", "accuracy", "tasks", "successes", "rollouts", "reward_mean", "errors")
+        summary |= {"best": best.name} | {key: best.sampled[key] for key in kept}
+    return summary
+
+
 def best_model(models: Sequence[TestedModel]) -> TestedModel | None:
     """The measured model with the highest accuracy, then reward; None if no model was measured."""
     measured = [model for model in models if model.sampled is not None]
