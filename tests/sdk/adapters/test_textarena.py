@@ -339,6 +339,8 @@ def test_broken_game_is_an_error_of_both_its_seats_only(packages: Path) -> None:
         outcomes = played(packages, policy, 4)[0]["outcomes"]
         broken = [one["error"] is not None for one in outcomes]
         assert broken in ([True, True, False, False], [False, False, True, True])
+        assert [one["seat"] for one in outcomes] == ["0", "1", "0", "1"], "rewards of a seat are compared all the same"
+        assert all(one["error"].startswith("RuntimeError: ") for one in outcomes if one["error"])
     finally:
         policy.close()
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, field_validator
 from tests.sdk.adapters.conftest import asked_of
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.harness import HARNESS
-from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
+from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session, sample_group
 from toprope.sdk.authoring.environment import Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
 from toprope.sdk.rollouts import configure
@@ -284,6 +284,15 @@ def test_each_rollout_of_a_zero_sum_game_is_one_seat_with_its_own_reward(open_ta
     found = asyncio.run(environment.group(task, [Session("http://x/v1", f"k{n}", "m", f"j{n}") for n in range(4)]))
     played = [one for one in found if isinstance(one, Played)]
     assert [(one.seat, one.parts["other"]) for one in played] == [("north", 2.0), ("south", -2.0)] * 2
+
+
+def test_episode_that_raises_stays_in_its_seat(open_taskset: Callable[..., OwnLoop]) -> None:
+    environment = open_taskset(episodes=[], agents=("north", "south"))
+    [task] = environment.tasks()
+    sessions = [Session("http://x/v1", f"k{n}", "m", f"j{n}") for n in range(4)]
+    outcomes = asyncio.run(sample_group(environment, task, sessions)).outcomes
+    assert [one.seat for one in outcomes] == ["north", "south"] * 2
+    assert all(one.error and one.error.startswith("IndexError: ") for one in outcomes)
 
 
 def test_settings_that_a_taskset_requires_are_knobs(open_taskset: Callable[..., OwnLoop]) -> None:

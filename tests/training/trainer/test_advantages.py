@@ -57,6 +57,22 @@ def test_a_seat_is_compared_with_the_same_seat() -> None:
     assert found([1.0, 0.0, 0.5, 0.0], "0", "", "0", "") == [0.25, -0.375, -0.25, -0.375], "failed before they sat"
 
 
+def test_deviation_of_a_batch_leaves_out_how_much_seats_win() -> None:
+    """The first player wins by ten more, whatever it plays; the same batch without that has the same advantages."""
+    config = Config()
+    config.algorithm.scale_rewards = "batch"
+
+    def found(favour: float, *seats: str) -> list[float]:
+        games = [[1.0, 0.0, 0.0, 0.0], [2.0, 1.0, 0.0, 1.0]]
+        groups = [seated([a + favour, b, c + favour, d], *seats) for a, b, c, d in games]
+        return [row.advantage for row in build_rows(groups, config)]
+
+    assert found(10.0, *"0101") == pytest.approx(found(0.25, *"0101"))
+    # Less their means, the first player has 0.25, -0.75, 1.25, -0.75, the second -0.5, -0.5, 0.5, 0.5.
+    assert found(10.0, *"0101")[0] == pytest.approx(0.5 / ((3.75 / 7) ** 0.5 + 1e-4))
+    assert found(10.0, *[""] * 4)[0] != pytest.approx(found(0.25, *[""] * 4)[0])
+
+
 @pytest.mark.parametrize(("seats", "dropped"), [("0101", True), ("0011", False), ("0000", False)])
 def test_groups_whose_seats_decide_alone_have_no_signal(seats: str, dropped: bool) -> None:
     group = seated([1.0, -1.0, 1.0, -1.0], *seats)

@@ -137,7 +137,10 @@ class Verifiers(OwnLoop):
             seated = copy.copy(self)
             seated._seat = self._seats[number % len(self._seats)]
             groups.append(OwnLoop.group(seated, task, [session]))
-        return [found for group in await asyncio.gather(*groups) for found in group]
+        return [
+            found if isinstance(found, Played) else Played({}, error=found, seat=self._seats[number % len(self._seats)])
+            for number, [found] in enumerate(await asyncio.gather(*groups))
+        ]
 
     async def rollout(self, session: Session) -> Played:
         from verifiers.v1.clients import ModelContext

@@ -96,8 +96,8 @@ class Played:
     truncated: bool = False
     success: bool | None = None
     """None to ask the environment's `success`."""
-    error: str | None = None
-    """Reason of a failed rollout; its reward is then 0."""
+    error: str | BaseException | None = None
+    """Reason of a failed rollout, or the exception; its reward is then 0."""
     seat: str = ""
     """The player's seat in a game of several: rewards are compared with those of the same seat."""
 
@@ -172,10 +172,14 @@ def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome
         raise found
     if isinstance(found, BaseException):
         return Outcome(0.0, error=shortened(Failure.of(found, near).line(), _LONGEST_ERROR))
+    seat = ""
     try:
         if not isinstance(found, Played):
             raise EnvironmentMistake(f"rollout() must return Played(...), not {type(found).__name__}.")
-        turns, truncated, seat = max(int(found.turns), 0), bool(found.truncated), str(found.seat)[:_LONGEST_SEAT]
+        seat = str(found.seat)[:_LONGEST_SEAT]
+        turns, truncated = max(int(found.turns), 0), bool(found.truncated)
+        if isinstance(found.error, BaseException):
+            raise found.error
         if found.error is not None:
             told = shortened(with_host(str(found.error)), _LONGEST_ERROR)
             return Outcome(0.0, turns=turns, truncated=truncated, error=told, seat=seat)
@@ -191,7 +195,7 @@ def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # an author may return anything
-        return Outcome(0.0, error=shortened(Failure.of(error, near).line(), _LONGEST_ERROR))
+        return Outcome(0.0, error=shortened(Failure.of(error, near).line(), _LONGEST_ERROR), seat=seat)
 
 
 def _sayable(messages: Any) -> Messages:

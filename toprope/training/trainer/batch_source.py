@@ -97,7 +97,7 @@ def advantages(
     Args:
         rewards: One per rollout of a group that is compared, see `comparisons`.
         scale: Divide by the group's own deviation, by `batch_std`, or not at all (Liu et al. 2025, Dr. GRPO).
-        batch_std: Standard deviation of the rewards of the whole batch.
+        batch_std: Standard deviation of the rewards of the whole batch, without differences between seats.
         baseline: Subtract the mean of all rewards, or of all others (Ahmadian et al. 2024, RLOO).
     """
     if min(rewards) == max(rewards):
@@ -123,6 +123,28 @@ def _deviation(values: list[float]) -> float:
     )  # hypot squares without overflow
 
 
+def _without_seats(groups: list[Group], rewards: list[list[float]]) -> list[float]:
+    """Return all rewards of a batch; those of players are less the mean of their seat, and more that of all seats.
+
+    A seat that wins more often, whatever its player does, must not widen the deviation that advantages are divided by.
+    """
+    found: list[float] = []
+    seats: dict[tuple[str, str], list[int]] = {}
+    for group, own in zip(groups, rewards, strict=True):
+        for number, outcome in enumerate(group.outcomes or ()):
+            if outcome.seat:
+                seats.setdefault((group.environment or "", outcome.seat), []).append(len(found) + number)
+        found += own
+    for environment in {environment for environment, _ in seats}:
+        own_seats = [numbers for (label, _), numbers in seats.items() if label == environment]
+        overall = statistics.fmean(found[number] for numbers in own_seats for number in numbers)
+        for numbers in own_seats:
+            shift = overall - statistics.fmean(found[number] for number in numbers)
+            for number in numbers:
+                found[number] += shift
+    return found
+
+
 def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
     """Rows of a batch with their advantages; rows without a sampled token are left out.
 
@@ -134,8 +156,7 @@ def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
         _shuffled_rewards(group, algorithm.seed) if algorithm.shuffle_rewards else rollout_rewards(group)
         for group in groups
     ]
-    flat = [reward for own in rewards for reward in own]
-    batch_std = _deviation(flat)
+    batch_std = _deviation(_without_seats(groups, rewards))
     rows: list[TrainingRow] = []
     before = 0
     for group, own in zip(groups, rewards, strict=True):

@@ -98,7 +98,7 @@ class Match(OwnLoop):
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         """Play the games of a group side by side; a game that fails is an error of each of its rollouts."""
         games = [self._play(task, seats) for seats in self._seated(task, sessions)]
-        found: dict[int, Played | BaseException] = {}
+        found: dict[int, Played] = {}
         for played in await asyncio.gather(*games):
             found |= played
         return [found[place] for place in range(len(sessions))]
@@ -119,16 +119,15 @@ class Match(OwnLoop):
             games.append(seats + [_Seat(sessions[start], None) for _ in range(self._players - len(seats))])
         return games
 
-    async def _play(self, task: Task, seats: list[_Seat]) -> dict[int, Played | BaseException]:
+    async def _play(self, task: Task, seats: list[_Seat]) -> dict[int, Played]:
         """Play one game; results by place of the rollout."""
         limit = min(seat.session.timeout_s for seat in seats)
         try:
             values = await asyncio.wait_for(self._moved(task, seats), limit)
         except TimeoutError:
-            late = TimeoutError(f"the game took longer than {limit:g} s")
-            return {seat.place: late for seat in seats if seat.place is not None}
+            return _failed(seats, TimeoutError(f"the game took longer than {limit:g} s"))
         except Exception as error:
-            return {seat.place: error for seat in seats if seat.place is not None}
+            return _failed(seats, error)
         return {
             seat.place: Played(parts, seat.messages, seat.turns, seat.truncated, seat=str(number))
             for number, (seat, parts) in enumerate(zip(seats, values, strict=True))
@@ -161,6 +160,15 @@ class Match(OwnLoop):
                 return player, seen_text(game, (player, observed))
             player, observed = wrapped.get_observation()
             return player, str(observed).strip() or "(nothing)"
+
+
+def _failed(seats: Sequence[_Seat], error: Exception) -> dict[int, Played]:
+    """Return the results of a game that failed; they stay in their seats, which rewards are compared within."""
+    return {
+        seat.place: Played({}, turns=seat.turns, error=error, seat=str(number))
+        for number, seat in enumerate(seats)
+        if seat.place is not None
+    }
 
 
 def _parts(seat: int, rewards: Mapping[int, Any] | None, told: Mapping[str, Any]) -> dict[str, float]:
