@@ -6,6 +6,7 @@ a reward of 0, and affects nothing else.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Scoring, Task, as_messages, copy_for
-from toprope.sdk.authoring.knobs import described_missing, empty_required, make_knobs
+from toprope.sdk.authoring.knobs import described_missing, empty_required, make_knobs, may_come_of_empty
 from toprope.sdk.authoring.rewards import RewardFunctions, seen_of
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, MissingKnobs, shortened
 
@@ -60,7 +61,9 @@ def configure(
     except MissingKnobs as missing:
         raise described_missing(environment.Knobs, missing) from None
     except Exception as error:
-        if not (empty := empty_required(environment.knobs)):
+        values = {field.name: getattr(environment.knobs, field.name) for field in dataclasses.fields(environment.Knobs)}
+        empty = empty_required(environment.Knobs, values)
+        if not empty or not may_come_of_empty(error):
             raise
         why = f"Empty, it gives {type(error).__name__}: {error}"
         raise described_missing(environment.Knobs, MissingKnobs(why, *empty)) from error

@@ -338,6 +338,41 @@ def test_tasks_with_one_prompt_differ_by_their_data(open_taskset: Callable[..., 
     assert next(iter(environment.tasks())).id == told_apart[0]
 
 
+class Nullable(Asking):
+    """Settings of which null is one."""
+
+    limit: int | None
+
+    @field_validator("turns")
+    @classmethod
+    def some(cls, turns: int) -> int:
+        if turns < 1:
+            raise ValueError("too few turns")
+        return turns
+
+
+def test_null_is_a_value_of_a_required_setting_that_allows_it(open_taskset: Callable[..., OwnLoop]) -> None:
+    given: dict[str, Any] = {"words": ["a"], "source": {"path": "x"}}
+    with pytest.raises(InvalidRequest, match="too few turns") as refused:
+        open_taskset(settings=Nullable, knobs={"config": {"taskset": {**given, "turns": 0, "limit": None}}})
+    assert not isinstance(refused.value, MissingKnobs)
+    with pytest.raises(MissingKnobs, match=r"^It needs the knob limit \("):
+        open_taskset(settings=Nullable, knobs={"config": {"taskset": {**given, "turns": 1}}})
+
+
+def test_error_with_a_cause_of_its_own_is_not_put_down_to_an_empty_setting(
+    open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]
+) -> None:
+    environment = open_taskset(settings=Asking, knobs={"words": ["a"], "taskset_turns": 3, "source": {"path": "x"}})
+
+    def load(config: Any) -> Any:
+        raise ConnectionError("the hub cannot be reached")
+
+    stand_in("verifiers.v1.utils.loaders", load_environment=load)
+    with pytest.raises(ConnectionError, match="cannot be reached"):
+        configure(environment, knobs={"words": [], "taskset_turns": 3, "source": {"path": "x"}})
+
+
 def test_images_are_named_as_unsupported(open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]) -> None:
     environment = open_taskset(rewards=[reward("exact", 1.0, float)])
     stand_in("verifiers.v1.types", content_text=lambda content: "")

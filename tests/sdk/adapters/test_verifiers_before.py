@@ -131,6 +131,21 @@ def test_arguments_are_knobs(copying: OwnLoop) -> None:
     assert copying.__doc__ == "Copies of words."
 
 
+def test_null_is_an_argument_where_the_author_takes_it(
+    copying: OwnLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taking = MODULE.replace("(words: list[str], ", "(words: Rubric | None, bare, ").replace(
+        "import verifiers as vf", ""
+    )
+    taking = taking.replace("word in words]", "word in words or ['ab']]")
+    (tmp_path / "taking.py").write_text(f"import verifiers as vf\nfrom verifiers import Rubric\n{taking}")
+    monkeypatch.delitem(sys.modules, "taking", raising=False)
+    environment = verifiers.make("taking")
+    with pytest.raises(MissingKnobs, match=r"^It needs the knobs words \(.*, bare \("):
+        configure(environment)
+    assert len(list(configure(environment, knobs={"words": None, "bare": None}).tasks())) == 1
+
+
 def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -> None:
     environment = configure(copying, knobs={"words": ["ab", "cd"]})
     assert environment.max_turns == 1

@@ -38,7 +38,7 @@ from toprope.sdk.adapters._verifiers.tasksets import OURS, knobs_of, tasks_of
 from toprope.sdk.adapters._verifiers.tool_servers import fork_tool_servers
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Part, Task
-from toprope.sdk.authoring.knobs import EMPTY
+from toprope.sdk.authoring.knobs import EMPTY, allows_null, may_come_of_empty
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
 
@@ -69,6 +69,7 @@ class Verifiers(OwnLoop):
         config = taskset_config_type(taskset)
         self._fields, self.Knobs = knobs_of(config)  # type: ignore[assignment]
         self._required = [name for name, field in self._fields.items() if config.model_fields[field].is_required()]
+        self._nullable = {name for name, field in config.model_fields.items() if allows_null(field.annotation)}
         self._env: Any = None
         self._open: dict[str, Any] = {}
         """State that rollouts share; they run on copies of this environment."""
@@ -93,7 +94,8 @@ class Verifiers(OwnLoop):
             self._env = load_environment(config)
             first = next(iter(self._env.taskset), None)
         except Exception as error:
-            if empty := [name for name in self._required if given["taskset"].get(self._fields[name]) in EMPTY]:
+            empty = [name for name in self._required if self._is_missing(self._fields[name], given["taskset"])]
+            if empty and may_come_of_empty(error):
                 told = any(given["taskset"].get(self._fields[name]) is not None for name in empty)
                 raise MissingKnobs(
                     f"Empty, it gives {type(error).__name__}: {error}" if told else "", *empty
@@ -164,6 +166,12 @@ class Verifiers(OwnLoop):
         )
         episode = await self._env.run_episode(self.task.data["task"], context)
         return self._played(episode)
+
+    def _is_missing(self, field: str, given: dict[str, Any]) -> bool:
+        """Return True if a setting has no value; null is one if its type allows it."""
+        if field in given and given[field] is None:
+            return field not in self._nullable
+        return given.get(field) in EMPTY
 
     def _at_home(self, config: Any, harness: str) -> Any:
         """Return the configuration with every agent on this machine and the chosen harness."""

@@ -16,11 +16,11 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.sdk.errors import InvalidRequest, MissingKnobs
+from toprope.sdk.errors import InvalidRequest, MissingKnobs, SdkError
 
 __all__ = [
-    *("EMPTY", "REQUIRED", "describe_knobs", "described_missing", "empty_required", "knob", "make_knobs", "nearest"),
-    "settable",
+    *("EMPTY", "REQUIRED", "allows_null", "describe_knobs", "described_missing", "empty_required", "knob"),
+    *("make_knobs", "may_come_of_empty", "nearest", "settable"),
 ]
 
 _SCALARS: tuple[type, ...] = (bool, int, float, str)
@@ -91,7 +91,8 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
     Raises:
         InvalidRequest: A name is unknown, or a value has the wrong type, is out of bounds, or is refused by the
             dataclass's own `__post_init__`.
-        MissingKnobs: A knob without a default is not set, or is null although its type does not allow that.
+        MissingKnobs: A knob without a default is not set, is null although its type does not allow that, or is empty
+            and refused by `__post_init__`.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = _hints(cls)
@@ -99,7 +100,7 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         if name not in fields:
             raise InvalidRequest(f"There is no knob {name!r}. {nearest(name, fields, 'Knobs')}")
-        if value is None and _is_required(fields[name]) and not _allows_null(hints.get(name, Any)):
+        if value is None and _is_required(fields[name]) and not allows_null(hints.get(name, Any)):
             continue
         checked[name] = _checked(fields[name], hints.get(name, Any), value)
     missing = [name for name, field in fields.items() if name not in checked and field.init and _is_required(field)]
@@ -108,14 +109,25 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
     try:
         return cls(**checked)
     except (ValueError, AssertionError, TypeError) as error:
+        if empty := empty_required(cls, checked):
+            raise described_missing(
+                cls, MissingKnobs(f"Empty, it gives {type(error).__name__}: {error}", *empty)
+            ) from error
         raise InvalidRequest(f"The knobs do not fit together: {error}") from error
 
 
-def empty_required(knobs: Any) -> list[str]:
-    """Names of the knobs without a default whose value in `knobs`, a dataclass of knobs, is empty. None is a value,
-    because `make_knobs` takes it only if the type allows it."""
-    required = [field.name for field in dataclasses.fields(knobs) if field.init and _is_required(field)]
-    return [name for name in required if (value := getattr(knobs, name)) is not None and value in EMPTY]
+def empty_required(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the knobs of a dataclass that have no default and an empty value. None is a value, because
+    `make_knobs` takes it only if the type allows it."""
+    required = [field.name for field in dataclasses.fields(cls) if field.init and _is_required(field)]
+    return [name for name in required if (value := values.get(name)) is not None and value in EMPTY]
+
+
+def may_come_of_empty(error: Exception) -> bool:
+    """Return True if an empty setting may be the cause of an error. Errors of the SDK name their own cause, and those
+    of the system come of something else, unless a path may be what is empty."""
+    of_path = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
+    return of_path or not isinstance(error, SdkError | OSError)
 
 
 def described_missing(cls: type, missing: MissingKnobs) -> MissingKnobs:
@@ -167,8 +179,11 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _allows_null(hint: Any) -> bool:
-    return hint is type(None) or type(None) in typing.get_args(hint)
+def allows_null(hint: Any) -> bool:
+    """Return True if an annotation names None as a value."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
+        return any(one is None or allows_null(one) for one in typing.get_args(hint))
+    return hint is type(None)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -23,7 +23,7 @@ from toprope.sdk.adapters._verifiers.prompts import messages_of_row, plain_messa
 from toprope.sdk.adapters._verifiers.reward_errors import Raised, note_errors, noted
 from toprope.sdk.authoring.env_managed import REWARD_ERRORS, OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Part, Task, copy_for
-from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
+from toprope.sdk.authoring.knobs import REQUIRED, allows_null, knob, settable
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 
@@ -281,11 +281,11 @@ def _knobs(function: Any) -> tuple[dict[str, str], type]:
             continue
         default = REQUIRED if parameter.default is parameter.empty else parameter.default
         plain = type(default) if isinstance(default, bool | int | float | str) else Any
-        hint = hints.get(name, plain)
-        if hint is not Any and not settable(hint):
+        hint = hints.get(name, Any | None if default is REQUIRED else plain)
+        if hint not in (Any, Any | None) and not settable(hint):
             if default is not REQUIRED:
                 continue  # JSON cannot say it; the author's default holds.
-            hint = Any
+            hint = Any | None if allows_null(hint) else Any
         taken = f"environment_{name}" if name in _OURS or name.startswith("_") else name
         fields[taken] = name
         made.append((taken, hint, knob(default, help="an argument of load_environment")))
