@@ -59,7 +59,9 @@ class Task(vf.Task[Data]):
 
     @vf.stop
     def over(self, request: vf.Request) -> bool:
-        return any("poison" in str(one.content) for one in request.messages if isinstance(one, vf.ToolMessage))
+        """The call that is proposed, before a result of it."""
+        spoke = [one for one in request.messages if isinstance(one, vf.AssistantMessage)]
+        return any("poison" in call.arguments for call in (spoke[-1].tool_calls or [] if spoke else []))
 
     @vf.reward(weight=1.0)
     async def told(self, trace: vf.Trace) -> float:
@@ -167,8 +169,8 @@ def test_a_hook_denies_a_call_and_the_others_are_executed(tmp_path: Path) -> Non
 
 @pytest.mark.engines
 def test_a_hook_that_ends_the_rollout_ends_it_without_an_error(tmp_path: Path) -> None:
-    outcome, _, executed = played(tmp_path, "poison", "tree")
-    assert outcome["error"] is None and executed == ["poison"]
+    outcome, _, executed = played(tmp_path, "tree", "poison", "leaf")
+    assert outcome["error"] is None and executed == ["tree"], "the call that the hook stops is not executed"
 
 
 @pytest.fixture
