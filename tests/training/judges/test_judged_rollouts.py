@@ -112,7 +112,9 @@ def test_a_rubric_alone_rewards_the_questions_of_a_file(tmp_path: Path, server: 
     _, group = sampled(tmp_path, server, {"rewards": [JUDGE]}, source=source)
     assert [one.error for one in group.outcomes] == [None, None]
     assert [one.reward for one in group.outcomes] == [0.0, 2.0] and group.outcomes[1].parts["style"] == 1.0
-    assert not any(one.success for one in group.outcomes)  # the environment decides, and it has no right answer
+    assert [one.success for one in group.outcomes] == [False, True], "it has no right answer: the judges decide"
+    _, group = sampled(tmp_path, server, {"rewards": [JUDGE | {"low": 1.0, "high": 1.0}]}, source=source)
+    assert not any(one.success for one in group.outcomes), "a judge that cannot tell answers apart solves nothing"
 
 
 def test_an_opponent_needs_a_game_for_several_players(tmp_path: Path, server: OpenAiStandIn) -> None:

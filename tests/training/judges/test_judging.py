@@ -66,6 +66,7 @@ def judged(
     model: str = "right",
     weights: dict[str, float] | None = None,
     purse: Callable[[], Purse] | None = None,
+    decide: bool = False,
     **price: float,
 ) -> list[SampledGroup]:
     endpoint = Endpoint(base_url=server.url, model=model, key="JUDGE_KEY", **price)
@@ -76,7 +77,7 @@ def judged(
         helpers = Helpers.open(models, {"JUDGE_KEY": KEY}, account, folder)
         judges = [Judge(one, helpers.clients["grader"]) for one in functions]
         try:
-            ready = Judges(judges, helpers.verdicts, judged_card(CARD, judges, weights or {}).parts)
+            ready = Judges(judges, helpers.verdicts, judged_card(CARD, judges, weights or {}).parts, decide=decide)
             return [await ready.judge(group, split, None) for group, split in groups]
         finally:
             await helpers.close()
@@ -91,6 +92,14 @@ def test_scores_add_to_the_reward_and_keep_the_raw_verdict(server: OpenAiStandIn
     assert second.parts["style"] == -1.0 and second.reward == pytest.approx(-1.0) and second.success
     assert first.verdicts == {"style": "It has 5 letters.\nScore: 5"}
     assert {key for _, key, _ in server.seen} == {f"Bearer {KEY}"}
+
+
+def test_judges_that_decide_take_half_of_their_reward_for_a_success(server: OpenAiStandIn, tmp_path: Path) -> None:
+    groups = [(sampled("1234", "12345", ""), "train")]
+    [group] = judged(server, tmp_path, groups, part(weight=2.0, low=-1.0), weights={"own": 9.0}, decide=True)
+    assert [one.success for one in group.outcomes] == [False, True, False]
+    [group] = judged(server, tmp_path, groups, part(weight=-1.0), decide=True)
+    assert [one.success for one in group.outcomes] == [True, True, True], "a penalty of at most half"
 
 
 def test_own_parts_and_several_judges_combine_by_weight(server: OpenAiStandIn, tmp_path: Path) -> None:

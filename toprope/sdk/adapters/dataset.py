@@ -26,6 +26,8 @@ __all__ = ["DESCRIPTION", "Dataset", "knob_names", "make"]
 DESCRIPTION = "Your own questions and answers, from a file or the Hugging Face Hub: no code, a scorer chosen by name"
 _PLACE = re.compile(r"\{([^{}]+)\}")
 _UNSCORED = "unscored"
+_JUDGED = "judged-success"
+"""Tag of an environment that has no right answers: the judges' rewards decide on success."""
 _LOOK_AT = 100
 """Number of rows in which columns are searched."""
 
@@ -87,6 +89,7 @@ class Dataset(Environment):
         if self._is_judged:
             why = "always 0: environment.rewards adds judges with rubrics"
             self.parts = {_UNSCORED: Part(1.0, description=why)}
+            self.tags = (*type(self).tags, _JUDGED)  # type: ignore[misc]
         if self.knobs.scorer == "math":
             grading.need_math()
         if self.knobs.path:
@@ -123,11 +126,12 @@ class Dataset(Environment):
         return {"correct": float(correct), "parsed": float(parsed)}
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
+        """Return True if the answer is right; judges decide if the reward is theirs alone."""
         return parts.get("correct", 0.0) >= 1.0
 
     @property
     def _is_judged(self) -> bool:
-        """Whether the reward comes from environment.rewards alone."""
+        """True if the reward comes from environment.rewards alone."""
         return bool(self.knobs.scorer == "judge")
 
     def _verdict(self, text: str) -> grading.Verdict:

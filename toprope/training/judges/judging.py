@@ -39,6 +39,10 @@ from toprope.training.rollouts.sampled_group import SampledGroup
 
 FILE = "verdicts.jsonl"
 """Name of the paid verdicts in a run's folder: hash and text, one JSON line each."""
+JUDGED_SUCCESS = "judged-success"
+"""Tag of an environment that has no right answers: the judges' rewards decide on success."""
+_SOLVED = 0.5
+"""Share of the way from the smallest to the largest reward of the judges, from which on an answer to it succeeds."""
 _SEALED = "heldout"
 _TRIES = 2
 """Questions after which an unreadable verdict is an error of its rollouts."""
@@ -129,10 +133,14 @@ class Judges:
         judges: The judges.
         verdicts: Those that were paid for.
         parts: The environment's own parts and those of the judges, with the weights in force.
+        decide: An answer succeeds if the judges' part of its reward is at least half way from the smallest to the
+            largest; otherwise success is the environment's decision.
     """
 
-    def __init__(self, judges: Sequence[Judge], verdicts: Verdicts, parts: Mapping[str, RewardPart]) -> None:
-        self._judges, self._verdicts = tuple(judges), verdicts
+    def __init__(
+        self, judges: Sequence[Judge], verdicts: Verdicts, parts: Mapping[str, RewardPart], *, decide: bool = False
+    ) -> None:
+        self._judges, self._verdicts, self._decide = tuple(judges), verdicts, decide
         self._weights = {name: part.weight for name, part in parts.items()}
 
     async def judge(self, group: SampledGroup, split: str, weights: Mapping[str, float] | None) -> SampledGroup:
@@ -157,7 +165,18 @@ class Judges:
         for number, place in enumerate(places):
             mine = {judge.function.name: found[number] for judge, found in zip(self._judges, given, strict=True)}
             outcomes[place] = _rewarded(outcomes[place], mine, in_force, split == _SEALED)
+            if self._decide and outcomes[place].error is None:
+                outcomes[place] = replace(outcomes[place], success=self._solves(outcomes[place].parts, in_force))
         return dataclasses.replace(group, outcomes=outcomes)
+
+    def _solves(self, values: Mapping[str, float], weights: Mapping[str, float]) -> bool:
+        """Return True if the judges' part of the reward is large enough for a success."""
+        given = low = high = 0.0
+        for function in (one.function for one in self._judges):
+            weight = weights[function.name]
+            ends = (weight * function.low, weight * function.high)
+            given, low, high = given + weight * values[function.name], low + min(ends), high + max(ends)
+        return high > low and given >= low + _SOLVED * (high - low) - 1e-9
 
     async def _judged(
         self, judge: Judge, prompt: str, answers: Sequence[str], sealed: bool

@@ -26,7 +26,7 @@ from toprope.sdk.worker.client import worker_environment
 from toprope.settings.locks import require_allowed_knobs
 from toprope.settings.sections.environment import MemberPlan, members_of
 from toprope.training.judges.helpers import Helpers
-from toprope.training.judges.judging import Judge, Judges, judged_card
+from toprope.training.judges.judging import JUDGED_SUCCESS, Judge, Judges, judged_card
 from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
 from toprope.training.rollouts.group_sampler import GroupSampler, Policy
@@ -189,7 +189,8 @@ class EnvironmentHost:
             if MODEL_ROLES in self.card.tags:
                 sampler.roles = {role: clients[name] for role, name in self.plan.section.model_roles.items()}
         if self._judges and self._helpers is not None:
-            sampler.judges = Judges(self._judges, self._helpers.verdicts, self.card.parts)
+            decide = JUDGED_SUCCESS in self.card.tags
+            sampler.judges = Judges(self._judges, self._helpers.verdicts, self.card.parts, decide=decide)
         return sampler
 
     async def _open_worker(self) -> EnvironmentWorker:
