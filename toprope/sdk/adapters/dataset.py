@@ -71,7 +71,7 @@ class DatasetKnobs:
 class Dataset(Environment):
     """Your own questions and answers."""
 
-    tags = ("dataset", "no-code")
+    tags: tuple[str, ...] = ("dataset", "no-code")
     parts = {  # noqa: RUF012 - environments declare their parts so
         "correct": Part(1.0, description="1 if the scorer accepts the answer"),
         "parsed": Part(0.0, description="1 if an answer was found; shown, not rewarded"),
@@ -89,7 +89,7 @@ class Dataset(Environment):
         if self._is_judged:
             why = "always 0: environment.rewards adds judges with rubrics"
             self.parts = {_UNSCORED: Part(1.0, description=why)}
-            self.tags = (*type(self).tags, _JUDGED)  # type: ignore[misc]
+            self.tags = (*type(self).tags, _JUDGED)
         if self.knobs.scorer == "math":
             grading.need_math()
         if self.knobs.path:
