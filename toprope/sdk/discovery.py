@@ -13,14 +13,15 @@ import re
 import threading
 import tomllib
 import warnings
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     *("DeclaredKnob", "EARLIER", "Found", "NAME", "TRAINING_PACKAGES", "discover_file", "environment_files"),
-    *("first_line", "folders_below", "literal", "name_of", "script_requirements", "subfolders"),
+    *("first_line", "literal", "name_of", "script_requirements", "searched", "subfolders"),
 ]
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -40,8 +41,8 @@ _BASES = ("Environment", "OwnLoop")
 _LARGEST = 4 << 20
 """Largest file in bytes: nobody writes more by hand, and its syntax tree takes a hundred times as much memory."""
 EARLIER = "earlier"
-"""Folder with earlier versions of saved files; it is not searched."""
-_NOT_SEARCHED = ("build", "dist", EARLIER, "node_modules", "site-packages", "test", "tests", "venv")
+"""Folder with earlier versions of saved files, in the folder with those."""
+_NOT_SEARCHED = ("build", "dist", "node_modules", "site-packages", "test", "tests", "venv")
 _MOST_FILES = _MOST_FOLDERS = 1000
 _PARSING = threading.Lock()
 
@@ -72,6 +73,8 @@ class Found:
     problem: str = ""
     is_named_by_file: bool = False
     """True if its class sets no `name`, or the file cannot be read."""
+    names_sdk: bool = True
+    """False if the file cannot be parsed and its text does not contain the name of this package."""
 
 
 def environment_files(folder: Path, *, deep: bool = False) -> list[Path]:
@@ -82,12 +85,27 @@ def environment_files(folder: Path, *, deep: bool = False) -> list[Path]:
     """
     if not deep:
         return sorted(file for file in folder.glob("*.py") if not file.name.startswith("_") and file.is_file())
-    found: list[Path] = []
-    for place in folders_below(folder):
-        found += environment_files(place)
-        if len(found) > _MOST_FILES:
-            break
-    return found[:_MOST_FILES]
+    return [file for _, files in searched(folder) for file in files]
+
+
+def searched(*folders: Path, left_out: Collection[Path] = ()) -> Iterator[tuple[Path, list[Path]]]:
+    """Yield folders and all folders in them that are searched, with their Python files: by depth, then by name.
+
+    The search ends after a thousand folders or files.
+
+    Args:
+        left_out: Folders that are left out, with those in them.
+    """
+    waiting, folders_left, files_left = deque(folders), _MOST_FOLDERS, _MOST_FILES
+    while waiting and folders_left and files_left:
+        place = waiting.popleft()
+        if place in left_out:
+            continue
+        files = environment_files(place)[:files_left]
+        yield place, files
+        folders_left, files_left = folders_left - 1, files_left - len(files)
+        if len(waiting) < folders_left:
+            waiting += subfolders(place)
 
 
 def subfolders(folder: Path) -> list[Path]:
@@ -100,17 +118,6 @@ def subfolders(folder: Path) -> list[Path]:
         return []
     found = [folder / name for name in names if not name.startswith((".", "_")) and name not in _NOT_SEARCHED]
     return [one for one in found if not (one / "pyvenv.cfg").exists()]
-
-
-def folders_below(folder: Path) -> Iterator[Path]:
-    """A folder and all folders in it that are searched, each before those in it; the first thousand of them."""
-    waiting = [folder]
-    for _ in range(_MOST_FOLDERS):
-        if not waiting:
-            return
-        place = waiting.pop()
-        yield place
-        waiting += reversed(subfolders(place))
 
 
 def name_of(text: str) -> str:
@@ -130,13 +137,22 @@ def discover_file(file: Path) -> list[Found]:
     except SyntaxError as error:
         where = f"{file}:{error.lineno or 1}"
         problem = f"{error.msg} ({where})"
-        return [Found(file.stem, file, line=error.lineno or 1, problem=problem, is_named_by_file=True)]
+        return [_torn(file, problem, error.lineno or 1)]
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         problem = f"{type(error).__name__}: {error} ({file})"
-        return [Found(file.stem, file, problem=problem, is_named_by_file=True)]
+        return [_torn(file, problem)]
     classes = list(_environments(tree))
     listed = [node for node in classes if not node.name.startswith("_")]
     return [_found(node, file, alone=len(listed) == 1) for node in listed]
+
+
+def _torn(file: Path, problem: str, line: int = 1) -> Found:
+    try:
+        with file.open("rb") as source:
+            names_sdk = b"toprope" in source.read(_LARGEST)
+    except OSError:
+        names_sdk = False
+    return Found(file.stem, file, line=line, problem=problem, is_named_by_file=True, names_sdk=names_sdk)
 
 
 def parse(file: Path) -> ast.Module:

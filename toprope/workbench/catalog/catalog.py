@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,12 @@ from toprope.workbench.entries import Entry, Names, Source, broken
 from toprope.workbench.interpreters.known import Known, known_interpreters
 from toprope.workbench.interpreters.registry import Added, Registry
 from toprope.workbench.sources.datasets import DatasetSource
-from toprope.workbench.sources.folders import FileReader, FolderSource, OwnFolderSource, own_folders
+from toprope.workbench.sources.folders import FileReader, FolderSource, own_folders
 from toprope.workbench.sources.installed import InstalledSource
 from toprope.workbench.sources.orchestrator import OrchestratorSource
 from toprope.workbench.sources.reasoning_gym import ReasoningGymSource
 from toprope.workbench.sources.registered import RegisteredSource
+from toprope.workbench.sources.subfolders import SubfolderSource
 from toprope.workbench.sources.targets import TargetSource
 
 __all__ = ["Catalog", "Description", "Entry", "Example", "shipped_folder"]
@@ -68,29 +70,31 @@ class Catalog:
         reader = self._reader = FileReader(self._adapters)
         self._sources: list[Source] = [
             FolderSource(shipped, "shipped", reader, self.interpreters),
-            *(OwnFolderSource(folder, reader, self.interpreters, self._apart) for folder in own),
-            DatasetSource(own, data, self._apart),
-            TargetSource(own, self._adapters, self.interpreters, self._apart),
+            *(FolderSource(folder, "folder", reader, self.interpreters) for folder in own),
+            DatasetSource(own, data),
+            TargetSource(own, self._adapters, self.interpreters),
             OrchestratorSource(data, tools or {}),
             RegisteredSource(self._added, self._adapters, self.interpreters, reader),
+            SubfolderSource(own, reader, self.interpreters, self._apart),
             ReasoningGymSource(self.interpreters),
             InstalledSource(self._adapters, self.interpreters),
         ]
 
     def entries(self) -> list[Entry]:
-        """Return all environments: shipped, the owner's files, data sets, added ones, then packages by ecosystem.
+        """Return all environments: shipped, the owner's files, data sets, added ones, files in the owner's subfolders,
+        then packages by ecosystem.
 
-        Changed files are read again.
+        Changed files are read again. Files in subfolders get the names that no other source has.
         """
-        entries: list[Entry] = []
+        found: dict[Source, list[Entry]] = {}
         names = Names()
-        for source in self._sources:
+        for source in sorted(self._sources, key=lambda one: isinstance(one, SubfolderSource)):
             try:
-                entries += source.entries(names)
+                found[source] = source.entries(names)
             except Exception as error:  # A broken source must not hide the others.
                 problem = f"This source cannot be listed: {type(error).__name__}: {error}"
-                entries.append(broken(source.kind, problem, source.kind))
-        return [_sayable(entry) for entry in entries]
+                found[source] = [broken(source.kind, problem, source.kind)]
+        return [_sayable(entry) for source in self._sources for entry in found[source]]
 
     def search(self, query: str = "") -> list[Entry]:
         """Return the entries that a query finds, all of them if it is empty. See `search.search`."""
@@ -126,11 +130,11 @@ class Catalog:
         return FolderSource(file, "file", self._reader, self.interpreters)
 
     def _apart(self) -> set[Path]:
-        """Return the folders that have a source of their own."""
-        found = {*self._own, shipped_folder()}
+        """Return the folders and files that have a source of their own, without links in their paths."""
+        found = [str(place) for place in (*self._own, shipped_folder())]
         with contextlib.suppress(TopropeError):  # The source `registered` reports the broken file.
-            found |= {Path(one.path) for one in self._added().values() if one.path}
-        return found
+            found += [one.path or one.given for one in self._added().values()]  # a project's path is what was given
+        return {Path(os.path.realpath(place)) for place in found if os.path.isabs(place)}
 
     def _added(self) -> dict[str, Added]:
         return self._registry.read() if self._registry is not None else {}

@@ -14,7 +14,7 @@ lets an agent change.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,7 @@ from toprope.sdk.discovery import NAME
 from toprope.settings.yamlfiles import check_keys, read_yaml
 from toprope.workbench.adapters import adapters
 from toprope.workbench.entries import Entry, Names
-from toprope.workbench.sources.placed import yaml_files
-from toprope.workbench.sources.targets import declared_adapter
+from toprope.workbench.sources.targets import declared_adapter, yaml_in
 
 PLAIN = "dataset"
 
@@ -51,19 +50,16 @@ class DatasetSource:
     Args:
         places: The owner's folders with environments.
         folders: Folders whose data files may be read.
-        apart: Returns the folders in `places` that other sources list.
     """
 
     kind = "dataset"
 
-    def __init__(
-        self, places: Sequence[Path], folders: Sequence[Path], apart: Callable[[], Collection[Path]] = frozenset
-    ) -> None:
-        self._places, self._folders, self._apart = places, folders, apart
+    def __init__(self, places: Sequence[Path], folders: Sequence[Path]) -> None:
+        self._places, self._folders = places, folders
 
     def entries(self, names: Names) -> list[Entry]:
         """Return `dataset`, then the owner's data sets by folder and file."""
-        found = [plain_dataset(self._folders), *named_datasets(self._places, self._folders, self._apart())]
+        found = [plain_dataset(self._folders), *named_datasets(self._places, self._folders)]
         return [entry_of_dataset(one, self.kind, names) for one in found]
 
 
@@ -101,20 +97,14 @@ def plain_dataset(folders: Sequence[Path]) -> NamedDataset:
     return NamedDataset(PLAIN, dataset.DESCRIPTION, target, "Toprope itself")
 
 
-def named_datasets(places: Sequence[Path], folders: Sequence[Path], apart: Collection[Path] = ()) -> list[NamedDataset]:
+def named_datasets(places: Sequence[Path], folders: Sequence[Path]) -> list[NamedDataset]:
     """Return the owner's data sets by folder and file name.
 
     Args:
         places: The owner's folders with environments.
         folders: Folders whose data files may be read.
-        apart: Folders in `places` that other sources list.
     """
-    return [
-        dataset_in(file, folders, name)
-        for place in places
-        for file, name in yaml_files(place, [PLAIN], apart)
-        if declared_adapter(file) is None
-    ]
+    return [dataset_in(file, folders) for place in places for file in yaml_in(place) if declared_adapter(file) is None]
 
 
 def dataset_in(file: Path, folders: Sequence[Path] = (), name: str = "") -> NamedDataset:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters._shared.listing import Listed
-from toprope.sdk.discovery import NAME, Found, discover_file, environment_files, name_of, parse, subfolders
+from toprope.sdk.discovery import NAME, Found, discover_file, environment_files, name_of, parse
 from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
-from toprope.workbench.sources.placed import is_apart, placed_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,8 @@ class FolderSource:
         interpreters: Returns every known interpreter.
         python: Interpreter for this folder; None for Toprope's own, or that of the ecosystem.
         deep: Look into its folders as well.
-        root: The owner's folder that the place is in; names begin with the folders between. None: names are as given.
-        apart: Folders that other sources list.
+        placed: Begin names with the folders between the place and a file, and leave out files that cannot be parsed
+            unless they name the SDK: what lies there is often not meant as an environment.
     """
 
     def __init__(
@@ -103,34 +103,44 @@ class FolderSource:
         python: str | None = None,
         *,
         deep: bool = False,
-        root: Path | None = None,
-        apart: Collection[Path] = (),
+        placed: bool = False,
     ) -> None:
-        self._place, self.kind, self._deep = place, kind, deep
-        self._root, self._apart = root, apart
+        self._place, self.kind, self._deep, self._placed = place, kind, deep, placed
         self._reader, self._interpreters, self._python = reader, interpreters, python
 
     def entries(self, names: Names) -> list[Entry]:
         """Return the environments by file and line."""
         place = self._place
         files = [place] if place.is_file() else environment_files(place, deep=self._deep)
-        if (root := self._root) is not None:
-            files = [file for file in files if not is_apart(file, root, self._apart)]
+        return self.listed(files, [place] if self._deep and place.is_dir() else [], names)
+
+    def listed(self, files: Sequence[Path], wholes: Sequence[Path], names: Names) -> list[Entry]:
+        """Return the environments in files.
+
+        Args:
+            files: The files.
+            wholes: Folders that can be environments as a whole, if no file has one of the SDK. Files in such an
+                environment are left out.
+            names: The names in use.
+        """
         reads = [(file, read) for file in files if (read := self._reader.read(file))]  # others were removed since
-        has_ours = any(one.attribute for _, read in reads for one in read.ours)
-        if self._deep and place.is_dir() and not has_ours and (whole := self._reader.read_whole(place)):
-            return [self._theirs(adapter, listed, place, names) for adapter, listed in whole]
-        entries = []
+        if any(one.attribute for _, read in reads for one in read.ours):
+            wholes = []
+        whole = {folder: found for folder in wholes if (found := self._reader.read_whole(folder))}
+        entries = [self._theirs(*one, folder, names) for folder, found in whole.items() for one in found]
         for file, read in reads:
-            entries += [self._ours(found, names) for found in read.ours]
+            if not whole.keys().isdisjoint(file.parents):
+                continue
+            listed = [found for found in read.ours if found.attribute or found.names_sdk or not self._placed]
+            entries += [self._ours(found, names) for found in listed]
             entries += [self._theirs(adapter, listed, file, names) for adapter, listed in read.theirs]
             entries += [broken(file.stem, failure, self.kind) for failure in read.failures]
         return entries
 
     def _ours(self, found: Found, names: Names) -> Entry:
         problem = found.problem
-        if self._root is not None and found.is_named_by_file:
-            found = dataclasses.replace(found, name=placed_name(self._root, found.file, found.name))
+        if self._placed and found.is_named_by_file:
+            found = dataclasses.replace(found, name=placed_name(self._place, found.file, found.name))
             problem = "" if found.attribute else problem  # the name is valid now
         if not problem and (holder := names.claim(found.name, f"{found.file}:{found.line}")):
             problem = (
@@ -154,8 +164,8 @@ class FolderSource:
         )
 
     def _theirs(self, adapter: Adapter, listed: Listed, file: Path, names: Names) -> Entry:
-        if self._root is not None:
-            listed = dataclasses.replace(listed, name=placed_name(self._root, file, listed.name))
+        if self._placed:
+            listed = dataclasses.replace(listed, name=placed_name(self._place, file, listed.name))
         elif NAME.fullmatch(listed.name) is None:
             listed = dataclasses.replace(listed, name=name_of(listed.name))
         python = self._python
@@ -176,38 +186,9 @@ class FolderSource:
         return entry
 
 
-class OwnFolderSource:
-    """Lists the environments in one of the owner's folders, and in the folders in it as if each had been added.
-
-    Args:
-        place: The owner's folder.
-        reader: Reads files.
-        interpreters: Returns every known interpreter.
-        apart: Returns the folders that other sources list.
-    """
-
-    kind = "folder"
-
-    def __init__(
-        self,
-        place: Path,
-        reader: FileReader,
-        interpreters: Callable[[], Sequence[Known]],
-        apart: Callable[[], Collection[Path]],
-    ) -> None:
-        self._place, self._reader, self._interpreters, self._apart = place, reader, interpreters, apart
-
-    def entries(self, names: Names) -> list[Entry]:
-        """Return the environments by file and line, those of the folder itself first."""
-        found = FolderSource(self._place, self.kind, self._reader, self._interpreters).entries(names)
-        apart = self._apart()
-        for folder in subfolders(self._place):
-            if folder not in apart:
-                source = FolderSource(
-                    folder, self.kind, self._reader, self._interpreters, deep=True, root=self._place, apart=apart
-                )
-                found += source.entries(names)
-        return found
+def placed_name(place: Path, file: Path, name: str) -> str:
+    """Return the name of an environment in a file or folder below a place: its own after the folders between."""
+    return name_of("-".join([*file.relative_to(place).parts[:-1], name]))
 
 
 def _longer_names(name: str, file: Path) -> Iterator[str]:
@@ -222,5 +203,9 @@ def _longer_names(name: str, file: Path) -> Iterator[str]:
 
 def own_folders(folders: Iterable[Path], shipped: Path) -> list[Path]:
     """Return the owner's folders without duplicates and without the shipped one."""
-    own = (Path(folder).expanduser().absolute() for folder in folders)
-    return [folder for folder in dict.fromkeys(own) if folder != shipped]
+    own: dict[str, Path] = {}
+    for folder in folders:
+        place = Path(folder).expanduser().absolute()
+        own.setdefault(os.path.realpath(place), place)
+    own.pop(os.path.realpath(shipped), None)
+    return list(own.values())

@@ -18,7 +18,7 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from toprope.workbench.adapters import Adapter
 from toprope.workbench.entries import Entry, Names, broken
 from toprope.workbench.interpreters.known import Known
 from toprope.workbench.sources.listing import entry_of, home_of, install_command
-from toprope.workbench.sources.placed import yaml_files, yaml_in
 
 _DATASET = "dataset"
 """It has a source of its own, which also reports files without an adapter."""
@@ -42,6 +41,15 @@ _ROWS = (".jsonl", ".json", ".csv", ".parquet")
 """Endings of files with rows."""
 _SINGLE_TURN = ("trl", "score", "reasoning_gym")
 """Adapters whose environments have one turn unless the target has an environment or tools."""
+
+
+def yaml_in(place: Path) -> list[Path]:
+    """Return the YAML files directly in a folder that may declare environments; a file stands for itself.
+
+    Those in the folders below are often of other authors, and could open any path to their environment.
+    """
+    files = [place] if place.is_file() else sorted([*place.glob("*.yaml"), *place.glob("*.yml")])
+    return [file for file in files if file.is_file() and (file == place or not file.name.startswith("_"))]
 
 
 def defining_files(folder: Path) -> list[Path]:
@@ -70,8 +78,7 @@ class TargetSource:
         places: The owner's folders with environments, or YAML files.
         adapters: Returns every adapter.
         interpreters: Returns every known interpreter.
-        apart: Returns the folders in `places` that other sources list.
-        name: Of the environment of a file; by default that of its place.
+        name: Of the environment of a file; by default that of the file.
         python: Interpreter, if the file names none; None for that of the ecosystem.
     """
 
@@ -82,20 +89,19 @@ class TargetSource:
         places: Sequence[Path],
         adapters: Callable[[], Sequence[Adapter]],
         interpreters: Callable[[], Sequence[Known]],
-        apart: Callable[[], Collection[Path]] = frozenset,
         name: str = "",
         python: str | None = None,
     ) -> None:
-        self._places, self._adapters, self._interpreters, self._apart = places, adapters, interpreters, apart
+        self._places, self._adapters, self._interpreters = places, adapters, interpreters
         self._name, self._python = name, python
 
     def entries(self, names: Names) -> list[Entry]:
         """Return the environments by folder and file name; invalid files become entries with the reason."""
-        known, apart = {one.name: one for one in self._adapters()}, self._apart()
+        known = {one.name: one for one in self._adapters()}
         return [
-            self._entry(file, self._name or name, known, named, names)
+            self._entry(file, self._name or file.stem, known, named, names)
             for place in self._places
-            for file, name in yaml_files(place, known, apart)
+            for file in yaml_in(place)
             if (named := declared_adapter(file)) is not None
         ]
 
