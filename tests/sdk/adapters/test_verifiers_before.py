@@ -12,8 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace as Thing
 from typing import Any
 
+import httpx
 import pytest
-from openai import AsyncOpenAI, AzureOpenAI, OpenAI, OpenAIError
+from openai import AsyncOpenAI, AzureOpenAI, BadRequestError, OpenAI, OpenAIError
 
 from tests.sdk.adapters.conftest import asked_of
 from toprope.sdk.adapters import verifiers
@@ -270,6 +271,50 @@ def test_a_judge_that_does_not_answer_is_no_reward_of_zero(copying: OwnLoop, mon
     assert isinstance(answered, Played) and answered.error is None
     assert answered.parts == {"exact": 1.0, "size": 0.0, "reward_errors": 2.0}
     assert isinstance(unanswered, Played) and "Judge model API error" in str(unanswered.error)
+
+
+def test_a_judge_that_refuses_the_answer_has_judged_it(copying: OwnLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy could avoid a low reward by answers that are too long for the judge."""
+
+    async def asks(state: Any) -> float:
+        response = httpx.Response(400, request=httpx.Request("POST", "http://127.0.0.1:9/v1"))
+        try:
+            raise BadRequestError("This model's maximum context length is 9 tokens.", response=response, body=None)
+        except BadRequestError as error:
+            raise RuntimeError("Judge model API error") from error
+
+    played = asyncio.run(scored_by(copying, monkeypatch, [asks], [1.0]))
+    assert played.error is None and played.parts == {"asks": 0.0, "reward_errors": 1.0}
+
+
+def test_a_metric_that_fails_is_no_failed_reward(copying: OwnLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unanswered(state: Any) -> float:
+        raise OpenAIError("no answer")
+
+    def exact(state: Any) -> float:
+        return 1.0
+
+    played = asyncio.run(scored_by(copying, monkeypatch, [exact, unanswered], [1.0, 0.0]))
+    assert played.error is None and played.parts == {"exact": 1.0, "unanswered": 0.0, "reward_errors": 0.0}
+
+
+async def scored_by(
+    environment: OwnLoop, monkeypatch: pytest.MonkeyPatch, funcs: list[Any], weights: list[float]
+) -> Played:
+    """One rollout with the rewards of a rubric of these functions."""
+
+    async def score(rubric: Rubric, states: list[Any]) -> None:
+        for state in states:
+            scores = [await rubric._call_individual_reward_func(one, state) for one in rubric.funcs]
+            state["metrics"] = dict(zip(rubric._get_reward_func_names(), scores, strict=True))
+
+    monkeypatch.setattr(Rubric, "score_group", score)
+    environment._make = lambda **given: SingleTurnEnv([{"prompt": "x"}], Rubric(funcs, weights))  # type: ignore[attr-defined]
+    configured = configure(environment, knobs={"words": ["ab"]})
+    [task] = configured.tasks()
+    [played] = await configured.group(task, [Session("http://127.0.0.1:9/v1", "ab", "m")])
+    assert isinstance(played, Played)
+    return played
 
 
 def test_a_row_with_an_image_is_left_out_of_others(copying: OwnLoop, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,13 +29,13 @@ class Raised:
     error: BaseException
 
     def of_model(self) -> bool:
-        """Return True if a model that it asked did not answer."""
+        """Return True if a model that it asked did not answer; one that refuses an answer as too long has judged it."""
         import openai
 
         one: BaseException | None = self.error
         while one is not None:
             if isinstance(one, openai.OpenAIError | NobodyToAsk):
-                return True
+                return not isinstance(one, openai.BadRequestError)
             one = one.__cause__ or one.__context__
         return False
 
@@ -55,7 +55,7 @@ def noted() -> Iterator[list[Raised]]:
 
 
 def note_errors(rubric: type) -> None:
-    """Have a class of rubrics, with those derived from it, tell `noted` what a function raises."""
+    """Have a class of rubrics, with those derived from it, tell `noted` what a function with a weight raises."""
     if hasattr(rubric, _DONE):
         return
     rubric._call_individual_reward_func = _noting(rubric._call_individual_reward_func)  # type: ignore[attr-defined]
@@ -69,10 +69,17 @@ def _noting(call: Any) -> Any:
 
     async def noting(*arguments: Any, **named: Any) -> Any:
         rubric, function, scored = signature.bind(*arguments, **named).args
+        if _is_metric(rubric, function):
+            return await call(rubric, function, scored)
         states = scored if isinstance(scored, list) else [scored]
         return await call(rubric, _watched(function, states), scored)
 
     return noting
+
+
+def _is_metric(rubric: Any, function: Any) -> bool:
+    weights = [weight for one, weight in zip(rubric.funcs, rubric.weights, strict=False) if one == function]
+    return bool(weights) and not any(weights)
 
 
 def _watched(function: Any, states: Sequence[Any]) -> Any:
