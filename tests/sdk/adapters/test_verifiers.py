@@ -380,6 +380,24 @@ def test_images_are_named_as_unsupported(open_taskset: Callable[..., OwnLoop], s
     data.prompt = [Thing(role="user", content=[Thing(type="text"), Thing(type="image_url")])]
     with pytest.raises(InvalidRequest, match="content of type image_url"):
         list(environment.tasks())
+def test_keys_of_tasks_depend_on_no_later_task(open_taskset: Callable[..., OwnLoop]) -> None:
+    environment = open_taskset(rewards=[reward("exact", 1.0, float)])
+    taskset = environment._env.taskset  # type: ignore[attr-defined]
+
+    def ids(**columns: list[Any]) -> list[str]:
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        taskset[:] = [
+            Thing(data=Thing(idx=n, prompt="Guess.", system_prompt=None, **row)) for n, row in enumerate(rows)
+        ]
+        return [task.id for task in environment.tasks()]
+
+    [alone] = ids(word=["a"])
+    games = ids(word=["a", "b", "b"], game_id=[1, 2, 3])
+    assert games[0] == alone and games[1] == games[2] != alone, "numbers are not the content"
+    assert len(set(ids(word=["a", "a"], game_id=[1, 2]))) == 2, "nothing but their numbers tells them apart"
+    assert len(set(ids(word=[{1j: object}, {2j: object}]))) == 2, "JSON cannot say these"
+
+
 
 
 def test_a_version_with_both_interfaces_plays_tasksets(

@@ -13,9 +13,9 @@ from typing import Any
 
 from toprope.sdk.authoring.environment import Task
 
-__all__ = ["keyed", "keyed_samples"]
+__all__ = ["NUMBERING", "keyed", "keyed_samples", "written_alike"]
 
-_NUMBERING = re.compile(r"(?i)(^|_)(id|idx|index|uid|uuid)(_|$)")
+NUMBERING = re.compile(r"(?i)(^|_)(id|idx|index|uid|uuid)(_|$)")
 """Columns that differ in rows that are the same task, which must not be both trained and held out."""
 _NO_PROMPT = "(the task says)"
 
@@ -38,8 +38,8 @@ def keyed(tasks: Iterable[Task], played: bool) -> Iterator[Task]:
             alike[written] += 1
             yield dataclasses.replace(task, key=key)
             continue
-        told = {name: value for name, value in row.items() if name != "prompt" and not _NUMBERING.search(name)}
-        written = _written(told if task.reference is None else {"reference": task.reference})
+        told = {name: value for name, value in row.items() if name != "prompt" and not NUMBERING.search(name)}
+        written = written_alike(told if task.reference is None else {"reference": task.reference})
         differs = firsts.setdefault(task.content, hash(written)) != hash(written)
         yield dataclasses.replace(task, key=f"{task.content} {written}") if differs else task
 
@@ -75,10 +75,10 @@ def _sample_written(task: Task) -> str:
     sample = task.data["sample"]
     told = {name: getattr(sample, name, None) for name in ("target", "files", "setup", "sandbox")}
     metadata = getattr(sample, "metadata", None) or {}
-    told["metadata"] = {name: value for name, value in metadata.items() if not _NUMBERING.search(name)}
-    return _written(told | {"input": task.messages})
+    told["metadata"] = {name: value for name, value in metadata.items() if not NUMBERING.search(name)}
+    return written_alike(told | {"input": task.messages})
 
 
-def _written(columns: dict[str, Any]) -> str:
+def written_alike(columns: dict[str, Any]) -> str:
     """Write columns of any type as a text that is the same in every process, so without addresses of objects."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", saferepr(columns))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from toprope.sdk.adapters._shared.keys import NUMBERING, written_alike
 from toprope.sdk.adapters._verifiers.load_environment import RANGE
 from toprope.sdk.adapters._verifiers.prompts import messages_of_task, with_texts
 from toprope.sdk.authoring.environment import Task
@@ -18,8 +17,7 @@ __all__ = ["OURS", "knobs_of", "tasks_of"]
 OURS = ("harness", "turns", "reward_low", "reward_high", "success_reward", "config")
 """Knobs that are not settings of the taskset."""
 _REFERENCES = ("answer", "reference", "solution", "expected", "ground_truth", "target")
-_LOOK_AT = 8
-"""Tasks whose prompts are compared."""
+_NOT_DATA = ("idx", "name", "prompt", "system_prompt")
 
 
 def knobs_of(config: Any) -> tuple[dict[str, str], type]:
@@ -51,18 +49,21 @@ def knobs_of(config: Any) -> tuple[dict[str, str], type]:
 def tasks_of(taskset: Iterable[Any]) -> Iterator[Task]:
     """Yield the tasks of a taskset, which may be endless.
 
-    Games have one opening for many seeds: if at most half of the first prompts are distinct, all data of a task, rather
-    than its prompt, tell it apart.
+    Games have one opening for many seeds: the first task with a prompt keeps it as key, so that its split depends on no
+    other task; the data of later ones tell them apart, and their numbers if all else is equal.
     """
-    stream = with_texts(taskset, messages_of_task)
-    first = list(itertools.islice(stream, _LOOK_AT))
-    repeating = len(first) > 1 and 2 * len({json.dumps(messages) for messages, _ in first}) <= len(first)
-    for messages, task in itertools.chain(first, stream):
-        key = None
-        if repeating:
-            rest = task.data.model_dump(mode="json", exclude={"idx", "name", "prompt", "system_prompt"})
-            key = json.dumps([messages, rest], sort_keys=True)
-        yield Task(messages, reference=_reference_of(task.data), data={"task": task}, key=key)
+    firsts: dict[str, tuple[str, str]] = {}
+    for messages, task in with_texts(taskset, messages_of_task):
+        told = {name: value for name, value in vars(task.data).items() if name not in _NOT_DATA}
+        plain = written_alike({name: value for name, value in told.items() if not NUMBERING.search(name)})
+        whole = written_alike(told)
+        made = Task(messages, reference=_reference_of(task.data), data={"task": task})
+        first = firsts.setdefault(made.content, (plain, whole))
+        if first[0] != plain:
+            made = dataclasses.replace(made, key=f"{made.content} {plain}")
+        elif first[1] != whole:
+            made = dataclasses.replace(made, key=f"{made.content} {whole}")
+        yield made
 
 
 def _reference_of(data: Any) -> Any:
