@@ -217,13 +217,19 @@ def test_verifiers_declares_parts_and_reads_episodes(open_taskset: Callable[...,
 
 
 def test_a_conversation_that_exceeds_the_context_is_truncated(open_taskset: Callable[..., OwnLoop]) -> None:
-    overflow = Thing(error=Thing(type="ProviderError", message="the context is full", status_code=400))
-    full, unanswered = trace({"exact": (0.5, 1.0)}), trace({})
-    full.calls, unanswered.calls, unanswered.num_turns = [Thing(error=None), overflow], [overflow], 0
-    environment = open_taskset(rewards=[reward("exact", 1.0, float)], episodes=[episode(full), episode(unanswered)])
-    found, refused = sample(environment), sample(environment)
+    said = "upstream 400: This model's maximum context length is 9 tokens."
+    overflow, other = (
+        Thing(error=Thing(type="ProviderError", message=message, status_code=400)) for message in (said, "no such tool")
+    )
+    full, wrong, unanswered = trace({"exact": (0.5, 1.0)}), trace({"exact": (0.5, 1.0)}), trace({})
+    full.calls, wrong.calls = [Thing(error=None), overflow], [Thing(error=None), other]
+    unanswered.calls, unanswered.num_turns = [overflow], 0
+    episodes = [episode(one) for one in (full, wrong, unanswered)]
+    environment = open_taskset(rewards=[reward("exact", 1.0, float)], episodes=episodes)
+    found, whole, refused = (sample(environment) for _ in range(3))
+    assert isinstance(whole, Played) and not whole.truncated, "another request was wrong"
     assert isinstance(found, Played) and found.truncated and found.parts == {"exact": 0.5} and found.error is None
-    assert isinstance(refused, Played) and refused.error == "ProviderError: the context is full"
+    assert isinstance(refused, Played) and refused.error == f"ProviderError: {said}"
 
 
 def test_judges_of_tasks_are_led_to_the_grader(

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._verifiers.harness import HARNESS, client_config, register_harness, sessions_server
+from toprope.sdk.adapters._verifiers.harness import FULL, HARNESS, client_config, register_harness, sessions_server
 from toprope.sdk.adapters._verifiers.judges import lead_to_judge, rollout_of
 from toprope.sdk.adapters._verifiers.listing import REQUIREMENTS, declared, installed, more_requirements
 from toprope.sdk.adapters._verifiers.load_environment import (
@@ -253,7 +253,8 @@ class Verifiers(OwnLoop):
         # Harnesses end well after a refused call if the conversation exceeds the context.
         last = [trace.calls[-1].error for trace in traces if trace.calls]
         refused = [error for error in last if error is not None and error.status_code == 400]
-        truncated = bool(refused) or any(trace.is_truncated for trace in traces)
+        full = any(FULL in (error.message or "") for error in refused)
+        truncated = full or any(trace.is_truncated for trace in traces)
         unanswered = refused[0] if refused and not turns else None
         if unanswered or not episode.ok:
             failed = episode.last_error or next((trace.last_error for trace in traces if trace.last_error), unanswered)

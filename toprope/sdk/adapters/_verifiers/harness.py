@@ -17,11 +17,11 @@ from typing import Any
 
 from toprope.sdk.errors import Failure
 
-__all__ = ["HARNESS", "client_config", "register_harness", "sessions_server"]
+__all__ = ["FULL", "HARNESS", "client_config", "register_harness", "sessions_server"]
 
 HARNESS = "toprope_in_process"
 """Id of the harness in a configuration of verifiers."""
-_FULL = "maximum context length"
+FULL = "maximum context length"
 """The refusal of a conversation that exceeds the context says so; verifiers' own loops look for the same words."""
 _LONGEST_RESULT = 50_000
 
@@ -82,7 +82,7 @@ def register_harness() -> None:
                     body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
                     answer = await http.post(f"{endpoint}/chat/completions", json=body, headers=rights)
                     if answer.status_code != 200:
-                        full = answer.status_code == 400 and _FULL in answer.text
+                        full = answer.status_code == 400 and FULL in answer.text
                         return ProgramResult(0 if full and trace.num_turns else 1, "", answer.text[-2000:])
                     message = answer.json()["choices"][0]["message"]
                     messages.append({name: value for name, value in message.items() if value is not None})
