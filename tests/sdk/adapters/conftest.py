@@ -38,6 +38,8 @@ def unled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of OpenAI are as they were after the test, although an adapter leads them to a judge."""
     for kind in (OpenAI, AsyncOpenAI, AzureOpenAI, AsyncAzureOpenAI):
         monkeypatch.setattr(kind, "_prepare_options", kind._prepare_options)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.delenv("OPENAI_API_KEY")
     monkeypatch.setattr(OpenAI, "_toprope_led", True, raising=False)
     monkeypatch.delattr(OpenAI, "_toprope_led")
 

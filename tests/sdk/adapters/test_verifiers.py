@@ -235,11 +235,12 @@ def test_a_conversation_that_exceeds_the_context_is_truncated(open_taskset: Call
 def test_judges_of_tasks_are_led_to_the_grader(
     open_taskset: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """verifiers gives them the key EMPTY if the owner has none."""
+    """verifiers gives them the key EMPTY if the owner has none; authors give their own clients none."""
+    asking: Any = {"model": "large", "messages": [{"role": "user", "content": "Right?"}]}
 
     async def ask(env: Env, task: Any, context: Any) -> Any:
-        judge = AsyncOpenAI(base_url="https://judge.example.org/v1", api_key="EMPTY", max_retries=0)
-        said = await judge.chat.completions.create(model="large", messages=[{"role": "user", "content": "Right?"}])
+        for judge in (AsyncOpenAI(api_key="EMPTY", max_retries=0), AsyncOpenAI(max_retries=0)):
+            said = await judge.chat.completions.create(**asking)
         return episode(trace({"exact": (float(said.choices[0].message.content == "yes"), 1.0)}))
 
     monkeypatch.setattr(Env, "run_episode", ask)
@@ -250,7 +251,7 @@ def test_judges_of_tasks_are_led_to_the_grader(
         sessions = [Session(url, "k", "m", "judge"), Session("http://127.0.0.1:9/v1", "k", "m", roles=grader)]
         found = asyncio.run(play(environment, task, sessions))
     assert [one.parts for one in found if isinstance(one, Played)] == [{"exact": 1.0}] * 2
-    assert asked == [("Bearer judge", "m"), ("Bearer owner", "strong")]
+    assert asked == [("Bearer judge", "m")] * 2 + [("Bearer owner", "strong")] * 2
     assert "model-roles" in environment.tags, "the owner may name a grader"
 
 
@@ -379,13 +380,6 @@ def test_error_with_a_cause_of_its_own_is_not_put_down_to_an_empty_setting(
         configure(environment, knobs={"words": [], "taskset_turns": 3, "source": {"path": "x"}})
 
 
-def test_images_are_named_as_unsupported(open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]) -> None:
-    environment = open_taskset(rewards=[reward("exact", 1.0, float)])
-    stand_in("verifiers.v1.types", content_text=lambda content: "")
-    data = environment._env.taskset[0].data  # type: ignore[attr-defined]
-    data.prompt = [Thing(role="user", content=[Thing(type="text"), Thing(type="image_url")])]
-    with pytest.raises(InvalidRequest, match="content of type image_url"):
-        list(environment.tasks())
 def test_keys_of_tasks_depend_on_no_later_task(open_taskset: Callable[..., OwnLoop]) -> None:
     environment = open_taskset(rewards=[reward("exact", 1.0, float)])
     taskset = environment._env.taskset  # type: ignore[attr-defined]
@@ -404,6 +398,13 @@ def test_keys_of_tasks_depend_on_no_later_task(open_taskset: Callable[..., OwnLo
     assert len(set(ids(word=[{1j: object}, {2j: object}]))) == 2, "JSON cannot say these"
 
 
+def test_images_are_named_as_unsupported(open_taskset: Callable[..., OwnLoop], stand_in: Callable[..., None]) -> None:
+    environment = open_taskset(rewards=[reward("exact", 1.0, float)])
+    stand_in("verifiers.v1.types", content_text=lambda content: "")
+    data = environment._env.taskset[0].data  # type: ignore[attr-defined]
+    data.prompt = [Thing(role="user", content=[Thing(type="text"), Thing(type="image_url")])]
+    with pytest.raises(InvalidRequest, match="content of type image_url"):
+        list(environment.tasks())
 
 
 def test_a_version_with_both_interfaces_plays_tasksets(

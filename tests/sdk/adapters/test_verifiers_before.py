@@ -118,7 +118,6 @@ def copying(stand_in: Callable[..., None], unled: None, tmp_path: Path, monkeypa
     (tmp_path / "copying.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "copying", raising=False)
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.setenv("JUDGE_TEST_KEY", "left")
     monkeypatch.delenv("JUDGE_TEST_KEY")
     return verifiers.make("copying")

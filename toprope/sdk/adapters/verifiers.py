@@ -60,7 +60,6 @@ class Verifiers(OwnLoop):
     def __init__(self, taskset: str, file: str = "") -> None:
         from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
 
-        lead_to_judge()
         self._taskset_id = taskset
         cls = taskset_class(taskset)
         self.files = (file,) if file else ()
@@ -298,6 +297,7 @@ def make(target: str) -> OwnLoop:
             f"verifiers is not installed for {sys.executable} ({error}). Make it an interpreter of its own with "
             f"{', '.join(REQUIREMENTS)}."
         ) from error
+    lead_to_judge()  # before authors' modules are imported: they may make clients then
     if hasattr(verifiers, "SingleTurnEnv") and (found := _before(target, str(getattr(verifiers, "__version__", "?")))):
         return found
     taskset, file = _taskset(target)

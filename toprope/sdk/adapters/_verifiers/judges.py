@@ -7,6 +7,7 @@ to the policy, and those with a key of the owner's are left to their service.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -15,7 +16,7 @@ from toprope.sdk.authoring.env_managed import Session
 
 __all__ = ["NobodyToAsk", "lead_to_judge", "rollout_of"]
 
-_GRADER = "grader"
+_GRADER, _KEY = "grader", "OPENAI_API_KEY"
 _LED = "_toprope_led"
 _STAND_INS = ("", "none", "empty", "dummy", "<missing api key>")
 """Keys that authors or adapters set in place of a key, in small letters; the last is that of the client for Azure."""
@@ -32,6 +33,7 @@ def lead_to_judge() -> None:
     """Lead every client of OpenAI in this process to the judge, unless it asks the rollout's own server."""
     import openai
 
+    os.environ.setdefault(_KEY, "none")  # without, a client cannot be made
     if hasattr(openai.OpenAI, _LED):
         return
     for kind in (openai.OpenAI, openai.AzureOpenAI, openai.AsyncOpenAI, openai.AsyncAzureOpenAI):
@@ -49,7 +51,10 @@ def _led(client: Any, options: Any) -> Any:
     session = rollout_of.get()
     keyless = str(client.api_key or "").lower() in _STAND_INS
     if session is None and keyless:
-        raise NobodyToAsk("a model was asked outside any rollout, as in a thread of its own: no judge is known there")
+        raise NobodyToAsk(
+            "a model was asked outside any rollout, as in a thread of its own, a hook or a tool server: "
+            "no judge is known there"
+        )
     if session is None or str(client.base_url).startswith(session.base_url):
         return options
     if not keyless and _GRADER not in session.roles:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from toprope.sdk.adapters._shared.bounds import within
-from toprope.sdk.adapters._verifiers.judges import lead_to_judge, rollout_of
+from toprope.sdk.adapters._verifiers.judges import rollout_of
 from toprope.sdk.adapters._verifiers.prompts import messages_of_row, plain_messages, with_texts
 from toprope.sdk.adapters._verifiers.reward_errors import Raised, note_errors, noted
 from toprope.sdk.authoring.env_managed import REWARD_ERRORS, OwnLoop, Played, Session
@@ -37,15 +37,12 @@ RANGE: tuple[tuple[str, Any, Any], ...] = (
     ("reward_low", float, knob(0.0, help="smallest value of a reward")),
     ("reward_high", float, knob(1.0, help="largest value of a reward")),
 )
-_JUDGE_VARIABLE = "OPENAI_API_KEY"
 _OURS = ("turns", "reward_low", "reward_high", "success_reward", "arguments")
 _REFERENCES = ("answer", "reference", "solution", "target")
 
 
 def loads_environment(module: str) -> bool:
     """Return True if an importable module has the function; verifiers itself is imported on the way."""
-    # OpenAI's client refuses to be made without a key. Judges get the session's before they are asked.
-    os.environ.setdefault(_JUDGE_VARIABLE, "none")
     return callable(getattr(importlib.import_module(module), "load_environment", None))
 
 
@@ -60,7 +57,6 @@ class LoadedEnvironment(OwnLoop):
     def __init__(self, module: str) -> None:
         import verifiers
 
-        lead_to_judge()
         note_errors(verifiers.Rubric)
         loaded = importlib.import_module(module)
         self._make = loaded.load_environment
