@@ -173,8 +173,9 @@ def test_atropos_assigns_scores_to_rollouts(
     ("knobs", "scored", "parts"),
     [
         ({}, 2, [(1.0, 0.0), (1.0, 1.0), (1.0, 0.0)]),
-        ({}, 0, [(0.0, 1.0)] * 3),
-        ({"reward_low": -2.0, "reward_high": -1.0}, 0, [(-2.0, 1.0)] * 3),
+        ({}, 0, []),
+        ({}, -1, [(0.0, 1.0)] * 3),
+        ({"reward_low": -2.0, "reward_high": -1.0}, -1, [(-2.0, 1.0)] * 3),
     ],
 )
 def test_rollouts_that_the_environment_drops_are_no_errors_and_no_successes(
@@ -182,12 +183,17 @@ def test_rollouts_that_the_environment_drops_are_no_errors_and_no_successes(
 ) -> None:
     async def dropping(self: Any, item: Any) -> tuple[Any, list[Any]]:
         found, _ = await Collects.collect_trajectories(self, item)
-        return {name: values[:scored] for name, values in found.items()}, []
+        group = GROUP.get()
+        for one in group.rollouts if group and scored < 0 else ():
+            one.cut = True
+        return {name: values[: max(scored, 0)] for name, values in found.items()}, []
 
     environment = collects(knobs, scores=[1.0, 1.0], collect_trajectories=dropping)
     [task] = environment.tasks()
     found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
     played = [one for one in found if isinstance(one, Played) and one.error is None]
+    errors = [one.error for one in found if isinstance(one, Played) and one.error]
+    assert len(errors) + len(played) == 3 and all("whole group" in one for one in errors), "a judge may have failed"
     assert [(one.parts["score"], one.parts["dropped"]) for one in played] == parts
     assert [one.success for one in played] == [False if dropped else None for _, dropped in parts]
 
@@ -246,6 +252,7 @@ def test_requests_continue_the_conversation_that_they_begin_with() -> None:
     assert [_asked(group, f"{start}:", said) for said in (" 3 ", "2", "")] == [0, 1, 2]
     assert _asked(group, f"{start}:3 next:", "1") == 0
     assert _asked(group, f"{start}:2 next:", "3") == 1
+    assert not group.rollouts[2].continued_by(f"{start}:5 next:"), "an empty answer is in all of them"
     assert group.whose([f"{start}:3 next:1", f"{start}:", f"{start}:2 next:3"]) == [0, 2, 1]
 
 

@@ -200,14 +200,15 @@ class Atropos(OwnLoop):
     def _played(self, env: Any, group: Group, scored: Mapping[str, Any]) -> list[Played | BaseException]:
         texts = [env.tokenizer.decode(tokens) for tokens in scored["tokens"]]
         rewards: dict[int, float] = {}
-        for owner, score in zip(group.whose(texts, scored["tokens"]), scored["scores"], strict=True):
+        talks: dict[int, Messages] = {}
+        for owner, text, score in zip(group.whose(texts, scored["tokens"]), texts, scored["scores"], strict=True):
             if owner is not None:
-                rewards[owner] = float(score)
+                rewards[owner], talks[owner] = float(score), group.rollouts[owner].talk_in(text)
         low, high = self._bounds()
         inside = {place: score for place in rewards if (score := within(rewards[place], low, high)) is not None}
         found: list[Played | BaseException] = []
         for place, one in enumerate(group.rollouts):
-            said: dict[str, Any] = {"messages": one.messages, "turns": len(one.said)}
+            said: dict[str, Any] = {"messages": talks.get(place, one.messages), "turns": len(one.said)}
             if place in inside:
                 found.append(Played({"score": inside[place], "dropped": 0.0}, **said))
             elif place in rewards:
@@ -217,6 +218,9 @@ class Atropos(OwnLoop):
                 found.append(Played({}, error=why, **said))
             elif not one.said:
                 found.append(Played({}, error="the environment asked for no answer of this rollout", **said))
+            elif not inside and not all(each.cut for each in group.rollouts):
+                # A scorer or judge that fails leaves all out too, and its author catches that.
+                found.append(Played({}, error="the environment dropped the whole group without a score", **said))
             else:
                 # Atropos does not train on it: at the mean of its group it has no advantage.
                 parts = {"score": self._unscored(inside.values()), "dropped": 1.0}

@@ -8,6 +8,7 @@ shows which rollout it belongs to.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,12 +20,17 @@ __all__ = ["GROUP", "Group", "Scores", "server_class"]
 
 Request = str | Sequence[Mapping[str, Any]]
 """The prompt of a completion, or the messages of a conversation."""
+_REASONING = re.compile(r"<think>.*?</think>|^((?!<think>).)*?</think>", re.DOTALL)
 
 
 @dataclass(eq=False)
 class _Rollout:
     session: Session
     said: list[str] = field(default_factory=list)
+    talks: list[list[dict[str, Any]]] = field(default_factory=list)
+    """For each answer its conversation, as in `messages`."""
+    cut: bool = False
+    """True if its last answer ended at the limit of tokens."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation of its last request, with the answer; empty if that was a completion."""
     prompt: str = ""
@@ -41,14 +47,35 @@ class _Rollout:
         Authors strip answers, and cut their reasoning.
         """
         if isinstance(request, str):
-            rest = request.removeprefix(self.prompt).strip()
-            return bool(self.prompt and rest) and request != rest and rest.startswith(self.said[-1].strip())
+            answer = self.said[-1].strip()
+            rest = request[len(self.prompt) :].lstrip()
+            return bool(self.prompt and answer) and request.startswith(self.prompt) and rest.startswith(answer)
         return len(request) >= len(self.messages) > 0 and all(map(_same, request, self.messages))
 
     def told_in(self, text: str) -> bool:
         """Return True if a text has each answer more often than the first request had it."""
         answers = [said.strip() for said in self.said]
         return all(answer and text.count(answer) > self.first.count(answer) for answer in answers)
+
+    def hear(self, choice: Any, request: Request) -> None:
+        """Note an answer to a request."""
+        text = (choice.text if isinstance(request, str) else choice.message.content) or ""
+        self.said.append(text)
+        self.cut = choice.finish_reason == "length"
+        self.prompt = request if isinstance(request, str) else ""
+        answer = {"role": "assistant", "content": text}
+        self.messages = [] if isinstance(request, str) else [*map(dict, request), answer]
+        self.talks.append(self.messages)
+
+    def talk_in(self, text: str) -> list[dict[str, Any]]:
+        """Return the conversation of the answer that ends a scored text, or the last one if none is in it.
+
+        Another one may be that of a judge, which environments ask through the same server.
+        """
+        found = [(place, number) for number, said in enumerate(self.said) if (place := _place(said, text)) is not None]
+        best = min((place for place, _ in found), default=None)
+        newest = max((number for place, number in found if place == best), default=-1)
+        return dict(enumerate(self.talks)).get(newest, self.messages)
 
 
 class Group:
@@ -108,7 +135,7 @@ class Group:
         return taken
 
     def whose(self, texts: Sequence[str], tokens: Sequence[Any] = ()) -> list[int | None]:
-        """Assign to each scored text the rollout whose last answer ends it, each rollout once.
+        """Assign to each scored text the rollout whose answer ends it, preferably its last one, each rollout once.
 
         Args:
             texts: The scored sequences.
@@ -119,20 +146,23 @@ class Group:
         found: list[int | None] = [known.get(id(one)) for one in tokens] or [None] * len(texts)
         left -= {place for place in found if place is not None}
         fitting = [
-            (*_behind(self.rollouts[place].said[-1].strip(), text), number, place)
+            (age, *where, number, place)
             for number, text in enumerate(texts)
             for place in left
-            if self.rollouts[place].said and self.rollouts[place].said[-1].strip() in text
+            for age, said in enumerate(reversed(self.rollouts[place].said))
+            if (where := _place(said, text)) is not None
         ]
-        for _, _, number, place in sorted(fitting):
+        for *_, number, place in sorted(fitting):
             if found[number] is None and place in left:
                 left.discard(place)
                 found[number] = place
+        if len(texts) != len(self.rollouts):  # no position tells whose the others are
+            return found
         for place, owner in enumerate(found):  # assign the rest by position
             if owner is None and place in left:
                 left.discard(place)
                 found[place] = place
-        if len(left) == 1 and found.count(None) == 1:
+        if len(left) == 1:
             found[found.index(None)] = left.pop()
         return found
 
@@ -156,9 +186,15 @@ def _same(asked: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
     return asked.get("role") == known.get("role") and (text == whole or bool(cut))
 
 
-def _behind(answer: str, text: str) -> tuple[int, int]:
-    """Return a text's length behind an answer in it, smaller the likelier it ends the text, and the negative length."""
-    return len(text) - text.rfind(answer) - len(answer) if answer else len(text), -len(answer)
+def _place(said: str, text: str) -> tuple[int, int] | None:
+    """Return a text's length behind an answer in it, smaller the likelier it ends the text, and the negative length.
+
+    None if it is not in it, with or without its reasoning, or empty.
+    """
+    for answer in (said.strip(), _REASONING.sub("", said).strip()):
+        if answer and (start := text.rfind(answer)) >= 0:
+            return len(text) - start - len(answer), -len(answer)
+    return None
 
 
 class Scores(dict[str, Any]):
@@ -216,8 +252,7 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
             messages = asked["messages"]
             answers = await self._asked(asked, messages, lambda client: client.chat.completions.create)
             for rollout, answer in answers:
-                rollout.said.append(answer.choices[0].message.content or "")
-                rollout.messages = [*messages, {"role": "assistant", "content": rollout.said[-1]}]
+                rollout.hear(answer.choices[0], messages)
             return _joined([answer for _, answer in answers])
 
         async def _completion_wrapper(self, **asked: Any) -> Any:
@@ -238,8 +273,7 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
             asked["prompt"] = before = self._text(asked["prompt"])
             answers = await self._asked(asked, before, lambda client: client.completions.create)
             for rollout, answer in answers:
-                rollout.said.append(answer.choices[0].text or "")
-                rollout.messages, rollout.prompt = [], before
+                rollout.hear(answer.choices[0], before)
             return answers
 
         def _read(self, choice: Any) -> tuple[list[int], list[float]]:
