@@ -319,6 +319,8 @@ def test_a_version_takes_the_place_of_an_address(tmp_path: Path) -> None:
 
 def test_folder_of_an_ecosystem_is_replaced_by_what_its_adapter_requires(tmp_path: Path) -> None:
     def given(source: str, *more: str, declared: str = "") -> list[str]:
+    pinned = (*versions, "Verifiers==0.4.2")
+    assert given(f"verifiers @ {git}", "", *pinned) == ["verifiers==0.4.*", "Verifiers==0.4.2"], "the owner's own"
         (tmp_path / "pyproject.toml").write_text(f"[tool.uv]\n{declared}\n[tool.uv.sources]\n{source}\n")
         return list(overrides([str(tmp_path), *more]))
 

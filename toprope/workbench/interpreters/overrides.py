@@ -38,13 +38,15 @@ def overrides(requirements: Iterable[str]) -> Iterator[str]:
             addressed |= _addressed(project)
             folders |= _addressed(project, "path")
     yield from found
-    taken = {canonicalize_name(Requirement(line).name) for line in found}
+    taken: set[str] = {canonicalize_name(Requirement(line).name) for line in found}
+    chosen: set[str] = set()
     for one in asked:
         with contextlib.suppress(InvalidRequirement):
             version = Requirement(one)
-            if version.specifier and canonicalize_name(version.name) in addressed - taken:
-                taken.add(canonicalize_name(version.name))
-                yield one
+            if version.specifier and (name := canonicalize_name(version.name)) in addressed - taken:
+                chosen.add(name)
+                yield one  # uv combines several for one package
+    taken |= chosen
     for adapter in adapters() if folders - taken else ():
         for line in adapter.requirements:
             if (name := canonicalize_name(Requirement(line).name)) in folders - taken:
