@@ -243,6 +243,16 @@ def test_key_in_url_is_refused_and_not_repeated(home: Home, quick: None) -> None
     assert not home.path.exists()
 
 
+def test_requirement_with_a_second_line_is_refused(home: Home, quick: None, tmp_path: Path) -> None:
+    """It could be an option of pip, such as another index."""
+    two = "tinyrules @ https://x.example/x.whl\n--pre"
+    (tmp_path / "game.py").write_text(f"# /// script\n# dependencies = [{json.dumps(two)}]\n# ///\n")
+    for order in [Order(str(tmp_path / "game.py")), Order("tinyrules", requirements=(two,))]:
+        with pytest.raises(InvalidValue, match=r"whl\\n--pre' has characters that cannot be printed"):
+            Interpreters(home, lambda: []).add(order)
+    assert not home.path.exists()
+
+
 def test_uv_is_given_what_a_project_requires_in_place_of_its_dependencies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +319,8 @@ def test_a_version_takes_the_place_of_an_address(tmp_path: Path) -> None:
 
     versions = ("verifiers==0.4.*", "six>=1", "uv")
     assert given(f"verifiers @ {git}", "", *versions) == ["verifiers==0.4.*"]
+    pinned = (*versions, "Verifiers==0.4.2")
+    assert given(f"verifiers @ {git}", "", *pinned) == ["verifiers==0.4.*", "Verifiers==0.4.2"], "the owner's own"
     assert given("verifiers>=0.1.11", by_source, *versions) == ["verifiers==0.4.*"]
     assert given(f"verifiers @ {git}", "") == given("verifiers>=0.1.11", "", *versions) == []
     chosen = "[tool.uv]\noverride-dependencies = ['verifiers==0.3.1']\n"
@@ -319,8 +331,6 @@ def test_a_version_takes_the_place_of_an_address(tmp_path: Path) -> None:
 
 def test_folder_of_an_ecosystem_is_replaced_by_what_its_adapter_requires(tmp_path: Path) -> None:
     def given(source: str, *more: str, declared: str = "") -> list[str]:
-    pinned = (*versions, "Verifiers==0.4.2")
-    assert given(f"verifiers @ {git}", "", *pinned) == ["verifiers==0.4.*", "Verifiers==0.4.2"], "the owner's own"
         (tmp_path / "pyproject.toml").write_text(f"[tool.uv]\n{declared}\n[tool.uv.sources]\n{source}\n")
         return list(overrides([str(tmp_path), *more]))
 

@@ -30,7 +30,7 @@ from toprope.workbench.interpreters.naming import (
     checked_name,
     ecosystem_requirements,
     is_project,
-    require_no_secret,
+    require_plain,
     run_from_folder,
     target_of,
     with_extras_of,
@@ -115,7 +115,7 @@ class Interpreters:
         """
         began = time.monotonic()
         for url in order.wanted.extra_indexes:
-            require_no_secret(url)
+            require_plain(url)
         target = target_of(order.given, self._adapters(), order.speaks, plain_only=order.plain_only)
         name = checked_name(order.name or target.name)
         self._require_free(name, target)
@@ -227,7 +227,7 @@ class Interpreters:
         """
         requirements = (*target.requirements, *self._expanded(order.requirements))
         for text in requirements:
-            require_no_secret(text)
+            require_plain(text)
         added = Added(
             name=target.name,
             kind=target.kind,

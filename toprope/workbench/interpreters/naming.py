@@ -306,6 +306,17 @@ def _ecosystems(adapters: Sequence[Adapter]) -> list[str]:
     return [one.name for one in adapters if one.requirements]
 
 
+def require_plain(text: str) -> None:
+    """Check that a requirement or URL has no user or password and is one line: pip would take a second for an option.
+
+    Raises:
+        InvalidValue: It has; see `require_no_secret`.
+    """
+    require_no_secret(text)
+    if not text.isprintable():
+        raise InvalidValue(f"{shown(text)} has characters that cannot be printed.", hint="Remove them.")
+
+
 def require_no_secret(text: str) -> None:
     """Check that a URL has no user or password, which would show in process lists and files.
 
