@@ -323,8 +323,9 @@ def test_installed_packages_are_listed_without_import(tmp_path: Path) -> None:
     assert (new.name, new.target, new.description, new.problem) == ("new_env", "new_env", "About new_env", "")
     assert old.name == "old_env" and old.needs == "install" and "-r 'verifiers<0.2'" in old.problem
     assert not new.content, "its record has no hashes"
-    for digest in ("one", "two", "one"):
+    for digest, program in (("one", "a"), ("two", "a"), ("one", "b")):
         lines = f"stranger/__init__.py,sha256={digest},9\nstranger-1.0.dist-info/INSTALLER,sha256=x,4\n"
+        lines += f"../../../bin/stranger,sha256={program},8\n"  # it names the interpreter
         (tmp_path / "stranger-1.0.dist-info" / "RECORD").write_text(lines)
         contents.append(verifiers.installed(tmp_path)[2].content)
     assert contents[0] == contents[2] != contents[1]

@@ -78,9 +78,12 @@ def _names_verifiers(folder: Path) -> bool:
 
 
 def _digest(record: str) -> str:
-    """Return a digest of a wheel's files, but for its metadata; empty if its record has no hashes, as of a link."""
+    """Return a digest of a wheel's files; empty if its record has no hashes, as of a link.
+
+    Metadata does not count, nor do programs beside the packages, which name their interpreter.
+    """
     lines = sorted(line.removeprefix("./") for line in record.splitlines() if ",sha256=" in line)
-    files = [line for line in lines if ".dist-info/" not in line]
+    files = [line for line in lines if ".dist-info/" not in line and not line.startswith("../")]
     return hashlib.sha256("\n".join(files).encode()).hexdigest()[:16] if files else ""
 
 
