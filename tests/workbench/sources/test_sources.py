@@ -324,6 +324,19 @@ def test_packages_of_different_content_with_one_name_are_told_apart(tmp_path: Pa
     assert entries == {"alpha/wordle": "python-mine", "alpha/wordle@theirs": "python-theirs"}
 
 
+def test_the_first_of_different_content_that_can_run_has_the_plain_name(tmp_path: Path) -> None:
+    def installed(site: Path) -> list[Listed]:
+        return [Listed("wordle", "wordle", content=site.name, problem="too old" if site.name == "old" else "")]
+
+    known = []
+    for name in ("old", "new"):
+        (tmp_path / name / "python").mkdir(parents=True)
+        known.append(Known(name, str(tmp_path / name / "python"), install(tmp_path / name, "alpha")))
+    source = InstalledSource(lambda: [stub("alpha", "alpha", installed=installed)], lambda: known)
+    entries = {one.name: one.status for one in source.entries(Names())}
+    assert entries == {"alpha/wordle": "ready", "alpha/wordle@old": "broken"}
+
+
 def test_an_environment_runs_in_the_interpreter_that_can_run_it(tmp_path: Path) -> None:
     first, second = install(tmp_path / "first", "alpha"), install(tmp_path / "second", "alpha", "right")
 

@@ -1,8 +1,8 @@
 """Environments in installed packages, found by each adapter in the files of each interpreter.
 
 An ecosystem without an interpreter is one entry that says how to install it. An environment that several interpreters
-have is one entry: it runs in the first one that can run it. If packages of different content have one name, the later
-entry's ends with the name of its interpreter.
+have is one entry: it runs in the first one that can run it. If packages of different content have one name, the first
+that can run keeps it, and the others' end with the names of their interpreters.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class InstalledSource:
         if not adapter.lists_packages:
             return []
         entries: dict[str, Entry] = {}
-        contents: dict[str, str] = {}
+        listings: list[tuple[Known, Listed, Entry]] = []
         for one in interpreters:
             if not adapter.is_in(one.site_packages):
                 continue
@@ -65,11 +65,13 @@ class InstalledSource:
                 entries[name] = broken(name, problem, self.kind, ecosystem=adapter.name)
                 continue
             for listed in found:
-                name = _name(contents, f"{adapter.name}/{listed.name}", listed.content, one.name)
-                contents.setdefault(name, listed.content)
-                entry = entry_of(listed, name, self.kind, adapter, one.python)
-                if name not in entries or (entry.status == "ready" and entries[name].status != "ready"):
-                    entries[name] = entry
+                plain = f"{adapter.name}/{listed.name}"
+                listings.append((one, listed, entry_of(listed, plain, self.kind, adapter, one.python)))
+        contents: dict[str, str] = {}
+        for one, listed, entry in sorted(listings, key=lambda each: each[2].status != "ready"):  # it keeps the order
+            name = _name(contents, entry.name, listed.content, one.name)
+            contents.setdefault(name, listed.content)
+            entries.setdefault(name, entry_of(listed, name, self.kind, adapter, one.python))
         return [one for one in entries.values() if not names.claim(one.name, f"{adapter.name} in packages")]
 
     def _listed(self, adapter: Adapter, site_packages: Path) -> list[Listed]:
