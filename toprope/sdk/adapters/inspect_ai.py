@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import shutil
 import sys
@@ -53,6 +54,8 @@ _GRADER = "grader"
 _UNSCORED = "unscored"
 _SHARE, _UNKNOWN = (0.0, 1.0), (-1000.0, 1000.0)
 """Bounds of scores: shares of right answers, and scores of which nothing is known."""
+_OF_SHARES = ("inspect_ai/exact", "inspect_ai/f1")
+"""inspect's own scorers that report the mean of values from 0 to 1."""
 _LONGEST_REASON = 500
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Exit|Interrupt)\b")
 _TOGETHER = 256
@@ -71,10 +74,12 @@ class InspectKnobs:
         help="local: tools run as processes, each rollout's behind a wall of its own, without the task's image",
     )
     reward_low: float | None = knob(
-        None, help="smallest score; null: 0 if its scorer reports accuracy, or else not known"
+        None,
+        help="smallest score; null: 0 if its scorer reports accuracy, or else not known (mean alone bounds nothing)",
     )
     reward_high: float | None = knob(
-        None, help="largest score; null: 1 if its scorer reports accuracy, or else not known"
+        None,
+        help="largest score; null: 1 if its scorer reports accuracy, or else not known (mean alone bounds nothing)",
     )
     success_reward: float | None = knob(
         None, help="score that counts as solved; null: the largest one, or 1 if that is not known"
@@ -138,7 +143,8 @@ class Inspect(OwnLoop):
         self.parts = {}
         for name, scorer in zip(scorer_names, scorers, strict=True):
             metrics = getattr(self._task, "metrics", None) or registry_info(scorer).metadata.get("metrics")
-            self.parts[name] = self._part(1.0 / len(scorer_names), _SHARE if _reports_accuracy(metrics) else _UNKNOWN)
+            is_share = registry_info(scorer).name in _OF_SHARES or _reports_accuracy(metrics)
+            self.parts[name] = self._part(1.0 / len(scorer_names), _SHARE if is_share else _UNKNOWN)
         if not scorers:
             why = "always the lowest: the task has no scorer, and environment.rewards adds judges"
             self.parts = {_UNSCORED: replace(self._part(1.0, _SHARE), description=why)}
@@ -161,12 +167,17 @@ class Inspect(OwnLoop):
 
     def tasks(self) -> Iterator[Task]:
         listed = []
-        for number, sample in enumerate(self._task.dataset[: self.knobs.limit or None]):
-            if sample.id is None:
-                sample.id = number + 1  # as inspect would
+        samples = self._task.dataset[: self.knobs.limit or None]
+        numbers = Counter(str(sample.id) for sample in samples if sample.id is not None)
+        if repeated := [name for name, times in numbers.items() if times > 1]:
+            raise InvalidRequest(f"Samples of {self._target} share the id {repeated[0]!r}, which inspect refuses.")
+        for number, sample in enumerate(samples, 1):
+            if sample.id is None:  # as inspect would, unless the number is taken
+                sample.id = number if str(number) not in numbers else f"sample {number}"
             target = sample.target if isinstance(sample.target, str) else "\n".join(sample.target)
             listed.append(Task(_asked(sample), reference=target or None, data={"sample": sample}))
-        return keyed_samples(listed)
+        file, data = next(iter(self.files), ""), getattr(self._task.dataset, "location", None) or ""
+        return keyed_samples(listed, [os.path.dirname(file), os.path.dirname(data), sys.prefix])
 
     async def rollout(self, session: Session) -> Played:
         rollout = Rollout(session)
@@ -396,15 +407,22 @@ def _number(value: Any, to_float: Any) -> float:
 
 
 def _reports_accuracy(metrics: Any) -> bool:
-    """Return True if inspect's metric `accuracy`, the share of right answers, is among a scorer's metrics."""
-    from inspect_ai._util.registry import registry_info
+    """Return True if inspect's metric `accuracy`, the share of right answers, is among a scorer's metrics.
+
+    It may be the metric that another one, such as `grouped`, applies.
+    """
+    from inspect_ai._util.registry import registry_info, registry_params
 
     if isinstance(metrics, dict):
         return bool(metrics) and all(_reports_accuracy(some) for some in metrics.values())
-    return any(
-        _reports_accuracy(one) if isinstance(one, dict) else registry_info(one).name.rpartition("/")[2] == "accuracy"
-        for one in metrics or ()
-    )
+    names: list[str] = []
+    for one in metrics or ():
+        if isinstance(one, dict):
+            names += ["accuracy"] if _reports_accuracy(one) else []
+        else:
+            applied = registry_params(one).get("metric")
+            names += [registry_info(one).name, str(applied.get("name")) if isinstance(applied, dict) else ""]
+    return any(name.rpartition("/")[2] == "accuracy" for name in names)
 
 
 def _distinct(names: list[str]) -> list[str]:

@@ -81,7 +81,10 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
             "inspect_ai._eval.loader": {"load_tasks": load_tasks},
             "inspect_ai._util.error": {"PrerequisiteError": PrerequisiteError},
             "inspect_ai._util.registry": {
-                "registry_info": lambda one: Thing(name=f"package/{one}", metadata={"metrics": metrics}),
+                "registry_info": lambda one: Thing(
+                    name=one if "/" in one else f"package/{one}", metadata={"metrics": metrics}
+                ),
+                "registry_params": lambda one: {"metric": {"name": "accuracy"}} if one == "grouped" else {},
                 "registry_lookup": lambda kind, name: name,
             },
             "inspect_ai.dataset": {"MemoryDataset": list},

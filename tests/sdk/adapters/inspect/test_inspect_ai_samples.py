@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace as Thing
@@ -52,15 +53,30 @@ def test_samples_of_equal_text_are_tasks_by_what_else_they_say(inspect: Callable
         sample("Hi!"), sample("hi!", target="y"), sample("Hi!", metadata={"aim": 1, "row_id": 1}),
         sample("Hi!", metadata={"aim": 1, "row_id": 2}), sample("Hi!", files={"a": "1"}), sample("Hi!", setup="ls"),
         sample(system("Be kind.")), sample(system("Be rude.")), sample("", id="one"), sample("", id="two"),
+        sample(system("Be kind."), choices=["a", "b"]),
     ]  # fmt: skip
     tasks = list(inspect(samples).tasks())
     [alone] = inspect(samples[:1]).tasks()
-    assert len({task.id for task in tasks}) == 9 and tasks[2].id == tasks[3].id, "a number of a row is no difference"
+    assert len({task.id for task in tasks}) == 10 and tasks[2].id == tasks[3].id, "a number of a row is no difference"
     assert tasks[0].id == alone.id
     assert tasks[8].messages == [{"role": "user", "content": "(the task says)"}]
     games = [sample("Play.", id=f"game {number}") for number in range(3)]
     assert len({task.id for task in inspect(games).tasks()}) == 3, "as a last resort by their ids"
     assert len({task.id for task in inspect([*games, sample("Sing.")]).tasks()}) == 2
+    moved = []
+    for folder in ("/here", "/there"):
+        environment = inspect([sample("Hi!"), sample("Hi!", files={"a": f"{folder}/data/a.txt"}, setup=f"{folder}/up")])
+        environment.files = (f"{folder}/task.py",)
+        moved.append([task.id for task in environment.tasks()])
+    assert moved[0] == moved[1], "a folder may be moved"
+
+
+def test_each_sample_has_an_id_of_its_own(inspect: Callable[..., OwnLoop]) -> None:
+    """An evaluation takes samples with one id for repetitions of the first."""
+    tasks = list(inspect([sample("a", id=2), sample("b"), sample("c")]).tasks())
+    assert [task.data["sample"].id for task in tasks] == [2, "sample 2", 3]
+    with pytest.raises(InvalidRequest, match="share the id '7', which inspect refuses"):
+        list(inspect([sample("a", id=7), sample("b", id="7")]).tasks())
 
 
 def test_scores_are_bounded_by_accuracy_and_the_knobs_alone(inspect: Callable[..., OwnLoop]) -> None:
@@ -78,11 +94,16 @@ def test_scores_are_bounded_by_accuracy_and_the_knobs_alone(inspect: Callable[..
     assert [asyncio.run(solved(environment, task))[1] for task in environment.tasks()] == [False, False, False]
     configure(environment, knobs={"success_reward": 12.0})
     assert [asyncio.run(solved(environment, task))[1] for task in environment.tasks()] == [False, True, False]
-    for metrics in (("mean", "accuracy"), [{"a": ["accuracy"]}]):
+    for metrics in (("mean", "accuracy"), [{"a": ["accuracy"]}], ("grouped",)):
         part = inspect(samples, metrics=metrics).parts["exact"]
         assert (part.low, part.high) == (0.0, 1.0), "a share of right answers"
+    part = inspect(samples, scorers=("inspect_ai/exact",), metrics=("mean",)).parts["exact"]
+    assert (part.low, part.high) == (0.0, 1.0), "as inspect's own scorer does"
     with pytest.raises(InvalidRequest, match="reward_low 2 must be below reward_high 1"):
         configure(inspect(samples), knobs={"reward_low": 2.0})
+
+
+ids = map(str, itertools.count())
 
 
 class Compatible:
@@ -93,7 +114,9 @@ class Compatible:
 
     async def generate(self, input: list[Any], tools: Any, tool_choice: Any, config: Any) -> Any:
         key = self.request_headers(config)["Authorization"].removeprefix("Bearer ")
-        return said(f"{key}: {input[-1].text}"), "the request"
+        output = said("" if tools else f"{key}: {input[-1].text}")
+        output.choices[0].message.id = next(ids)
+        return output, "the request"
 
     def request_headers(self, config: Any) -> dict[str, str]:
         return {}
@@ -121,9 +144,9 @@ def policy(stand_in: Callable[..., None]) -> Callable[[Rollout], Any]:
     return make
 
 
-async def answered(model: Any, *asked: str) -> Any:
+async def answered(model: Any, *asked: str, tools: tuple[str, ...] = ()) -> Any:
     messages = [Thing(role="user", text=text) for text in asked]
-    return (await model.api.generate(messages, [], None, None))[0].choices[0].message
+    return (await model.api.generate(messages, tools, None, None))[0].choices[0].message
 
 
 def test_role_that_nobody_has_bound_is_not_the_policy_beside_it(
@@ -160,6 +183,14 @@ def test_role_that_nobody_has_bound_is_not_the_policy_beside_it(
         assert texts == ["c", "k: b", "k: k: b"], "the policy's own conversation"
         logged = [Thing(role="system", text="k: b"), own]
         assert rollout.messages(logged) is logged, "which holds answers of the policy alone"
+        same = Thing(role="assistant", text="k: b", id=own.id)
+        assert rollout.messages([same]) == [same], "not a role's answer, although one says the same"
+        await answered(active, "grade it")
+        assert [one.text for one in rollout.messages([first, own])] == texts, "a later call graded the rollout"
+
+        calls = await answered(user, "e", tools=("search",))
+        called = await answered(active, "f", tools=("search",))
+        assert calls.text == called.text == "" and rollout.messages([called]) == [called]
 
     asyncio.run(talk())
 

@@ -31,12 +31,22 @@ class Rollout:
     session: Session
     talk: list[Any] | None = None
     """The last conversation without a role, as messages of inspect; None before there is one."""
-    _of_roles: set[str] = field(default_factory=set)
+    _talks: list[list[Any]] = field(default_factory=list)
+    """The answered conversations without a role, each with its answer."""
+    _of_roles: list[Any] = field(default_factory=list)
+    """The answers that roles gave."""
 
     def messages(self, logged: list[Any]) -> list[Any]:
-        """Return the conversation of the rollout: the logged messages, unless a role gave some of their answers."""
-        answered = {message.text for message in logged if message.role == "assistant"}
-        return logged if self.talk is None or not answered & self._of_roles else self.talk
+        """Return the conversation of the rollout: the logged messages, unless a role gave some of their answers.
+
+        Then it is the last one without a role whose answer is logged, since a call after the rollout may grade it.
+        """
+        own = [talk[-1] for talk in self._talks]
+        answered = [message for message in logged if message.role == "assistant"]
+        others = [one for one in answered if not _holds(own, one, by_text=False)]
+        if self.talk is None or not any(_holds(self._of_roles, one) for one in others):
+            return logged
+        return next((talk for talk in reversed(self._talks) if _holds(answered, talk[-1])), self.talk)
 
     def ask(self, role: str, messages: list[Any]) -> None:
         """Note a question to the policy."""
@@ -46,9 +56,17 @@ class Rollout:
     def hear(self, role: str, message: Any, messages: list[Any]) -> None:
         """Note the policy's answer to these messages."""
         if role:
-            self._of_roles.add(message.text)
+            self._of_roles.append(message)
         else:
             self.talk = [*messages, message]
+            self._talks.append(self.talk)
+
+
+def _holds(answers: list[Any], message: Any, by_text: bool = True) -> bool:
+    """Return True if a message is one of these answers: by its id, or by its text if authors wrote it anew."""
+    if any(one.id == message.id for one in answers if message.id is not None):
+        return True
+    return by_text and bool(message.text) and any(one.text == message.text for one in answers)
 
 
 def give_agents_a_key() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,15 +45,20 @@ def keyed(tasks: Iterable[Task], played: bool) -> Iterator[Task]:
         yield dataclasses.replace(task, key=f"{task.content} {written}") if differs else task
 
 
-def keyed_samples(tasks: Sequence[Task]) -> Iterator[Task]:
+def keyed_samples(tasks: Sequence[Task], folders: Sequence[str] = ()) -> Iterator[Task]:
     """Yield the tasks, each with its sample of inspect in `data`, and with keys where needed.
 
     Samples whose users say the same are tasks of their own if anything else that a solver or scorer reads differs but
     the numbers in their metadata. If nothing does in all samples, or they say nothing, their ids tell them apart. The
     first of equal ones keeps its prompt as key.
+
+    Args:
+        tasks: The samples' tasks, in the order of the data set.
+        folders: Folders whose absolute paths are left out of keys, so that a task keeps its keys where it is moved to.
     """
     firsts: dict[str, Task] = {}
-    alike = all(_alike(one, tasks[0]) for one in tasks)
+    kept = sorted((f"{folder}/" for folder in folders if os.path.isabs(folder)), key=len, reverse=True)
+    alike = all(_alike(one, tasks[0], kept) for one in tasks)
     for place, task in enumerate(tasks):
         sample = task.data["sample"]
         first = firsts.setdefault(task.content, task)
@@ -60,23 +66,28 @@ def keyed_samples(tasks: Sequence[Task]) -> Iterator[Task]:
             yield dataclasses.replace(task, prompt=_NO_PROMPT, key=f"{_NO_PROMPT} {sample.id}")
         elif alike and place:
             yield dataclasses.replace(task, key=f"{task.content} {sample.id}")
-        elif _alike(task, first):
+        elif _alike(task, first, kept):
             yield task
         else:
-            digest = hashlib.sha256(_sample_written(task).encode("utf-8", "surrogatepass")).hexdigest()
+            digest = hashlib.sha256(_sample_written(task, kept).encode("utf-8", "surrogatepass")).hexdigest()
             yield dataclasses.replace(task, key=f"{task.content} {digest}")
 
 
-def _alike(one: Task, other: Task) -> bool:
-    return one is other or (one.content == other.content and _sample_written(one) == _sample_written(other))
+def _alike(one: Task, other: Task, folders: Sequence[str]) -> bool:
+    if one is other:
+        return True
+    return one.content == other.content and _sample_written(one, folders) == _sample_written(other, folders)
 
 
-def _sample_written(task: Task) -> str:
+def _sample_written(task: Task, folders: Sequence[str]) -> str:
     sample = task.data["sample"]
-    told = {name: getattr(sample, name, None) for name in ("target", "files", "setup", "sandbox")}
+    told = {name: getattr(sample, name, None) for name in ("target", "choices", "files", "setup", "sandbox")}
     metadata = getattr(sample, "metadata", None) or {}
     told["metadata"] = {name: value for name, value in metadata.items() if not NUMBERING.search(name)}
-    return written_alike(told | {"input": task.messages})
+    written = written_alike(told | {"input": task.messages})
+    for folder in folders:
+        written = written.replace(folder, "")
+    return written
 
 
 def written_alike(columns: dict[str, Any]) -> str:
