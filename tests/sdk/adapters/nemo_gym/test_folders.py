@@ -51,6 +51,7 @@ class Judged(SimpleResourcesServer):
             said = (await request.json())["response"]["output"][0]["content"][0]["text"]
             asked = {"input": [{"role": "user", "content": f"Is {said} {RIGHT}?"}], "max_output_tokens": 5}
             for again in range(3):
+                asked["max_output_tokens"] *= 2
                 try:
                     answer = await self.server_client.post(server_name="grader", url_path="/v1/responses", json=asked)
                     break

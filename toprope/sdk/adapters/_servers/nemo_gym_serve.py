@@ -268,7 +268,7 @@ def _client(settings: dict[str, Any]) -> Any:
         """Asks the endpoint for every model."""
 
         async def post(self, server_name: str, url_path: str, **asked: Any) -> _Answer:
-            failed, what = _failed.get({}), (server_name, repr(asked.get("json")))
+            failed, what = _failed.get({}), (server_name, _question(asked.get("json")))
             try:
                 self._build_server_base_url({"name": server_name})
                 answer = await _asked(url_path, asked.get("json") or {})
@@ -292,6 +292,12 @@ def _client(settings: dict[str, Any]) -> Any:
     # NeMo Gym's own functions for requests, Ray and sandboxes read it there, or else from this program's arguments.
     os.environ[_WHOLE] = json.dumps(known)
     return Models(head_server_config=BaseServerConfig(host="127.0.0.1", port=9), global_config_dict=DictConfig(known))
+
+
+def _question(body: Any) -> str:
+    """Return what a request asks, without its limits: servers retry a failed one with others."""
+    told = body.model_dump(exclude_none=True, mode="json") if hasattr(body, "model_dump") else dict(body or {})
+    return repr([told.get(name) for name in ("instructions", "input", "messages")])
 
 
 class _Answer:
