@@ -107,7 +107,10 @@ def engines() -> list[Engine]:
             "verifiers",
             "verifiers==0.4.*",
             "uv",
-            tests=tuple(f"tests/sdk/adapters/test_{name}.py" for name in ("ecosystems", "verifiers_interception")),
+            tests=(
+                "tests/sdk/adapters/test_ecosystems.py",
+                "tests/sdk/adapters/verifiers/test_verifiers_interception.py",
+            ),
         ),
         _ecosystem("verifiers_before", "verifiers<0.2"),
         _trackio(),
