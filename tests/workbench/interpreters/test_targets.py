@@ -342,7 +342,11 @@ def test_folder_of_an_ecosystem_is_replaced_by_what_its_adapter_requires(tmp_pat
     assert given('nemo-gym = { path = "../.." }', declared=f"override-dependencies = ['{pinned}']") == [pinned]
 
 
-@pytest.mark.parametrize(("place", "brought"), [("{site}/counting", True), ("{site}/servers/counting", False)])
+@pytest.mark.parametrize(
+    ("place", "brought"),
+    [("{site}/counting", True), ("{site}/servers/counting", False), ("{link}/counting", True),
+     ("{link}/servers/counting", False), ("/elsewhere/counting/server", False)],
+)  # fmt: skip
 def test_project_runs_from_its_folder_unless_its_own_package_has_environments(
     tmp_path: Path, place: str, brought: bool
 ) -> None:
@@ -355,7 +359,8 @@ def test_project_runs_from_its_folder_unless_its_own_package_has_environments(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting\nVersion: 1.0\n")
     (info / "RECORD").write_text("counting/__init__.py,,\ncounting-1.0.dist-info/RECORD,,\n")
     (info / "direct_url.json").write_text(json.dumps({"url": project.as_uri(), "dir_info": {}}))
-    target = json.dumps({"folder": place.format(site=site)})
+    (tmp_path / "link").symlink_to(site)
+    target = json.dumps({"folder": place.format(site=site, link=tmp_path / "link")})
     module = types.SimpleNamespace(installed=lambda site: [Listed("one", target)])
     found = run_from_folder(target_of(str(project), ()), str(site), [Adapter("servers", "", module=module)])  # type: ignore[arg-type]
     assert (found is None) is brought and (brought or found is not None and found.kind == "folder")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -244,8 +245,22 @@ def _modules_of(project: Path, site: Path) -> set[str]:
 
 def _is_in(listed: Listed, modules: set[str], site: Path) -> bool:
     """Return True if an installed environment is in one of these modules: an ecosystem may bring others."""
-    places = re.findall(rf"{re.escape(str(site))}/(\w+)", listed.target)
-    return not modules.isdisjoint(places or re.findall(r"\w+", listed.target))
+    places = [Path(text).resolve() for text in _texts(listed.target) if text.startswith("/")]
+    if not places:
+        return not modules.isdisjoint(re.findall(r"\w+", listed.target))
+    inside = (one.relative_to(site.resolve()).parts for one in places if one.is_relative_to(site.resolve()))
+    return any(re.split(r"\W", parts[0])[0] in modules for parts in inside if parts)
+
+
+def _texts(target: str) -> list[str]:
+    """Return the texts of a target, which may be JSON."""
+    try:
+        found: list[Any] = [json.loads(target)]
+    except ValueError:
+        return [target]
+    for one in found:  # what it holds is added meanwhile
+        found += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    return [one for one in found if isinstance(one, str)]
 
 
 def _declaring(path: Path, adapters: Sequence[Adapter]) -> list[Adapter]:
