@@ -88,8 +88,9 @@ def _bring_in_sdk() -> None:
 def _keep_alarms_in_main_thread() -> None:
     """Have SIGALRM's functions of `signal` do nothing in other threads, where Python refuses its handlers.
 
-    Authors limit their own calls by it, as math_verify does, and the worker runs some of them in threads. There the
-    limits of the rollout, the tool or the request hold.
+    Authors limit their own calls by it, as math_verify does, and the worker runs some of them in threads. There such a
+    call has no limit: it runs on even if its tool's or rollout's time is over, and on the thread of concurrent calls it
+    holds up the others, until its caller kills the worker for a request that was not answered in time.
     """
     import signal
 
