@@ -298,7 +298,7 @@ def test_adapter_declares_requirements_and_finds_sample(adapter: Any, tmp_path: 
     assert listed.target.startswith(target) and listed.description and not listed.problem
     assert adapter.declared(Path("x.py"), ast.parse("class Taskset: pass\nclass Copy(Taskset): pass\n")) == []
     assert adapter.REQUIREMENTS and adapter.PACKAGE
-    with pytest.raises(LoadError, match=r"(?s)interpreter of its own|no OpenEnv server"):
+    with pytest.raises(LoadError, match=r"(?s)interpreter of its own|not an OpenEnv server"):
         adapter.make("/nowhere/at/all.py:X")
 
 
