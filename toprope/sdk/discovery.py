@@ -35,8 +35,8 @@ TRAINING_PACKAGES = (
 _TRAINING_EXTRAS = (*TRAINING_PACKAGES, "liger", "quantization", "quality", "test", "dev")
 """Extras of TRL that only training or its authors use; others belong to environments, such as `openreward`."""
 _METADATA = re.compile(r"^# /// script$(?P<block>(?:\n#(?: .*)?)*?)\n# ///$", re.MULTILINE)
-_NEEDS_TRL = re.compile(r"^\s*(?:from|import)\s+(?:trl\.|(?:torch|transformers|accelerate)\b)", re.MULTILINE)
-"""Imports of TRL's rewards and of what comes with it."""
+_NEEDS_TRL = re.compile(r"^(?:from|import)[ \t]+(?:trl\.|(?:torch|transformers|accelerate)\b)", re.MULTILINE)
+"""Imports of TRL's rewards and of what comes with it; indented ones are those of a main function that trains."""
 _BASES = ("Environment", "OwnLoop")
 _LARGEST = 4 << 20
 """Largest file in bytes: nobody writes more by hand, and its syntax tree takes a hundred times as much memory."""

@@ -223,6 +223,8 @@ def test_the_packages_that_a_script_names_are_those_of_its_environment(script: P
     for line in ("import torch", "import accelerate, torch", "from transformers import AutoProcessor"):
         with_models = source.replace("import argparse", f"{line}\nimport argparse", 1)
         assert script_requirements(with_models)[:2] == ["trl", "datasets"], line
+    trains = source + '\nif __name__ == "__main__":\n    import torch\n    from trl.trainer import utils\n'
+    assert script_requirements(trains) == script_requirements(source), "what only training imports"
     with_another = source.replace("import argparse", "import torchless\nimport argparse", 1)
     assert script_requirements(with_another) == script_requirements(source)
     assert target_of(str(script), ()).requirements == tuple(script_requirements(source))
