@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from toprope.sdk.adapters._servers.nemo_gym_files import rows_beside
+
 __all__ = ["COLLECTORS", "GRADER", "PACKAGES_KEYS", "Candidate", "keys_of"]
 
 GRADER = "{grader}"
@@ -147,11 +149,15 @@ def _inspect_ai(root: Path) -> Iterator[Candidate]:
 
 def _nemo_gym(root: Path) -> Iterator[Candidate]:
     for folder in sorted(root.glob("NVIDIA-NeMo+Gym/resources_servers/*")):
-        rows = [file for file in folder.glob("data/*.jsonl") if "rollouts" not in file.name]
-        if (folder / "app.py").is_file() and not any(_IMAGES.search(file.read_text()) for file in rows):
+        if (folder / "app.py").is_file() and not any(map(_shows_images, rows_beside(folder))):
             settings = "".join(file.read_text(errors="replace") for file in folder.glob("configs/*.yaml"))
             knobs = (("judge_url", GRADER), ("judge_model", "grader")) if "judge" in settings else ()
             yield Candidate("nemo_gym", f"NeMo Gym/{folder.name}", (str(folder),), knobs=knobs)
+
+
+def _shows_images(rows: Path) -> bool:
+    with rows.open(errors="replace") as lines:
+        return any(map(_IMAGES.search, lines))
 
 
 def _textarena(root: Path) -> Iterator[Candidate]:

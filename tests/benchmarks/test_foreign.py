@@ -50,6 +50,9 @@ def test_environments_with_images_as_input_are_not_drawn(tmp_path):
         (server / "app.py").write_text("")
         (server / "data" / "example.jsonl").write_text(f'{{"responses_create_params": {{"input": {content}}}}}\n')
         (server / "data" / "example_rollouts.jsonl").write_text(shown["seen"])
+        (server / "data" / "validation.jsonl").write_text(shown["seen"])  # its tasks are the examples
+        with (server / "data" / "example.jsonl").open("ab") as rows:
+            rows.write(b'{"cut": "\xe2\x82"}\n')
         project = tmp_path / "someone+things/environments" / name
         project.mkdir(parents=True)
         (project / "pyproject.toml").write_text('dependencies = ["verifiers"]')
