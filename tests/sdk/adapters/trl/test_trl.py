@@ -184,7 +184,7 @@ def test_trl_rows_come_from_function_list_or_file(tmp_path: Path) -> None:
     (tmp_path / "more.jsonl").write_text('{"prompt": "Hello", "solution": "x"}\n')
     service = opened({"file": file, "reward_funcs": ["accuracy"], "rows": "more.jsonl"})
     sizes = service.answer("survey", {"limit": 9, "seconds": 5.0})
-    assert sum(one["known"] for one in sizes.values()) == 1
+    assert {one["known"] for one in sizes.values()} == {1}  # a single task is in every split
     inline = opened({"file": file, "reward_funcs": ["accuracy"], "rows": [{"prompt": f"P{n}"} for n in range(9)]})
     assert task(inline)["reference"] is None
 
