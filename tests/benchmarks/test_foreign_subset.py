@@ -1,14 +1,13 @@
 """Small environments of three ecosystems, as their authors published them, through one worker of each.
 
-Their packages need no data. Twelve lie beside the tests' own packages; those of GEM, which pins other versions of
-these, in an interpreter that `make test-engines` makes.
+Their packages need no data. Those of reasoning-gym lie beside the tests' own packages; TextArena, some of whose games
+cannot run here, and GEM, which pins other versions, in interpreters that `make test-engines` makes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,12 @@ def test_reasoning_gym_s_tasks_score_their_reference_above_junk(tmp_path: Path) 
         assert right["success"] and not wrong["success"] and right["reward"] > wrong["reward"], name
 
 
+@pytest.mark.engines
 def test_games_of_textarena_take_right_moves_and_end_at_wrong_ones() -> None:
+    python = interpreter_or_skip("textarena")
+
     async def work() -> None:
-        async with await WorkerClient.start(None, timeout=LIMIT_S) as link:
+        async with await WorkerClient.start(python, timeout=LIMIT_S) as link:
             for target, moves in GAMES.items():
                 seen: list[str] = []
                 said = [*moves, "no move", "no move"]
@@ -83,11 +85,13 @@ def test_games_of_textarena_take_right_moves_and_end_at_wrong_ones() -> None:
     asyncio.run(work())
 
 
+@pytest.mark.engines
 def test_game_of_textarena_that_is_played_right_is_won() -> None:
+    python = interpreter_or_skip("textarena")
     moves = ("[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]")
 
     async def won() -> dict[str, Any]:
-        async with await WorkerClient.start(None, timeout=LIMIT_S) as link:
+        async with await WorkerClient.start(python, timeout=LIMIT_S) as link:
             return await played(link, "textarena", "TowerOfHanoi-v0", lambda number: moves[number])
 
     outcome = asyncio.run(won())
@@ -96,16 +100,20 @@ def test_game_of_textarena_that_is_played_right_is_won() -> None:
 
 @pytest.mark.engines
 def test_games_of_gem_are_played_to_their_end() -> None:
-    python = interpreter("gem")
+    expect_ends(interpreter_or_skip("gem"), "gem", GAMES_OF_GEM)
+
+
+def interpreter_or_skip(ecosystem: str) -> str:
+    python = interpreter(ecosystem)
     if python is None:
-        pytest.skip("gem has no interpreter of its own here: `make test-engines` installs one")
-    expect_ends(python, "gem", GAMES_OF_GEM)
+        pytest.skip(f"{ecosystem} has no interpreter of its own here: `make test-engines` installs one")
+    return python
 
 
-def expect_ends(python: str | None, ecosystem: str, games: tuple[str, ...]) -> None:
-    """Play each game with numbers until it ends, in the given interpreter, by default the tests' own."""
+def expect_ends(python: str, ecosystem: str, games: tuple[str, ...]) -> None:
+    """Play each game with numbers until it ends, in the given interpreter."""
     adapter = importlib.import_module(f"toprope.sdk.adapters.{ecosystem}")
-    site = Path(sysconfig.get_path("purelib")) if python is None else site_packages_of(python)
+    site = site_packages_of(python)
     assert site is not None
     playable = {one.target for one in adapter.installed(site) if not one.problem}
     assert set(games) <= playable

@@ -96,7 +96,7 @@ def engines() -> list[Engine]:
             (("make", "tools-page"), ("apt-get", "install", "--yes", "--quiet", "chromium")),
             ("node", "npm", "apt-get"),
         ),
-        _ecosystem("textarena", "textarena==0.7.*", "numpy", tests=("tests/sdk/adapters/test_textarena.py",)),
+        _ecosystem("textarena", "textarena==0.7.*", "numpy", tests=("tests/sdk/adapters/test_textarena.py", _SUBSET)),
         _ecosystem("gem", "gem-llm==0.1.*", tests=("tests/sdk/adapters/test_gymnasium.py", _SUBSET)),
         _ecosystem("ors", "ors-sdk==0.1.*", tests=("tests/sdk/adapters/test_ors.py",)),
         _ecosystem(
