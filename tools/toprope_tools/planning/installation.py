@@ -136,7 +136,7 @@ def describe_outcome(outcome: Outcome, found: Sequence[Entry]) -> str:
     if defined := _defining(added.path):
         first += (
             f" {plural(len(defined), 'YAML file')} there may open any file to an environment: add yours alone, "
-            f"such as toprope env add {shlex.quote(named(str(defined[0])))}."
+            f"such as toprope env add {shlex.quote(str(defined[0].with_name(named(defined[0].name))))}."
         )
         if not found:
             return first
