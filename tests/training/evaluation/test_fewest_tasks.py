@@ -39,7 +39,7 @@ class Few(Environment):
 
 
 class Evaluated:
-    """What a driver told and wrote: its reports, the evaluation's file and summary, and the overlap of the splits."""
+    """The reports of a driver and what it wrote: the evaluation's file and summary, and the overlap of the splits."""
 
     def __init__(self, folder: Path, count: int, trained: frozenset[str] = frozenset()) -> None:
         self.reports: list[Report] = []

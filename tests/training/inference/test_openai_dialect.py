@@ -142,7 +142,7 @@ def test_required_calls_and_formats_are_asked_of_the_policy(
     http: TestClient, engine: ScriptedEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Sampling is not constrained, so they are not promised."""
-    engine.texts += [CALL, CALL, "{}", "{}", "{}"]
+    engine.texts += [CALL, CALL, *["{}"] * 4]
     asked = [{"role": "user", "content": "x"}]
     tools = [*TOOLS, {"type": "function", "function": {"name": "subtract"}}]
     for choice, offered in (("required", True), ({"type": "function", "function": {"name": "add"}}, False)):
@@ -158,8 +158,9 @@ def test_required_calls_and_formats_are_asked_of_the_policy(
     ask(http, [{"role": "user", "content": parts}, {"role": "assistant", "content": "y"}], response_format=schema)
     said = 'x\n\nAnswer with JSON only. It must be valid by this JSON schema:\n{"type":"object"}'
     assert said in engine.prompts[-1] and engine.prompts[-1].index(said) < engine.prompts[-1].index("y<eos>")
-    ask(http, [{"role": "system", "content": "z"}], response_format=schema)
-    assert "Answer with JSON only." in engine.prompts[-1]
+    for asked in ({"role": "system", "content": "z"}, {"role": "user", "content": None}):
+        ask(http, [asked], response_format=schema)
+        assert "Answer with JSON only." in engine.prompts[-1]
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["tool_choice", "response_format"], "once each"
 

@@ -156,8 +156,8 @@ def instructed_messages(body: ChatRequest) -> list[dict[str, Any]]:
     content = messages[place].get("content")
     if isinstance(content, list):
         content = [*content, {"type": "text", "text": f"\n{text}"}]
-    elif isinstance(content, str):
-        content = f"{content}\n\n{text}"
+    elif content is None or isinstance(content, str):
+        content = f"{content}\n\n{text}" if content else text
     messages[place] = {**messages[place], "content": content}
     return messages
 

@@ -1,4 +1,4 @@
-"""How samples of inspect-ai become tasks and rollouts, with a stand-in for the package."""
+"""Samples of inspect-ai as tasks and rollouts, with a stand-in for the package."""
 
 from __future__ import annotations
 
