@@ -1,4 +1,4 @@
-"""Environments behind OpenEnv's protocol: reset, step and state over a WebSocket.
+"""Environments behind OpenEnv's protocol: reset and step over a WebSocket, or over HTTP.
 
 The target is a server's URL; a user's file with its `app` (`/path/server.py:app`), served by this interpreter's uvicorn
 for the life of the worker; or a JSON object with `url`, or with `command` (a list of words; `{port}` is filled in) and
@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import json
 import re
-import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,8 @@ from typing import Any, Literal
 from toprope.sdk.adapters._servers.openenv import Connection, Full, Refused, Server
 from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
 from toprope.sdk.adapters._servers.openenv_files import declared, installed, name_of, started
+from toprope.sdk.adapters._servers.openenv_http import Episode
+from toprope.sdk.adapters._servers.openenv_manifest import Manifest, reset_parameters
 from toprope.sdk.adapters._shared.bounds import TOLERANCE, within
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
@@ -30,10 +31,11 @@ from toprope.sdk.authoring.policy_client import PolicyRefused, ask
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
 from toprope.sdk.tooled import calls_in
 
-__all__ = ["PACKAGE", "REQUIREMENTS", "OpenEnv", "declared", "installed", "make"]
+__all__ = ["FORMER", "PACKAGE", "REQUIREMENTS", "OpenEnv", "declared", "installed", "make"]
 
 REQUIREMENTS = ("openenv==0.10.*",)
 PACKAGE = "openenv"
+FORMER = ("openenv_core",)
 _LOOK_AT = 4
 """Number of first observations compared to see if seeds make a difference."""
 _NOT_SHOWN = ("done", "reward", "metadata")
@@ -44,6 +46,10 @@ _EVALUATES = re.compile(
 """In names of metadata that may give the answer away."""
 _UNDECLARED = 1000.0
 """Largest size of a reward whose bounds the owner does not set."""
+_IDENTITIES = frozenset({"episode_id", "request_id", "session_id"})
+"""Fields of an observation that differ in each episode and tell the policy nothing."""
+_UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
+_TURNS = 16
 _INVALID_IN_A_ROW = 3
 """An episode ends after so many answers in a row that the environment does not accept."""
 _LONGEST_REFUSAL = 500
@@ -66,13 +72,18 @@ class OpenEnvKnobs:
     action_json: bool = knob(False, help="the answer is the whole action, as a JSON object, even if one field suffices")
     action_fields: dict[str, Any] = knob({}, help="further fields of every action")
     reset: dict[str, Any] = knob({}, help="parameters of reset besides the seed")
+    resets: list[dict[str, Any]] = knob(
+        [], help="further parameters of reset, which tasks have by turns; empty: openenv.yaml's tasks"
+    )
     variables: dict[str, str] = knob({}, help="environment variables of a server that is started here; no secrets")
     system: str = knob("", help="system message before the first observation")
-    turns: int = knob(16, ge=1, le=10_000, help="most actions in an episode")
+    turns: int = knob(0, ge=0, le=10_000, help=f"most actions in an episode; 0: openenv.yaml's, or else {_TURNS}")
     reward: Literal["sum", "last"] = knob("sum", help="how to combine the steps' rewards")
     reward_low: float | None = knob(None, help="smallest reward of an episode; null: not known")
     reward_high: float | None = knob(None, help="largest reward of an episode; null: not known")
-    success_reward: float | None = knob(None, help="reward that counts as solved; null: reward_high, or else 1")
+    success_reward: float | None = knob(
+        None, help="reward that counts as solved; null: reward_high, or else 1 in the last step"
+    )
     tasks: int = knob(0, ge=0, help="seeds; 0: endless")
     by_seed: bool | None = knob(None, help="tasks differ by seed although observations do not; null: find out")
     sessions: int = knob(16, ge=1, le=1000, help="concurrent episodes; a server may allow fewer")
@@ -85,10 +96,13 @@ class OpenEnv(OwnLoop):
     tags = ("openenv",)
     Knobs = OpenEnvKnobs  # type: ignore[assignment]
 
-    def __init__(self, name: str, url: str, command: tuple[str, ...], folder: str) -> None:
+    def __init__(
+        self, name: str, url: str, command: tuple[str, ...], folder: str, manifest: Manifest | None = None
+    ) -> None:
         self.name = f"openenv/{name}"  # type: ignore[misc]
         self.__doc__ = f"An OpenEnv environment: {name}"
         self._place = url, command, folder
+        self._manifest = manifest
         self._server: Server | None = None
         self._read = ""
         self._form = Form()
@@ -100,10 +114,11 @@ class OpenEnv(OwnLoop):
         low, high = self._bounds()
         if low >= high:
             raise InvalidRequest(f"reward_low ({low:g}) must be below reward_high ({high:g}).")
-        self.max_turns = knobs.turns
+        self.max_turns = knobs.turns or (self._manifest and self._manifest.longest) or _TURNS
         what = "sum of" if knobs.reward == "sum" else "last of"
         self.parts = {
             "reward": Part(1.0, low, high, f"{what} the steps' rewards"),
+            "last_step": Part(0.0, -_MANY, _MANY, "the last step's reward; shown"),
             "invalid": Part(0.0, 0.0, _MANY, "answers that the environment did not accept; shown"),
         }
         if strange := [name for name in knobs.variables if not _VARIABLE.fullmatch(name)]:
@@ -137,17 +152,40 @@ class OpenEnv(OwnLoop):
 
     def tasks(self) -> Iterator[Task]:
         seeds: Iterator[int] = iter(range(self.knobs.tasks)) if self.knobs.tasks else itertools.count()
-        first = [(seed, _alone(self._first(seed))) for seed in itertools.islice(seeds, _LOOK_AT)]
+        resets = self._resets()
+
+        def begun(seed: int) -> tuple[int, str]:
+            return seed, _alone(self._first(seed, resets[seed % len(resets)]))
+
+        first = [begun(seed) for seed in itertools.islice(seeds, _LOOK_AT + len(resets) - 1)]
         by_seed = self.knobs.by_seed
         if by_seed is None:
             by_seed = len({text for _, text in first}) < len(first)
-        later = ((seed, _alone(self._first(seed))) for seed in seeds)
-        for seed, text in itertools.chain(first, later):
-            yield Task(self._messages(text), data={"seed": seed}, key=f"{text}\nseed {seed}" if by_seed else None)
+        for seed, text in itertools.chain(first, map(begun, seeds)):
+            reset = resets[seed % len(resets)]
+            data = {"seed": seed, "reset": reset} if reset else {"seed": seed}
+            yield Task(self._messages(text), data=data, key=f"{text}\nseed {seed}" if by_seed else None)
+
+    def _resets(self) -> list[dict[str, Any]]:
+        """Return the further parameters of reset that tasks have by turns: the owner's, or the manifest's."""
+        if self.knobs.resets or self._manifest is None:
+            return self.knobs.resets or [{}]
+        assert self._server is not None  # setup has made it
+        http = self._server.http
+        known = reset_parameters(self._manifest.folder) if http is None else http.resets or ()
+        found: list[dict[str, Any]] = []
+        for reset in self._manifest.resets(known - self.knobs.reset.keys()):
+            with contextlib.suppress(EnvironmentMistake):  # a name that the server does not know
+                _alone(self._first(0, reset))
+                found.append(reset)
+        return found or [{}]
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        known = (self.knobs.success_reward, self.knobs.reward_high, 1.0)
-        return bool(parts["reward"] >= next(one for one in known if one is not None) - TOLERANCE)
+        known = (self.knobs.success_reward, self.knobs.reward_high)
+        needed = next((one for one in known if one is not None), None)
+        # A sum of steps that reward progress exceeds 1 long before the end.
+        reached, needed = (parts["last_step"], 1.0) if needed is None else (parts["reward"], needed)
+        return bool(reached >= needed - TOLERANCE)
 
     def _bounds(self) -> tuple[float, float]:
         low, high = self.knobs.reward_low, self.knobs.reward_high
@@ -160,7 +198,7 @@ class OpenEnv(OwnLoop):
             return await self._episode(session)
 
     async def _episode(self, session: Session) -> Played:
-        async with self._begun(self.task.data["seed"]) as (episode, found):
+        async with self._begun(self.task.data["seed"], self.task.data.get("reset")) as (episode, found):
             messages = self._messages(self._said(found))
             rewards, turns, truncated = [], 0, False
             invalid = in_a_row = 0
@@ -201,7 +239,7 @@ class OpenEnv(OwnLoop):
                 f"The episode's reward is {total:g}, outside {low:g} to {high:g}: set the knobs reward_low and "
                 "reward_high."
             )
-        parts = {"reward": reward, "invalid": float(invalid)}
+        parts = {"reward": reward, "last_step": rewards[-1] if rewards else 0.0, "invalid": float(invalid)}
         return Played(parts, messages=messages, turns=turns, truncated=truncated)
 
     def _asked(self, said: Mapping[str, Any]) -> list[tuple[dict[str, Any] | NotAnAction, dict[str, Any]]]:
@@ -235,12 +273,14 @@ class OpenEnv(OwnLoop):
         async with self._begun(0) as (episode, _):
             return await episode.required_fields()
 
-    async def _first(self, seed: int) -> str:
-        async with self._begun(seed) as (_, found):
+    async def _first(self, seed: int, reset: Mapping[str, Any]) -> str:
+        async with self._begun(seed, reset) as (_, found):
             return self._said(found)
 
     @contextlib.asynccontextmanager
-    async def _begun(self, seed: int) -> AsyncIterator[tuple[Connection, dict[str, Any]]]:
+    async def _begun(
+        self, seed: int, reset: Mapping[str, Any] | None = None
+    ) -> AsyncIterator[tuple[Connection | Episode, dict[str, Any]]]:
         """Begin an episode, waiting while the server is at its limit of episodes.
 
         A full server says so in answer to the first message and closes the connection.
@@ -250,7 +290,7 @@ class OpenEnv(OwnLoop):
         while True:
             async with self._server.connect() as episode:
                 try:
-                    found = await episode.reset({**self.knobs.reset, "seed": seed})
+                    found = await episode.reset({**self.knobs.reset, **(reset or {}), "seed": seed})
                 except Full:
                     pass
                 else:
@@ -271,6 +311,7 @@ class OpenEnv(OwnLoop):
                 name: _short(value)
                 for name, value in observation.items()
                 if name not in _NOT_SHOWN and value is not None and not (self._tools and name == "tool_name")
+                if name not in _IDENTITIES and not (isinstance(value, str) and _UUID.fullmatch(value))
             }
             shown = shown or _told_in_metadata(observation)
             texts = [value for value in shown.values() if isinstance(value, str)]
@@ -289,15 +330,8 @@ def make(target: str) -> OpenEnv:
     """Make the environment behind a server. See the module.
 
     Raises:
-        LoadError: Not a valid target, or this interpreter has no `websockets`.
+        LoadError: Not a valid target.
     """
-    try:
-        import websockets  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise LoadError(
-            f"OpenEnv needs a WebSocket, and {sys.executable} has no `websockets`. "
-            f"Make it an interpreter of its own with {', '.join(REQUIREMENTS)}."
-        ) from error
     if target.startswith(("http://", "https://")):
         return OpenEnv(target.split("://", 1)[1].rstrip("/"), target, (), "")
     if target.startswith("{"):
@@ -309,14 +343,17 @@ def make(target: str) -> OpenEnv:
         if isinstance(command, str) or bool(command) == bool(given.get("url")):
             raise LoadError('The target needs either "url", or "command" as a list of words.')
         name = given.get("name") or given.get("url") or Path(command[0]).name
-        return OpenEnv(str(name), given.get("url") or "", tuple(map(str, command)), str(given.get("folder") or ""))
+        folder = str(given.get("folder") or "")
+        manifest = Manifest.nearest(Path(folder)) if folder else None
+        return OpenEnv(str(name), given.get("url") or "", tuple(map(str, command)), folder, manifest)
     file, _, attribute = target.rpartition(":")
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
         raise LoadError(
             f"{target!r} is not an OpenEnv server: give a URL, /path/server.py:app, or JSON with url or command."
         )
-    environment = OpenEnv(name_of(path), "", *started(path, attribute))
+    command, folder = started(path, attribute)
+    environment = OpenEnv(name_of(path), "", command, folder, Manifest.nearest(path.absolute()))
     environment.files = (str(path),)
     return environment
 
@@ -353,7 +390,7 @@ def _call(name: str, arguments: Any) -> dict[str, Any] | NotAnAction:
 
 def _short(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _short(one) for name, one in value.items()}
+        return {name: _short(one) for name, one in value.items() if name not in _IDENTITIES}
     count = _numbers(value)
     return f"{count} numbers, not shown" if count > _MOST_NUMBERS else value
 

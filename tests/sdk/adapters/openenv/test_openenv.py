@@ -29,7 +29,7 @@ def test_openenv_reads_schema_and_waits_for_full_server(server: Served) -> None:
     [bad] = sample(environment, tasks[4], "5", 1)
     assert (bad.reward, bad.error, bad.success, bad.turns) == (0.0, None, False, 1)
     [invalid] = sample(environment, tasks[4], "boom", 1)
-    assert (invalid.error, invalid.turns, invalid.parts) == (None, 3, {"reward": 0.0, "invalid": 3.0})
+    assert (invalid.error, invalid.turns, invalid.parts) == (None, 3, {"reward": 0.0, "last_step": 0.0, "invalid": 3.0})
     assert Episode.open == 0, "every episode is closed"
 
 
@@ -92,7 +92,11 @@ def test_integer_action_is_explained_read_from_text_and_rewarded_within_rounding
     told = task.messages[0]["content"]
     assert task.messages[0]["role"] == "system" and "Column 0 to 6." in told and '{"column": 0}' in told
     [done] = sample(environment, task, "I choose column 3.", 1)
-    assert (done.error, done.turns, done.parts) == (None, 1, {"reward": 0.3333333, "invalid": 0.0})
+    assert (done.error, done.turns, done.parts) == (
+        None,
+        1,
+        {"reward": 0.3333333, "last_step": 0.3333333, "invalid": 0.0},
+    )
     [all_three] = sample(environment, task, '<tool_call>{"name": "place", "arguments": {"column": "2"}}</tool_call>', 1)
     assert all_three.turns == 3 and abs(all_three.reward - 0.9999999) < 1e-9 and all_three.success
     [junk] = sample(environment, task, "no idea", 1)

@@ -58,7 +58,10 @@ def test_package_without_manifest_is_listed_and_served(package: Path) -> None:
     file = package / "maze_env" / "server" / "app.py"
     [same] = openenv.declared(file, ast.parse(file.read_text()))
     assert (same.name, same.target) == ("maze_env", f"{file}:app")
-    assert openenv.declared(file, ast.parse("def create_app(): ...\napp = create_app()")) == []
+    other = ast.parse("def create_app(): ...\napp = create_app()")
+    assert len(openenv.declared(file, other)) == 1, "the manifest names it"
+    (package / "maze_env" / "openenv.yaml").unlink()
+    assert openenv.declared(file, other) == []
 
 
 def test_server_reads_and_writes_beside_its_code_without_changing_it(package: Path) -> None:

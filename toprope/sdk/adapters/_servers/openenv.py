@@ -1,20 +1,25 @@
-"""OpenEnv servers: started by the worker if needed, and used over their WebSocket.
+"""OpenEnv servers: started by the worker if needed, and used over their WebSocket, or over HTTP if they have none.
 
-Their HTTP endpoints create a new environment for each request, which breaks stateful environments; over the WebSocket,
-a connection is an episode. https://github.com/meta-pytorch/OpenEnv (types.py, http_server.py, 0.10)
+The HTTP endpoints of OpenEnv's own server create a new environment for each request, which breaks stateful
+environments; over its WebSocket, a connection is an episode. Servers that authors write themselves keep the episode
+between requests (`openenv_http.py`). https://github.com/meta-pytorch/OpenEnv (types.py, http_server.py, 0.10)
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toprope.sdk.adapters._servers.openenv_http import Endpoints, Episode
 from toprope.sdk.adapters._servers.openenv_serve import FAILED
+from toprope.sdk.adapters._servers.openenv_words import Refused, details, missing
 from toprope.sdk.adapters._servers.started import StartedServer
-from toprope.sdk.errors import EnvironmentMistake
+from toprope.sdk.errors import EnvironmentMistake, LoadError
 
 __all__ = ["Connection", "Full", "Refused", "Server"]
 
@@ -24,19 +29,6 @@ _LARGEST = 100 * 2**20
 
 class Full(Exception):
     """The server is at its limit of episodes."""
-
-
-class Refused(Exception):
-    """The environment does not accept an action; the text says why.
-
-    Args:
-        why: The reason.
-        missing: Names of fields that the action lacks.
-    """
-
-    def __init__(self, why: str, missing: Sequence[str] = ()) -> None:
-        super().__init__(why)
-        self.missing = list(missing)
 
 
 class Server(StartedServer):
@@ -51,9 +43,23 @@ class Server(StartedServer):
     ) -> None:
         more = {"ENABLE_WEB_INTERFACE": "false", **(variables or {})}
         super().__init__("OpenEnv server", url, command, folder, more)
+        found = Endpoints.of(self.url)
+        self.http = None if found is not None and found.official and self._has_websocket() else found
+        """Its endpoints, if episodes go over HTTP."""
+        self._turn = threading.Lock() if self.http is not None and not self.http.session else None
+        if self.http is None:
+            try:
+                import websockets  # noqa: F401
+            except ModuleNotFoundError as error:
+                raise LoadError(
+                    f"OpenEnv needs a WebSocket, and {sys.executable} has no `websockets`. Install the environment "
+                    "with it: toprope env add ... --requirement websockets"
+                ) from error
 
     def schema(self) -> dict[str, Any]:
         """JSON schemas of `action` and `observation`; empty if the server gives none."""
+        if self.http is not None and self.http.action:
+            return {"action": self.http.action}
         try:
             with urllib.request.urlopen(f"{self.url}/schema", timeout=10) as answer:
                 found = json.loads(answer.read())
@@ -61,8 +67,22 @@ class Server(StartedServer):
         except (OSError, ValueError):
             return {}
 
-    def connect(self) -> Connection:
+    def connect(self) -> Connection | Episode:
+        """Return a new episode."""
+        if self.http is not None:
+            return Episode(self.url, self.http, self._turn, self.raised)
         return Connection("ws" + self.url.removeprefix("http") + "/ws")
+
+    def _has_websocket(self) -> bool:
+        async def look() -> None:
+            async with Connection("ws" + self.url.removeprefix("http") + "/ws"):
+                pass
+
+        try:
+            asyncio.run(look())
+        except (EnvironmentMistake, ImportError, OSError, TimeoutError):
+            return False
+        return True
 
 
 class Connection:
@@ -154,25 +174,12 @@ class Connection:
             said = found if isinstance(found, dict) else {}
             if said.get("code") == "CAPACITY_REACHED":
                 raise Full(said.get("message", ""))
-            why = f"{said.get('message') or raw}{_details(said.get('errors'))}"
+            why = f"{said.get('message') or raw}{details(said.get('errors'))}"
             code, lacks = said.get("code"), said.get("lacks")
             asked_for = code == FAILED and lacks and str(lacks) in json.dumps(message)  # code that the policy wrote
             if kind == "step" and (asked_for or code in ("VALIDATION_ERROR", "EXECUTION_ERROR")):
-                raise Refused(why, _missing(said.get("errors")))
+                raise Refused(why, missing(said.get("errors")))
             raise EnvironmentMistake(f"OpenEnv refuses {kind} ({said.get('code', '?')}): {why}")
         if not isinstance(found, dict):
             raise EnvironmentMistake(f"OpenEnv answered {kind} with {str(raw)[:200]}")
         return found
-
-
-def _missing(errors: Any) -> list[str]:
-    """Return the names of fields that a server finds missing."""
-    found = [one for one in errors or () if isinstance(one, Mapping)] if isinstance(errors, list) else []
-    return [str(one["loc"][-1]) for one in found if one.get("type") == "missing" and one.get("loc")]
-
-
-def _details(errors: Any) -> str:
-    """Return the fields that a server finds invalid, and why."""
-    found = [one for one in errors or () if isinstance(one, Mapping)] if isinstance(errors, list) else []
-    told = [f"{'.'.join(map(str, one.get('loc') or ()))}: {one.get('msg', '')}" for one in found[:4]]
-    return f": {'; '.join(told)}" if told else ""

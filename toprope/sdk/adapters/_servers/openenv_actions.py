@@ -150,7 +150,8 @@ class Form:
             fields = {only: fields.get(only) or _Field(only, ("string",), required=True)}
         elif len(fields) == 1 and not whole:
             only = next(iter(fields))
-        return cls(fields, only, fixed, description=said, closed=not whole or bool(fields))
+        closed = bool(fields) and known.get("additionalProperties") is not True or not whole and not fields
+        return cls(fields, only, fixed, description=said, closed=closed)
 
     @property
     def known(self) -> bool:
@@ -201,7 +202,7 @@ class Form:
 
     def _object(self, text: str) -> dict[str, Any] | None:
         """Return the last JSON object of a text that has a field of the action."""
-        found = [one for one in _values(text, "{") if not self.closed or one.keys() & self.fields.keys()]
+        found = [one for one in _values(text, "{") if not self.fields or one.keys() & self.fields.keys()]
         return found[-1] if found else None
 
     def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from toprope.sdk.adapters._servers.openenv_manifest import FILE, Manifest
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.authoring.loading import import_root
 from toprope.sdk.discovery import first_line, parse
@@ -17,6 +18,7 @@ from toprope.sdk.wall.paths import package_of
 __all__ = ["declared", "installed", "name_of", "started"]
 
 _SERVE = str(Path(__file__).with_name("openenv_serve.py"))
+_ENDPOINTS = {"reset", "step"}
 
 
 def started(file: Path, attribute: str, root: Path | None = None) -> tuple[tuple[str, ...], str]:
@@ -30,6 +32,7 @@ def started(file: Path, attribute: str, root: Path | None = None) -> tuple[tuple
         attribute: The app's name in it.
         root: Folder that its packages are in; by default that of its own package.
     """
+    manifest = Manifest.nearest(Path(os.path.abspath(file)))
     if root is None:
         file = Path(os.path.abspath(file))
         root = Path(import_root(file))
@@ -38,11 +41,18 @@ def started(file: Path, attribute: str, root: Path | None = None) -> tuple[tuple
     further = [str(folder) for folder in file.parents if folder.is_relative_to(root) and folder != root]
     if file.parent == root and root.name == "server":
         further = [str(root.parent)]
-    return ("{python}", "-P", _SERVE, f"{module}:{attribute}", "{port}", str(root), *further), str(file.parent)
+    place = manifest.folder if manifest is not None else file.parent  # where its author runs it
+    if str(place) not in (str(root), *further):
+        further.append(str(place))
+    return ("{python}", "-P", _SERVE, f"{module}:{attribute}", "{port}", str(root), *further), str(place)
 
 
 def name_of(file: Path) -> str:
-    """Return the name of the environment of a file: that of its package for the usual `<package>/server/app.py`."""
+    """Return the name of the environment of a file: that of its manifest, or of its package for the usual
+    `<package>/server/app.py`."""
+    manifest = Manifest.nearest(file)
+    if manifest is not None and manifest.name and _is_app_of(file, manifest):
+        return re.sub(r"\W+", "_", manifest.name.lower()).strip("_")
     usual = file.stem == "app" and file.parent.name == "server" and file.parent.parent.name
     return (usual or file.stem).replace(" ", "_").lower()
 
@@ -50,21 +60,17 @@ def name_of(file: Path) -> str:
 def installed(site_packages: Path) -> list[Listed]:
     """List packages by the `openenv.yaml` that names their app, or by the app in their `server/app.py`."""
     found = []
-    packages = {file.parent for file in site_packages.glob("*/openenv.yaml")}
+    packages = {file.parent for file in site_packages.glob(f"*/{FILE}")}
     packages |= {file.parent.parent for file in site_packages.glob("*/server/app.py")}
     for package in sorted(packages):
-        try:
-            lines = (package / "openenv.yaml").read_text(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        pairs = [line.partition(":") for line in lines if line[:1].strip()]
-        said = {key.strip(): value.strip().strip("\"'") for key, _, value in pairs}
-        module, _, attribute = (said.get("app") or "server.app").partition(":")
+        manifest = Manifest.nearest(package) if (package / FILE).is_file() else None
+        manifest = manifest or Manifest(package)
+        module, attribute = manifest.app if all(manifest.app) else ("server.app", "")
         words = module.split(".")  # from the package, or from the root of its repository
         files = [package.joinpath(*words[place:]).with_suffix(".py") for place in range(len(words))]
         file = next((one for one in files if one.is_file()), files[0])
-        name, text = said.get("name") or package.name, said.get("description", "")
-        if not said.get("app"):
+        name, text = manifest.name or package.name, manifest.description
+        if not attribute:
             try:
                 apps = declared(file, parse(file))
             except (OSError, SyntaxError, ValueError):
@@ -72,14 +78,15 @@ def installed(site_packages: Path) -> list[Listed]:
             if not apps:
                 continue
             attribute, text = apps[0].target.rpartition(":")[2], text or apps[0].description
-        command, folder = started(file, attribute or "app", site_packages)
+        command, folder = started(file, attribute, site_packages)
         target = json.dumps({"command": command, "folder": folder, "name": name})
         found.append(Listed(name, target, text, tags=("openenv",)))
     return found
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
-    """List apps that a file creates with OpenEnv's `create_app` or `create_fastapi_app`, directly or in a function."""
+    """List apps that a file creates with OpenEnv's `create_app` or `create_fastapi_app`, directly or in a function;
+    those of FastAPI with OpenEnv's two endpoints; and the one that `openenv.yaml` names."""
     makers = {
         one.asname or one.name
         for node in ast.walk(tree)
@@ -87,18 +94,48 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
         for one in node.names
         if one.name in ("create_app", "create_fastapi_app")
     }
-    if not makers:
+    if _ENDPOINTS <= _endpoints(tree):
+        makers |= {"FastAPI"}
+    named = _named(file)
+    if not makers and not named:
         return []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and any(_calls(one, makers) for one in ast.walk(node)):
             makers = makers | {node.name} if node.name != "main" else makers
     found: dict[str, Listed] = {}
     for node in _top_level(tree.body):
-        if isinstance(node, ast.Assign) and _calls(node.value, makers) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        if isinstance(target, ast.Name) and (_calls(node.value, makers) or target.id == named):
             text = _what_it_is(ast.get_docstring(tree))
-            found.setdefault(name, Listed(name_of(file), f"{file}:{name}", text, tags=("openenv",)))
+            found.setdefault(target.id, Listed(name_of(file), f"{file}:{target.id}", text, tags=("openenv",)))
     return list(found.values())
+
+
+def _endpoints(tree: ast.Module) -> set[str]:
+    """Return the last words of the addresses that a file's functions answer by POST."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for one in node.decorator_list:
+                if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.args:
+                    place = one.args[0]
+                    if one.func.attr in ("post", "api_route") and isinstance(place, ast.Constant):
+                        found.add(str(place.value).rpartition("/")[2])
+    return found
+
+
+def _named(file: Path) -> str:
+    """Return the name of the app in a file that its manifest names; empty if it names another file, or none."""
+    manifest = Manifest.nearest(file)
+    return manifest.app[1] if manifest is not None and _is_app_of(file, manifest) else ""
+
+
+def _is_app_of(file: Path, manifest: Manifest) -> bool:
+    words = manifest.app[0].split(".")
+    places = [manifest.folder.joinpath(*words[start:]).with_suffix(".py") for start in range(len(words))]
+    return bool(manifest.app[0]) and next((one for one in places if one.is_file()), None) == file
 
 
 def _calls(node: ast.AST, names: set[str]) -> bool:

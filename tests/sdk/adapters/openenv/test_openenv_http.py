@@ -1,0 +1,190 @@
+"""Playing environments of authors' own web applications with OpenEnv's two endpoints, and finding these."""
+
+from __future__ import annotations
+
+import ast
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sdk.adapters.openenv.conftest import sample
+from toprope.sdk.adapters import openenv
+from toprope.sdk.adapters._servers.openenv_http import Endpoints, merged
+from toprope.sdk.adapters._servers.openenv_manifest import Manifest
+from toprope.sdk.errors import EnvironmentMistake
+from toprope.sdk.rollouts import configure
+
+GUESS = {"type": "object", "properties": {"guess": {"type": "integer"}}, "required": ["guess"]}
+Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
+
+
+def described(reset: dict[str, Any], step: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """A description of two endpoints with these bodies, as FastAPI gives it."""
+
+    def post(schema: dict[str, Any]) -> dict[str, Any]:
+        return {"post": {"requestBody": {"content": {"application/json": {"schema": schema}}}}}
+
+    return {"paths": {"/reset": post(reset), "/step": post(step)}, "components": {"schemas": parts}}
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[dict[str, Any], Answer], str]]:
+    """Serve a description and what answers each POST; return the address."""
+    servers = []
+
+    def serving(description: dict[str, Any], answer: Answer) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                self._say(200, description if self.path == "/openapi.json" else {"status": "healthy"})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self._say(*answer(self.path, body))
+
+            def _say(self, code: int, said: Any) -> None:
+                data = json.dumps(said).encode()
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+        http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append(http)
+        return f"http://127.0.0.1:{http.server_address[1]}"
+
+    yield serving
+    for http in servers:
+        http.shutdown()
+        http.server_close()
+
+
+def test_one_environment_is_played_by_one_episode_at_a_time(serve: Callable[..., str]) -> None:
+    """Its state is global, as in most such applications, so that a second reset would end the first episode."""
+    state: dict[str, Any] = {"open": 0}
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/reset":
+            state.update(seed=body["seed"], steps=0)
+            return 200, {"observation": {"text": f"say {body['seed']}", "episode_id": object.__repr__(body)}}
+        state["steps"] += 1
+        assert state["steps"] <= 2, "another episode took steps"
+        right = body["guess"] == state["seed"]
+        reward = {"total": 1.0 if right else 0.25, "shape": 0.25}
+        return 200, {"observation": {"text": "next"}, "reward": reward, "done": state["steps"] == 2}
+
+    reset = {"type": "object", "properties": {"seed": {"type": "integer"}}}
+    url = serve(described(reset, {"$ref": "#/components/schemas/Guess"}, Guess=GUESS), answer)
+    environment = configure(openenv.make(url), knobs={"tasks": 6})
+    tasks = list(environment.tasks())
+    assert [task.messages[-1]["content"] for task in tasks] == [f"say {n}" for n in range(6)]
+    assert '"guess": 0' in tasks[0].messages[0]["content"], "the form of an action is told"
+    outcomes = sample(environment, tasks[3], '{"guess": 3}', 6)
+    assert [one.parts["reward"] for one in outcomes] == [2.0] * 6 and all(one.success for one in outcomes)
+    [wrong] = sample(environment, tasks[3], "4", 1)
+    assert (wrong.parts["reward"], wrong.success, wrong.error) == (0.5, False, None)
+
+
+def test_sessions_are_told_apart_and_steps_are_wrapped(serve: Callable[..., str]) -> None:
+    open_sessions: dict[str, int] = {}
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/reset":
+            open_sessions[name := f"s{len(open_sessions)}"] = body["seed"]
+            return 200, {"session_id": name, "observation": f"say {body['seed']}"}
+        if body["action"].get("guess") == 9:
+            return 422, {"detail": [{"type": "too_large", "loc": ["body", "guess"], "msg": "at most 8"}]}
+        right = open_sessions[body["session_id"]] == body["action"]["guess"]
+        return 200, {"observation": "done", "reward": float(right), "terminated": True}
+
+    step = {"type": "object", "properties": {"session_id": {"type": "string"}, "action": GUESS}}
+    environment = configure(openenv.make(serve(described({}, step), answer)), knobs={"tasks": 5})
+    tasks = list(environment.tasks())
+    assert [one.reward for one in sample(environment, tasks[4], "4", 3)] == [1.0] * 3
+    [refused] = sample(environment, tasks[4], "9", 1)
+    assert (refused.error, refused.turns, refused.parts["invalid"]) == (None, 3, 3.0)
+
+
+def test_an_error_of_the_server_is_no_action_of_the_policy(serve: Callable[..., str]) -> None:
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        return (200, {"observation": "go"}) if path == "/reset" else (404, {"detail": "Not Found"})
+
+    environment = configure(openenv.make(serve(described({}, GUESS), answer)), knobs={"tasks": 4})
+    [task, *_] = environment.tasks()
+    [broken] = sample(environment, task, "1", 1)
+    assert "answers step with HTTP 404: Not Found" in str(broken.error)
+
+
+def test_tasks_of_the_manifest_are_taken_by_turns(serve: Callable[..., str], tmp_path: Path) -> None:
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/step":
+            return 200, {"observation": "done", "reward": 1, "done": True}
+        if body.get("task_id") == "gone":
+            return 400, {"detail": "unknown task"}
+        return 200, {"observation": body["task_id"]}
+
+    reset = {"type": "object", "properties": {"task_id": {"type": "string"}}}
+    url = serve(described(reset, GUESS), answer)
+    said = "name: My Env\ntasks:\n  - id: easy\n    max_steps: 7\n  - id: gone\n  - {id: hard, max_steps: 30}\n"
+    (tmp_path / "openenv.yaml").write_text(said)
+    made = openenv.OpenEnv("x", url, (), "", Manifest.nearest(tmp_path))
+    environment = configure(made, knobs={"tasks": 5})
+    tasks = list(environment.tasks())
+    assert [task.messages[-1]["content"] for task in tasks] == ["easy", "hard", "easy", "hard", "easy"]
+    assert environment.max_turns == 30 and tasks[1].data["reset"] == {"task_id": "hard"}
+    with pytest.raises(EnvironmentMistake, match="HTTP 400"):
+        list(configure(made, knobs={"tasks": 4, "resets": [{"task_id": "gone"}]}).tasks())
+
+
+def test_description_tells_the_action() -> None:
+    text, number = {"type": "string"}, {"type": "number"}
+    one = {"type": "object", "properties": {"kind": {"const": "say"}, "text": text}, "required": ["kind", "text"]}
+    two = {"type": "object", "properties": {"kind": {"const": "add"}, "by": number}, "required": ["kind"]}
+    union = {"oneOf": [{"$ref": "#/components/schemas/One"}, {"$ref": "#/components/schemas/Two"}]}
+    either = merged(union, {"One": one, "Two": two})
+    assert either["required"] == ["kind"] and list(either["properties"]) == ["kind", "text", "by"]
+    flat = Endpoints.described(described({}, {"properties": {"action": {"enum": ["a", "b"]}, "why": text}}))
+    assert flat is not None and not flat.wrapped and list(flat.action["properties"]) == ["action", "why"]
+    wrapped = Endpoints.described(described({}, {"properties": {"action": union}}, One=one, Two=two))
+    assert wrapped is not None and wrapped.wrapped and list(wrapped.action["properties"]) == ["kind", "text", "by"]
+    untold = Endpoints.described(described({}, {"title": "Action", "type": "object"}))
+    assert untold is not None and not untold.wrapped and untold.action == {} and untold.resets is None
+    assert Endpoints.described({"paths": {"/reset": {"post": {}}}}) is None, "there is no /step"
+
+
+APP = """
+from fastapi import FastAPI
+
+app = FastAPI()
+
+@app.post("/reset", response_model=dict)
+async def reset(): ...
+
+@app.post("/step")
+def step(): ...
+"""
+
+
+def test_application_with_both_endpoints_is_found_and_run_from_its_manifest(tmp_path: Path) -> None:
+    (tmp_path / "server").mkdir()
+    file = tmp_path / "server" / "app.py"
+    file.write_text(APP)
+    assert openenv.declared(file, ast.parse(APP))[0].target == f"{file}:app"
+    assert openenv.declared(file, ast.parse(APP.replace('"/step"', '"/other"'))) == []
+    made = "def make():\n" + "".join(f"    {line}\n" for line in APP.splitlines()) + "    return app\n\napp = make()\n"
+    assert [one.target for one in openenv.declared(file, ast.parse(made))] == [f"{file}:app"]
+    (tmp_path / "openenv.yaml").write_text("name: my-env\ndescription: >\n  Two\n  lines.\napp: server.app:other\n")
+    [named] = openenv.declared(file, ast.parse("from elsewhere import make\nother = make()"))
+    assert (named.name, named.target) == ("my_env", f"{file}:other")
+    environment = openenv.make(named.target)
+    assert environment._place[2] == str(tmp_path), "its author runs it from there"
+    (tmp_path / "openenv.yaml").write_text(": no\n  - yaml: [")
+    assert openenv.declared(file, ast.parse("other = 1")) == []

@@ -1,0 +1,273 @@
+"""OpenEnv's protocol over HTTP: `POST /reset` and `POST /step`, for servers that have no WebSocket of OpenEnv.
+
+Many published environments are web applications of their authors with these two endpoints. Their forms differ; what
+differs is read from the server's description (`/openapi.json`): the parameters of reset, whether a step's body is the
+action or has it as `action`, and the field that tells sessions apart. Without such a field the server has one episode
+at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from toprope.sdk.adapters._servers.openenv_words import Refused, details, missing
+from toprope.sdk.errors import EnvironmentMistake
+
+__all__ = ["Endpoints", "Episode"]
+
+_MESSAGE_S = 120.0
+_LOOK_S = 0.005
+_BUSY_S = 60.0
+"""Longest time to wait for a server that limits requests."""
+_SESSIONS = ("session_id", "episode_id", "env_id", "session")
+_BESIDES = frozenset({*_SESSIONS, "action", "metadata", "request_id", "seed", "task_id", "timeout_s"})
+"""Fields of a step's body beside `action`."""
+_DONE = ("done", "terminated", "truncated", "is_done")
+_TOTALS = ("total", "reward", "value", "score", "total_reward", "step_reward")
+"""Names of the number in a reward with several components."""
+_OF_SERVER = ("ModuleNotFoundError", "ImportError", "ConnectionError", "FileNotFoundError")
+"""Exceptions that no action causes."""
+_DEEPEST = 8
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True)
+class Endpoints:
+    """The two endpoints of a server, as its description tells them.
+
+    Attributes:
+        prefix: What comes before `/reset` and `/step`.
+        official: The description is that of OpenEnv's own server, which may have a WebSocket.
+        resets: Names of reset's parameters; None if any is taken.
+        queries: Names that go into the address, by endpoint.
+        wrapped: A step's body has the action as `action`.
+        session: The field that tells sessions apart; empty if there is none.
+        asked: Reset takes this field, so that the client names the session.
+        action: JSON schema of an action; empty if the description does not tell it.
+    """
+
+    prefix: str = ""
+    official: bool = False
+    resets: frozenset[str] | None = None
+    queries: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    wrapped: bool = True
+    session: str = ""
+    asked: bool = False
+    action: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, url: str) -> Endpoints | None:
+        """Ask a server; None if its description has no such endpoints."""
+        try:
+            with _DIRECT.open(f"{url}/openapi.json", timeout=10) as answer:
+                return cls.described(json.loads(answer.read()))
+        except (OSError, ValueError):
+            return None
+
+    @classmethod
+    def described(cls, description: Any) -> Endpoints | None:
+        """Read a description in the form of OpenAPI 3."""
+        paths = description.get("paths") if isinstance(description, Mapping) else None
+        posts = [path for path, one in (paths or {}).items() if isinstance(one, Mapping) and "post" in one]
+        prefixes = [path.removesuffix("/reset") for path in posts if path.endswith("/reset")]
+        prefix = min((one for one in prefixes if f"{one}/step" in posts), key=len, default=None)
+        if paths is None or prefix is None:
+            return None
+        parts = (description.get("components") or {}).get("schemas") or {}
+        reset, step = (_Operation(paths[f"{prefix}/{word}"]["post"], parts) for word in ("reset", "step"))
+        action = merged(step.fields.get("action"), parts)
+        wrapped = "action" in step.fields and step.fields.keys() <= _BESIDES and not action.get("enum")
+        wrapped = wrapped and action.get("type", "object") in ("object", None)
+        if not step.fields:
+            wrapped = step.title != "Action"  # the body of a parameter called so
+        session = next((name for name in _SESSIONS if name in step.fields or name in step.query), "")
+        if not wrapped:
+            own = {name: one for name, one in step.fields.items() if name not in _SESSIONS}
+            action = {**step.body, "properties": own} if own else {}
+            action["required"] = [name for name in step.body.get("required") or () if name in own]
+        return cls(
+            prefix,
+            "/schema" in paths,
+            None if reset.takes_any else frozenset(reset.fields) | reset.query,
+            {"reset": reset.query, "step": step.query},
+            wrapped,
+            session,
+            session in reset.fields or session in reset.query,
+            {**action, "$defs": parts} if action.get("properties") else {},
+        )
+
+
+class _Operation:
+    """The parameters of an endpoint."""
+
+    def __init__(self, given: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+        content = (given.get("requestBody") or {}).get("content") or {}
+        schema = (content.get("application/json") or {}).get("schema") or {}
+        self.body = merged(schema, parts)
+        self.fields: dict[str, Any] = dict(self.body.get("properties") or {})
+        self.title = str(self.body.get("title") or "")
+        listed = given.get("parameters") or ()
+        self.query = frozenset(str(one.get("name")) for one in listed if one.get("in") == "query")
+        self.takes_any = not self.fields and (bool(schema) or not self.query)
+
+
+def merged(schema: Any, parts: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
+    """Return a schema of an object without references; of alternatives, one with the fields of all of them."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return {}
+    if isinstance(reference := schema.get("$ref"), str):
+        return merged(parts.get(reference.rpartition("/")[2]), parts, depth + 1)
+    several = [one for kind in ("anyOf", "oneOf", "allOf") for one in schema.get(kind) or ()]
+    if not several:
+        return dict(schema)
+    found = [one for each in several if (one := merged(each, parts, depth + 1)).get("type") != "null"]
+    objects = [one for one in found if one.get("properties")]
+    if len(objects) < 2:
+        return {**schema, **(objects or found or [{}])[0]}
+    fields: dict[str, list[Any]] = {}
+    for one in objects:
+        for name, given in one["properties"].items():
+            fields.setdefault(name, []).append(given)
+    required = set.intersection(*(set(one.get("required") or ()) for one in objects))
+    if schema.get("allOf"):
+        required = set().union(*(one.get("required") or () for one in objects))
+    told = {name: {"anyOf": given, "description": _said(given)} for name, given in fields.items()}
+    return {"type": "object", "properties": told, "required": [name for name in told if name in required]}
+
+
+def _said(given: Iterable[Any]) -> str:
+    return next((str(one["description"]) for one in given if isinstance(one, Mapping) and "description" in one), "")
+
+
+class Episode:
+    """An episode over HTTP; use it with `async with`.
+
+    Args:
+        url: Address of the server.
+        endpoints: What it understands.
+        turn: Held during the episode, of a server that has one at a time.
+        raised: Returns the last exception that the server printed.
+    """
+
+    def __init__(
+        self, url: str, endpoints: Endpoints, turn: threading.Lock | None, raised: Callable[[], str] = str
+    ) -> None:
+        self._url, self._endpoints, self._turn, self._raised = url + endpoints.prefix, endpoints, turn, raised
+        self._session: dict[str, Any] = {}
+
+    async def __aenter__(self) -> Episode:
+        while self._turn is not None and not self._turn.acquire(blocking=False):
+            await asyncio.sleep(_LOOK_S)  # episodes are in several event loops
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        if self._turn is not None:
+            self._turn.release()
+
+    async def reset(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin the episode; return {observation, reward, done}."""
+        known, name = self._endpoints.resets, self._endpoints.session
+        asked = {key: value for key, value in parameters.items() if known is None or key in known or key != "seed"}
+        if name and self._endpoints.asked:
+            asked.setdefault(name, uuid.uuid4().hex)
+            self._session = {name: asked[name]}
+        found = await self._say("reset", asked)
+        if name and (given := _session_in(found, name)) is not None:
+            self._session = {name: given}
+        return _answer(found)
+
+    async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
+        """Take an action; return {observation, reward, done}.
+
+        Raises:
+            Refused: The environment does not accept the action.
+        """
+        body = {"action": dict(action)} if self._endpoints.wrapped else dict(action)
+        return _answer(await self._say("step", {**self._session, **body}))
+
+    async def tools(self) -> list[dict[str, Any]]:
+        """Return no tools: this protocol has none."""
+        return []
+
+    async def required_fields(self) -> list[str]:
+        """Return the fields without which the server refuses an action."""
+        try:
+            await self.step({})
+        except Refused as refusal:
+            return [name for name in refusal.missing if name not in ("action", "body")]
+        except EnvironmentMistake:  # its code expects an action
+            pass
+        return []
+
+    async def _say(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
+        query = {name: body.pop(name) for name in self._endpoints.queries.get(kind, ()) if name in body}
+        address = f"{self._url}/{kind}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        code, text = await asyncio.to_thread(_post, address, body)
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = None
+        if code < 400 and isinstance(found, Mapping):
+            return dict(found)
+        said = found.get("detail", found.get("error", found)) if isinstance(found, Mapping) else found
+        why = self._raised() if code >= 500 else ""
+        why = why or (f"HTTP {code}{details(said)}" if isinstance(said, list) else str(said or text or f"HTTP {code}"))
+        if kind == "step" and 400 <= code != 404 and not why.startswith(_OF_SERVER):
+            raise Refused(why, missing(said))
+        raise EnvironmentMistake(f"The server answers {kind} with HTTP {code}: {why[:400]}")
+
+
+def _post(address: str, body: Mapping[str, Any]) -> tuple[int, str]:
+    """Send JSON; return the answer's status and text, waiting while the server limits requests."""
+    deadline, pause = time.monotonic() + _BUSY_S, 0.1
+    while True:
+        asked = urllib.request.Request(
+            address, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+        )
+        try:
+            with _DIRECT.open(asked, timeout=_MESSAGE_S) as answer:
+                return int(answer.status), answer.read().decode(errors="replace")
+        except urllib.error.HTTPError as error:
+            if error.code != 429 or time.monotonic() > deadline:
+                return error.code, error.read().decode(errors="replace")
+        except TimeoutError:
+            raise TimeoutError(f"the server did not answer {address} within {_MESSAGE_S:g} s") from None
+        except OSError as error:
+            raise ConnectionError(f"the server does not answer {address}: {error}") from error
+        time.sleep(pause)
+        pause = min(2 * pause, 5.0)
+
+
+def _session_in(found: Mapping[str, Any], name: str) -> Any:
+    """Return the session that an answer names, at its top or one level below."""
+    levels = [found, *(one for one in found.values() if isinstance(one, Mapping))]
+    return next((one[name] for one in levels if one.get(name) is not None), None)
+
+
+def _answer(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an answer in OpenEnv's form. Some have the observation itself, or a reward with its components."""
+    if "observation" in found:
+        seen = found["observation"]
+        observation = dict(seen) if isinstance(seen, Mapping) else {"observation": seen}
+    else:
+        observation = {name: one for name, one in found.items() if name not in ("reward", "info", *_DONE)}
+    info = found.get("info")
+    if isinstance(info, Mapping) and isinstance(info.get("error"), str) and info["error"]:
+        observation.setdefault("error", info["error"])
+    given = found.get("reward", observation.get("reward"))
+    if isinstance(given, Mapping):
+        numbers = [given[name] for name in _TOTALS if isinstance(given.get(name), int | float)]
+        below = observation.get("reward")
+        given = numbers[0] if numbers else below if isinstance(below, int | float) else given
+    done = any(bool(one.get(name)) for one in (found, observation) for name in _DONE)
+    return {"observation": observation, "reward": given, "done": done}

@@ -1,0 +1,136 @@
+"""What `openenv.yaml` says of an environment: its name, its app, its tasks and its length."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FILE", "Manifest", "reset_parameters"]
+
+FILE = "openenv.yaml"
+_FOLDERS = 3
+"""Number of folders above a file in which its manifest is looked for."""
+_LARGEST = 1 << 20
+_APP = re.compile(r"(?<![\w/.:])([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?![\w/:])")
+_OF_TASK = ("task_id", "task", "task_name", "scenario_id", "scenario", "task_type", "difficulty", "level")
+"""Names of reset's parameter that selects a task."""
+_LEVELS = ("difficulty", "level")
+_LENGTHS = ("max_steps", "max_turns", "max_episode_steps", "step_budget")
+_LONGEST = 200
+_RESET = re.compile(r"def reset\((?P<given>[^)]*)\)")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """An environment's `openenv.yaml`.
+
+    Attributes:
+        folder: The folder that it is in, from which its server is run.
+        app: The module and the name of the app; empty if it names none.
+        tasks: Each with `id`, and `difficulty` or `level` if it says so.
+        longest: Largest number of steps that it names for an episode; None if it names none.
+    """
+
+    folder: Path
+    name: str = ""
+    description: str = ""
+    app: tuple[str, str] = ("", "")
+    tasks: tuple[Mapping[str, str], ...] = ()
+    longest: int | None = None
+
+    @classmethod
+    def nearest(cls, place: Path) -> Manifest | None:
+        """Return the manifest of a file or folder: that of its folder, or the next above."""
+        start = place if place.is_dir() else place.parent
+        for folder in [start, *start.parents][: _FOLDERS + 1]:
+            try:
+                changed = (folder / FILE).stat().st_mtime_ns
+            except OSError:
+                continue
+            return _read(folder, changed)
+        return None
+
+    def resets(self, parameters: Collection[str]) -> list[dict[str, str]]:
+        """Return reset's settings that select each task; none if it has no such parameter.
+
+        Args:
+            parameters: Names of reset's parameters.
+        """
+        name = next((one for one in _OF_TASK if one in parameters), None)
+        if name is None:
+            return []
+        values = [task.get(name) if name in _LEVELS else task["id"] for task in self.tasks]
+        return [{name: value} for value in dict.fromkeys(values) if value]
+
+
+def reset_parameters(folder: Path) -> set[str]:
+    """Return the names of the parameters of functions called `reset` in the files of a folder."""
+    found = set()
+    for file in [*folder.glob("*.py"), *folder.glob("*/*.py")]:
+        try:
+            given = _RESET.findall(file.read_text(errors="replace"))
+        except OSError:
+            continue
+        found |= {name for one in given for name in re.findall(r"(\w+)\s*[:=,)]", f"{one},")}
+    return found
+
+
+@lru_cache(maxsize=64)
+def _read(folder: Path, changed: int) -> Manifest:
+    """Read the file in a folder; one that cannot be read says nothing.
+
+    Args:
+        changed: Time of its last change.
+    """
+    try:
+        import yaml
+
+        with (folder / FILE).open(encoding="utf-8", errors="replace") as file:
+            said = yaml.safe_load(file.read(_LARGEST))
+    except Exception:  # not YAML, or an interpreter without it
+        said = None
+    said = _below({"": said}, "")
+    own, server = _below(said, "environment"), _below(said, "server")
+    named = said.get("app") or server.get("entry_point") or server.get("command") or own.get("app")
+    app = _APP.search(str(named or ""))
+    lengths = [one for one in _lengths(said) if 0 < one <= _LONGEST]
+    return Manifest(
+        folder,
+        str(said.get("name") or own.get("name") or "").strip(),
+        " ".join(str(said.get("description") or own.get("description") or "").split()),
+        (app[1], app[2]) if app else ("", ""),
+        tuple(_tasks(said.get("tasks") or own.get("tasks"))),
+        max(lengths, default=None),
+    )
+
+
+def _below(said: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = said.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _tasks(given: Any) -> Iterator[dict[str, str]]:
+    if isinstance(given, Mapping):
+        given = [{"id": name, **(one if isinstance(one, Mapping) else {})} for name, one in given.items()]
+    for one in given if isinstance(given, list) else ():
+        told = one if isinstance(one, Mapping) else {"id": one}
+        name = next((told[key] for key in ("id", "task_id", "name") if told.get(key)), None)
+        if isinstance(name, str | int):
+            levels = {key: str(told[key]) for key in _LEVELS if isinstance(told.get(key), str | int)}
+            yield {"id": str(name), **levels}
+
+
+def _lengths(given: Any) -> Iterator[int]:
+    """Yield the lengths named anywhere in a file."""
+    if isinstance(given, Mapping):
+        for name, one in given.items():
+            if name in _LENGTHS and isinstance(one, int):
+                yield one
+            yield from _lengths(one)
+    elif isinstance(given, list):
+        for one in given:
+            yield from _lengths(one)
