@@ -43,6 +43,8 @@ class Adapter:
     problem: str = ""
     """Reason why the adapter cannot be used; empty if it can."""
     module: ModuleType | None = None
+    former: tuple[str, ...] = ()
+    """Packages of earlier versions that do as well."""
 
     @property
     def lists_packages(self) -> bool:
@@ -76,9 +78,10 @@ class Adapter:
         """Return True if an interpreter with these packages can run the adapter's environments."""
         if not self.package:
             return True
-        place = site_packages / Path(*self.package.split("."))
-        if place.is_dir() or place.with_suffix(".py").is_file():
-            return True
+        for package in (self.package, *self.former):
+            place = site_packages / Path(*package.split("."))
+            if place.is_dir() or place.with_suffix(".py").is_file():
+                return True
         word = self.package.replace("_", "-").lower()
         try:
             names = os.listdir(site_packages)
@@ -109,6 +112,7 @@ def adapters(folder: Path = _FOLDER, load: Callable[[str], ModuleType] | None = 
                     name=file.stem,
                     description=first_line(module.__doc__),
                     package=str(getattr(module, "PACKAGE", "") or ""),
+                    former=_texts(getattr(module, "FORMER", ())),
                     requirements=_texts(getattr(module, "REQUIREMENTS", ())),
                     extras=dict(getattr(module, "EXTRAS", {})),
                     python=str(getattr(module, "PYTHON", "") or ""),

@@ -36,7 +36,7 @@ def test_engine_is_installed_under_its_own_name_and_kept_until_removed(home: Hom
     assert engine_python(home, "embedded") is None
     wanted = Wanted((), find_links=(str(home.path.parent / "wheels"),), offline=True)
     with pytest.MonkeyPatch.context() as patch:  # the wheel has a module of another name than the engine's
-        patch.setattr("toprope.workbench.interpreters.adding._require_import", lambda *_: None)
+        patch.setattr("toprope.workbench.interpreters.adding.require_import", lambda *_: None)
         outcome = add_engine(home, "tinyengine", wanted=wanted)
     python = engine_python(home, "tinyengine")
     assert python is not None and python == outcome.added.python

@@ -6,7 +6,6 @@ entry is written. Unreferenced environments are deleted at the next change, exce
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import threading
@@ -34,22 +33,17 @@ from toprope.workbench.interpreters.naming import (
     run_from_folder,
     target_of,
     with_extras_of,
+    without_build,
 )
 from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.pythons import looked_at, require_import
 from toprope.workbench.interpreters.registry import Added, Registry
 from toprope.workbench.interpreters.store import Made, Store, bytes_of, digests_in_use
 from toprope.workbench.interpreters.words import excerpt, telling
 
 _LONGEST_S = 3600.0
-_LOOK_S = 60.0
-_IMPORT_S = 180.0
 _OLDEST = (3, 11)
 _CLONING = ".making-"
-_LOOK = (
-    "import json, platform, sys, sysconfig; print(json.dumps({'version': list(sys.version_info[:3]), "
-    "'site': sysconfig.get_path('purelib'), "
-    "'what': f'{platform.python_implementation()} {platform.python_version()} {sys.platform} {platform.machine()}'}))"
-)
 
 
 @dataclass(frozen=True)
@@ -129,7 +123,7 @@ class Interpreters:
             if target.requirements:
                 theirs = ecosystem_requirements(target, self._adapters())
                 target = replace(target, requirements=(*target.requirements, *self._more(target.path), *theirs))
-            outcome = self.place(order, target, progress, given_up)
+            target, outcome = self._placed(order, target, progress, given_up)
             if outcome.made is not None and (more := self._more(outcome.added.site_packages)):
                 progress(f"its packages need {', '.join(more)}")
                 order = replace(order, requirements=(*order.requirements, *more))
@@ -258,7 +252,7 @@ class Interpreters:
             installer = Installer(aside / "venv", commands)
             progress(f"resolving {', '.join(requirements)} with {installer.name}")
             pins = installer.made_and_resolved(target.name, wanted, progress)
-            what = _looked_at(installer.python).what
+            what = looked_at(installer.python).what
             digest = digest_of(pins, what)
             try:
                 with self.store.lock(digest, _LONGEST_S):
@@ -289,7 +283,7 @@ class Interpreters:
             wanted.prepare(site_packages_of(installer.python) or aside)
         if target.adapter is not None:
             progress(f"importing {target.adapter.package}")
-            _require_import(installer.python, target.adapter, aside)
+            require_import(installer.python, target.adapter, aside)
         facts = Made(
             python=what,
             requirements=list(wanted.requirements),
@@ -300,6 +294,19 @@ class Interpreters:
             bytes=bytes_of(aside / "venv"),
         )
         self.store.keep(aside, digest, facts)
+
+    def _placed(
+        self, order: Order, target: Target, progress: Callable[[str], None], given_up: threading.Event | None
+    ) -> tuple[Target, Outcome]:
+        """Place a target; a project that cannot be built is run from its files, as its author runs it."""
+        try:
+            return target, self.place(order, target, progress, given_up)
+        except EnvironmentFailed as failed:
+            apart = without_build(target, failed.message)
+            if apart is None:
+                raise
+            progress("the project cannot be built: its files are run, with what it requires")
+            return apart, self.place(order, apart, progress, given_up)
 
     def _of_store(self, added: Added, digest: str, *, shared: bool) -> Outcome:
         python = self.store.python(digest)
@@ -380,7 +387,7 @@ def _within(target: Target, checkout: Path) -> Target:
 
 def _brought(added: Added, python: str, target: Target, requirements: Sequence[str]) -> Added:
     """Validate the owner's interpreter and return the entry with it."""
-    seen = _looked_at(python)
+    seen = looked_at(python)
     if seen.version < _OLDEST:
         raise InvalidValue(
             f"{python} is Python {'.'.join(map(str, seen.version))}; environments need 3.11 or newer.",
@@ -395,56 +402,3 @@ def _brought(added: Added, python: str, target: Target, requirements: Sequence[s
             hint=f"Install it there ({python} -m pip install ...), or omit --python.",
         )
     return added.model_copy(update={"python": str(Path(python).expanduser().absolute()), "site_packages": str(site)})
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """Properties of an interpreter."""
-
-    version: tuple[int, ...]
-    site: str
-    """Its site-packages folder."""
-    what: str
-    """Python implementation, version and platform."""
-
-
-def _looked_at(python: str) -> _Seen:
-    """Start an interpreter and return its properties.
-
-    Raises:
-        InvalidValue: Not a Python interpreter, or it does not answer.
-    """
-    path = Path(python).expanduser().absolute()
-    try:
-        done = subprocess.run(
-            [str(path), "-I", "-c", _LOOK],
-            env=worker_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_LOOK_S,
-        )
-        said = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        raise InvalidValue(
-            f"{python} is not a working Python: {error}.", hint="Give the path of a Python interpreter."
-        ) from None
-    if not isinstance(said, dict):
-        raise InvalidValue(
-            f"{python} is not a working Python; it printed: {excerpt(done.stderr.splitlines())}",
-            hint="Give the path of a Python interpreter.",
-        )
-    return _Seen(tuple(said["version"]), str(said["site"]), str(said["what"]))
-
-
-def _require_import(python: str, adapter: Adapter, aside: Path) -> None:
-    """Check that the ecosystem's package can be imported; some install but fail to import."""
-    command = [python, "-I", "-c", f"import {adapter.package}"]
-    # The import runs user code, so it gets no keys of package indexes.
-    code, lines = Commands(aside / "log", timeout_s=_IMPORT_S, surroundings=worker_environment).run(command, aside)
-    if code:
-        raise EnvironmentFailed(
-            f"{adapter.package} was installed but cannot be imported; nothing was kept. It printed:\n"
-            + "\n".join(lines[-6:]),
-            hint="Add missing packages with --requirement, or pin another version: --requirement 'name==version'.",
-        )

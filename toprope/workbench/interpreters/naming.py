@@ -27,6 +27,7 @@ from toprope.workbench.adapters import Adapter
 
 _GIT = re.compile(r"^(git\+|git@|ssh://|file://.*\.git)|\.git(@[^/@]+)?$")
 _EDITABLE = re.compile(r"(?:-e|--editable)[ =]+(?:[\w.-]+(?:\[[^\]]*\])? *@ *)?(?P<place>\.[^\s;]*)")
+_UNBUILT = re.compile(r"(?i)failed to build|(metadata|build).generation.failed|getting requirements to build wheel")
 _USUAL = ("app", "task")
 """Names that the file of every environment of an ecosystem has: its folder's name tells them apart."""
 _HUB = re.compile(r"hf:[\w.-]+(/[\w.-]+)?")
@@ -45,6 +46,8 @@ class Target:
     path: Path | None = None
     ref: str = ""
     """Branch or tag of a checkout."""
+    unbuilt: bool = False
+    """True if its project cannot be built: its files are run, with what the project requires."""
 
 
 def target_of(
@@ -207,11 +210,16 @@ def _defined(path: Path, adapters: Sequence[Adapter]) -> Target:
     return Target("folder", str(path), name_of(path.stem), (*own, *needed), adapter if needed else None, path)
 
 
-def ecosystem_requirements(target: Target, adapters: Sequence[Adapter]) -> tuple[str, ...]:
-    """Return what the ecosystems of a folder's files need, which their authors often leave out of its requirements."""
+def ecosystem_requirements(target: Target, adapters: Sequence[Adapter], site: Path | None = None) -> tuple[str, ...]:
+    """Return what the ecosystems of a folder's files need, which their authors often leave out of its requirements.
+
+    Args:
+        site: Packages that are installed: ecosystems that these have are left out, in whatever version.
+    """
     if target.kind == "packages" or target.path is None:
         return ()
-    return tuple(dict.fromkeys(line for one in _declaring(target.path, adapters) for line in one.requirements))
+    needed = [one for one in _declaring(target.path, adapters) if site is None or not one.is_in(site)]
+    return tuple(dict.fromkeys(line for one in needed for line in one.requirements))
 
 
 def run_from_folder(target: Target, site_packages: str | None, adapters: Sequence[Adapter]) -> Target | None:
@@ -220,7 +228,11 @@ def run_from_folder(target: Target, site_packages: str | None, adapters: Sequenc
     Args:
         site_packages: Where the project was installed.
     """
-    if target.kind != "packages" or target.path is None or not target.path.is_dir() or site_packages is None:
+    if target.path is None or not target.path.is_dir() or site_packages is None:
+        return None
+    if target.unbuilt and (theirs := ecosystem_requirements(target, adapters, Path(site_packages))):
+        return replace(target, requirements=(*target.requirements, *theirs))
+    if target.kind != "packages":
         return None
     site, own = Path(site_packages), _modules_of(target.path, Path(site_packages))
     brought = (listed for one in adapters if one.lists_packages for listed in one.installed(site))
@@ -230,8 +242,30 @@ def run_from_folder(target: Target, site_packages: str | None, adapters: Sequenc
     ours = any(one.attribute for file in environment_files(target.path, deep=True) for one in discover_file(file))
     if not ours and not _declaring(target.path, adapters):
         return None
-    theirs = ecosystem_requirements(folder, adapters)
+    theirs = ecosystem_requirements(folder, adapters, site)
     return replace(folder, requirements=tuple(dict.fromkeys((*target.requirements, *theirs))))
+
+
+def without_build(target: Target, said: str) -> Target | None:
+    """Return the target of a project that runs from its files because it cannot be built; None if it says no more.
+
+    Args:
+        said: What the installer printed.
+    """
+    if target.path is None or not target.path.is_dir() or not _UNBUILT.search(said):
+        return None
+    try:
+        project = tomllib.loads((target.path / "pyproject.toml").read_text("utf-8", "replace")).get("project") or {}
+    except (OSError, ValueError):
+        return None
+    place, listed = str(target.path.resolve()), target.path / "requirements.txt"
+    if place not in said or "dependencies" in (project.get("dynamic") or ()):
+        return None
+    needed = [one for one in project.get("dependencies") or () if isinstance(one, str)]
+    needed += _lines(listed, ()) if listed.is_file() else []
+    rest = [one for one in target.requirements if one not in (str(target.path), place)]
+    kind = "git" if target.kind == "git" else "folder"
+    return replace(target, kind=kind, requirements=tuple(dict.fromkeys([*needed, *rest])), unbuilt=True)
 
 
 def _modules_of(project: Path, site: Path) -> set[str]:

@@ -1,23 +1,35 @@
-"""Other Pythons of this machine, for packages that Toprope's own is too old for."""
+"""Pythons: others of this machine, for packages that Toprope's own is too old for, and what one is and can import."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from toprope.errors import EnvironmentFailed, InvalidValue
+from toprope.sdk.worker.client import worker_environment
 from toprope.workbench.adapters import Adapter
+from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.words import excerpt
 
 _REQUIRED = re.compile(r"(?:satisfy Python|Requires-Python|not in ')\s*(?P<what>[<>=!~][^\s'\"]*)")
 _NEWEST_MINOR = 20
-_LOOK_S = 20.0
+_LOOK_S = 60.0
+_IMPORT_S = 180.0
+_LOOK = (
+    "import json, platform, sys, sysconfig; print(json.dumps({'version': list(sys.version_info[:3]), "
+    "'site': sysconfig.get_path('purelib'), "
+    "'what': f'{platform.python_implementation()} {platform.python_version()} {sys.platform} {platform.machine()}'}))"
+)
 
 
 def better_python(adapter: Adapter | None) -> str | None:
@@ -69,3 +81,56 @@ def _version(python: str) -> tuple[int, ...] | None:
         return tuple(map(int, done.stdout.split()))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """Properties of an interpreter."""
+
+    version: tuple[int, ...]
+    site: str
+    """Its site-packages folder."""
+    what: str
+    """Python implementation, version and platform."""
+
+
+def looked_at(python: str) -> Interpreter:
+    """Start an interpreter and return its properties.
+
+    Raises:
+        InvalidValue: Not a Python interpreter, or it does not answer.
+    """
+    path = Path(python).expanduser().absolute()
+    try:
+        done = subprocess.run(
+            [str(path), "-I", "-c", _LOOK],
+            env=worker_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_S,
+        )
+        said = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        raise InvalidValue(
+            f"{python} is not a working Python: {error}.", hint="Give the path of a Python interpreter."
+        ) from None
+    if not isinstance(said, dict):
+        raise InvalidValue(
+            f"{python} is not a working Python; it printed: {excerpt(done.stderr.splitlines())}",
+            hint="Give the path of a Python interpreter.",
+        )
+    return Interpreter(tuple(said["version"]), str(said["site"]), str(said["what"]))
+
+
+def require_import(python: str, adapter: Adapter, aside: Path) -> None:
+    """Check that the ecosystem's package can be imported; some install but fail to import."""
+    command = [python, "-I", "-c", f"import {adapter.package}"]
+    # The import runs user code, so it gets no keys of package indexes.
+    code, lines = Commands(aside / "log", timeout_s=_IMPORT_S, surroundings=worker_environment).run(command, aside)
+    if code:
+        raise EnvironmentFailed(
+            f"{adapter.package} was installed but cannot be imported; nothing was kept. It printed:\n"
+            + "\n".join(lines[-6:]),
+            hint="Add missing packages with --requirement, or pin another version: --requirement 'name==version'.",
+        )
