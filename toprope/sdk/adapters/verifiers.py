@@ -200,16 +200,16 @@ class Verifiers(OwnLoop):
         return config.model_copy(update=update)
 
     def _parts(self, task: Any) -> dict[str, Part]:
-        low, high = bounds(self.knobs)
         parts: dict[str, Part] = {}
         keyed = "finalize" in _overridden(type(self._env), "Env")
         for function in task.hooks("reward"):
             weight = float(getattr(function, "_vf_weight", 1.0))
             if not _gives_a_number(function):
                 keyed = True
-            parts[function.__name__] = Part(weight, low, high, first_line(function.__doc__))
+            parts[function.__name__] = Part(weight, *bounds(self.knobs, weight), first_line(function.__doc__))
         for judge in task.plugged_judges():
-            parts[judge.reward_name] = Part(float(judge.config.weight), low, high, "verdict of a judge")
+            weight = float(judge.config.weight)
+            parts[judge.reward_name] = Part(weight, *bounds(self.knobs, weight), "verdict of a judge")
         if keyed or not parts:
             parts[_OTHER] = Part(1.0, -_OTHER_LIMIT, _OTHER_LIMIT, "rewards with undeclared names")
         for function in task.hooks("metric"):

@@ -19,6 +19,8 @@ from openai import AsyncOpenAI, AzureOpenAI, BadRequestError, OpenAI, OpenAIErro
 from tests.sdk.adapters.conftest import asked_of
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.judges import rollout_of
+from toprope.sdk.adapters._verifiers.load_environment import bounds
+from toprope.sdk.adapters._verifiers.reward_errors import _with_dictionaries
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Scoring
 from toprope.sdk.authoring.knobs import describe_knobs
@@ -176,6 +178,37 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
         environment._played(scaled)  # type: ignore[attr-defined]
 
 
+def test_penalties_need_no_bounds(copying: OwnLoop) -> None:
+    """They make no answer solved; larger rewards could."""
+    environment = configure(copying, knobs={"words": ["ab"]})
+    played = environment._played({"metrics": {"exact": -0.3}, "error": None})  # type: ignore[attr-defined]
+    assert played.parts["exact"] == -0.3 and not environment.success(played.parts, -0.6)
+    assert bounds(environment.knobs, -1.0) == (0.0, 1000.0)
+    environment = configure(copying, knobs={"words": ["ab"], "reward_low": 0.0})
+    with pytest.raises(EnvironmentMistake, match="reward_low and reward_high"):
+        environment._played({"metrics": {"exact": -0.3}, "error": None})  # type: ignore[attr-defined]
+
+
+def test_reward_functions_get_messages_as_dictionaries(copying: OwnLoop) -> None:
+    """Until 0.1.13 messages were dictionaries, which many authors' functions ask for."""
+
+    class Model:
+        def __init__(self, **fields: Any) -> None:
+            self.fields = fields
+
+        def model_dump(self) -> dict[str, Any]:
+            return self.fields
+
+    def size(completion: Any) -> float:
+        assert all(isinstance(one, dict) and one["content"] == one.content for one in completion)
+        return float(completion[0].tool_calls[0].name == "look" and "missing" not in completion[0])
+
+    said = [Model(role="assistant", content="ab", tool_calls=[{"name": "look"}])]
+    assert asyncio.run(_with_dictionaries(size)(completion=said)) == 1.0
+    size.__module__ = "verifiers.rubrics.own"
+    assert _with_dictionaries(size) is size
+
+
 def test_the_grader_of_the_owner_answers_for_the_policy(copying: OwnLoop) -> None:
     environment = configure(copying, knobs={"words": ["ab"], "judge_key_var": "JUDGE_TEST_KEY"})
     assert os.environ["JUDGE_TEST_KEY"] == "none"
@@ -225,7 +258,7 @@ def test_a_group_of_environments_gives_the_reward_of_the_one_whose_task_it_is(co
     copying._make = lambda **given: group  # type: ignore[attr-defined]
     environment = configure(copying, knobs={"words": ["ab"], "turns": 4})
     parts = {name: (part.weight, part.low, part.high) for name, part in environment.parts.items()}
-    assert parts == {"reward": (1.0, -1.0, 2.0), "style": (0.0, -1e6, 1e6), "reward_errors": (0.0, 0.0, 1e6)}
+    assert parts == {"reward": (1.0, -3000.0, 2.0), "style": (0.0, -1e6, 1e6), "reward_errors": (0.0, 0.0, 1e6)}
     assert environment.max_turns == 4 == members["two"].max_turns  # type: ignore[attr-defined]
     scored = environment._played({"metrics": {"style": 7.0}, "reward": 1.5, "error": None})  # type: ignore[attr-defined]
     assert scored.parts == {"reward": 1.5, "style": 7.0, "reward_errors": 0.0} and environment.success(

@@ -17,6 +17,7 @@ from toprope.sdk.discovery import first_line, literal, parse
 __all__ = ["REQUIREMENTS", "declared", "installed", "more_requirements"]
 
 REQUIREMENTS = ("verifiers==0.4.*", "uv")
+_TEST = re.compile(r"test_.*|.*_test|tests?|conftest")
 _PROGRAMS = REQUIREMENTS[1:]
 _PACKAGE = "verifiers"
 
@@ -88,8 +89,12 @@ def _digest(record: str) -> str:
 
 
 def _top_level(files: Iterable[str]) -> Iterable[str]:
-    """Return a wheel's modules, and the `__init__.py` of its packages, which may have been copied beside the wheel."""
+    """Return a wheel's modules, and the `__init__.py` of its packages, which may have been copied beside the wheel.
+
+    Tests, which import the environment, are left out.
+    """
     parts = [name.split("/") for name in files if name.endswith(".py")]
+    parts = [one for one in parts if not _TEST.fullmatch(one[0].removesuffix(".py"))]
     return dict.fromkeys(one[0] if len(one) == 1 else f"{one[0]}/__init__.py" for one in parts)
 
 

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -34,10 +35,14 @@ BEFORE = ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.2.37")
 _METRIC_LIMIT = 1e6
 _WHOLE = "reward"
 RANGE: tuple[tuple[str, Any, Any], ...] = (
-    ("reward_low", float, knob(0.0, help="smallest value of a reward")),
+    ("reward_low", float | None, knob(None, help="smallest value of a reward; null: penalties of any size")),
     ("reward_high", float, knob(1.0, help="largest value of a reward")),
 )
+_PENALTY = 1000.0
+"""Largest size of a penalty whose bounds the owner does not set."""
 _OURS = ("turns", "reward_low", "reward_high", "success_reward", "arguments")
+_KEY = re.compile(r"(\w*?)(?:api_)?key(_var)?$")
+"""Names of a model's key, or of its environment variable, beside `<the same>model` or `<the same>base_url`."""
 _REFERENCES = ("answer", "reference", "solution", "target")
 
 
@@ -72,10 +77,14 @@ class LoadedEnvironment(OwnLoop):
         knobs = self.knobs
         given = {field: getattr(knobs, name) for name, field in self._fields.items()}
         given |= knobs.arguments
-        for name, value in given.items():  # The judge is asked with a key of its own.
-            if name.startswith("judge") and name.endswith("key_var") and isinstance(value, str):
+        for name, value in given.items():  # Other models are the rollout's judge, which has a key of its own.
+            of_model = _KEY.match(name)
+            asked = of_model and [given.get(of_model[1] + one) for one in ("model", "base_url", "url")]
+            if of_model is None or not (name.startswith("judge") or any(asked or ())):
+                continue
+            if of_model[2] and isinstance(value, str):
                 os.environ.setdefault(value, "none")
-            elif name.startswith("judge") and name.endswith("api_key") and value is None:
+            elif not of_model[2] and value is None:
                 given[name] = "none"
         self._env = self._make(**given)
         if not hasattr(self._env, "rubric"):
@@ -156,15 +165,14 @@ class LoadedEnvironment(OwnLoop):
         names, weights = self._env.rubric._get_reward_func_names(), self._env.rubric._get_reward_weights()
         functions = {one.__name__: one for one in self._env.rubric._get_reward_funcs()}
         parts: dict[str, Part] = {}
-        limits = bounds(self.knobs)
         self._routed = len(names) != len(weights)
         if self._routed:  # A group routes a task to the rubric of one of its environments.
-            low, high = _range(self._env.rubric, *limits)
+            low, high = _range(self._env.rubric, self.knobs)
             parts[_WHOLE] = Part(1.0, low, high, "the reward by the rubric of the task's environment")
             weights = [0.0] * len(names)
         for name, weight in zip(names, weights, strict=True):
             said = first_line(getattr(functions.get(name), "__doc__", None))
-            low, high = limits if weight else (-_METRIC_LIMIT, _METRIC_LIMIT)
+            low, high = bounds(self.knobs, weight) if weight else (-_METRIC_LIMIT, _METRIC_LIMIT)
             parts.setdefault(name, Part(float(weight), low, high, said if weight else said or "a metric"))
         if not parts:
             raise EnvironmentMistake("Its rubric has no reward functions, so there is nothing to learn from.")
@@ -206,28 +214,27 @@ def _limit_turns(env: Any, turns: int) -> int:
     return most
 
 
-def _range(rubric: Any, low: float, high: float) -> tuple[float, float]:
-    """Return the smallest and the largest reward by a rubric, or by those of a group.
-
-    Args:
-        rubric: The rubric.
-        low: The smallest value of a function.
-        high: The largest.
-    """
+def _range(rubric: Any, knobs: Any) -> tuple[float, float]:
+    """Return the smallest and the largest reward by a rubric, or by those of a group."""
     if members := getattr(rubric, "env_map", None):
-        lows, highs = zip(*(_range(one.rubric, low, high) for one in members.values()), strict=True)
+        lows, highs = zip(*(_range(one.rubric, knobs) for one in members.values()), strict=True)
         return min(lows), max(highs)
-    ends = [sorted((weight * low, weight * high)) for weight in rubric._get_reward_weights()]
+    ends = [sorted(weight * end for end in bounds(knobs, weight)) for weight in rubric._get_reward_weights()]
     return sum(one[0] for one in ends), sum(one[1] for one in ends)
 
 
-def bounds(knobs: Any) -> tuple[float, float]:
-    """Return the smallest and the largest value of a reward.
+def bounds(knobs: Any, weight: float) -> tuple[float, float]:
+    """Return the smallest and the largest value of a reward with a weight.
+
+    Authors punish bad answers by values below 0, or by a large value with a negative weight. Neither makes an answer
+    count as solved, so without `reward_low` they have no bound.
 
     Raises:
         InvalidRequest: The smallest is not below the largest.
     """
     low, high = knobs.reward_low, knobs.reward_high
+    if low is None:
+        low, high = (-_PENALTY, high) if weight >= 0 else (0.0, _PENALTY)
     if low >= high:
         raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
     return low, high
