@@ -116,9 +116,11 @@ def _added(place: Path, ecosystem: str, shared: str) -> tuple[str, ...]:
 
 
 def _openenv(root: Path) -> Iterator[Candidate]:
-    for file in sorted(root.glob("meta-pytorch+OpenEnv/envs/*/server/app.py")):
+    for file in sorted(root.glob("*/envs/*/server/app.py")):
         folder = file.parents[1]
-        yield Candidate("openenv", f"OpenEnv/{folder.name}", _added(folder, "openenv", ""))
+        yield Candidate("openenv", f"{folder.parents[1].name}/{folder.name}", _added(folder, "openenv", ""))
+    for manifest in sorted(root.glob("*/openenv.yaml")):  # a repository that is one environment
+        yield Candidate("openenv", manifest.parent.name, (str(manifest.parent),))
 
 
 def _trl(root: Path) -> Iterator[Candidate]:
