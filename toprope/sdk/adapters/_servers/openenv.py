@@ -15,9 +15,8 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.sdk.adapters._servers.openenv_http import Endpoints, Episode
+from toprope.sdk.adapters._servers.openenv_http import Endpoints, Episode, Refused, details, missing
 from toprope.sdk.adapters._servers.openenv_serve import FAILED
-from toprope.sdk.adapters._servers.openenv_words import Refused, details, missing
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 

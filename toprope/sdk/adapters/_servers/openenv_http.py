@@ -16,14 +16,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toprope.sdk.adapters._servers.openenv_words import Refused, details, missing
 from toprope.sdk.errors import EnvironmentMistake
 
-__all__ = ["Endpoints", "Episode"]
+__all__ = ["Endpoints", "Episode", "Refused", "details", "missing"]
 
 _MESSAGE_S = 120.0
 _LOOK_S = 0.005
@@ -39,6 +38,19 @@ _OF_SERVER = ("ModuleNotFoundError", "ImportError", "ConnectionError", "FileNotF
 """Exceptions that no action causes."""
 _DEEPEST = 8
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Refused(Exception):
+    """The environment does not accept an action; the text says why.
+
+    Args:
+        why: The reason.
+        missing: Names of fields that the action lacks.
+    """
+
+    def __init__(self, why: str, missing: Sequence[str] = ()) -> None:
+        super().__init__(why)
+        self.missing = list(missing)
 
 
 @dataclass(frozen=True)
@@ -271,3 +283,16 @@ def _answer(found: Mapping[str, Any]) -> dict[str, Any]:
         given = numbers[0] if numbers else below if isinstance(below, int | float) else given
     done = any(bool(one.get(name)) for one in (found, observation) for name in _DONE)
     return {"observation": observation, "reward": given, "done": done}
+
+
+def missing(errors: Any) -> list[str]:
+    """Return the names of fields that a server finds missing."""
+    found = [one for one in errors or () if isinstance(one, Mapping)] if isinstance(errors, list) else []
+    return [str(one["loc"][-1]) for one in found if one.get("type") == "missing" and one.get("loc")]
+
+
+def details(errors: Any) -> str:
+    """Return the fields that a server finds invalid, and why."""
+    found = [one for one in errors or () if isinstance(one, Mapping)] if isinstance(errors, list) else []
+    told = [f"{'.'.join(map(str, one.get('loc') or ()))}: {one.get('msg', '')}" for one in found[:4]]
+    return f": {'; '.join(told)}" if told else ""
