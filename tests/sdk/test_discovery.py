@@ -63,6 +63,8 @@ class F(t.OwnLoop): pass
 def test_discovery_ignores_other_libraries(tmp_path: Path) -> None:
     assert found_in(tmp_path, "from gym import Environment\nclass A(Environment): pass\n") == []
     assert found_in(tmp_path, "def helper(): pass\n") == []
+    tried = "try:\n    from openenv.core import Environment\nexcept ImportError:\n    Environment = object\n"
+    assert found_in(tmp_path, f"{tried}class Maze(Environment): ...\n") == []
 
 
 def test_unparsable_file_is_listed_with_line(tmp_path: Path) -> None:

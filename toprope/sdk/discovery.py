@@ -189,7 +189,7 @@ def literal(node: ast.expr | None) -> Any:
 def _environments(tree: ast.Module) -> Iterator[ast.ClassDef]:
     ours = set(_BASES)
     theirs: set[str] = set()
-    for node in tree.body:
+    for node in ast.walk(tree):  # authors import in `try`, too
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if alias.name in _BASES:

@@ -228,6 +228,7 @@ def test_files_are_listed_without_running_them(tmp_path: Path) -> None:
     assert "No rows" in listed(tmp_path / "sums.py", SUMS)[0].problem
     other = "class Game:\n    def reset(self, **row): ...\n    def get_reward(self): ...\n    def move(self): ...\n"
     assert listed(tmp_path / "trl.py", other) == []
+    assert listed(tmp_path / "ask.py", GUESS.replace("class Guess", "class GuessClient")) == [], "it asks a server"
 
 
 @pytest.mark.parametrize(
