@@ -20,7 +20,7 @@ from tests.sdk.adapters.conftest import asked_of
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.judges import rollout_of
 from toprope.sdk.adapters._verifiers.load_environment import bounds
-from toprope.sdk.adapters._verifiers.reward_errors import _with_dictionaries
+from toprope.sdk.adapters._verifiers.older_interface import adapt_hooks, with_dictionaries
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Scoring
 from toprope.sdk.authoring.knobs import describe_knobs
@@ -204,9 +204,45 @@ def test_reward_functions_get_messages_as_dictionaries(copying: OwnLoop) -> None
         return float(completion[0].tool_calls[0].name == "look" and "missing" not in completion[0])
 
     said = [Model(role="assistant", content="ab", tool_calls=[{"name": "look"}])]
-    assert asyncio.run(_with_dictionaries(size)(completion=said)) == 1.0
+    assert asyncio.run(with_dictionaries(size)(completion=said)) == 1.0
     size.__module__ = "verifiers.rubrics.own"
-    assert _with_dictionaries(size) is size
+    assert with_dictionaries(size) is size
+
+
+def test_hooks_of_earlier_versions_are_called_as_their_authors_wrote_them(
+    stand_in: Callable[..., None],
+) -> None:
+    class Environment:
+        async def is_completed(self, state: dict[str, Any]) -> bool:
+            return bool(state.get("turns") == 9)
+
+    class Game(Environment):
+        def is_completed(self, messages: Any, game: Any, **more: Any) -> bool:  # type: ignore[override]
+            return bool(messages[-1] == "won")
+
+        def env_response(self, messages: Any, state: Any, **more: Any) -> tuple[list[str], Any]:
+            return [*messages, "next"], {**state, "moves": 1}
+
+        def setup_state(self, state: Any, **more: Any) -> Any:
+            return {**state, "board": "new"}
+
+    class Later(Environment):
+        async def is_completed(self, state: Any, **more: Any) -> bool:
+            return False
+
+    stand_in("verifiers", Environment=Environment)
+    group: Any = Thing(env_map={"game": Game()})
+    adapt_hooks(group)
+    game, state = group.env_map["game"], {"prompt": ["go"]}
+    assert asyncio.run(game.setup_state(state)) is state and state["board"] == "new"  # type: ignore[comparison-overlap]
+    assert not asyncio.run(game.is_completed(state))
+    assert asyncio.run(game.env_response(["a"], state)) == ["a", "next"] and state["moves"] == 1  # type: ignore[comparison-overlap]
+    assert asyncio.run(game.is_completed({"trajectory": [{"prompt": ["a"], "completion": ["won"]}]}))
+    assert asyncio.run(game.is_completed({"prompt": ["a"], "turns": 9})), "the conditions of verifiers hold, too"
+    later: Any = Later()
+    adapt_hooks(later)
+    assert asyncio.run(later.is_completed({"error": ValueError("no")})), "it would ask forever"
+    assert not asyncio.run(later.is_completed({}))
 
 
 def test_the_grader_of_the_owner_answers_for_the_policy(copying: OwnLoop) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.adapters._verifiers.judges import rollout_of
+from toprope.sdk.adapters._verifiers.older_interface import adapt_hooks
 from toprope.sdk.adapters._verifiers.prompts import messages_of_row, plain_messages, with_texts
 from toprope.sdk.adapters._verifiers.reward_errors import Raised, note_errors, noted
 from toprope.sdk.authoring.env_managed import REWARD_ERRORS, OwnLoop, Played, Session
@@ -89,6 +90,7 @@ class LoadedEnvironment(OwnLoop):
         self._env = self._make(**given)
         if not hasattr(self._env, "rubric"):
             raise EnvironmentMistake(f"load_environment returned {type(self._env).__name__}, not an environment.")
+        adapt_hooks(self._env)
         self.parts = self._parts()
         self.max_turns = _limit_turns(self._env, knobs.turns)
 

@@ -1,16 +1,12 @@
-"""Call reward functions of verifiers before 0.2, and note their errors, which rubrics log and count as reward 0.
+"""Note the errors of reward functions, which rubrics of verifiers before 0.2 log and count as reward 0.
 
 A function that fails on the answer gives 0 as its author means it. A judge that did not answer says nothing about it.
-Messages are objects since verifiers 0.1.14 and were dictionaries before, which most authors' functions expect
-(`isinstance(message, dict)`); they get dictionaries that can be read as objects, too.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.sdk.adapters._verifiers.judges import NobodyToAsk
+from toprope.sdk.adapters._verifiers.older_interface import with_dictionaries
 
 __all__ = ["Raised", "note_errors", "noted"]
 
 _DONE = "_toprope_notes"
-_CLASSES = re.compile(r"\b(Assistant|System|Text|Tool|User)Message\b")
-_CONVERSATIONS = frozenset({"prompt", "completion", "prompts", "completions"})
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ def _noting(call: Any) -> Any:
     async def noting(*arguments: Any, **named: Any) -> Any:
         rubric, function, scored = signature.bind(*arguments, **named).args
         if _is_metric(rubric, function):
-            return await call(rubric, _with_dictionaries(function), scored)
+            return await call(rubric, with_dictionaries(function), scored)
         states = scored if isinstance(scored, list) else [scored]
         return await call(rubric, _watched(function, states), scored)
 
@@ -88,55 +83,8 @@ def _is_metric(rubric: Any, function: Any) -> bool:
     return bool(weights) and not any(weights)
 
 
-class Message(dict[str, Any]):
-    """A message, or a part of one, whose fields can be read as attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-    def model_dump(self, **options: Any) -> dict[str, Any]:
-        """Return a plain dictionary, as the object would."""
-        return dict(self)
-
-
-def dictionaries(value: Any) -> Any:
-    """Return the objects in messages, conversations, and lists of these as dictionaries."""
-    if isinstance(value, list):
-        return [dictionaries(one) for one in value]
-    if isinstance(value, dict):
-        return Message({name: dictionaries(one) for name, one in value.items()})
-    return dictionaries(value.model_dump()) if hasattr(value, "model_dump") else value
-
-
-def _with_dictionaries(function: Any) -> Any:
-    """A function that gets its messages as dictionaries; one of verifiers, or whose file names its classes, does not
-    need it."""
-    module = str(getattr(function, "__module__", ""))
-    if module.partition(".")[0] == "verifiers" or _names_classes(module):
-        return function
-
-    @functools.wraps(function)
-    async def given(*arguments: Any, **named: Any) -> Any:
-        told = {name: dictionaries(one) if name in _CONVERSATIONS else one for name, one in named.items()}
-        said = function(*arguments, **told)
-        return await said if inspect.isawaitable(said) else said
-
-    return given
-
-
-@functools.cache
-def _names_classes(module: str) -> bool:
-    try:
-        return bool(_CLASSES.search(inspect.getsource(sys.modules[module])))
-    except (KeyError, OSError, TypeError):
-        return False
-
-
 def _watched(function: Any, states: Sequence[Any]) -> Any:
-    called = _with_dictionaries(function)
+    called = with_dictionaries(function)
 
     @functools.wraps(function)  # verifiers reads the parameters and the name
     async def watched(*arguments: Any, **named: Any) -> Any:
