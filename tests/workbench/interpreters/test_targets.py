@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import subprocess
@@ -21,7 +22,13 @@ from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.interpreters.adding import Interpreters, Order
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted, satisfied
-from toprope.workbench.interpreters.naming import ecosystem_requirements, run_from_folder, target_of
+from toprope.workbench.interpreters.naming import (
+    Target,
+    ecosystem_requirements,
+    run_from_folder,
+    target_of,
+    without_build,
+)
 from toprope.workbench.interpreters.overrides import overrides
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
@@ -364,6 +371,55 @@ def test_project_runs_from_its_folder_unless_its_own_package_has_environments(
     module = types.SimpleNamespace(installed=lambda site: [Listed("one", target)])
     found = run_from_folder(target_of(str(project), ()), str(site), [Adapter("servers", "", module=module)])  # type: ignore[arg-type]
     assert (found is None) is brought and (brought or found is not None and found.kind == "folder")
+
+
+def test_project_that_cannot_be_built_runs_from_its_files(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "flat project"
+    project.mkdir()
+    (project / "pyproject.toml").write_text('[project]\nname = "flat"\ndependencies = ["six", "fastapi==0.111.0"]\n')
+    (project / "requirements.txt").write_text("six\npyyaml\n.\n")
+    target = target_of(str(project), ())
+    said = f"error: Failed to build `flat @ {project.as_uri()}`"
+    apart = without_build(target, said)
+    assert apart is not None and (apart.kind, apart.unbuilt) == ("folder", True)
+    assert apart.requirements[:3] == ("six", "fastapi==0.111.0", "pyyaml") and str(project) not in apart.requirements
+    assert without_build(target, "error: Failed to build `other`") is None, "something else failed"
+    assert without_build(target, f"No solution found for {project}") is None
+    here = Interpreters(home, lambda: [])
+    placed: list[tuple[str, ...]] = []
+
+    def place(order: Order, target: Target, *rest: object) -> str:
+        placed.append(target.requirements)
+        if not target.unbuilt:
+            raise EnvironmentFailed(said)
+        return "placed"
+
+    monkeypatch.setattr(here, "place", place)
+    assert here._placed(Order(str(project)), target, lambda text: None, None) == (apart, "placed")
+    assert placed == [(str(project),), apart.requirements]
+
+
+def test_an_installed_version_of_an_ecosystem_is_kept(tmp_path: Path) -> None:
+    """Its adapter's own requirement would install another one over it, or could not be resolved beside it."""
+    (project := tmp_path / "project").mkdir()
+    (project / "pyproject.toml").write_text('[project]\nname = "game"\ndependencies = ["old_core"]\n')
+    (project / "app.py").write_text("app = 1\n")
+    (site := tmp_path / "site").mkdir()
+    found = [Listed("one", "app.py:app")]
+    module = types.SimpleNamespace(declared=lambda file, tree: found)
+    known = [Adapter("servers", "", "servers", ("servers==2",), module=module, former=("old_core",))]  # type: ignore[arg-type]
+    target = target_of(str(project), ())
+    without = run_from_folder(target, str(site), known)
+    assert without is not None and without.requirements == (str(project), "servers==2")
+    (site / "old_core").mkdir()
+    kept = run_from_folder(target, str(site), known)
+    assert kept is not None and kept.requirements == (str(project),)
+    (site / "old_core").rmdir()
+    found[0] = dataclasses.replace(found[0], standalone=True)
+    alone = run_from_folder(target, str(site), known)
+    assert alone is not None and alone.requirements == (str(project),), "it needs nothing of the ecosystem"
 
 
 def test_packages_satisfy_requirements_with_their_extras(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -218,7 +219,8 @@ def ecosystem_requirements(target: Target, adapters: Sequence[Adapter], site: Pa
     """
     if target.kind == "packages" or target.path is None:
         return ()
-    needed = [one for one in _declaring(target.path, adapters) if site is None or not one.is_in(site)]
+    declaring = _declaring(target.path, adapters, standalone=False)
+    needed = [one for one in declaring if site is None or not one.is_in(site)]
     return tuple(dict.fromkeys(line for one in needed for line in one.requirements))
 
 
@@ -259,13 +261,14 @@ def without_build(target: Target, said: str) -> Target | None:
     except (OSError, ValueError):
         return None
     place, listed = str(target.path.resolve()), target.path / "requirements.txt"
-    if place not in said or "dependencies" in (project.get("dynamic") or ()):
+    if place not in unquote(said) or "dependencies" in (project.get("dynamic") or ()):
         return None
     needed = [one for one in project.get("dependencies") or () if isinstance(one, str)]
-    needed += _lines(listed, ()) if listed.is_file() else []
-    rest = [one for one in target.requirements if one not in (str(target.path), place)]
+    with suppress(InvalidValue):  # its options are not requirements
+        needed += _lines(listed, ()) if listed.is_file() else []
+    needed = [one for one in (*needed, *target.requirements) if one not in (str(target.path), place)]
     kind = "git" if target.kind == "git" else "folder"
-    return replace(target, kind=kind, requirements=tuple(dict.fromkeys([*needed, *rest])), unbuilt=True)
+    return replace(target, kind=kind, requirements=tuple(dict.fromkeys(needed)), unbuilt=True)
 
 
 def _modules_of(project: Path, site: Path) -> set[str]:
@@ -297,14 +300,20 @@ def _texts(target: str) -> list[str]:
     return [one for one in found if isinstance(one, str)]
 
 
-def _declaring(path: Path, adapters: Sequence[Adapter]) -> list[Adapter]:
-    """Return the adapters with an interpreter of their own that find environments in a file, or in a folder's files."""
+def _declaring(path: Path, adapters: Sequence[Adapter], *, standalone: bool = True) -> list[Adapter]:
+    """Return the adapters with an interpreter of their own that find environments in a file, or in a folder's files.
+
+    Args:
+        standalone: Count environments that do not need it.
+    """
     asked = [adapter for adapter in adapters if adapter.reads_files and adapter.package and adapter.requirements]
     found: dict[str, Adapter] = {}
     for file in [path] if path.is_file() else environment_files(path, deep=True):
         try:
             tree = parse(file)
-            found |= {adapter.name: adapter for adapter in asked if adapter.declared(file, tree)}
+            for adapter in asked:
+                if any(standalone or not one.standalone for one in adapter.declared(file, tree)):
+                    found[adapter.name] = adapter
         except Exception:  # Listing reports files that cannot be read.
             continue
     return list(found.values())

@@ -177,7 +177,8 @@ def test_application_with_both_endpoints_is_found_and_run_from_its_manifest(tmp_
     (tmp_path / "server").mkdir()
     file = tmp_path / "server" / "app.py"
     file.write_text(APP)
-    assert openenv.declared(file, ast.parse(APP))[0].target == f"{file}:app"
+    [found] = openenv.declared(file, ast.parse(APP))
+    assert found.target == f"{file}:app" and found.standalone, "it needs no OpenEnv"
     assert openenv.declared(file, ast.parse(APP.replace('"/step"', '"/other"'))) == []
     made = "def make():\n" + "".join(f"    {line}\n" for line in APP.splitlines()) + "    return app\n\napp = make()\n"
     assert [one.target for one in openenv.declared(file, ast.parse(made))] == [f"{file}:app"]

@@ -94,8 +94,9 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
         for one in node.names
         if one.name in ("create_app", "create_fastapi_app")
     }
-    if _ENDPOINTS <= _endpoints(tree):
-        makers |= {"FastAPI"}
+    standalone = not makers and _ENDPOINTS <= _endpoints(tree)
+    if standalone:
+        makers = {"FastAPI"}
     named = _named(file)
     if not makers and not named:
         return []
@@ -109,7 +110,8 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
         if isinstance(target, ast.Name) and (_calls(node.value, makers) or target.id == named):
             text = _what_it_is(ast.get_docstring(tree))
-            found.setdefault(target.id, Listed(name_of(file), f"{file}:{target.id}", text, tags=("openenv",)))
+            listed = Listed(name_of(file), f"{file}:{target.id}", text, tags=("openenv",), standalone=standalone)
+            found.setdefault(target.id, listed)
     return list(found.values())
 
 

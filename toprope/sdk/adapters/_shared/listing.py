@@ -51,6 +51,8 @@ class Listed:
     tags: tuple[str, ...] = ()
     problem: str = ""
     """Known problem with its remedy; empty if none is known."""
+    standalone: bool = False
+    """True if it needs nothing of the ecosystem's package."""
     needs: str = ""
     """`install`, `network` or `key` if the problem is one of these."""
     content: str = ""
