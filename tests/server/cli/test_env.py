@@ -18,6 +18,7 @@ from toprope_server.mcp.roles import Role, owners_role
 from toprope_tools.answers.answer import TOKEN_BUDGET, tokens
 from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.planning.environments import describe_environment
+from toprope_tools.planning.installation import describe_outcome
 from typer.testing import CliRunner
 
 from tests.support.services.openai_stand_in import OpenAiStandIn
@@ -142,6 +143,19 @@ def test_yaml_files_are_added_alone_and_those_of_a_folder_are_named(shell: Shell
     assert "adapter: dataset, path: FILE" in shell("add", str(folder / "rows.jsonl"), code=1)
     (folder / "rate.yaml").unlink()
     assert re.search(r"rated \[broken: \S+rate.yaml does not exist", shell("list", "--all"))
+
+
+def test_installation_without_environments_says_where_they_may_be(tmp_path: Path) -> None:
+    (project := tmp_path / "many").mkdir()
+    added = Added(name="many", kind="packages", given=str(project), added_at=0.0)
+    assert "Neither its installed modules nor the files in its folder" in describe_outcome(Outcome(added), [])
+    for name in ("chess", "go"):
+        (place := project / "environments" / name).mkdir(parents=True)
+        (place / "pyproject.toml").touch()
+    told = describe_outcome(Outcome(added), [])
+    assert f"It holds 2 projects to add one by one, such as toprope env add {project}/environments/chess." in told
+    plain = added.model_copy(update={"given": "many"})
+    assert "None of its installed modules provides" in describe_outcome(Outcome(plain), [])
 
 
 def test_adding_and_removing_on_the_command_line(shell: Shell, tmp_path: Path) -> None:

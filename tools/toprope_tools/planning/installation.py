@@ -147,6 +147,14 @@ def describe_outcome(outcome: Outcome, found: Sequence[Entry]) -> str:
             f"{first} It contains no environments itself. Files in your folders that follow its conventions run in it; "
             f"toprope env add PACKAGE -r {added.adapter} adds packages of environments to it."
         )
+    if below := _projects_below(added.path or added.given):
+        place = shlex.quote(str(below[0].with_name(named(below[0].name))))
+        return f"{first} It holds {plural(len(below), 'project')} to add one by one, such as toprope env add {place}."
+    if added.kind == "packages" and Path(added.given).is_dir():
+        return (
+            f"{first} Neither its installed modules nor the files in its folder follow the conventions of an ecosystem "
+            "(docs/ecosystems.md): ask its author how it is run, or describe it in a YAML file."
+        )
     if added.kind == "packages":
         return (
             f"{first} None of its installed modules provides an environment: its author's packaging may leave them "
@@ -156,6 +164,13 @@ def describe_outcome(outcome: Outcome, found: Sequence[Entry]) -> str:
         f"{first} No file in it follows the conventions of an ecosystem (docs/ecosystems.md) so far; list_environments "
         "looks again at every call."
     )
+
+
+def _projects_below(place: str) -> list[Path]:
+    """Return the projects of a repository that has one for each of its environments."""
+    if not Path(place).is_absolute():
+        return []
+    return sorted(file.parent for file in Path(place).glob("environments/*/pyproject.toml"))
 
 
 def _defining(place: str | None) -> list[Path]:
