@@ -45,6 +45,8 @@ class Adapter:
     module: ModuleType | None = None
     former: tuple[str, ...] = ()
     """Packages of earlier versions that do as well."""
+    for_standalone: tuple[str, ...] = ()
+    """Requirements of environments that do not need its package."""
 
     @property
     def lists_packages(self) -> bool:
@@ -113,6 +115,7 @@ def adapters(folder: Path = _FOLDER, load: Callable[[str], ModuleType] | None = 
                     description=first_line(module.__doc__),
                     package=str(getattr(module, "PACKAGE", "") or ""),
                     former=_texts(getattr(module, "FORMER", ())),
+                    for_standalone=_texts(getattr(module, "FOR_STANDALONE", ())),
                     requirements=_texts(getattr(module, "REQUIREMENTS", ())),
                     extras=dict(getattr(module, "EXTRAS", {})),
                     python=str(getattr(module, "PYTHON", "") or ""),

@@ -409,7 +409,11 @@ def test_an_installed_version_of_an_ecosystem_is_kept(tmp_path: Path) -> None:
     (site := tmp_path / "site").mkdir()
     found = [Listed("one", "app.py:app")]
     module = types.SimpleNamespace(declared=lambda file, tree: found)
-    known = [Adapter("servers", "", "servers", ("servers==2",), module=module, former=("old_core",))]  # type: ignore[arg-type]
+    known = [
+        Adapter(
+            "servers", "", "servers", ("servers==2",), module=module, former=("old_core",), for_standalone=("uvicorn",)
+        )
+    ]  # type: ignore[arg-type]
     target = target_of(str(project), ())
     without = run_from_folder(target, str(site), known)
     assert without is not None and without.requirements == (str(project), "servers==2")
@@ -419,7 +423,7 @@ def test_an_installed_version_of_an_ecosystem_is_kept(tmp_path: Path) -> None:
     (site / "old_core").rmdir()
     found[0] = dataclasses.replace(found[0], standalone=True)
     alone = run_from_folder(target, str(site), known)
-    assert alone is not None and alone.requirements == (str(project),), "it needs nothing of the ecosystem"
+    assert alone is not None and alone.requirements == (str(project), "uvicorn"), "it needs nothing of the ecosystem"
 
 
 def test_packages_satisfy_requirements_with_their_extras(tmp_path: Path) -> None:

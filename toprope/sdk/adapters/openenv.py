@@ -31,11 +31,12 @@ from toprope.sdk.authoring.policy_client import PolicyRefused, ask
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
 from toprope.sdk.tooled import calls_in
 
-__all__ = ["FORMER", "PACKAGE", "REQUIREMENTS", "OpenEnv", "declared", "installed", "make"]
+__all__ = ["FORMER", "FOR_STANDALONE", "PACKAGE", "REQUIREMENTS", "OpenEnv", "declared", "installed", "make"]
 
 REQUIREMENTS = ("openenv==0.10.*",)
 PACKAGE = "openenv"
 FORMER = ("openenv_core",)
+FOR_STANDALONE = ("uvicorn", "pyyaml")
 _LOOK_AT = 4
 """Number of first observations compared to see if seeds make a difference."""
 _NOT_SHOWN = ("done", "reward", "metadata")
@@ -48,6 +49,7 @@ _UNDECLARED = 1000.0
 """Largest size of a reward whose bounds the owner does not set."""
 _IDENTITIES = frozenset({"episode_id", "request_id", "session_id"})
 """Fields of an observation that differ in each episode and tell the policy nothing."""
+_ID = re.compile(r"(^|_)id$")
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
 _TURNS = 16
 _INVALID_IN_A_ROW = 3
@@ -134,6 +136,8 @@ class OpenEnv(OwnLoop):
             schema.get("action"), only=knobs.action, whole=knobs.action_json, fixed=knobs.action_fields
         )
         self._tools = []
+        if self._form.calls_tools and self._server.http is not None:  # it has no list of tools
+            self._form = Form.of(schema.get("action"), whole=True, fixed=knobs.action_fields)
         if self._form.calls_tools or not self._form.known:
             self._tools = [_tool(one) for one in _alone(self._listed_tools())]
             if self._tools:
@@ -172,9 +176,11 @@ class OpenEnv(OwnLoop):
             return self.knobs.resets or [{}]
         assert self._server is not None  # setup has made it
         http = self._server.http
-        known = reset_parameters(self._manifest.folder) if http is None else http.resets or ()
+        known = set(http.resets) if http is not None else set[str]()
+        if http is None or http.takes_any:
+            known |= reset_parameters(self._manifest.folder)
         found: list[dict[str, Any]] = []
-        for reset in self._manifest.resets(known - self.knobs.reset.keys()):
+        for reset in self._manifest.resets(known - self.knobs.reset.keys())[: self.knobs.tasks or None]:
             with contextlib.suppress(EnvironmentMistake):  # a name that the server does not know
                 _alone(self._first(0, reset))
                 found.append(reset)
@@ -239,7 +245,8 @@ class OpenEnv(OwnLoop):
                 f"The episode's reward is {total:g}, outside {low:g} to {high:g}: set the knobs reward_low and "
                 "reward_high."
             )
-        parts = {"reward": reward, "last_step": rewards[-1] if rewards else 0.0, "invalid": float(invalid)}
+        last = max(-_MANY, min(_MANY, rewards[-1])) if rewards else 0.0
+        parts = {"reward": reward, "last_step": last, "invalid": float(invalid)}
         return Played(parts, messages=messages, turns=turns, truncated=truncated)
 
     def _asked(self, said: Mapping[str, Any]) -> list[tuple[dict[str, Any] | NotAnAction, dict[str, Any]]]:
@@ -304,6 +311,11 @@ class OpenEnv(OwnLoop):
         system = [{"role": "system", "content": told}] if told else []
         return [*system, {"role": "user", "content": text}]
 
+    def _is_identity(self, name: str, value: Any) -> bool:
+        """Return True if a field of an observation differs in each episode and no action needs it."""
+        is_one = name in _IDENTITIES or isinstance(value, str) and _UUID.fullmatch(value)
+        return bool(is_one) and not any(_ID.search(one) for one in self._form.fields)
+
     def _said(self, found: Mapping[str, Any]) -> str:
         observation: Any = found.get("observation", {})
         if not self._read:
@@ -311,7 +323,7 @@ class OpenEnv(OwnLoop):
                 name: _short(value)
                 for name, value in observation.items()
                 if name not in _NOT_SHOWN and value is not None and not (self._tools and name == "tool_name")
-                if name not in _IDENTITIES and not (isinstance(value, str) and _UUID.fullmatch(value))
+                if not self._is_identity(name, value)
             }
             shown = shown or _told_in_metadata(observation)
             texts = [value for value in shown.values() if isinstance(value, str)]
@@ -390,7 +402,7 @@ def _call(name: str, arguments: Any) -> dict[str, Any] | NotAnAction:
 
 def _short(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _short(one) for name, one in value.items() if name not in _IDENTITIES}
+        return {name: _short(one) for name, one in value.items() if name not in ("episode_id", "session_id")}
     count = _numbers(value)
     return f"{count} numbers, not shown" if count > _MOST_NUMBERS else value
 

@@ -44,7 +44,8 @@ SYSTEM: tuple[str, ...] = (
 DEVICES: tuple[str, ...] = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ACCELERATORS = ("/dev/nvidia*", "/dev/nvidia-caps", "/dev/kfd", "/dev/dri", "/dev/dxg")
 _PROJECT = "pyproject.toml"
-_OF_PROJECTS = (".git", _PROJECT, "setup.py")
+_MANIFEST = "openenv.yaml"
+_OF_PROJECTS = (".git", _PROJECT, "setup.py", _MANIFEST)
 _DEEPEST = 6
 """Folders between a root and a closed place below it that are listed one by one."""
 
@@ -163,6 +164,8 @@ def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
     # A worker finds the same folders only if it reads that there is a project.
     project = None if not above or _up_to(file, _is_repository) else _up_to(file, _is_project)
     described = [os.path.join(project[1], _PROJECT)] if project else []
+    root = os.path.dirname(folder)  # a server of OpenEnv is run from the folder of its manifest
+    described += [root] if os.path.isfile(os.path.join(root, _MANIFEST)) and not _is_broad(root) else []
     return [file, (project_of(package) or package) if package else folder, *above, *described]
 
 

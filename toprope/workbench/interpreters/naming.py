@@ -219,9 +219,10 @@ def ecosystem_requirements(target: Target, adapters: Sequence[Adapter], site: Pa
     """
     if target.kind == "packages" or target.path is None:
         return ()
-    declaring = _declaring(target.path, adapters, standalone=False)
-    needed = [one for one in declaring if site is None or not one.is_in(site)]
-    return tuple(dict.fromkeys(line for one in needed for line in one.requirements))
+    theirs = {one.name for one in _declaring(target.path, adapters, standalone=False)}
+    needed = [one for one in _declaring(target.path, adapters) if site is None or not one.is_in(site)]
+    lines = (one.requirements if one.name in theirs else one.for_standalone for one in needed)
+    return tuple(dict.fromkeys(line for some in lines for line in some))
 
 
 def run_from_folder(target: Target, site_packages: str | None, adapters: Sequence[Adapter]) -> Target | None:
@@ -257,8 +258,8 @@ def without_build(target: Target, said: str) -> Target | None:
     if target.path is None or not target.path.is_dir() or not _UNBUILT.search(said):
         return None
     try:
-        project = tomllib.loads((target.path / "pyproject.toml").read_text("utf-8", "replace")).get("project") or {}
-    except (OSError, ValueError):
+        project = tomllib.loads((target.path / "pyproject.toml").read_text("utf-8", "replace"))["project"]
+    except (OSError, ValueError, LookupError):
         return None
     place, listed = str(target.path.resolve()), target.path / "requirements.txt"
     if place not in unquote(said) or "dependencies" in (project.get("dynamic") or ()):

@@ -156,7 +156,7 @@ def test_description_tells_the_action() -> None:
     wrapped = Endpoints.described(described({}, {"properties": {"action": union}}, One=one, Two=two))
     assert wrapped is not None and wrapped.wrapped and list(wrapped.action["properties"]) == ["kind", "text", "by"]
     untold = Endpoints.described(described({}, {"title": "Action", "type": "object"}))
-    assert untold is not None and not untold.wrapped and untold.action == {} and untold.resets is None
+    assert untold is not None and not untold.wrapped and untold.action == {} and untold.takes_any
     assert Endpoints.described({"paths": {"/reset": {"post": {}}}}) is None, "there is no /step"
 
 

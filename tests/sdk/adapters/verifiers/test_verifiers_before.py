@@ -20,7 +20,7 @@ from tests.sdk.adapters.conftest import asked_of
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.judges import rollout_of
 from toprope.sdk.adapters._verifiers.load_environment import bounds
-from toprope.sdk.adapters._verifiers.older_interface import adapt_hooks, with_dictionaries
+from toprope.sdk.adapters._verifiers.older_interface import adapt_hooks, dictionaries, with_dictionaries
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Scoring
 from toprope.sdk.authoring.knobs import describe_knobs
@@ -203,42 +203,68 @@ def test_reward_functions_get_messages_as_dictionaries(copying: OwnLoop) -> None
         assert all(isinstance(one, dict) and one["content"] == one.content for one in completion)
         return float(completion[0].tool_calls[0].name == "look" and "missing" not in completion[0])
 
-    said = [Model(role="assistant", content="ab", tool_calls=[{"name": "look"}])]
+    said = [Model(role="assistant", content="ab", tool_calls=[{"name": "look"}], name=None)]
+    [message] = dictionaries(said)
+    message.content = "cd"
+    assert message.model_dump(exclude_none=True, exclude={"tool_calls"}) == {"role": "assistant", "content": "cd"}
+    assert message.model_copy(update={"role": "user"})["role"] == "user" != message.role
+    size.__module__ = "no_such_module"
     assert asyncio.run(with_dictionaries(size)(completion=said)) == 1.0
     size.__module__ = "verifiers.rubrics.own"
     assert with_dictionaries(size) is size
 
 
-def test_hooks_of_earlier_versions_are_called_as_their_authors_wrote_them(
-    stand_in: Callable[..., None],
-) -> None:
+def test_hooks_of_earlier_versions_are_called_as_their_authors_wrote_them() -> None:
     class Environment:
-        async def is_completed(self, state: dict[str, Any]) -> bool:
-            return bool(state.get("turns") == 9)
+        async def is_completed(self, state: Any) -> bool:
+            return bool(state.get("over"))
+
+        async def setup_state(self, state: Any) -> None:
+            state["made"] = 1
+
+        async def _render_stop(self, state: Any, condition: Any) -> bool:
+            return bool(condition(state))
+
+    Environment.__module__ = "verifiers.envs.own"
+
+    def max_turns_reached(state: Any) -> bool:
+        return bool(state.get("turns") == 9)
+
+    def no_tools_called(state: Any) -> bool:
+        raise AssertionError("the author's method replaced it")
 
     class Game(Environment):
+        _stop_conditions = (no_tools_called, max_turns_reached)
+
         def is_completed(self, messages: Any, game: Any, **more: Any) -> bool:  # type: ignore[override]
             return bool(messages[-1] == "won")
 
         def env_response(self, messages: Any, state: Any, **more: Any) -> tuple[list[str], Any]:
+            assert not self.is_completed(messages, state), "its own call answers at once"
             return [*messages, "next"], {**state, "moves": 1}
 
-        def setup_state(self, state: Any, **more: Any) -> Any:
+        async def setup_state(self, state: Any, **more: Any) -> Any:
+            state = await super().setup_state(state, **more)  # type: ignore[func-returns-value]
             return {**state, "board": "new"}
 
+    class Older(Environment):
+        async def is_completed(self, messages: Any, state: Any, **more: Any) -> bool:  # type: ignore[override]
+            return await super().is_completed(messages, state, **more)  # type: ignore[call-arg]
+
     class Later(Environment):
-        async def is_completed(self, state: Any, **more: Any) -> bool:
+        async def is_completed(self, state: Any, why: Any = None) -> bool:
             return False
 
-    stand_in("verifiers", Environment=Environment)
-    group: Any = Thing(env_map={"game": Game()})
+    group: Any = Thing(env_map={"game": Game(), "older": Older()})
     adapt_hooks(group)
-    game, state = group.env_map["game"], {"prompt": ["go"]}
-    assert asyncio.run(game.setup_state(state)) is state and state["board"] == "new"  # type: ignore[comparison-overlap]
-    assert not asyncio.run(game.is_completed(state))
-    assert asyncio.run(game.env_response(["a"], state)) == ["a", "next"] and state["moves"] == 1  # type: ignore[comparison-overlap]
+    game: Any = group.env_map["game"]
+    state: dict[str, Any] = {"prompt": ["go"]}
+    assert asyncio.run(game.setup_state(state)) is state and (state["board"], state["made"]) == ("new", 1)
+    assert not asyncio.run(game.is_completed(state)) and state["turn"] == 0
+    assert asyncio.run(game.env_response(["a"], state)) == ["a", "next"] and state["moves"] == 1
     assert asyncio.run(game.is_completed({"trajectory": [{"prompt": ["a"], "completion": ["won"]}]}))
-    assert asyncio.run(game.is_completed({"prompt": ["a"], "turns": 9})), "the conditions of verifiers hold, too"
+    assert asyncio.run(game.is_completed({"prompt": ["a"], "turns": 9})), "the limit of turns holds, too"
+    assert asyncio.run(group.env_map["older"].is_completed({"prompt": ["a"], "over": True}))
     later: Any = Later()
     adapt_hooks(later)
     assert asyncio.run(later.is_completed({"error": ValueError("no")})), "it would ask forever"

@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.sdk.adapters._servers.openenv_http import Endpoints, Episode, Refused, details, missing
+from toprope.sdk.adapters._servers.openenv_http import Endpoints, Episode, Refused, details, missing, turns_at
 from toprope.sdk.adapters._servers.openenv_serve import FAILED
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.errors import EnvironmentMistake, LoadError
@@ -43,17 +42,11 @@ class Server(StartedServer):
         more = {"ENABLE_WEB_INTERFACE": "false", **(variables or {})}
         super().__init__("OpenEnv server", url, command, folder, more)
         found = Endpoints.of(self.url)
+        if found is None or found.official:
+            _require_websockets()
         self.http = None if found is not None and found.official and self._has_websocket() else found
         """Its endpoints, if episodes go over HTTP."""
-        self._turn = threading.Lock() if self.http is not None and not self.http.session else None
-        if self.http is None:
-            try:
-                import websockets  # noqa: F401
-            except ModuleNotFoundError as error:
-                raise LoadError(
-                    f"OpenEnv needs a WebSocket, and {sys.executable} has no `websockets`. Install the environment "
-                    "with it: toprope env add ... --requirement websockets"
-                ) from error
+        self._turns = turns_at(self.url)
 
     def schema(self) -> dict[str, Any]:
         """JSON schemas of `action` and `observation`; empty if the server gives none."""
@@ -69,7 +62,7 @@ class Server(StartedServer):
     def connect(self) -> Connection | Episode:
         """Return a new episode."""
         if self.http is not None:
-            return Episode(self.url, self.http, self._turn, self.raised)
+            return Episode(self.url, self.http, self._turns, self.raised)
         return Connection("ws" + self.url.removeprefix("http") + "/ws")
 
     def _has_websocket(self) -> bool:
@@ -79,9 +72,19 @@ class Server(StartedServer):
 
         try:
             asyncio.run(look())
-        except (EnvironmentMistake, ImportError, OSError, TimeoutError):
+        except EnvironmentMistake:  # it refuses
             return False
         return True
+
+
+def _require_websockets() -> None:
+    try:
+        import websockets  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise LoadError(
+            f"OpenEnv needs a WebSocket, and {sys.executable} has no `websockets`. Install the environment with it: "
+            "toprope env add ... --requirement websockets"
+        ) from error
 
 
 class Connection:

@@ -41,10 +41,19 @@ def started(file: Path, attribute: str, root: Path | None = None) -> tuple[tuple
     further = [str(folder) for folder in file.parents if folder.is_relative_to(root) and folder != root]
     if file.parent == root and root.name == "server":
         further = [str(root.parent)]
-    place = manifest.folder if manifest is not None else file.parent  # where its author runs it
+    # Where its author runs it, unless a wall closes that.
+    place = manifest.folder if manifest is not None and _is_open(manifest.folder) else file.parent
     if str(place) not in (str(root), *further):
         further.append(str(place))
     return ("{python}", "-P", _SERVE, f"{module}:{attribute}", "{port}", str(root), *further), str(place)
+
+
+def _is_open(folder: Path) -> bool:
+    try:
+        os.listdir(folder)
+    except OSError:
+        return False
+    return True
 
 
 def name_of(file: Path) -> str:

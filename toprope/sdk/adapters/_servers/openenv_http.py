@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -22,22 +23,54 @@ from typing import Any
 
 from toprope.sdk.errors import EnvironmentMistake
 
-__all__ = ["Endpoints", "Episode", "Refused", "details", "missing"]
+__all__ = ["Endpoints", "Episode", "Refused", "Turns", "details", "missing", "turns_at"]
 
 _MESSAGE_S = 120.0
 _LOOK_S = 0.005
 _BUSY_S = 60.0
 """Longest time to wait for a server that limits requests."""
 _SESSIONS = ("session_id", "episode_id", "env_id", "session")
-_BESIDES = frozenset({*_SESSIONS, "action", "metadata", "request_id", "seed", "task_id", "timeout_s"})
-"""Fields of a step's body beside `action`."""
+_NAMED_BY_US = ("session_id", "episode_id")
 _DONE = ("done", "terminated", "truncated", "is_done")
 _TOTALS = ("total", "reward", "value", "score", "total_reward", "step_reward")
 """Names of the number in a reward with several components."""
-_OF_SERVER = ("ModuleNotFoundError", "ImportError", "ConnectionError", "FileNotFoundError")
-"""Exceptions that no action causes."""
+_OF_SERVER = frozenset({401, 403, 405, 429, 502, 503, 504})
+"""Statuses that no action causes."""
+_NO_EPISODE = re.compile(r"(?i)^not found$|\bsession\b|call .{0,8}reset|not initiali[sz]ed|not started")
+_LACKS = re.compile(r"(?:ModuleNotFound|Import)Error: .*?'(?P<name>[^']+)'")
 _DEEPEST = 8
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_turns: dict[str, Turns] = {}
+
+
+class Turns:
+    """Lets one episode at a time use a server, in the order of asking, whatever event loop each is in."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[object] = []
+
+    async def take(self, ticket: object) -> None:
+        """Wait for this ticket's turn."""
+        with self._lock:
+            self._waiting.append(ticket)
+        try:
+            while self._waiting[0] is not ticket:
+                await asyncio.sleep(_LOOK_S)
+        except BaseException:
+            self.give_back(ticket)
+            raise
+
+    def give_back(self, ticket: object) -> None:
+        """Let the next one have its turn."""
+        with self._lock:
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+
+
+def turns_at(url: str) -> Turns:
+    """Return the turns of a server, which are the same for all who use it in this process."""
+    return _turns.setdefault(url, Turns())
 
 
 class Refused(Exception):
@@ -60,21 +93,23 @@ class Endpoints:
     Attributes:
         prefix: What comes before `/reset` and `/step`.
         official: The description is that of OpenEnv's own server, which may have a WebSocket.
-        resets: Names of reset's parameters; None if any is taken.
+        resets: Names of reset's parameters that are told.
+        takes_any: Reset's body may have others.
         queries: Names that go into the address, by endpoint.
         wrapped: A step's body has the action as `action`.
         session: The field that tells sessions apart; empty if there is none.
-        asked: Reset takes this field, so that the client names the session.
+        again: Names of reset's parameters that each step has to repeat.
         action: JSON schema of an action; empty if the description does not tell it.
     """
 
     prefix: str = ""
     official: bool = False
-    resets: frozenset[str] | None = None
+    resets: frozenset[str] = frozenset()
+    takes_any: bool = True
     queries: Mapping[str, frozenset[str]] = field(default_factory=dict)
     wrapped: bool = True
     session: str = ""
-    asked: bool = False
+    again: frozenset[str] = frozenset()
     action: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -83,54 +118,58 @@ class Endpoints:
         try:
             with _DIRECT.open(f"{url}/openapi.json", timeout=10) as answer:
                 return cls.described(json.loads(answer.read()))
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError, TypeError):  # it may describe itself in another way
             return None
 
     @classmethod
     def described(cls, description: Any) -> Endpoints | None:
         """Read a description in the form of OpenAPI 3."""
-        paths = description.get("paths") if isinstance(description, Mapping) else None
-        posts = [path for path, one in (paths or {}).items() if isinstance(one, Mapping) and "post" in one]
+        paths = description.get("paths") or {}
+        posts = [path for path, one in paths.items() if "post" in one]
         prefixes = [path.removesuffix("/reset") for path in posts if path.endswith("/reset")]
         prefix = min((one for one in prefixes if f"{one}/step" in posts), key=len, default=None)
-        if paths is None or prefix is None:
+        if prefix is None:
             return None
         parts = (description.get("components") or {}).get("schemas") or {}
         reset, step = (_Operation(paths[f"{prefix}/{word}"]["post"], parts) for word in ("reset", "step"))
+        again = reset.names & step.names - {"action", *_SESSIONS}
         action = merged(step.fields.get("action"), parts)
-        wrapped = "action" in step.fields and step.fields.keys() <= _BESIDES and not action.get("enum")
-        wrapped = wrapped and action.get("type", "object") in ("object", None)
+        wrapped = bool(action) and not action.get("enum") and action.get("type", "object") == "object"
         if not step.fields:
             wrapped = step.title != "Action"  # the body of a parameter called so
-        session = next((name for name in _SESSIONS if name in step.fields or name in step.query), "")
-        if not wrapped:
-            own = {name: one for name, one in step.fields.items() if name not in _SESSIONS}
-            action = {**step.body, "properties": own} if own else {}
-            action["required"] = [name for name in step.body.get("required") or () if name in own]
+        elif not wrapped:
+            own = {name: one for name, one in step.fields.items() if name not in _SESSIONS and name not in again}
+            action = {**step.body, "properties": own, "required": [one for one in step.required if one in own]}
         return cls(
             prefix,
             "/schema" in paths,
-            None if reset.takes_any else frozenset(reset.fields) | reset.query,
+            reset.names,
+            reset.takes_any,
             {"reset": reset.query, "step": step.query},
             wrapped,
-            session,
-            session in reset.fields or session in reset.query,
+            next((name for name in _SESSIONS if name in step.names), ""),
+            again,
             {**action, "$defs": parts} if action.get("properties") else {},
         )
 
 
 class _Operation:
-    """The parameters of an endpoint."""
+    """The parameters of an endpoint: the fields of its body, or else those of its address."""
 
     def __init__(self, given: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
         content = (given.get("requestBody") or {}).get("content") or {}
         schema = (content.get("application/json") or {}).get("schema") or {}
         self.body = merged(schema, parts)
         self.fields: dict[str, Any] = dict(self.body.get("properties") or {})
+        self.required = list(self.body.get("required") or ())
         self.title = str(self.body.get("title") or "")
-        listed = given.get("parameters") or ()
-        self.query = frozenset(str(one.get("name")) for one in listed if one.get("in") == "query")
+        listed = [one for one in given.get("parameters") or () if one.get("in") == "query"]
+        self.query = frozenset(str(one.get("name")) for one in listed)
         self.takes_any = not self.fields and (bool(schema) or not self.query)
+        if not schema:
+            self.fields |= {str(one.get("name")): one.get("schema") or {} for one in listed}
+            self.required += [str(one.get("name")) for one in listed if one.get("required")]
+        self.names = frozenset(self.fields) | self.query
 
 
 def merged(schema: Any, parts: Mapping[str, Any], depth: int = 0) -> dict[str, Any]:
@@ -162,40 +201,47 @@ def _said(given: Iterable[Any]) -> str:
 
 
 class Episode:
-    """An episode over HTTP; use it with `async with`.
+    """An episode over HTTP; use it with `async with`. It has the server to itself until it knows its session.
 
     Args:
         url: Address of the server.
         endpoints: What it understands.
-        turn: Held during the episode, of a server that has one at a time.
+        turns: Of the server.
         raised: Returns the last exception that the server printed.
     """
 
-    def __init__(
-        self, url: str, endpoints: Endpoints, turn: threading.Lock | None, raised: Callable[[], str] = str
-    ) -> None:
-        self._url, self._endpoints, self._turn, self._raised = url + endpoints.prefix, endpoints, turn, raised
+    def __init__(self, url: str, endpoints: Endpoints, turns: Turns, raised: Callable[[], str] = str) -> None:
+        self._url, self._endpoints, self._turns, self._raised = url + endpoints.prefix, endpoints, turns, raised
         self._session: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._asking = self._left = False
 
     async def __aenter__(self) -> Episode:
-        while self._turn is not None and not self._turn.acquire(blocking=False):
-            await asyncio.sleep(_LOOK_S)  # episodes are in several event loops
+        if self._endpoints.session not in _NAMED_BY_US or self._endpoints.session not in self._endpoints.resets:
+            await self._turns.take(self)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        if self._turn is not None:
-            self._turn.release()
+        with self._lock:
+            self._left = True
+            if self._asking:
+                return  # a step that was given up would change the next episode
+        self._turns.give_back(self)
 
     async def reset(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Begin the episode; return {observation, reward, done}."""
-        known, name = self._endpoints.resets, self._endpoints.session
-        asked = {key: value for key, value in parameters.items() if known is None or key in known or key != "seed"}
-        if name and self._endpoints.asked:
+        known, name = self._endpoints, self._endpoints.session
+        asked = {
+            key: value for key, value in parameters.items() if known.takes_any or key in known.resets or key != "seed"
+        }
+        if name in _NAMED_BY_US and name in known.resets:
             asked.setdefault(name, uuid.uuid4().hex)
             self._session = {name: asked[name]}
-        found = await self._say("reset", asked)
+        found = await self._say("reset", dict(asked))
         if name and (given := _session_in(found, name)) is not None:
             self._session = {name: given}
+            self._turns.give_back(self)
+        self._session |= {key: asked[key] for key in known.again if key in asked}
         return _answer(found)
 
     async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +270,7 @@ class Episode:
     async def _say(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
         query = {name: body.pop(name) for name in self._endpoints.queries.get(kind, ()) if name in body}
         address = f"{self._url}/{kind}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
-        code, text = await asyncio.to_thread(_post, address, body)
+        code, text = await asyncio.to_thread(self._ask, address, body)
         try:
             found = json.loads(text)
         except ValueError:
@@ -232,11 +278,25 @@ class Episode:
         if code < 400 and isinstance(found, Mapping):
             return dict(found)
         said = found.get("detail", found.get("error", found)) if isinstance(found, Mapping) else found
-        why = self._raised() if code >= 500 else ""
-        why = why or (f"HTTP {code}{details(said)}" if isinstance(said, list) else str(said or text or f"HTTP {code}"))
-        if kind == "step" and 400 <= code != 404 and not why.startswith(_OF_SERVER):
-            raise Refused(why, missing(said))
+        printed = self._raised() if code >= 500 and found is None else ""
+        why = printed or (f"HTTP {code}{details(said)}" if isinstance(said, list) else str(said or text[:400]))
+        lacks = _LACKS.search(printed)
+        own = lacks is not None and lacks["name"] not in json.dumps(body)  # else code that the policy wrote
+        if kind == "step" and code >= 400 and code not in _OF_SERVER and not own and not _NO_EPISODE.search(why):
+            raise Refused(why or f"HTTP {code}", missing(said))
         raise EnvironmentMistake(f"The server answers {kind} with HTTP {code}: {why[:400]}")
+
+    def _ask(self, address: str, body: Mapping[str, Any]) -> tuple[int, str]:
+        with self._lock:
+            self._asking = True
+        try:
+            return _post(address, body)
+        finally:
+            with self._lock:
+                self._asking = False
+                left = self._left
+            if left:
+                self._turns.give_back(self)
 
 
 def _post(address: str, body: Mapping[str, Any]) -> tuple[int, str]:
@@ -276,13 +336,14 @@ def _answer(found: Mapping[str, Any]) -> dict[str, Any]:
     info = found.get("info")
     if isinstance(info, Mapping) and isinstance(info.get("error"), str) and info["error"]:
         observation.setdefault("error", info["error"])
-    given = found.get("reward", observation.get("reward"))
+    given = found.get("reward")
+    given = observation.get("reward") if given is None else given
     if isinstance(given, Mapping):
         numbers = [given[name] for name in _TOTALS if isinstance(given.get(name), int | float)]
         below = observation.get("reward")
         given = numbers[0] if numbers else below if isinstance(below, int | float) else given
-    done = any(bool(one.get(name)) for one in (found, observation) for name in _DONE)
-    return {"observation": observation, "reward": given, "done": done}
+    level = found if any(name in found for name in _DONE) else observation
+    return {"observation": observation, "reward": given, "done": any(bool(level.get(name)) for name in _DONE)}
 
 
 def missing(errors: Any) -> list[str]:

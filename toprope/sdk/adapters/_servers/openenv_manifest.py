@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,7 +40,7 @@ class Manifest:
     name: str = ""
     description: str = ""
     app: tuple[str, str] = ("", "")
-    tasks: tuple[Mapping[str, str], ...] = ()
+    tasks: tuple[Mapping[str, str | int], ...] = ()
     longest: int | None = None
 
     @classmethod
@@ -47,14 +48,17 @@ class Manifest:
         """Return the manifest of a file or folder: that of its folder, or the next above."""
         start = place if place.is_dir() else place.parent
         for folder in [start, *start.parents][: _FOLDERS + 1]:
+            if folder.name in ("site-packages", "dist-packages"):
+                return None
             try:
-                changed = (folder / FILE).stat().st_mtime_ns
+                changed = (folder / FILE).stat()
             except OSError:
                 continue
-            return _read(folder, changed)
+            if stat.S_ISREG(changed.st_mode):
+                return _read(folder, changed.st_mtime_ns)
         return None
 
-    def resets(self, parameters: Collection[str]) -> list[dict[str, str]]:
+    def resets(self, parameters: Collection[str]) -> list[dict[str, str | int]]:
         """Return reset's settings that select each task; none if it has no such parameter.
 
         Args:
@@ -64,7 +68,7 @@ class Manifest:
         if name is None:
             return []
         values = [task.get(name) if name in _LEVELS else task["id"] for task in self.tasks]
-        return [{name: value} for value in dict.fromkeys(values) if value]
+        return [{name: value} for value in dict.fromkeys(values) if value is not None]
 
 
 def reset_parameters(folder: Path) -> set[str]:
@@ -90,21 +94,25 @@ def _read(folder: Path, changed: int) -> Manifest:
         import yaml
 
         with (folder / FILE).open(encoding="utf-8", errors="replace") as file:
-            said = yaml.safe_load(file.read(_LARGEST))
+            text = file.read(_LARGEST)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            return Manifest(folder)  # a short text can stand for gigabytes
+        return _manifest(folder, _below({"": yaml.safe_load(text)}, ""))
     except Exception:  # not YAML, or an interpreter without it
-        said = None
-    said = _below({"": said}, "")
+        return Manifest(folder)
+
+
+def _manifest(folder: Path, said: dict[str, Any]) -> Manifest:
     own, server = _below(said, "environment"), _below(said, "server")
     named = said.get("app") or server.get("entry_point") or server.get("command") or own.get("app")
     app = _APP.search(str(named or ""))
-    lengths = [one for one in _lengths(said) if 0 < one <= _LONGEST]
     return Manifest(
         folder,
         str(said.get("name") or own.get("name") or "").strip(),
         " ".join(str(said.get("description") or own.get("description") or "").split()),
         (app[1], app[2]) if app else ("", ""),
         tuple(_tasks(said.get("tasks") or own.get("tasks"))),
-        max(lengths, default=None),
+        max((min(one, _LONGEST) for one in _lengths(said) if one > 0), default=None),
     )
 
 
@@ -113,22 +121,21 @@ def _below(said: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _tasks(given: Any) -> Iterator[dict[str, str]]:
+def _tasks(given: Any) -> Iterator[dict[str, str | int]]:
     if isinstance(given, Mapping):
         given = [{"id": name, **(one if isinstance(one, Mapping) else {})} for name, one in given.items()]
     for one in given if isinstance(given, list) else ():
         told = one if isinstance(one, Mapping) else {"id": one}
-        name = next((told[key] for key in ("id", "task_id", "name") if told.get(key)), None)
+        name = next((told[key] for key in ("id", "task_id", "name") if told.get(key) is not None), None)
         if isinstance(name, str | int):
-            levels = {key: str(told[key]) for key in _LEVELS if isinstance(told.get(key), str | int)}
-            yield {"id": str(name), **levels}
+            yield {"id": name, **{key: told[key] for key in _LEVELS if isinstance(told.get(key), str | int)}}
 
 
 def _lengths(given: Any) -> Iterator[int]:
     """Yield the lengths named anywhere in a file."""
     if isinstance(given, Mapping):
         for name, one in given.items():
-            if name in _LENGTHS and isinstance(one, int):
+            if name in _LENGTHS and isinstance(one, int) and not isinstance(one, bool):
                 yield one
             yield from _lengths(one)
     elif isinstance(given, list):

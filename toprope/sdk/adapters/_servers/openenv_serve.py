@@ -31,7 +31,8 @@ def main() -> None:
     sys.path += further
     place = Path(tempfile.mkdtemp(prefix="openenv-"))
     for one in Path.cwd().iterdir():
-        (place / one.name).symlink_to(one)
+        if not one.name.startswith("."):  # a wall closes these
+            (place / one.name).symlink_to(one)
     os.chdir(place)
     with runpy.run_path(str(Path(__file__).with_name("ors_serve.py")))["telling"]() as errors:
         import uvicorn  # type: ignore[import-not-found,unused-ignore]

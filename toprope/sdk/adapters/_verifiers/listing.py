@@ -34,10 +34,14 @@ def installed(site_packages: Path) -> list[Listed]:
             continue
         summary = next((line[9:] for line in text.splitlines() if line.startswith("Summary: ")), "")
         content = _digest(record)
+        of_wheel = []
         for name in _top_level(line.partition(",")[0].removeprefix("./") for line in record.splitlines()):
             module = name.removesuffix("/__init__.py").removesuffix(".py")
             if module != _PACKAGE and (listed := _listed(site_packages / name, module, summary, before)):
-                found.append(replace(listed, content=content))
+                of_wheel.append((module, replace(listed, content=content)))
+        # A test imports the environment, but one that is alone is no test.
+        own = [listed for module, listed in of_wheel if not _TEST.fullmatch(module)]
+        found += own or [listed for _, listed in of_wheel]
     return found
 
 
@@ -89,12 +93,8 @@ def _digest(record: str) -> str:
 
 
 def _top_level(files: Iterable[str]) -> Iterable[str]:
-    """Return a wheel's modules, and the `__init__.py` of its packages, which may have been copied beside the wheel.
-
-    Tests, which import the environment, are left out.
-    """
+    """Return a wheel's modules, and the `__init__.py` of its packages, which may have been copied beside the wheel."""
     parts = [name.split("/") for name in files if name.endswith(".py")]
-    parts = [one for one in parts if not _TEST.fullmatch(one[0].removesuffix(".py"))]
     return dict.fromkeys(one[0] if len(one) == 1 else f"{one[0]}/__init__.py" for one in parts)
 
 

@@ -36,7 +36,7 @@ BEFORE = ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.2.37")
 _METRIC_LIMIT = 1e6
 _WHOLE = "reward"
 RANGE: tuple[tuple[str, Any, Any], ...] = (
-    ("reward_low", float | None, knob(None, help="smallest value of a reward; null: penalties of any size")),
+    ("reward_low", float | None, knob(None, help="smallest value of a reward; null: penalties down to -1000")),
     ("reward_high", float, knob(1.0, help="largest value of a reward")),
 )
 _PENALTY = 1000.0
@@ -80,7 +80,7 @@ class LoadedEnvironment(OwnLoop):
         given |= knobs.arguments
         for name, value in given.items():  # Other models are the rollout's judge, which has a key of its own.
             of_model = _KEY.match(name)
-            asked = of_model and [given.get(of_model[1] + one) for one in ("model", "base_url", "url")]
+            asked = of_model and [given.get(of_model[1] + one) for one in ("model", "base_url")]
             if of_model is None or not (name.startswith("judge") or any(asked or ())):
                 continue
             if of_model[2] and isinstance(value, str):
@@ -229,7 +229,7 @@ def bounds(knobs: Any, weight: float) -> tuple[float, float]:
     """Return the smallest and the largest value of a reward with a weight.
 
     Authors punish bad answers by values below 0, or by a large value with a negative weight. Neither makes an answer
-    count as solved, so without `reward_low` they have no bound.
+    count as solved, so without `reward_low` their bounds are wide.
 
     Raises:
         InvalidRequest: The smallest is not below the largest.

@@ -7,8 +7,10 @@ state)`, and `env_response` returned messages and state, also without being a co
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import json
 import re
 import sys
 from typing import Any
@@ -17,46 +19,86 @@ __all__ = ["adapt_hooks", "dictionaries", "with_dictionaries"]
 
 _CLASSES = re.compile(r"\b(Assistant|System|Text|Tool|User)Message\b")
 _CONVERSATIONS = frozenset({"prompt", "completion", "prompts", "completions"})
+_KEPT = frozenset(
+    {"has_error", "has_final_env_response", "max_total_completion_tokens_reached", "max_turns_reached",
+     "prompt_too_long"}
+)  # fmt: skip
+"""Conditions of verifiers that hold beside those of an author, whose method replaced all."""
 _BROKEN_OFF = ("error", "prompt_too_long")
 """Entries of a state after which no rollout goes on."""
+_DONE = "_toprope_adapted"
 
 
 def adapt_hooks(env: Any) -> None:
     """Have an environment, or each of a group, called as its author wrote its hooks."""
     for member in (getattr(env, "env_map", None) or {}).values():
         adapt_hooks(member)
+    for kind in type(env).__mro__:
+        if _is_of_verifiers(kind) and _DONE not in vars(kind):
+            _adapt_class(kind)
     for name, adapted in (("is_completed", _completed), ("env_response", _responded), ("setup_state", _set_up)):
         own = getattr(type(env), name, None)
-        if own is not None and str(getattr(own, "__module__", "")).partition(".")[0] != "verifiers":
+        if own is not None and not _is_of_verifiers(own):
             setattr(env, name, adapted(env, own))
+
+
+def _is_of_verifiers(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).partition(".")[0] == "verifiers"
+
+
+def _adapt_class(kind: Any) -> None:
+    """Have `super()` in an author's hook answer as it did: the state of `setup_state`, `is_completed` with messages."""
+    own = dict(vars(kind))
+    setattr(kind, _DONE, True)
+    if set_up := own.get("setup_state"):
+        takes_more = any(
+            one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(set_up).parameters.values()
+        )
+
+        @functools.wraps(set_up)
+        async def setup_state(self: Any, state: Any, **more: Any) -> Any:
+            after = await _awaited(set_up(self, state, **(more if takes_more else {})))
+            return state if after is None else after
+
+        kind.setup_state = setup_state
+    if complete := own.get("is_completed"):
+
+        @functools.wraps(complete)
+        async def is_completed(self: Any, *given: Any, **more: Any) -> bool:
+            return bool(await _awaited(complete(self, given[-1] if given else more.pop("state"), **more)))
+
+        kind.is_completed = is_completed
 
 
 def _completed(env: Any, own: Any) -> Any:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    takes_messages = sum(one.kind in kinds for one in inspect.signature(own).parameters.values()) > 2
+    asked = [
+        one for one in inspect.signature(own).parameters.values() if one.kind in kinds and one.default is one.empty
+    ]
+    takes_messages = len(asked) > 2  # besides itself and the state
 
-    async def completed(state: Any, **more: Any) -> bool:
-        if takes_messages and await _inherited(env, state):
-            return True
+    async def by_state(state: Any, **more: Any) -> bool:
         if any(state.get(name) for name in _BROKEN_OFF):
             return True
-        given = (_conversation(state), state) if takes_messages else (state,)
-        return bool(await _awaited(own(env, *given, **more)))
+        if not takes_messages:
+            return bool(await _awaited(own(env, state, **more)))
+        state["turn"] = len(state.get("trajectory") or ())
+        for condition in getattr(env, "_stop_conditions", ()):
+            if condition.__name__ in _KEPT and await env._render_stop(state, condition):
+                return True
+        return bool(await _awaited(own(env, _conversation(state), state, **more)))
+
+    def completed(*given: Any, **more: Any) -> Any:
+        # The author's own code calls it as it was written.
+        return own(env, *given, **more) if takes_messages and len(given) > 1 else by_state(*given, **more)
 
     return completed
-
-
-async def _inherited(env: Any, state: Any) -> bool:
-    """Return True by the conditions of verifiers, which its authors' method replaced."""
-    import verifiers
-
-    return bool(await verifiers.Environment.is_completed(env, state))
 
 
 def _responded(env: Any, own: Any) -> Any:
     async def responded(messages: Any, state: Any, **more: Any) -> Any:
         said = await _awaited(own(env, messages, state, **more))
-        if isinstance(said, tuple) and len(said) == 2:
+        if isinstance(said, tuple) and len(said) == 2 and isinstance(said[0], list | str) and isinstance(said[1], dict):
             said, after = said
             _take(state, after)
         return said
@@ -66,8 +108,7 @@ def _responded(env: Any, own: Any) -> Any:
 
 def _set_up(env: Any, own: Any) -> Any:
     async def set_up(state: Any, **more: Any) -> Any:
-        after = await _awaited(own(env, state, **more))
-        _take(state, after)
+        _take(state, await _awaited(own(env, state, **more)))
         return state
 
     return set_up
@@ -98,9 +139,21 @@ class Message(dict[str, Any]):
         except KeyError:
             raise AttributeError(name) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
     def model_dump(self, **options: Any) -> dict[str, Any]:
-        """Return a plain dictionary, as the object would."""
-        return dict(self)
+        """Return a plain dictionary, as the object would; of its options, those that leave out fields."""
+        left = {name for name, value in self.items() if value is None} if options.get("exclude_none") else set()
+        return {name: value for name, value in self.items() if name not in left | set(options.get("exclude") or ())}
+
+    def model_copy(self, *, update: Any = None, deep: bool = False) -> Message:
+        """Return a copy with other values."""
+        return Message({**(copy.deepcopy(self) if deep else self), **(update or {})})
+
+    def model_dump_json(self, **options: Any) -> str:
+        """Return it as JSON."""
+        return json.dumps(self.model_dump(**options), indent=options.get("indent"))
 
 
 def dictionaries(value: Any) -> Any:
@@ -130,7 +183,12 @@ def with_dictionaries(function: Any) -> Any:
 
 @functools.cache
 def _names_classes(module: str) -> bool:
-    try:
-        return bool(_CLASSES.search(inspect.getsource(sys.modules[module])))
-    except (KeyError, OSError, TypeError):
-        return False
+    """Return True if a module, or another one of its package that is loaded, names the classes of messages."""
+    package = module.partition(".")[0]
+    for name in [one for one in sys.modules if one.partition(".")[0] == package]:
+        try:
+            if _CLASSES.search(inspect.getsource(sys.modules[name])):
+                return True
+        except (OSError, TypeError):
+            continue
+    return False
