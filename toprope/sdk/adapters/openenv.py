@@ -165,7 +165,12 @@ class OpenEnv(OwnLoop):
         by_seed = self.knobs.by_seed
         if by_seed is None:
             by_seed = len({text for _, text in first}) < len(first)
-        for seed, text in itertools.chain(first, map(begun, seeds)):
+        later: Iterator[tuple[int, str]] = map(begun, seeds)
+        if len({(seed % len(resets), text) for seed, text in first}) == len(resets) < len(first):
+            # The seed changes no text; each reset may take seconds.
+            texts = {seed % len(resets): text for seed, text in first}
+            later = ((seed, texts[seed % len(resets)]) for seed in seeds)
+        for seed, text in itertools.chain(first, later):
             reset = resets[seed % len(resets)]
             data = {"seed": seed, "reset": reset} if reset else {"seed": seed}
             yield Task(self._messages(text), data=data, key=f"{text}\nseed {seed}" if by_seed else None)

@@ -124,11 +124,14 @@ def test_an_error_of_the_server_is_no_action_of_the_policy(serve: Callable[..., 
 
 
 def test_tasks_of_the_manifest_are_taken_by_turns(serve: Callable[..., str], tmp_path: Path) -> None:
+    begun: list[dict[str, Any]] = []
+
     def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/step":
             return 200, {"observation": "done", "reward": 1, "done": True}
         if body.get("task_id") == "gone":
             return 400, {"detail": "unknown task"}
+        begun.append(body)
         return 200, {"observation": body["task_id"]}
 
     reset = {"type": "object", "properties": {"task_id": {"type": "string"}}}
@@ -136,9 +139,10 @@ def test_tasks_of_the_manifest_are_taken_by_turns(serve: Callable[..., str], tmp
     said = "name: My Env\ntasks:\n  - id: easy\n    max_steps: 7\n  - id: gone\n  - {id: hard, max_steps: 30}\n"
     (tmp_path / "openenv.yaml").write_text(said)
     made = openenv.OpenEnv("x", url, (), "", Manifest.nearest(tmp_path))
-    environment = configure(made, knobs={"tasks": 5})
+    environment = configure(made, knobs={"tasks": 20})
     tasks = list(environment.tasks())
-    assert [task.messages[-1]["content"] for task in tasks] == ["easy", "hard", "easy", "hard", "easy"]
+    assert [task.messages[-1]["content"] for task in tasks] == ["easy", "hard"] * 10
+    assert len(begun) == 2 + 5, "the seed changes no text, so that no further reset is needed"
     assert environment.max_turns == 30 and tasks[1].data["reset"] == {"task_id": "hard"}
     with pytest.raises(EnvironmentMistake, match="HTTP 400"):
         list(configure(made, knobs={"tasks": 4, "resets": [{"task_id": "gone"}]}).tasks())
