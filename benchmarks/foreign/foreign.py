@@ -5,9 +5,9 @@
 
 FOLDER has fetched repositories, one folder each, called <owner>+<name>. Each environment is added as its owner would,
 into an interpreter of its own where it needs one. Shares count what needs no missing data of the internet: left out is
-only what failed with a recorded error that names a refused connection to a host. Environments with a key of their own,
-which has the value "none" here, and those whose submodules could not be fetched count as failed, and apart. Those whose
-own files give the policy images are not drawn, since it reads text alone.
+only what failed with a recorded error that names a refused connection to a host, also while git fetches a submodule.
+Environments with a key of their own, which has the value "none" here, count as failed, and apart. Those whose own files
+give the policy images are not drawn, since it reads text alone.
 
 `--home` keeps the installed interpreters for another draw. Estimated time: an hour for a draw of 90, without
 installations; needs the package index. Environments with graders ask a model that always gives a bad verdict in the

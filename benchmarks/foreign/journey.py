@@ -110,7 +110,8 @@ class Result:
     @property
     def needs_key(self) -> bool:
         """True if it was installed, reached no host and was given a placeholder for a key."""
-        return bool(self.refused_host and self.failed_at != "listed" and keys_of([self.candidate]))
+        reached = self.failed_at not in ("fetched", "listed")
+        return bool(self.refused_host and reached and keys_of([self.candidate]))
 
     @property
     def unfetched(self) -> bool:
@@ -120,7 +121,7 @@ class Result:
     @property
     def left_out(self) -> bool:
         """True if it lacks data of the internet, so that no share counts it."""
-        return bool(self.refused_host) and not self.needs_key and not self.unfetched
+        return bool(self.refused_host) and not self.needs_key
 
     @property
     def unhelpful(self) -> bool:
@@ -186,7 +187,7 @@ class Traveller:
         knobs = {name: self._grader if value == GRADER else value for name, value in candidate.knobs}
         result.failed_at, result.reached = "fetched", []
         for place in candidate.submodules:
-            await self._run("git", "-C", str(Path(place).parent), "submodule", "update", "--init", "--", place)
+            await self._fetched(Path(place))
         result.failed_at = "listed"
         result.names = await self._listed(candidate)
         result.reached.append("listed")
@@ -203,6 +204,18 @@ class Traveller:
             result.failed_at = "trained"
             await asyncio.wait_for(self._trained(name, knobs, splits, grades=grades), _TRAIN_S)
             result.reached.append("trained")
+
+    async def _fetched(self, place: Path) -> None:
+        """Fetch a submodule; a download without history has only the file that names its source."""
+        file = next((one / ".gitmodules" for one in place.parents if (one / ".gitmodules").is_file()), None)
+        if file is None or (file.parent / ".git").exists():
+            await self._run("git", "-C", str(place.parent), "submodule", "update", "--init", "--", str(place))
+            return
+        listed = await self._run("git", "config", "-f", str(file), "--get-regexp", r"^submodule\..*\.(path|url)$")
+        said = dict(line.split(" ", 1) for line in listed.splitlines())
+        name = next(key for key, value in said.items() if value == str(place.relative_to(file.parent)))
+        url = said[f"{name.removesuffix('.path')}.url"]
+        await self._run("git", "clone", "-q", "--depth=1", "--", url, str(place))
 
     def _cured(self, result: Result) -> bool:
         """Carry out the cure that an error names: a package of a missing module, a folder to be written, the bounds

@@ -132,14 +132,14 @@ def test_only_a_refused_connection_to_a_host_is_left_out():
     assert (found["rolled_share"], found["trained_share"], found["unhelpful_errors"]) == (0.667, 0.5, 1)
 
 
-def test_environments_with_keys_and_without_submodules_are_not_left_out(tmp_path):
+def test_environments_with_keys_are_not_left_out(tmp_path):
     file = tmp_path / "searches.py"
     file.write_text("key = os.environ['SEARCHES_API_KEY']\n")
     keyed = Result(Candidate("trl", "k", (str(file),)), reached=["listed"], failed_at="rolled", error=REFUSED)
     unfetched = Result(Candidate("atropos", "s"), failed_at="fetched", error=REFUSED)
     rolled = Result(Candidate("trl", "r", (str(file),)), reached=["listed", "described", "checked", "rolled"])
     found = figures_of([keyed, unfetched, rolled])
-    assert (found["needs_key"], found["unfetched"], found["left_out"], found["rolled_share"]) == (1, 1, 0, 0.333)
+    assert (found["needs_key"], found["unfetched"], found["left_out"], found["rolled_share"]) == (1, 1, 1, 0.5)
     assert found["by_ecosystem"]["trl"]["needs_key"] == 1 and not keyed.record()["left_out"]
     keyed.reached, keyed.failed_at = [], "listed"  # no key takes part in an installation
     assert not keyed.needs_key and keyed.left_out
@@ -155,7 +155,23 @@ def test_failed_submodule_is_no_failed_listing(tmp_path, monkeypatch):
     traveller = Traveller(tmp_path, None, None, "")
     candidate = Candidate("atropos", "x", submodules=(str(tmp_path / "library"),))
     result = asyncio.run(traveller.go(candidate, train=False))
-    assert result.unfetched and result.error.startswith("submodule update") and not result.left_out
+    assert result.unfetched and result.error.startswith("submodule update") and result.left_out
+    assert not result.unhelpful, "the words are git's"
+
+
+def test_submodule_of_a_download_is_cloned_from_the_source_that_its_file_names(tmp_path, monkeypatch):
+    said = []
+
+    async def run(self, *words):
+        said.append(words)
+        listed = {"path": "envs/a/library", "url": "https://example.org/library"}
+        return "".join(f"submodule.envs/a/library.{key} {value}\n" for key, value in listed.items())
+
+    monkeypatch.setattr(Traveller, "_run", run)
+    (tmp_path / ".gitmodules").touch()
+    place = tmp_path / "envs" / "a" / "library"
+    asyncio.run(Traveller(tmp_path, None, None, "")._fetched(place))
+    assert said[-1] == ("git", "clone", "-q", "--depth=1", "--", "https://example.org/library", str(place))
 
 
 def test_environment_that_the_catalog_refuses_is_not_taken_for_a_neighbour(tmp_path, monkeypatch):
