@@ -41,8 +41,8 @@ _IMAGES = re.compile(r"ImageUrlContentPart\(|[\"']type[\"']: ?[\"'](?:input_imag
 _KEY = re.compile(r"[\"']([A-Z][A-Z0-9_]*_API_KEY)[\"']")
 PACKAGES_KEYS = {"PRIME_API_KEY", "TAVILY_API_KEY"}
 """Keys for which packages that environments use ask before they call a service."""
-_OF_POLICY = {"OPENAI_API_KEY"}
-"""Keys of clients that adapters lead to the policy or the grader."""
+_OURS = {"OPENAI_API_KEY", "OPENENV_API_KEY"}
+"""Keys of clients that adapters lead to the policy or the grader, and one that a server asks its clients for if set."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def keys_of(drawn: Iterable[Candidate]) -> set[str]:
     """Return the names of keys in the files of environments; a package with many has keys of other programs too."""
     places = {Path(one.add[0]) for one in drawn if one.add and not one.entry}
     files = {file for one in places for file in (one.rglob("*.py") if one.is_dir() else [one])}
-    return set[str]().union(*(_KEY.findall(file.read_text(errors="replace")) for file in files)) - _OF_POLICY
+    return set[str]().union(*(_KEY.findall(file.read_text(errors="replace")) for file in files)) - _OURS
 
 
 def _verifiers(root: Path) -> Iterator[Candidate]:
