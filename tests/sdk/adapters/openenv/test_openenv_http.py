@@ -191,5 +191,9 @@ def test_application_with_both_endpoints_is_found_and_run_from_its_manifest(tmp_
     assert (named.name, named.target) == ("my_env", f"{file}:other")
     environment = openenv.make(named.target)
     assert environment._place[2] == str(tmp_path), "its author runs it from there"
+    (tmp_path / "openenv.yaml").write_text("environment:\n  entrypoint: 'server.app:other'\n")
+    assert Manifest.nearest(file).app == ("server.app", "other")  # type: ignore[union-attr]
+    (tmp_path / "openenv.yaml").write_text("a: &a [x, x]\nb: [*a, *a]\nname: bomb\n")
+    assert Manifest.nearest(file).name == "", "what stands for more than it says is not read"  # type: ignore[union-attr]
     (tmp_path / "openenv.yaml").write_text(": no\n  - yaml: [")
     assert openenv.declared(file, ast.parse("other = 1")) == []

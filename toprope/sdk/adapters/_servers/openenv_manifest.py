@@ -17,6 +17,7 @@ _FOLDERS = 3
 """Number of folders above a file in which its manifest is looked for."""
 _LARGEST = 1 << 20
 _APP = re.compile(r"(?<![\w/.:])([A-Za-z_][\w.]*):([A-Za-z_]\w*)(?![\w/:])")
+_OF_APP = ("app", "entrypoint", "entry_point", "command")
 _OF_TASK = ("task_id", "task", "task_name", "scenario_id", "scenario", "task_type", "difficulty", "level")
 """Names of reset's parameter that selects a task."""
 _LEVELS = ("difficulty", "level")
@@ -104,8 +105,8 @@ def _read(folder: Path, changed: int) -> Manifest:
 
 def _manifest(folder: Path, said: dict[str, Any]) -> Manifest:
     own, server = _below(said, "environment"), _below(said, "server")
-    named = said.get("app") or server.get("entry_point") or server.get("command") or own.get("app")
-    app = _APP.search(str(named or ""))
+    named = (level.get(key) for level in (said, server, own) for key in _OF_APP)
+    app = next((found for text in named if (found := _APP.search(str(text or "")))), None)
     return Manifest(
         folder,
         str(said.get("name") or own.get("name") or "").strip(),
