@@ -7,6 +7,7 @@ files that their authors ship.
 from __future__ import annotations
 
 import ast
+import configparser
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from toprope.sdk.adapters._servers.nemo_gym_files import rows_beside
 
-__all__ = ["COLLECTORS", "GRADER", "PACKAGES_KEYS", "Candidate", "keys_of"]
+__all__ = ["COLLECTORS", "GRADER", "PACKAGES_KEYS", "Candidate", "keys_of", "source_of"]
 
 GRADER = "{grader}"
 _MORE = {
@@ -73,6 +74,17 @@ def keys_of(drawn: Iterable[Candidate]) -> set[str]:
     places = {Path(one.add[0]) for one in drawn if one.add and not one.entry}
     files = {file for one in places for file in (one.rglob("*.py") if one.is_dir() else [one])}
     return set[str]().union(*(_KEY.findall(file.read_text(errors="replace")) for file in files)) - _OURS
+
+
+def source_of(submodule: Path) -> str:
+    """Return the address of a submodule of a download; empty if git knows it, because the repository has a history."""
+    repository = next((one for one in submodule.parents if (one / ".gitmodules").is_file()), None)
+    if repository is None or (repository / ".git").exists():
+        return ""
+    listed = configparser.ConfigParser(strict=False, interpolation=None)
+    listed.read(repository / ".gitmodules")
+    place = str(submodule.relative_to(repository))
+    return next((listed[one].get("url", "") for one in listed.sections() if listed[one].get("path") == place), "")
 
 
 def _verifiers(root: Path) -> Iterator[Candidate]:

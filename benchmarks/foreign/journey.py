@@ -18,7 +18,7 @@ from mcp import Client
 from toprope_tools.planning.opening import options_of
 from toprope_tools.workshop import Workshop
 
-from benchmarks.foreign.candidates import GRADER, Candidate, keys_of
+from benchmarks.foreign.candidates import GRADER, Candidate, keys_of, source_of
 from toprope.errors import TopropeError
 from toprope.sdk.errors import WorkerError, WorkerFailure
 from toprope.settings.endpoints import Endpoint
@@ -110,8 +110,7 @@ class Result:
     @property
     def needs_key(self) -> bool:
         """True if it was installed, reached no host and was given a placeholder for a key."""
-        reached = self.failed_at not in ("fetched", "listed")
-        return bool(self.refused_host and reached and keys_of([self.candidate]))
+        return bool(self.refused_host and self.failed_at not in ("fetched", "listed") and keys_of([self.candidate]))
 
     @property
     def unfetched(self) -> bool:
@@ -186,8 +185,10 @@ class Traveller:
         candidate = result.candidate
         knobs = {name: self._grader if value == GRADER else value for name, value in candidate.knobs}
         result.failed_at, result.reached = "fetched", []
-        for place in candidate.submodules:
-            await self._fetched(Path(place))
+        for place in map(Path, candidate.submodules):
+            known = ("-C", str(place.parent), "submodule", "update", "--init", "--", str(place))
+            url = source_of(place)
+            await self._run("git", *(("clone", "-q", "--depth=1", "--", url, str(place)) if url else known))
         result.failed_at = "listed"
         result.names = await self._listed(candidate)
         result.reached.append("listed")
@@ -204,18 +205,6 @@ class Traveller:
             result.failed_at = "trained"
             await asyncio.wait_for(self._trained(name, knobs, splits, grades=grades), _TRAIN_S)
             result.reached.append("trained")
-
-    async def _fetched(self, place: Path) -> None:
-        """Fetch a submodule; a download without history has only the file that names its source."""
-        file = next((one / ".gitmodules" for one in place.parents if (one / ".gitmodules").is_file()), None)
-        if file is None or (file.parent / ".git").exists():
-            await self._run("git", "-C", str(place.parent), "submodule", "update", "--init", "--", str(place))
-            return
-        listed = await self._run("git", "config", "-f", str(file), "--get-regexp", r"^submodule\..*\.(path|url)$")
-        said = dict(line.split(" ", 1) for line in listed.splitlines())
-        name = next(key for key, value in said.items() if value == str(place.relative_to(file.parent)))
-        url = said[f"{name.removesuffix('.path')}.url"]
-        await self._run("git", "clone", "-q", "--depth=1", "--", url, str(place))
 
     def _cured(self, result: Result) -> bool:
         """Carry out the cure that an error names: a package of a missing module, a folder to be written, the bounds

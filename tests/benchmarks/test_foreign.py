@@ -164,14 +164,15 @@ def test_submodule_of_a_download_is_cloned_from_the_source_that_its_file_names(t
 
     async def run(self, *words):
         said.append(words)
-        listed = {"path": "envs/a/library", "url": "https://example.org/library"}
-        return "".join(f"submodule.envs/a/library.{key} {value}\n" for key, value in listed.items())
+        raise Refused("that is enough")
 
     monkeypatch.setattr(Traveller, "_run", run)
-    (tmp_path / ".gitmodules").touch()
+    listed = '[submodule "a"]\n\tpath = envs/a/library\n\turl = https://example.org/library\n'
+    (tmp_path / ".gitmodules").write_text(f'[submodule "b"]\n\tpath = b\n\turl = x\n{listed}')
     place = tmp_path / "envs" / "a" / "library"
-    asyncio.run(Traveller(tmp_path, None, None, "")._fetched(place))
-    assert said[-1] == ("git", "clone", "-q", "--depth=1", "--", "https://example.org/library", str(place))
+    candidate = Candidate("atropos", "x", submodules=(str(place),))
+    asyncio.run(Traveller(tmp_path, None, None, "").go(candidate, train=False))
+    assert said == [("git", "clone", "-q", "--depth=1", "--", "https://example.org/library", str(place))]
 
 
 def test_environment_that_the_catalog_refuses_is_not_taken_for_a_neighbour(tmp_path, monkeypatch):
