@@ -438,9 +438,14 @@ def test_runs_without_news_are_named_in_one_line(house):
     assert "new: fall (critical, from low); low (over)" in answer.text
     assert " ago)." in answer.text and "Next: check_status(wait_s=45, cursor=" in answer.text  # it did not wait
     answer = do(check_status, shop, cursor=answer.data.cursor, wait_s=0.1)
-    assert f'the same call with cursor="{answer.data.cursor}"' in answer.text
+    assert f'same call, cursor="{answer.data.cursor}"' in answer.text
     again = do(check_status, shop, run_ids=ids, cursor=answer.data.cursor, wait_s=0.1)
     assert "Next: check_status(wait_s=45, cursor=" in again.text  # the cursor names the runs
     event(folders[0], "finding", rule="low", level="warning", what="x")()
     few = do(check_status, shop, cursor=",".join(again.data.cursor.split(",")[:2]), wait_s=0.1)
-    assert f"{ids[1]}: " not in few.text and "Without news: 1 queued." in few.text
+    assert "queued" not in few.text and sent(few.data)["unchanged"] == {"queued": 1}, "it was told before"
+    become(folders[0], "completed")
+    two = {"cursor": ",".join(again.data.cursor.split(",")[:2]), "wait_s": 0.1}
+    assert "Ended: get_results(" in do(check_status, shop, **two).text
+    waits_on = do(check_status, shop, **two, until=["all ended"])
+    assert f"{ids[0]}: completed" in waits_on.text and "get_results" not in waits_on.text

@@ -92,7 +92,7 @@ def tell(workshop: Workshop, waited: Waited, known: Mapping[str, int], patience:
         known: The caller's cursor, which may contain more runs.
         patience: The wait asked for.
     """
-    many = len(waited.looks) > _SHORT
+    many = _is_brief(len(waited.looks), patience)
     causes = {look.run_id: _causes(workshop, look, many) for look in waited.looks}
     places_of = {look.run_id: _places(workshop, look) for look in waited.looks}
     for most in _EVENTS:
@@ -115,10 +115,10 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     until = [one.name for one in patience.until if not (one.stays_met and one.name in done)]
     goes_on = {"until": until} if until else {}
     if patience.by_cursor and patience.asked_s and until == [one.name for one in patience.until]:
-        following = f'Next: the same call with cursor="{here}"'
+        following = f'Next: same call, cursor="{here}"'
     else:
         following = f"Next: {call('check_status', wait_s=round(patience.longest_s), **goes_on, cursor=here)}"
-    many = len(told) > _SHORT
+    many = _is_brief(len(told), patience)
     # A cursor tells that the caller knows of runs that still wait.
     known_to_wait = patience.by_cursor and any(one.new for one in told)
     shown = _shown(told) if many or known_to_wait else told
@@ -141,14 +141,21 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
     elif patience.cut:
         lines.append(f"This wait was limited to {duration(patience.longest_s)}: the client drops longer calls.")
     lines += [one.text for one in shown]
-    if same:
+    # Who waits by a cursor was told of the others before.
+    if same and not (shown and patience.by_cursor):
         lines.append(f"Without news: {', '.join(f'{count} {state}' for state, count in same.items())}.")
     if live:
         lines.append(following)
     ended = [one.item.run_id for one in told if one.item.state not in LIVE and (one.new or not live)]
-    if ended:
+    goes_on_waiting = bool(live) and bool(patience.until) and not met
+    if ended and not goes_on_waiting:
         lines.append(f"Ended: {', '.join(call('get_results', run_id=run_id) for run_id in ended[:3])}")
     return Answer("\n".join(lines), data)
+
+
+def _is_brief(runs: int, patience: Patience) -> bool:
+    """Return True if an answer is brief on each run: on many runs, or on several for a caller who goes on waiting."""
+    return runs > _SHORT or (patience.by_cursor and runs > 1)
 
 
 def _concerns_programs(item: answers.RunStatus) -> bool:
@@ -167,7 +174,7 @@ def _shown(told: Sequence[_Told]) -> list[_Told]:
 def _after(patience: Patience, waited: Waited) -> str:
     if waited.seconds < min(1.0, patience.wait_s) or not patience.wait_s:
         return ""
-    cut = patience.cut and waited.seconds >= patience.longest_s
+    cut = patience.cut and waited.seconds >= patience.longest_s and not patience.by_cursor
     return f" in {duration(waited.seconds)}" + (", the client's limit" if cut else "")
 
 
@@ -261,7 +268,7 @@ def _told(
     else:
         line += f"; numbers of {ago(at, look.now)}: {numbers_line(numbers)}. Next in {duration(next_in or 0)}."
     checks = _open_checks(status)
-    if checks and (told or "failed" in checks.values()):
+    if checks and (told and not many or "failed" in checks.values()):
         line += " Checks: " + ", ".join(f"{name} {how}" for name, how in checks.items()) + "."
     parts = components(status)
     exited = [f"{name} {how}" for name, how in parts.items() if how.startswith("exited")]
