@@ -373,6 +373,15 @@ def test_project_runs_from_its_folder_unless_its_own_package_has_environments(
     assert (found is None) is brought and (brought or found is not None and found.kind == "folder")
 
 
+def test_projects_of_one_author_have_names_of_their_own(tmp_path: Path) -> None:
+    for name in ("our-env-chess", "our-env-go"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pyproject.toml").write_text(f"[project]\nname = '{name}'\n")
+        assert target_of(str(tmp_path / name), ()).name == name
+    (tmp_path / "games-1.0-py3-none-any.whl").touch()
+    assert target_of(str(tmp_path / "games-1.0-py3-none-any.whl"), ()).name == "games"
+
+
 def test_project_that_cannot_be_built_runs_from_its_files(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,7 +190,8 @@ def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     name = name_of(stem if path.is_file() else path.name)
     if path.suffix == ".whl" or (path.is_dir() and is_project(path)):
         adapter, others = _ecosystem_of(path, adapters)
-        return Target("packages", str(path), name_of(name.split("-")[0]), (str(path), *others), adapter, path)
+        name = name if path.is_dir() else name_of(name.split("-")[0])  # a wheel's goes on with its version
+        return Target("packages", str(path), name, (str(path), *others), adapter, path)
     own = tuple(script_requirements(path.read_text("utf-8", "replace"))) if path.is_file() else ()
     listed = (path.parent if path.is_file() else path) / "requirements.txt"
     if not own and listed.is_file():
