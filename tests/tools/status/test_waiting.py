@@ -423,8 +423,7 @@ def test_runs_without_news_are_named_in_one_line(house):
     assert f"{ids[0]}: queued" in first.text and "Without news: 4 queued." in first.text
     step(folders[0], 3)
     answer = do(check_status, shop, run_ids=ids, cursor=first.data.cursor)
-    assert f"{ids[0]}: training" in answer.text
-    assert "Without news: 4 queued." in answer.text
+    assert f"{ids[0]}: training" in answer.text and "Without news: 4 queued." in answer.text
     told = sent(answer.data)
     assert "step 3/" in answer.text and [run["run_id"] for run in told["runs"]] == ids[:1]
     assert told["unchanged"] == {"queued": 4}
@@ -442,10 +441,10 @@ def test_runs_without_news_are_named_in_one_line(house):
     again = do(check_status, shop, run_ids=ids, cursor=answer.data.cursor, wait_s=0.1)
     assert "Next: check_status(wait_s=45, cursor=" in again.text  # the cursor names the runs
     event(folders[0], "finding", rule="low", level="warning", what="x")()
-    few = do(check_status, shop, cursor=",".join(again.data.cursor.split(",")[:2]), wait_s=0.1)
+    two = ",".join(again.data.cursor.split(",")[:2])
+    few = do(check_status, shop, cursor=two, wait_s=0.1)
     assert "queued" not in few.text and sent(few.data)["unchanged"] == {"queued": 1}, "it was told before"
     become(folders[0], "completed")
-    two = {"cursor": ",".join(again.data.cursor.split(",")[:2]), "wait_s": 0.1}
-    assert "Ended: get_results(" in do(check_status, shop, **two).text
-    waits_on = do(check_status, shop, **two, until=["all ended"])
+    assert "Ended: get_results(" in do(check_status, shop, cursor=two, wait_s=0.1).text
+    waits_on = do(check_status, shop, cursor=two, wait_s=0.1, until=["all ended"])
     assert f"{ids[0]}: completed" in waits_on.text and "get_results" not in waits_on.text
