@@ -11,8 +11,8 @@ would do it. Estimated time: half an hour; needs reasoning-gym.
 - `chain_sum`: two or three numbers of one digit (arithmetic).
 - `leg_counting`: the legs of up to 25 animals of one kind (facts and products).
 
-Right answers alone are rewarded: with reasoning-gym's partial scores, which reward a right number within a longer
-answer, all three fell.
+Right answers alone are rewarded: reasoning-gym's partial scores reward a right number within a longer answer, and
+with them the sums fell.
 
 No answer is right in more than 14 % of the tasks of an environment, so that a policy which always says one thing does
 not count as one that learned.

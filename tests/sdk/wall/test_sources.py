@@ -233,3 +233,12 @@ def test_bytecode_is_not_kept_where_workers_write(tmp_path: Path) -> None:
     made = Enclosure.prepare(Wall(home=str(tmp_path / "home")), [str(tmp_path / "bin/python")], {}, None)
     made.remove()
     assert "PYTHONPYCACHEPREFIX" not in made.variables
+
+
+def test_server_opens_the_folder_of_its_manifest(tmp_path: Path) -> None:
+    (tmp_path / "project" / "server").mkdir(parents=True)
+    (file := tmp_path / "project" / "server" / "app.py").touch()
+    assert str(tmp_path / "project") not in paths.source_paths(str(file))
+    (tmp_path / "project" / "openenv.yaml").touch()
+    assert str(tmp_path / "project") in paths.source_paths(str(file)), "its author runs it from there"
+    assert str(tmp_path) not in paths.source_paths(str(file))

@@ -220,9 +220,11 @@ def ecosystem_requirements(target: Target, adapters: Sequence[Adapter], site: Pa
     """
     if target.kind == "packages" or target.path is None:
         return ()
-    theirs = {one.name for one in _declaring(target.path, adapters, standalone=False)}
-    needed = [one for one in _declaring(target.path, adapters) if site is None or not one.is_in(site)]
-    lines = (one.requirements if one.name in theirs else one.for_standalone for one in needed)
+    lines = (
+        one.for_standalone if standalone else one.requirements
+        for one, standalone in _declaring(target.path, adapters)
+        if site is None or not one.is_in(site)
+    )
     return tuple(dict.fromkeys(line for some in lines for line in some))
 
 
@@ -302,20 +304,18 @@ def _texts(target: str) -> list[str]:
     return [one for one in found if isinstance(one, str)]
 
 
-def _declaring(path: Path, adapters: Sequence[Adapter], *, standalone: bool = True) -> list[Adapter]:
-    """Return the adapters with an interpreter of their own that find environments in a file, or in a folder's files.
-
-    Args:
-        standalone: Count environments that do not need it.
-    """
+def _declaring(path: Path, adapters: Sequence[Adapter]) -> list[tuple[Adapter, bool]]:
+    """Return the adapters with an interpreter of their own that find environments in a file, or in a folder's files,
+    each with whether all of these do without its package."""
     asked = [adapter for adapter in adapters if adapter.reads_files and adapter.package and adapter.requirements]
-    found: dict[str, Adapter] = {}
+    found: dict[str, tuple[Adapter, bool]] = {}
     for file in [path] if path.is_file() else environment_files(path, deep=True):
         try:
             tree = parse(file)
             for adapter in asked:
-                if any(standalone or not one.standalone for one in adapter.declared(file, tree)):
-                    found[adapter.name] = adapter
+                if listed := adapter.declared(file, tree):
+                    before = found.get(adapter.name, (adapter, True))[1]
+                    found[adapter.name] = adapter, before and all(one.standalone for one in listed)
         except Exception:  # Listing reports files that cannot be read.
             continue
     return list(found.values())

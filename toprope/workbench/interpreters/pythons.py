@@ -23,6 +23,7 @@ from toprope.workbench.interpreters.words import excerpt
 
 _REQUIRED = re.compile(r"(?:satisfy Python|Requires-Python|not in ')\s*(?P<what>[<>=!~][^\s'\"]*)")
 _NEWEST_MINOR = 20
+_VERSION_S = 20.0
 _LOOK_S = 60.0
 _IMPORT_S = 180.0
 _LOOK = (
@@ -77,7 +78,7 @@ def _version(python: str) -> tuple[int, ...] | None:
     """Return the version of an interpreter; None if it does not run, as pyenv's stand-ins do not."""
     command = [python, "-I", "-c", "import sys; print(*sys.version_info[:3])"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_S, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_VERSION_S, check=True)
         return tuple(map(int, done.stdout.split()))
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

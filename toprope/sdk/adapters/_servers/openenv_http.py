@@ -97,7 +97,7 @@ class Endpoints:
         takes_any: Reset's body may have others.
         queries: Names that go into the address, by endpoint.
         wrapped: A step's body has the action as `action`.
-        session: The field that tells sessions apart; empty if there is none.
+        session: The field that tells sessions apart; empty without one.
         again: Names of reset's parameters that each step has to repeat.
         action: JSON schema of an action; empty if the description does not tell it.
     """

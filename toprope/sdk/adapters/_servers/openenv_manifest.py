@@ -1,4 +1,4 @@
-"""What `openenv.yaml` says of an environment: its name, its app, its tasks and its length."""
+"""Read an environment's `openenv.yaml`: its name, its app, its tasks and its length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What authors wrote for earlier versions of verifiers 0.1, carried out with 0.1.14.
+"""Carry out with verifiers 0.1.14 what authors wrote for earlier versions of 0.1.
 
 Messages are objects since 0.1.14 and were dictionaries before, which reward functions expect (`isinstance(message,
 dict)`): they get dictionaries that can be read as objects, too. Until 0.1.3 an environment had `is_completed(messages,
