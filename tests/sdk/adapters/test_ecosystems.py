@@ -123,7 +123,7 @@ def test_packages_for_verifiers_before_0_2_run_as_published(tmp_path: Path) -> N
 @pytest.mark.engines
 def test_openenv_server_is_started_shared_and_ended(tmp_path: Path) -> None:
     async def body(link: WorkerClient, card: dict[str, Any]) -> None:
-        assert card["parts"].keys() == {"reward", "last_step", "invalid"} and card["max_turns"] == 16
+        assert card["parts"].keys() == {"reward", "last_step", "invalid"} and card["max_turns"] == 32
         found = await link.call("tasks", timeout=SLOW_S, split="train", start=0, count=1)
         word = found["tasks"][0]["messages"][0]["content"].removeprefix("Copy: ")
         good, bad = await scores(link, word, "zz")

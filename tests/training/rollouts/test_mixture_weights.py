@@ -178,7 +178,7 @@ def test_mixture_entries_have_own_settings_and_possible_shares() -> None:
     first, words, more = members_of(config.environment)
     assert [one.label for one in (first, words, more)] == ["sums", "words", "more sums"]
     assert (words.weight, words.section.max_turns, words.section.knobs) == (2, 3, {"k": 1})
-    assert words.section.call_timeout_s == 5 and more.section.max_turns == 10 and not words.section.mixture
+    assert words.section.call_timeout_s == 5 and more.section.max_turns is None and not words.section.mixture
     with pytest.raises(Exception, match="add up to 1.2"):
         apply_changes(
             config, {"environment.min_share": 0.6, "environment.mixture": [{"name": "words", "min_share": 0.6}]}

@@ -51,7 +51,9 @@ _IDENTITIES = frozenset({"episode_id", "request_id", "session_id"})
 """Fields of an observation that differ in each episode and tell the policy nothing."""
 _ID = re.compile(r"(^|_)id$")
 _UUID = re.compile(r"[0-9a-f]{8}(-?[0-9a-f]{4}){3}-?[0-9a-f]{12}", re.IGNORECASE)
-_TURNS = 16
+_TURNS = 32
+_SOLVED = 0.95
+"""Reward of the last step from which an episode counts as solved; many authors keep rewards below 1."""
 _INVALID_IN_A_ROW = 3
 """An episode ends after so many answers in a row that the environment does not accept."""
 _LONGEST_REFUSAL = 500
@@ -84,7 +86,7 @@ class OpenEnvKnobs:
     reward_low: float | None = knob(None, help="smallest reward of an episode; null: not known")
     reward_high: float | None = knob(None, help="largest reward of an episode; null: not known")
     success_reward: float | None = knob(
-        None, help="reward that counts as solved; null: reward_high, or else 1 in the last step"
+        None, help=f"reward that counts as solved; null: reward_high, or else {_SOLVED} in the last step"
     )
     tasks: int = knob(0, ge=0, help="seeds; 0: endless")
     by_seed: bool | None = knob(None, help="tasks differ by seed although observations do not; null: find out")
@@ -194,9 +196,10 @@ class OpenEnv(OwnLoop):
     def success(self, parts: dict[str, float], reward: float) -> bool:
         known = (self.knobs.success_reward, self.knobs.reward_high)
         needed = next((one for one in known if one is not None), None)
+        if needed is not None:
+            return bool(parts["reward"] >= needed - TOLERANCE)
         # A sum of steps that reward progress exceeds 1 long before the end.
-        reached, needed = (parts["last_step"], 1.0) if needed is None else (parts["reward"], needed)
-        return bool(reached >= needed - TOLERANCE)
+        return bool(parts["last_step"] >= _SOLVED - TOLERANCE)
 
     def _bounds(self) -> tuple[float, float]:
         low, high = self.knobs.reward_low, self.knobs.reward_high
@@ -318,14 +321,22 @@ class OpenEnv(OwnLoop):
 
     def _is_identity(self, name: str, value: Any) -> bool:
         """Return True if a field of an observation differs in each episode and no action needs it."""
-        is_one = name in _IDENTITIES or isinstance(value, str) and _UUID.fullmatch(value)
+        if name in _IDENTITIES:
+            return name not in self._form.fields
+        is_one = isinstance(value, str) and _UUID.fullmatch(value)
         return bool(is_one) and not any(_ID.search(one) for one in self._form.fields)
+
+    def _short(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: self._short(one) for name, one in value.items() if not self._is_identity(name, one)}
+        count = _numbers(value)
+        return f"{count} numbers, not shown" if count > _MOST_NUMBERS else value
 
     def _said(self, found: Mapping[str, Any]) -> str:
         observation: Any = found.get("observation", {})
         if not self._read:
             shown = {
-                name: _short(value)
+                name: self._short(value)
                 for name, value in observation.items()
                 if name not in _NOT_SHOWN and value is not None and not (self._tools and name == "tool_name")
                 if not self._is_identity(name, value)
@@ -403,13 +414,6 @@ def _call(name: str, arguments: Any) -> dict[str, Any] | NotAnAction:
     if not isinstance(arguments, Mapping):
         return NotAnAction("the call's arguments are not a JSON object")
     return {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _short(one) for name, one in value.items() if name not in ("episode_id", "session_id")}
-    count = _numbers(value)
-    return f"{count} numbers, not shown" if count > _MOST_NUMBERS else value
 
 
 def _numbers(value: Any) -> int:

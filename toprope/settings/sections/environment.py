@@ -42,7 +42,9 @@ class EnvironmentSection(Section):
         default_factory=dict,
         description="Weight of each named reward part; other parts keep the environment's own weight.",
     )
-    max_turns: int = Field(10, ge=1, le=1000, description="Turns after which a multi-turn rollout is cut off.")
+    max_turns: int | None = Field(
+        None, ge=1, le=1000, description="Turns after which a rollout is cut off; null: the environment's own number."
+    )
     load_timeout_s: float = Field(120.0, gt=0, le=3600, description="Seconds the environment may take to load.")
     call_timeout_s: float = Field(
         60.0,

@@ -29,7 +29,7 @@ from toprope.workbench.adapters import Adapter
 _GIT = re.compile(r"^(git\+|git@|ssh://|file://.*\.git)|\.git(@[^/@]+)?$")
 _EDITABLE = re.compile(r"(?:-e|--editable)[ =]+(?:[\w.-]+(?:\[[^\]]*\])? *@ *)?(?P<place>\.[^\s;]*)")
 _UNBUILT = re.compile(r"(?i)failed to build|(metadata|build).generation.failed|getting requirements to build wheel")
-_USUAL = ("app", "task")
+_USUAL = ("app", "main", "server", "task")
 """Names that the file of every environment of an ecosystem has: its folder's name tells them apart."""
 _HUB = re.compile(r"hf:[\w.-]+(/[\w.-]+)?")
 

@@ -131,7 +131,8 @@ class FolderSource:
         for file, read in reads:
             if not whole.keys().isdisjoint(file.parents):
                 continue
-            listed = [found for found in read.ours if found.attribute or found.names_sdk or not self._placed]
+            apart = self._placed or self._deep  # files that do not all hold environments
+            listed = [found for found in read.ours if found.attribute or found.names_sdk or not apart]
             entries += [self._ours(found, names) for found in listed]
             entries += [self._theirs(adapter, listed, file, names) for adapter, listed in read.theirs]
             entries += [broken(file.stem, failure, self.kind) for failure in read.failures]

@@ -118,7 +118,7 @@ def test_tools_of_an_environment_are_offered_and_called(server: Served) -> None:
     [right] = sample(environment, task, call % 2, 1)
     assert (right.error, right.reward, right.success, right.turns) == (None, 1.0, True, 1)
     [wrong] = sample(environment, task, call % 7, 1)
-    assert (wrong.reward, wrong.turns, wrong.parts["invalid"]) == (0.0, 16, 0.0)
+    assert (wrong.reward, wrong.turns, wrong.parts["invalid"]) == (0.0, 32, 0.0)
     [silent] = sample(environment, task, "I say nothing", 1)
     assert (silent.error, silent.reward, silent.turns) == (None, 0.0, 1)
 
@@ -159,9 +159,14 @@ def test_reason_of_an_environment_that_cannot_be_created_is_told(server: Served,
     except RuntimeError as error:
         told = http_server.WSErrorResponse(data={"message": str(error), "code": "EXECUTION_ERROR"})
         plain = http_server.WSErrorResponse(data={"message": "Invalid message"})
+        # Pydantic's errors hold the exception that an author's validator raised, which is no JSON.
+        invalid = http_server.WSErrorResponse(
+            data={"message": "x", "errors": [{"ctx": {"error": ValueError("empty")}}]}
+        )
     reason = "a toolkit is required (from OSError: cannot connect to https://data.example.org)"
     assert told["data"] == {"message": reason, "code": "EXECUTION_ERROR"}
     assert plain["data"] == {"message": "Invalid message"}
+    assert invalid["data"]["errors"] == [{"ctx": {"error": "empty"}}]
 
 
 @pytest.mark.parametrize(

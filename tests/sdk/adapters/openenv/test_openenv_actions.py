@@ -18,6 +18,25 @@ SEVERAL = {
 }
 CELLS = {"properties": {"cells": {"type": "array", "items": {"type": "integer"}}}}
 EITHER = {"properties": {"to": {"type": ["string", "array", "integer"]}}}
+OPTIONAL = {
+    "properties": {
+        "kind": TEXT,
+        "level": {"enum": ["low", "high"], "type": "string"},
+        "near": {"anyOf": [{"enum": ["left", "right"], "type": "string"}, {"type": "null"}]},
+    },
+    "required": ["kind"],
+}
+UNION = {
+    "$defs": {
+        "Say": {"type": "object", "properties": {"kind": {"const": "say"}, "text": TEXT}},
+        "Add": {
+            "type": "object",
+            "properties": {"kind": {"const": "add", "default": "add"}, "by": {"type": "integer"}},
+        },
+    },
+    "discriminator": {"propertyName": "kind"},
+    "oneOf": [{"$ref": "#/$defs/Say"}, {"$ref": "#/$defs/Add"}],
+}
 BOARD = {"properties": {"board": {"anyOf": [{"type": "object"}, {"type": "null"}]}}}
 
 
@@ -34,7 +53,13 @@ BOARD = {"properties": {"board": {"anyOf": [{"type": "object"}, {"type": "null"}
         (SEVERAL, '{"kind": "water", "x": 3}', {"kind": "water", "x": 3}),
         (SEVERAL, "wait", {"kind": "wait"}),
         (SEVERAL, '{"x": 3}', None),
-        (SEVERAL, '{"kind": "water", "depth": 3}', None),
+        (SEVERAL, '{"kind": "water", "depth": 3}', {"kind": "water", "depth": 3}),
+        (SEVERAL | {"additionalProperties": False}, '{"kind": "water", "depth": 3}', None),
+        (OPTIONAL, '{"kind": "a", "level": null, "near": null}', {"kind": "a", "near": None}),
+        (UNION, '{"kind": "add", "by": 2}', {"kind": "add", "by": 2}),
+        (UNION, '{"by": 2}', None),
+        (MESSAGE, "<think>so</think>\nraw", {"message": "raw"}),
+        (MESSAGE, " as it is\n", {"message": " as it is\n"}),
         (MESSAGE, '{"message": "raw"}', {"message": '{"message": "raw"}'}),
         ({"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}, "1 2", None),
         (None, '{"any": [1]}', {"any": [1]}),
@@ -56,6 +81,20 @@ def test_answers_become_actions_by_the_schema(schema: Any, answer: str, action: 
             form.read(answer)
     else:
         assert form.read(answer) == action
+
+
+def test_fields_within_objects_are_told() -> None:
+    order = {"type": "object", "properties": {"item": TEXT, "count": {"type": "integer"}}}
+    schema = {
+        "$defs": {"Order": order},
+        "properties": {
+            "orders": {"type": "array", "items": {"$ref": "#/$defs/Order"}},
+            "first": {"anyOf": [{"$ref": "#/$defs/Order"}, {"type": "null"}]},
+        },
+    }
+    told = Form.of(schema).told()
+    assert "- orders: JSON array with item, count, optional" in told
+    assert "- first: null or JSON object with item, count, optional" in told
 
 
 @pytest.mark.parametrize("answer", ["[1, 2", "(1, 2)", '{"cells": 2}'])

@@ -15,7 +15,7 @@ import pytest
 from tests.sdk.adapters.openenv.conftest import sample
 from toprope.sdk.adapters import openenv
 from toprope.sdk.adapters._servers.openenv_http import Endpoints, merged
-from toprope.sdk.adapters._servers.openenv_manifest import Manifest
+from toprope.sdk.adapters._servers.openenv_manifest import Manifest, reset_parameters
 from toprope.sdk.errors import EnvironmentMistake
 from toprope.sdk.rollouts import configure
 
@@ -146,6 +146,54 @@ def test_tasks_of_the_manifest_are_taken_by_turns(serve: Callable[..., str], tmp
     assert environment.max_turns == 30 and tasks[1].data["reset"] == {"task_id": "hard"}
     with pytest.raises(EnvironmentMistake, match="HTTP 400"):
         list(configure(made, knobs={"tasks": 4, "resets": [{"task_id": "gone"}]}).tasks())
+
+
+def test_reset_is_told_its_task_in_body_and_address(serve: Callable[..., str]) -> None:
+    begun: list[dict[str, Any]] = []
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path.startswith("/step"):
+            return 200, {"observation": "done", "reward": 0.99, "done": True}
+        begun.append({"path": path, **body})
+        seen = {"text": "go", "truncated": True, "episode_id": str(len(begun)), "ticket_id": "t"}
+        return 200, {"observation": seen}
+
+    told = described({"type": "object"}, {"type": "object", "properties": {"ticket_id": {"type": "string"}}})
+    told["paths"]["/reset"]["post"]["parameters"] = [{"in": "query", "name": "task_id"}]
+    environment = configure(openenv.make(serve(told, answer)), knobs={"tasks": 4, "resets": [{"task_id": "hard"}]})
+    [task, *_] = environment.tasks()
+    assert begun[0]["path"] == "/reset?task_id=hard" and begun[0]["task_id"] == "hard" and begun[0]["seed"] == 0
+    assert task.messages[-1]["content"] == '{"text": "go", "ticket_id": "t", "truncated": true}'
+    [played] = sample(environment, task, "t", 1)
+    assert played.turns == 1, "an observation that was cut off does not end the episode"
+    assert played.success, "many authors keep rewards below 1"
+
+
+def test_parameters_that_reset_reads_from_keywords_are_found(tmp_path: Path) -> None:
+    (tmp_path / "src" / "game").mkdir(parents=True)
+    file = tmp_path / "src" / "game" / "environment.py"
+    file.write_text('def reset(self, seed=None, **kwargs):\n    task = kwargs.get("task_name", "easy")\n')
+    (tmp_path / "other.py").write_text('def step(self, **kwargs):\n    return kwargs["level"]\n')
+    assert reset_parameters(tmp_path) >= {"seed", "task_name"} and "level" not in reset_parameters(tmp_path)
+    (tmp_path / "openenv.yaml").write_text("tasks: [easy, hard]\n")
+    manifest = Manifest.nearest(tmp_path)
+    assert manifest is not None
+    assert manifest.resets({"difficulty"}) == [{"difficulty": "easy"}, {"difficulty": "hard"}]
+
+
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [("Unknown session abc", True), ("Session abc was not found", True), ("Call reset() first", True),
+     ("the service redis-session restarts", False), ("Service 'web' not started", False)],
+)  # fmt: skip
+def test_only_a_lost_episode_is_no_refusal(serve: Callable[..., str], said: str, lost: bool) -> None:
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        return (200, {"observation": "go"}) if path == "/reset" else (400, {"detail": said})
+
+    environment = configure(openenv.make(serve(described({}, GUESS), answer)), knobs={"tasks": 4})
+    [task, *_] = environment.tasks()
+    [played] = sample(environment, task, "1", 1)
+    assert (played.error is not None) == lost
 
 
 def test_description_tells_the_action() -> None:

@@ -10,11 +10,18 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.sdk.adapters._servers.openenv_http import Endpoints, Episode, Refused, details, missing, turns_at
+from toprope.sdk.adapters._servers.openenv_http import (
+    DIRECT,
+    Endpoints,
+    Episode,
+    Refused,
+    details,
+    missing,
+    turns_at,
+)
 from toprope.sdk.adapters._servers.openenv_serve import FAILED
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.errors import EnvironmentMistake, LoadError
@@ -53,7 +60,7 @@ class Server(StartedServer):
         if self.http is not None and self.http.action:
             return {"action": self.http.action}
         try:
-            with urllib.request.urlopen(f"{self.url}/schema", timeout=10) as answer:
+            with DIRECT.open(f"{self.url}/schema", timeout=10) as answer:
                 found = json.loads(answer.read())
             return found if isinstance(found, dict) else {}
         except (OSError, ValueError):
@@ -152,14 +159,10 @@ class Connection:
             return refusal.missing
         return []
 
-    async def state(self) -> dict[str, Any]:
-        """Return the environment's state of the episode."""
-        return await self._say("state", None)
-
-    async def _say(self, kind: str, data: Mapping[str, Any] | None) -> dict[str, Any]:
+    async def _say(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        message = {"type": kind} if data is None else {"type": kind, "data": dict(data)}
+        message = {"type": kind, "data": dict(data)}
         try:
             try:
                 await self._socket.send(json.dumps(message))

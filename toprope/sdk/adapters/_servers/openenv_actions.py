@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from toprope.sdk.adapters._servers.openenv_http import merged
 from toprope.sdk.tooled import calls_in
 
 __all__ = ["Form", "NotAnAction"]
@@ -21,6 +22,7 @@ _THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 _LONGEST_TOLD = 1500
+_MOST_NAMED = 20
 _EXAMPLES: dict[str, Any] = {"integer": 0, "number": 0.5, "boolean": True, "array": [], "object": {}}
 _CONTAINERS = {"array": ("[", list), "object": ("{", dict)}
 
@@ -36,6 +38,7 @@ class _Field:
     Attributes:
         kinds: JSON types; empty if any value is accepted.
         choices: All allowed values; empty if there are no such limits.
+        within: Names of the fields of an object, or of each object in a list.
     """
 
     name: str
@@ -43,6 +46,12 @@ class _Field:
     choices: tuple[Any, ...] = ()
     required: bool = False
     description: str = ""
+    within: tuple[str, ...] = ()
+
+    @property
+    def may_be_left_out(self) -> bool:
+        """True if no value means the same as null, which the field cannot be."""
+        return not self.required and bool(self.kinds) and "null" not in self.kinds
 
     @property
     def is_text(self) -> bool:
@@ -54,6 +63,7 @@ class _Field:
         else:
             kinds = (f"JSON {kind}" if kind in _CONTAINERS else kind for kind in self.kinds)
             kind = " or ".join(kinds) or "any value"
+            kind += f" with {', '.join(self.within[:_MOST_NAMED])}" if self.within else ""
         told = f"- {self.name}: {kind}, {'required' if self.required else 'optional'}"
         return f"{told}. {self.description}" if self.description else told
 
@@ -66,12 +76,14 @@ class _Field:
         Raises:
             NotAnAction: Not a value of the type.
         """
+        if value is None and "null" in self.kinds:
+            return None
         if self.choices:
             word = str(value).strip().lower()
             for choice in self.choices:
                 if value == choice or word == str(choice).lower():
                     return choice
-        elif value is None and "null" in self.kinds or not self.kinds:
+        elif not self.kinds:
             return value
         else:
             # A text is read as JSON only if it is nothing else; a list or object becomes a text only if it must.
@@ -135,22 +147,24 @@ class Form:
             fixed: Fields with the same value in each action.
         """
         fixed = fixed or {}
-        known = schema if isinstance(schema, Mapping) else {}
+        definitions = (schema.get("$defs") if isinstance(schema, Mapping) else None) or {}
+        known = merged(schema, definitions)
         properties = known.get("properties") or {}
         required = known.get("required") or ()
         fields = {
-            name: _field(name, given, known.get("$defs") or {}, name in required)
+            name: _field(name, given, definitions, name in required)
             for name, given in properties.items()
             if name not in _NOT_ASKED and name not in fixed
         }
         said = str(known.get("description") or "").strip()
         if {"tool_name", "arguments"} <= fields.keys() and not only and not whole:
             return cls(calls_tools=True, fixed=fixed)
+        # Most servers ignore fields that they do not know; the owner's choice of one field is kept.
+        closed = bool(only) or known.get("additionalProperties") is False if fields else not whole
         if only:
             fields = {only: fields.get(only) or _Field(only, ("string",), required=True)}
         elif len(fields) == 1 and not whole:
             only = next(iter(fields))
-        closed = bool(fields) and known.get("additionalProperties") is not True or not whole and not fields
         return cls(fields, only, fixed, description=said, closed=closed)
 
     @property
@@ -188,7 +202,8 @@ class Form:
         one = self.fields.get(self.only)
         if one is not None and one.is_text:
             written = called[-1].get(one.name) if called else None
-            return {**self.fixed, one.name: answer if not isinstance(written, str) else written}
+            spoken = text if _THINKING.search(answer) else answer
+            return {**self.fixed, one.name: written if isinstance(written, str) else spoken}
         given = called[-1] if called else self._object(text)
         if given is not None:
             return {**self.fixed, **self._checked(given)}
@@ -211,13 +226,17 @@ class Form:
         missing = [each.name for each in self.fields.values() if each.required and each.name not in given]
         if missing:
             raise NotAnAction(f"the field {missing[0]} is missing")
-        return {name: self.fields[name].converted(value) if name in self.fields else value
-                for name, value in given.items()}  # fmt: skip
+        return {
+            name: self.fields[name].converted(value) if name in self.fields else value
+            for name, value in given.items()
+            if not (value is None and name in self.fields and self.fields[name].may_be_left_out)
+        }
 
 
 def _field(name: str, given: Any, definitions: Mapping[str, Any], required: bool) -> _Field:
     kinds: list[str] = []
     choices: list[Any] = []
+    within: list[str] = []
     waiting, seen = [given], 0
     said = given.get("description") if isinstance(given, Mapping) else ""
     while waiting and seen < 50:  # A schema may refer to itself.
@@ -227,10 +246,16 @@ def _field(name: str, given: Any, definitions: Mapping[str, Any], required: bool
         if isinstance(reference := one.get("$ref"), str):
             waiting.append(definitions.get(reference.rpartition("/")[2]))
         waiting += [*(one.get("anyOf") or ()), *(one.get("oneOf") or ()), *(one.get("allOf") or ())]
+        items = one.get("items")
+        if isinstance(items, Mapping) and isinstance(reference := items.get("$ref"), str):
+            items = definitions.get(reference.rpartition("/")[2])
+        for each in (one, items):
+            within += (each.get("properties") or ()) if isinstance(each, Mapping) else ()
         kind = one.get("type")
         kinds += [kind] if isinstance(kind, str) else [str(each) for each in kind or ()]
         choices += [one["const"]] if "const" in one else list(one.get("enum") or ())
-    return _Field(name, tuple(dict.fromkeys(kinds)), tuple(choices), required, " ".join(str(said or "").split()))
+    text = " ".join(str(said or "").split())
+    return _Field(name, tuple(dict.fromkeys(kinds)), tuple(choices), required, text, tuple(dict.fromkeys(within)))
 
 
 def _values(text: str, opening: str) -> Iterator[Any]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from toprope.sdk.errors import EnvironmentMistake
 
-__all__ = ["Endpoints", "Episode", "Refused", "Turns", "details", "missing", "turns_at"]
+__all__ = ["DIRECT", "Endpoints", "Episode", "Refused", "Turns", "details", "merged", "missing", "turns_at"]
 
 _MESSAGE_S = 120.0
 _LOOK_S = 0.005
@@ -36,10 +36,14 @@ _TOTALS = ("total", "reward", "value", "score", "total_reward", "step_reward")
 """Names of the number in a reward with several components."""
 _OF_SERVER = frozenset({401, 403, 405, 429, 502, 503, 504})
 """Statuses that no action causes."""
-_NO_EPISODE = re.compile(r"(?i)^not found$|\bsession\b|call .{0,8}reset|not initiali[sz]ed|not started")
+_NO_EPISODE = re.compile(
+    r"(?i)^not found$|call .{0,8}reset|\b(environment|env|episode|game) (is |was )?not (initiali[sz]ed|started)|"
+    r"\b(no|unknown|invalid|expired|missing)( active)? session\b|\bsession\b.{0,60}\b(not|expired|invalid|unknown)\b"
+)
 _LACKS = re.compile(r"(?:ModuleNotFound|Import)Error: .*?'(?P<name>[^']+)'")
 _DEEPEST = 8
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks without a proxy."""
 _turns: dict[str, Turns] = {}
 
 
@@ -116,7 +120,7 @@ class Endpoints:
     def of(cls, url: str) -> Endpoints | None:
         """Ask a server; None if its description has no such endpoints."""
         try:
-            with _DIRECT.open(f"{url}/openapi.json", timeout=10) as answer:
+            with DIRECT.open(f"{url}/openapi.json", timeout=10) as answer:
                 return cls.described(json.loads(answer.read()))
         except (OSError, ValueError, AttributeError, TypeError):  # it may describe itself in another way
             return None
@@ -190,6 +194,7 @@ def merged(schema: Any, parts: Mapping[str, Any], depth: int = 0) -> dict[str, A
         for name, given in one["properties"].items():
             fields.setdefault(name, []).append(given)
     required = set.intersection(*(set(one.get("required") or ()) for one in objects))
+    required |= {(schema.get("discriminator") or {}).get("propertyName")}
     if schema.get("allOf"):
         required = set().union(*(one.get("required") or () for one in objects))
     told = {name: {"anyOf": given, "description": _said(given)} for name, given in fields.items()}
@@ -268,7 +273,9 @@ class Episode:
         return []
 
     async def _say(self, kind: str, body: dict[str, Any]) -> dict[str, Any]:
-        query = {name: body.pop(name) for name in self._endpoints.queries.get(kind, ()) if name in body}
+        query = {name: body[name] for name in self._endpoints.queries.get(kind, ()) if name in body}
+        if kind != "reset" or not self._endpoints.takes_any:  # else it may read only one of the two
+            body = {name: value for name, value in body.items() if name not in query}
         address = f"{self._url}/{kind}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         code, text = await asyncio.to_thread(self._ask, address, body)
         try:
@@ -307,7 +314,7 @@ def _post(address: str, body: Mapping[str, Any]) -> tuple[int, str]:
             address, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
         )
         try:
-            with _DIRECT.open(asked, timeout=_MESSAGE_S) as answer:
+            with DIRECT.open(asked, timeout=_MESSAGE_S) as answer:
                 return int(answer.status), answer.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             if error.code != 429 or time.monotonic() > deadline:
@@ -342,8 +349,10 @@ def _answer(found: Mapping[str, Any]) -> dict[str, Any]:
         numbers = [given[name] for name in _TOTALS if isinstance(given.get(name), int | float)]
         below = observation.get("reward")
         given = numbers[0] if numbers else below if isinstance(below, int | float) else given
-    level = found if any(name in found for name in _DONE) else observation
-    return {"observation": observation, "reward": given, "done": any(bool(level.get(name)) for name in _DONE)}
+    if not (names := [name for name in _DONE if name in found]):
+        # An observation that was cut off is called truncated, too.
+        found, names = observation, [name for name in _DONE if name != "truncated"]
+    return {"observation": observation, "reward": given, "done": any(bool(found.get(name)) for name in names)}
 
 
 def missing(errors: Any) -> list[str]:

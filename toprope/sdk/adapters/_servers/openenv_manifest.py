@@ -23,6 +23,7 @@ _OF_TASK = ("task_id", "task", "task_name", "scenario_id", "scenario", "task_typ
 _LEVELS = ("difficulty", "level")
 _LENGTHS = ("max_steps", "max_turns", "max_episode_steps", "step_budget")
 _LONGEST = 200
+_KEYWORD = re.compile(r"""kwargs(?:\.get\(|\.pop\(|\[)\s*["'](\w+)["']""")
 _RESET = re.compile(r"def reset\((?P<given>[^)]*)\)")
 
 
@@ -68,18 +69,21 @@ class Manifest:
         name = next((one for one in _OF_TASK if one in parameters), None)
         if name is None:
             return []
-        values = [task.get(name) if name in _LEVELS else task["id"] for task in self.tasks]
-        return [{name: value} for value in dict.fromkeys(values) if value is not None]
+        values = [task.get(name, task["id"]) if name in _LEVELS else task["id"] for task in self.tasks]
+        return [{name: value} for value in dict.fromkeys(values)]
 
 
 def reset_parameters(folder: Path) -> set[str]:
-    """Return the names of the parameters of functions called `reset` in the files of a folder."""
+    """Return the names of the parameters of functions called `reset` in the files of a folder, and of those that such
+    files read from `kwargs`."""
     found = set()
-    for file in [*folder.glob("*.py"), *folder.glob("*/*.py")]:
+    for file in [*folder.glob("*.py"), *folder.glob("*/*.py"), *folder.glob("src/*/*.py")]:
         try:
-            given = _RESET.findall(file.read_text(errors="replace"))
+            text = file.read_text(errors="replace")
         except OSError:
             continue
+        given = _RESET.findall(text)
+        found |= set(_KEYWORD.findall(text)) if any("**" in one for one in given) else set()
         found |= {name for one in given for name in re.findall(r"(\w+)\s*[:=,)]", f"{one},")}
     return found
 

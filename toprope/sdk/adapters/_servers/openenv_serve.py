@@ -9,6 +9,7 @@ which a wall closes.
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -51,6 +52,8 @@ def _tell_failures(errors: Any) -> None:
         return
 
     def telling(data: dict[str, Any]) -> Any:
+        if "errors" in data:  # pydantic's hold the exceptions of an author's validators
+            data = {**data, "errors": json.loads(json.dumps(data["errors"], default=str))}
         error = sys.exc_info()[1]
         if error is not None and data.get("message") == str(error):
             why = errors.Failure.of(error)
