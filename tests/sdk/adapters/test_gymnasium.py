@@ -197,6 +197,17 @@ def test_setting_that_an_author_left_open_is_a_knob(tmp_path: Path) -> None:
     assert "1 to 4" in next(configure(make(target), knobs={"high": 4}).tasks()).messages[0]["content"]
 
 
+def test_limit_that_a_game_draws_at_each_reset_is_its_largest(tmp_path: Path) -> None:
+    (tmp_path / "draw.py").write_text(
+        "import random\n\nclass Draw:\n"
+        "    def __init__(self, max_turns=None):\n        self.max_turns = max_turns\n\n"
+        "    def reset(self, seed=None):\n        self.max_turns = seed + 3\n        return f'draw {seed}', {}\n\n"
+        "    def step(self, action):\n        return 'no', 0.0, False, False, {}\n"
+    )
+    target = {"file": str(tmp_path / "draw.py"), "class": "Draw", "arguments": {"max_turns": None}}
+    assert configure(make(json.dumps(target))).max_turns == 10, "of the first eight games"
+
+
 def test_numbered_actions_are_read_and_success_is_told(tmp_path: Path) -> None:
     environment = opened(tmp_path / "walk.py", WALK, turns=9)
     rollout = begun(environment)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.sdk.adapters import textarena
+from toprope.sdk.adapters._textarena import match
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.worker.client import WorkerClient, worker_environment
 
@@ -285,6 +286,42 @@ def played(packages: Path, policy: OpenAiStandIn, count: int, opponent: OpenAiSt
         return await run, await link.call("card", source=source("Two-v0")["source"])
 
     return with_games(packages, body)
+
+
+def test_game_whose_package_leaves_its_data_out_needs_its_repository(packages: Path) -> None:
+    file = packages / "textarena" / "envs" / "Deal" / "env.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("import os\nscores = open(os.path.dirname(__file__) + '/scores.txt')\n")
+    known = textarena._problem(packages, "textarena.envs.Deal.env:Deal")
+    assert known is not None and known[1] == "install" and "toprope env add https://github.com" in known[2]
+    file.with_name("scores.txt").write_text("1")
+    known = textarena._problem(packages, "textarena.envs.Deal.env:Deal")
+    assert known is not None and not known[2]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told", "outcomes"),
+    [
+        ({0: 1, 1: -1}, {}, [1, -1]),
+        ({0: 55, 1: 40}, {0: {"winner": False}, 1: {"winner": False}}, [0, 0]),
+        ({0: 55, 1: 40}, {0: {"winner": False}, 1: {"winner": True}}, [-1, 1]),
+        ({0: 12, 1: 40, 2: 40}, {}, [-1, 1, 1]),
+        ({0: 7, 1: 7}, {}, [0, 0]),
+        ({}, {}, []),
+    ],
+)
+def test_points_become_outcomes(rewards: dict[int, float], told: dict[int, Any], outcomes: list[float]) -> None:
+    assert list(match._as_outcomes(rewards, told).values()) == outcomes
+
+
+def test_games_seat_as_many_as_their_author_names() -> None:
+    class Four:
+        def __init__(self, default_num_players: int = 4) -> None: ...
+
+    class Plain: ...
+
+    assert match._usual_players(Four, {}) == 4 and match._usual_players(Plain, {}) == 2
+    assert match._usual_players(Four, {"default_num_players": 3}) == 3
 
 
 def test_each_seat_of_a_game_is_a_rollout_with_its_own_reward(packages: Path) -> None:

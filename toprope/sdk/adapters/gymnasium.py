@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from toprope.sdk.adapters._gymnasium import verifiable
+from toprope.sdk.adapters._gymnasium.spaces import LARGEST_LIMIT, LIMITS, UNKNOWN_LIMIT, count_of, limit_of, numbers
 from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.listing import Listed, why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
@@ -55,8 +56,6 @@ __all__ = ["KEYS", "Gymnasium", "declared", "make"]
 KEYS = ("file", "class", "registry", "id", "arguments", "rows", "range", "success", "max_turns", "name", "description")
 """Keys of a target, and of an owner's YAML file."""
 _TOLD = ("success", "is_success", "correct", "won")
-_LIMITS = ("max_turns", "max_steps", "_max_episode_steps", "max_episode_steps")
-_UNKNOWN_LIMIT, _LARGEST_LIMIT = 50, 1000
 _PLAIN = (bool, int, float, str)
 _PLAIN_NAMES = {kind.__name__: kind for kind in _PLAIN}
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -101,7 +100,7 @@ class Gymnasium(Environment):
         self._arguments = {**self._given, **{name: value for name, value in knobs.items() if value is not None}}
         self._idle: list[Any] = []
         if self._rows:
-            self.max_turns = most or int(self._limit or _UNKNOWN_LIMIT)
+            self.max_turns = most or int(self._limit or UNKNOWN_LIMIT)
             return
         with OwnRandom(0):
             probe = self._made()
@@ -111,8 +110,10 @@ class Gymnasium(Environment):
                 "`rows` in the target, with a column prompt."
             )
         self._check_actions(probe)
-        self.max_turns = most or int(self._limit or _limit(probe))
         self._idle.append(probe)
+        drawn = any(self._arguments.get(name, 0) is None for name in LIMITS)  # at each reset
+        probes = [self._begin(seed, keep=True)[1] for seed in range(_ALIKE)] if drawn else [probe]
+        self.max_turns = most or int(self._limit or max(map(limit_of, probes)))
 
     def tasks(self) -> Iterator[Task]:
         if self._rows:
@@ -142,7 +143,7 @@ class Gymnasium(Environment):
     def step(self, text: str) -> tuple[Messages | None, bool]:
         action = self._action(text)
         if action is None:
-            return [{"role": "user", "content": _numbers(self._game)}], False
+            return [{"role": "user", "content": numbers(self._game)}], False
         with self._luck:
             observation, reward, done, info = _stepped(self._game.step(action))
         self._return, self._last = self._return + reward, reward if done else 0.0
@@ -195,15 +196,15 @@ class Gymnasium(Environment):
             game = self._idle.pop() if self._idle else self._made()
             observation, info = _pair(game.reset(seed=seed) if _takes(game.reset, "seed") else game.reset())
         messages = _messages(observation, info)
-        if _count(game) is not None:
-            messages[-1]["content"] += f"\n{_numbers(game)}"
+        if count_of(game) is not None:
+            messages[-1]["content"] += f"\n{numbers(game)}"
         if not keep:
             self._idle.append(game)
         return messages, game, luck
 
     def _action(self, text: str) -> Any:
         """The answer in the form of the action space; None if it names no action."""
-        count = _count(self._game)
+        count = count_of(self._game)
         if count is None:
             return text
         start = int(getattr(self._game.action_space, "start", 0))
@@ -213,7 +214,7 @@ class Gymnasium(Environment):
     def _check_actions(self, game: Any) -> None:
         space = getattr(game, "action_space", None)
         texts = isinstance(space, list | tuple | set | frozenset) and all(isinstance(one, str) for one in space)
-        if space is None or texts or _count(game) is not None or "text" in type(space).__name__.lower():
+        if space is None or texts or count_of(game) is not None or "text" in type(space).__name__.lower():
             return
         raise LoadError(
             f"The actions of {self.name} are of type {type(space).__name__}. Texts and single numbers (Text, Discrete) "
@@ -314,7 +315,7 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any], *, rows: bool = 
         LoadError: Two share a name.
     """
     fields: list[tuple[str, Any, Any]] = [
-        ("turns", int, knob(0, ge=0, le=_LARGEST_LIMIT, help="most answers; 0: the environment's own limit"))
+        ("turns", int, knob(0, ge=0, le=LARGEST_LIMIT, help="most answers; 0: the environment's own limit"))
     ]
     defaults, required = dict(given), dict[str, Any]()
     for one in _parameters(maker):
@@ -377,23 +378,6 @@ def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _takes(call: Callable[..., Any], name: str) -> bool:
     return any(one.name == name or one.kind is one.VAR_KEYWORD for one in _parameters(call))
-
-
-def _limit(game: Any) -> int:
-    own = next((value for name in _LIMITS if isinstance(value := getattr(game, name, None), int) and value > 0), None)
-    own = own or getattr(getattr(game, "spec", None), "max_episode_steps", None)
-    return min(own, _LARGEST_LIMIT) if isinstance(own, int) else _UNKNOWN_LIMIT
-
-
-def _count(game: Any) -> int | None:
-    """Number of actions if they are numbers; None for texts."""
-    count = getattr(getattr(game, "action_space", None), "n", None)
-    return None if count is None else int(count)
-
-
-def _numbers(game: Any) -> str:
-    start = int(getattr(game.action_space, "start", 0))
-    return f"Answer with a number from {start} to {start + int(game.action_space.n) - 1}."
 
 
 def _pair(value: Any) -> tuple[Any, Mapping[str, Any]]:

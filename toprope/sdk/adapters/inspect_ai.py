@@ -29,8 +29,10 @@ from toprope.sdk.adapters._inspect_ai.listing import declared, installed
 from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
 from toprope.sdk.adapters._inspect_ai.packages import missing_package, without_markup
 from toprope.sdk.adapters._inspect_ai.provider import PROVIDER, Rollout, give_agents_a_key, register, tokens_of
+from toprope.sdk.adapters._inspect_ai.score_values import number_of, reports_accuracy, unique_names, values_of
 from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.adapters._shared.keys import keyed_samples
+from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
@@ -102,6 +104,8 @@ class Inspect(OwnLoop):
         self.name = f"inspect_ai/{name}"  # type: ignore[misc]
         self.__doc__ = f"The inspect-ai task {name}"
         self._task: Any = None
+        self._values: dict[str, tuple[str, str]] = {}
+        """The scorer of each part, and the name of its value; empty if it is the whole score."""
         self._desk = _Desk()
 
     def setup(self) -> None:
@@ -112,7 +116,10 @@ class Inspect(OwnLoop):
         give_agents_a_key()
         play_named_models(_GRADER, tokens_of)
         try:
-            tasks = load_tasks([self._target], dict(self.knobs.args))
+            with OwnRandom(0):  # every worker has to find the same tasks in the same order
+                _choices_by_seed()
+                tasks = load_tasks([self._target], dict(self.knobs.args))
+                samples = [sample for task in tasks for sample in task.dataset]
         except Exception as error:
             if (lacking := missing_package(self._target, error)) is not None:
                 raise lacking from error
@@ -125,7 +132,7 @@ class Inspect(OwnLoop):
             names = ", ".join(str(task.name) for task in tasks) or "none"
             raise InvalidRequest(f"{self._target} names {len(tasks)} tasks ({names}): name one with @.")
         self._task = tasks[0]
-        kinds = {one.sandbox.type for one in (self._task, *self._task.dataset) if one.sandbox is not None}
+        kinds = {one.sandbox.type for one in (self._task, *samples) if one.sandbox is not None}
         if kinds:  # each ends up as processes here
             require_wall()
             confine_commands()
@@ -139,12 +146,17 @@ class Inspect(OwnLoop):
 
             self._task.sandbox = SandboxEnvironmentSpec("local")
         scorers = self._task.scorer or []
-        scorer_names = _distinct([registry_info(scorer).name.rpartition("/")[2] for scorer in scorers])
-        self.parts = {}
+        scorer_names = unique_names(registry_info(scorer).name.rpartition("/")[2] for scorer in scorers)
+        self.parts, self._values = {}, {}
         for name, scorer in zip(scorer_names, scorers, strict=True):
             metrics = getattr(self._task, "metrics", None) or registry_info(scorer).metadata.get("metrics")
-            is_share = registry_info(scorer).name in _OF_SHARES or _reports_accuracy(metrics)
-            self.parts[name] = self._part(1.0 / len(scorer_names), _SHARE if is_share else _UNKNOWN)
+            several = values_of(metrics)
+            for key, some in several.items() or [("", metrics)]:
+                is_share = registry_info(scorer).name in _OF_SHARES or reports_accuracy(some)
+                part = f"{name}_{key}" if key else name
+                weight = 1.0 / (len(scorer_names) * max(1, len(several)))
+                self.parts[part] = self._part(weight, _SHARE if is_share else _UNKNOWN)
+                self._values[part] = name, key
         if not scorers:
             why = "always the lowest: the task has no scorer, and environment.rewards adds judges"
             self.parts = {_UNSCORED: replace(self._part(1.0, _SHARE), description=why)}
@@ -196,10 +208,11 @@ class Inspect(OwnLoop):
         if _UNSCORED in self.parts:
             return Played({_UNSCORED: self.parts[_UNSCORED].low}, **said)
         to_float, parts = value_to_float(), {}
-        scores = list((sample.scores or {}).values())
-        for place, name in enumerate(self.parts):
-            score = scores[place] if place < len(scores) else None
-            parts[name] = _number(None if score is None else score.value, to_float)
+        scores = sample.scores or {}
+        for name, (scorer, key) in self._values.items():
+            score = scores.get(scorer)
+            value = None if score is None else score.value
+            parts[name] = number_of(value.get(key) if key and isinstance(value, dict) else value, to_float)
             if math.isnan(parts[name]):
                 why = " ".join(str(getattr(score, "explanation", None) or "it gives no reason").split())
                 why = f"the scorer {name} gave no score: {why[:_LONGEST_REASON]}"
@@ -377,6 +390,21 @@ def _asked(sample: Any) -> Messages:
     return [_message(message) for message in sample.input]
 
 
+def _choices_by_seed() -> None:
+    """Give shuffled choices a seed if their author gave them none."""
+    from inspect_ai.dataset import MemoryDataset
+
+    plain = MemoryDataset.shuffle_choices
+    if getattr(plain, "by_seed", False):
+        return
+
+    def shuffled(self: Any, seed: int | None = None) -> None:
+        plain(self, 0 if seed is None else seed)
+
+    shuffled.by_seed = True  # type: ignore[attr-defined]
+    MemoryDataset.shuffle_choices = shuffled
+
+
 def _message(message: Any) -> dict[str, Any]:
     said = {"role": message.role, "content": message.text}
     if calls := getattr(message, "tool_calls", None):
@@ -393,38 +421,3 @@ def _reason(error: Any) -> str:
     places = [place for place, line in enumerate(lines) if _RAISED.match(line)]
     text = " ".join(lines[places[-1] :]) if places else error.message or ""
     return " ".join(with_refusal(text).split())[:_LONGEST_REASON] or "inspect gives no reason"
-
-
-def _number(value: Any, to_float: Any) -> float:
-    """Return a score as a number; the mean of a dict or list."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        return sum(_number(one, to_float) for one in value) / len(value) if value else 0.0
-    if value is None:
-        raise EnvironmentMistake("inspect did not score the rollout.")
-    return float(to_float(value))
-
-
-def _reports_accuracy(metrics: Any) -> bool:
-    """Return True if inspect's metric `accuracy`, the share of right answers, is among a scorer's metrics.
-
-    It may be the metric that another one, such as `grouped`, applies.
-    """
-    from inspect_ai._util.registry import registry_info, registry_params
-
-    if isinstance(metrics, dict):
-        return bool(metrics) and all(_reports_accuracy(some) for some in metrics.values())
-    names: list[str] = []
-    for one in metrics or ():
-        if isinstance(one, dict):
-            names += ["accuracy"] if _reports_accuracy(one) else []
-        else:
-            applied = registry_params(one).get("metric")
-            names += [registry_info(one).name, str(applied.get("name")) if isinstance(applied, dict) else ""]
-    return any(name.rpartition("/")[2] == "accuracy" for name in names)
-
-
-def _distinct(names: list[str]) -> list[str]:
-    """Return unique names of scorers; repeated ones are numbered, as in inspect."""
-    return [name if names.index(name) == place else f"{name}{place}" for place, name in enumerate(names)]

@@ -45,6 +45,9 @@ _VARIANTS = ("-train", "-raw")
 _WHAT = {1: "a single-player game", 2: "a game for several players"}
 _ALIKE = 8
 """Number of first games compared to see if seeds make a difference."""
+_REPOSITORY = "https://github.com/LeonGuertler/TextArena"
+_SHARES = ("_get_percentage_completion", "_progress", "_calculate_progress")
+"""Names of methods that return the share of a game that is done."""
 _WORDS, _TAGGER = "corpora/words", "taggers/averaged_perceptron_tagger_eng"
 
 
@@ -105,14 +108,12 @@ class TextArena(Environment):
         with self._luck:
             rewards, told = self._game.close()
             given = None if not rewards else rewards.get(0)
-            if given is None:  # Ran out of answers: give partial credit if reported.
-                share = getattr(self._game, "_get_percentage_completion", None) or getattr(
-                    self._game, "_progress", None
-                )
-                given = share() if callable(share) else 0.0
+            if not isinstance(given, int | float):
+                # Out of answers, or a reason instead of a reward: partial credit if the game reports it.
+                share = next((one for name in _SHARES if callable(one := getattr(self._game, name, None))), None)
+                given = share() if share is not None else 0.0 if given is None else -1.0
         mine: Mapping[str, Any] = (told or {}).get(0, {})
-        # One game gives a reason instead of a reward; an invalid move costs 1 by default.
-        value = min(max(float(given), -1.0), 1.0) if isinstance(given, int | float) else -1.0
+        value = min(max(float(given), -1.0), 1.0)
         return {
             "reward": value,
             "won": float(self._over and value >= 1.0),
@@ -222,6 +223,8 @@ def _problem(site_packages: Path, entry: str) -> tuple[int, str, str] | None:
     if "OpenRouter" in text:
         key = "The owner gives it OPENROUTER_API_KEY in settings.yaml, variables: {environment: ...}"
         return players, "key", f"Its game master is a model at OpenRouter. {key}, or choose another game."
+    if "__file__" in text and "open(" in text and all(one.suffix in ("", ".py") for one in file.parent.iterdir()):
+        return players, "install", f"The package leaves its data files out: toprope env add {_REPOSITORY}"
     wanted = [data for data, word in ((_WORDS, "words"), (_TAGGER, "pos_tag")) if "nltk" in text and word in text]
     if missing := [data for data in wanted if not _nltk_has(data, site_packages)]:
         names = " ".join(data.rpartition("/")[2] for data in missing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace as Thing
 from typing import Any
@@ -23,6 +24,13 @@ class PrerequisiteError(Exception):
 
 class Sample(Thing):
     """A sample of inspect; its log has the same members, and its epoch."""
+
+
+class Samples(list[Any]):
+    """A data set whose choices an author may shuffle."""
+
+    def shuffle_choices(self, seed: int | None = None) -> None:
+        self[:] = [seed]
 
 
 def sample(text: Any, **fields: Any) -> Sample:
@@ -65,6 +73,9 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
         def load_tasks(targets: list[str], arguments: dict[str, Any]) -> list[Thing]:
             if failure is not None:
                 raise failure
+            for one in task.dataset:
+                if one.input == "drawn":
+                    one.input = str(random.random())
             return [task]
 
         def task_with(task: Thing, dataset: list[Sample], epochs: int) -> list[Sample]:
@@ -87,7 +98,7 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
                 "registry_params": lambda one: {"metric": {"name": "accuracy"}} if one == "grouped" else {},
                 "registry_lookup": lambda kind, name: name,
             },
-            "inspect_ai.dataset": {"MemoryDataset": list},
+            "inspect_ai.dataset": {"MemoryDataset": type("MemoryDataset", (Samples,), {})},
             "inspect_ai.log._samples": {"sample_active": None},
             "inspect_ai.model": {
                 "get_model": lambda name, role=None, **settings: settings, "modelapi": lambda name: lambda made: made,

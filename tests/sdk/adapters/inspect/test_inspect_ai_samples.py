@@ -14,9 +14,10 @@ import pytest
 from tests.sdk.adapters.inspect.conftest import Sample, sample, session
 from toprope.sdk.adapters._inspect_ai import named_models, provider
 from toprope.sdk.adapters._inspect_ai.provider import Rollout
+from toprope.sdk.adapters._inspect_ai.score_values import number_of
 from toprope.sdk.authoring.env_managed import OwnLoop, Played
 from toprope.sdk.authoring.environment import Task
-from toprope.sdk.errors import InvalidRequest
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import configure
 
 
@@ -86,7 +87,7 @@ def test_scores_are_bounded_by_accuracy_and_the_knobs_alone(inspect: Callable[..
         return played.parts["exact"], environment.success(played.parts, played.parts["exact"])
 
     samples = [sample("a", scores={"exact": Thing(value=12.5)}), sample("b", scores={"exact": Thing(value=-3.0)})]
-    for metrics in (("mean",), [], {"a": ["mean"], "b": ["accuracy"]}):
+    for metrics in (("mean",), [], {"*": ["mean"]}):
         environment = inspect(samples, metrics=metrics)
         assert [asyncio.run(solved(environment, task)) for task in environment.tasks()] == [(12.5, True), (-3.0, False)]
     environment = inspect([sample("right"), *samples], metrics=("mean",))
@@ -94,13 +95,50 @@ def test_scores_are_bounded_by_accuracy_and_the_knobs_alone(inspect: Callable[..
     assert [asyncio.run(solved(environment, task))[1] for task in environment.tasks()] == [False, False, False]
     configure(environment, knobs={"success_reward": 12.0})
     assert [asyncio.run(solved(environment, task))[1] for task in environment.tasks()] == [False, True, False]
-    for metrics in (("mean", "accuracy"), [{"a": ["accuracy"]}], ("grouped",)):
+    for metrics in (("mean", "accuracy"), [{"*": ["accuracy"]}], ("grouped",)):
         part = inspect(samples, metrics=metrics).parts["exact"]
         assert (part.low, part.high) == (0.0, 1.0), "a share of right answers"
     part = inspect(samples, scorers=("inspect_ai/exact",), metrics=("mean",)).parts["exact"]
     assert (part.low, part.high) == (0.0, 1.0), "as inspect's own scorer does"
     with pytest.raises(InvalidRequest, match="reward_low 2 must be below reward_high 1"):
         configure(inspect(samples), knobs={"reward_low": 2.0})
+
+
+def test_values_with_metrics_of_their_own_are_parts(inspect: Callable[..., OwnLoop]) -> None:
+    """A value may count against the policy, and then the owner's weights say so."""
+    given = {"useful": "C", "harmful": 3.0}
+    samples = [sample("a", scores={"exact": Thing(value=given), "exact1": Thing(value="I")})]
+    metrics = [{"useful": ["accuracy"], "harmful": ["mean"]}]
+    environment = inspect(samples, scorers=("exact", "exact"), metrics=metrics)
+    assert list(environment.parts) == ["exact_useful", "exact_harmful", "exact1_useful", "exact1_harmful"]
+    assert [one.weight for one in environment.parts.values()] == [0.25] * 4
+    assert environment.parts["exact_useful"].high == 1.0 and environment.parts["exact_harmful"].high == 1000.0
+    [task] = environment.tasks()
+    [played] = asyncio.run(environment.group(task, [session()]))
+    assert isinstance(played, Played)
+    assert played.parts == {"exact_useful": 1.0, "exact_harmful": 3.0, "exact1_useful": 0.0, "exact1_harmful": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [({"correct": "C", "incorrect": "I"}, 1.0), ({"score": "I", "confidence": 90}, 0.0), ({"a": 1.0, "b": None}, 1.0),
+     ([1.0, 0.0], 0.5), ([], 0.0)],
+)  # fmt: skip
+def test_main_value_of_a_score_counts(value: Any, number: float) -> None:
+    assert number_of(value, lambda one: {"C": 1.0, "I": 0.0}.get(one, one)) == number
+    with pytest.raises(EnvironmentMistake, match="did not score"):
+        number_of([None], float)
+
+
+def test_tasks_are_the_same_in_every_process(inspect: Callable[..., OwnLoop]) -> None:
+    """Authors shuffle samples and choices without a seed."""
+    texts = [[task.messages[0]["content"] for task in inspect([sample("drawn")]).tasks()] for _ in range(2)]
+    assert texts[0] == texts[1]
+    data = sys.modules["inspect_ai.dataset"].MemoryDataset([1])
+    data.shuffle_choices()
+    assert data == [0]
+    data.shuffle_choices(5)
+    assert data == [5]
 
 
 ids = map(str, itertools.count())

@@ -49,7 +49,7 @@ class Games:
                 if plain:
                     raise LoadError(f"{name} does not start: {why_not(error)}") from error
                 raise InvalidRequest(f"{name} refuses these knobs: {why_not(error)}") from error
-            except LookupError as error:
+            except (LookupError, OSError) as error:  # an OSError: the package lacks a file
                 raise LoadError(f"{name} does not start: {why_not(error)}") from error
 
     def begin(self, seed: int) -> tuple[Any, OwnRandom]:
@@ -96,7 +96,7 @@ def game_knobs(arguments: Mapping[str, Any], most_players: int = 1) -> type:
         ("turns", int, knob(0, ge=0, le=_LARGEST_LIMIT, help="most answers; 0: twice the game's own limit")),
     ]  # fmt: skip
     if most_players > 1:
-        players = knob(0, ge=0, le=most_players, help="players of a game; 0: the fewest that it allows")
+        players = knob(0, ge=0, le=most_players, help="players of a game; 0: as its author named, or the fewest")
         fields.append(("players", int, players))
     for name, value in plain_arguments(arguments).items():
         if name not in ("show", "turns", "players"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -74,7 +75,9 @@ class Match(OwnLoop):
         most, asked = knobs.pop("turns"), knobs.pop("players")
         arguments = {**self._specification.kwargs, **knobs}
         own = knobs == plain_arguments(self._specification.kwargs)
-        counts, failure = [asked] if asked else range(2, _MOST_PLAYERS + 1), None
+        usual = _usual_players(self._kind, arguments)
+        counts = [asked] if asked else [usual, *range(2, _MOST_PLAYERS + 1)]
+        failure: Exception | None = None
         for self._players in counts:
             try:
                 self._games = Games(self.name, self._kind, arguments, self._players, own and not asked)
@@ -150,6 +153,7 @@ class Match(OwnLoop):
                 over, _ = wrapped.step(action=said)
         with luck:
             rewards, told = game.close()
+        rewards = _as_outcomes(rewards or {}, told or {})
         return [_parts(number, rewards, (told or {}).get(number) or {}) for number in range(len(seats))]
 
     def _seen(self, game: Any, wrapped: Any, luck: OwnRandom) -> tuple[int, str]:
@@ -171,10 +175,31 @@ def _failed(seats: Sequence[_Seat], error: Exception) -> dict[int, Played]:
     }
 
 
-def _parts(seat: int, rewards: Mapping[int, Any] | None, told: Mapping[str, Any]) -> dict[str, float]:
-    given = (rewards or {}).get(seat)  # None: the answers ran out, so that nobody won
+def _usual_players(kind: type, arguments: Mapping[str, Any]) -> int:
+    """Return the number of players that a game's author names, or else 2."""
+    named = inspect.signature(kind).parameters.get("default_num_players")
+    usual = arguments.get("default_num_players", named.default if named is not None else None)
+    return usual if isinstance(usual, int) and 2 <= usual <= _MOST_PLAYERS else 2
+
+
+def _as_outcomes(rewards: Mapping[int, Any], told: Mapping[int, Any]) -> Mapping[int, Any]:
+    """Return rewards from -1 to 1: points become 1 for the winners and -1 for the others, 0 if nobody wins."""
+    points = {seat: float(one) for seat, one in rewards.items() if isinstance(one, int | float)}
+    if all(abs(one) <= 1.0 for one in points.values()):
+        return rewards
+    named = {seat: (told.get(seat) or {}).get("winner") for seat in points}
+    if any(one is None for one in named.values()):
+        best = max(points.values())
+        named = {seat: one == best for seat, one in points.items()}
+        if all(named.values()):
+            return dict.fromkeys(points, 0.0)
+    return {seat: 1.0 if named[seat] else -1.0 if any(named.values()) else 0.0 for seat in points}
+
+
+def _parts(seat: int, rewards: Mapping[int, Any], told: Mapping[str, Any]) -> dict[str, float]:
+    given = rewards.get(seat)  # None: the answers ran out, so that nobody won
     value = min(max(float(given), -1.0), 1.0) if isinstance(given, int | float) else 0.0
-    best = max((float(one) for one in (rewards or {}).values() if isinstance(one, int | float)), default=0.0)
+    best = max((float(one) for one in rewards.values() if isinstance(one, int | float)), default=0.0)
     return {
         "reward": value,
         "won": float(value > 0.0 and float(given or 0.0) >= best),

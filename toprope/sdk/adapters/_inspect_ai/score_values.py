@@ -1,0 +1,73 @@
+"""The values of inspect's scores: which parts of a reward they are, their bounds, and their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from toprope.sdk.errors import EnvironmentMistake
+
+__all__ = ["number_of", "reports_accuracy", "unique_names", "values_of"]
+
+_MAIN = ("accuracy", "correct", "score", "win")
+"""Names of the value that counts among several which no metrics tell apart."""
+
+
+def unique_names(names: Iterable[str]) -> list[str]:
+    """Return the names under which inspect keeps the scores of scorers: repeated ones are numbered."""
+    found: list[str] = []
+    for name in names:
+        count, unique = 0, name
+        while unique in found:
+            count += 1
+            unique = f"{name}{count}"
+        found.append(unique)
+    return found
+
+
+def values_of(metrics: Any) -> dict[str, Any]:
+    """Return the metrics of each value that a scorer names; none if its score is one value, or any."""
+    listed = [metrics] if isinstance(metrics, Mapping) else list(metrics or ())
+    found = {key: some for one in listed if isinstance(one, Mapping) for key, some in one.items()}
+    return {} if "*" in "".join(found) else found
+
+
+def reports_accuracy(metrics: Any) -> bool:
+    """Return True if inspect's metric `accuracy`, the share of right answers, is among a scorer's metrics.
+
+    It may be the metric that another one, such as `grouped`, applies.
+    """
+    from inspect_ai._util.registry import registry_info, registry_params
+
+    if isinstance(metrics, dict):
+        return bool(metrics) and all(reports_accuracy(some) for some in metrics.values())
+    names: list[str] = []
+    for one in metrics or ():
+        if isinstance(one, dict):
+            names += ["accuracy"] if reports_accuracy(one) else []
+        else:
+            applied = registry_params(one).get("metric")
+            names += [registry_info(one).name, str(applied.get("name")) if isinstance(applied, dict) else ""]
+    return any(name.rpartition("/")[2] == "accuracy" for name in names)
+
+
+def number_of(value: Any, to_float: Any) -> float:
+    """Return a score as a number.
+
+    Of a dictionary it is the main value, by its name, or else the mean; of a list the mean. Values that are missing do
+    not count.
+
+    Raises:
+        EnvironmentMistake: There is no value.
+    """
+    if isinstance(value, dict):
+        main = next((value[name] for name in _MAIN if value.get(name) is not None), None)
+        value = list(value.values()) if main is None else main
+    if isinstance(value, list):
+        given = [one for one in value if one is not None]
+        if given or not value:
+            return sum(number_of(one, to_float) for one in given) / len(given) if given else 0.0
+        value = None
+    if value is None:
+        raise EnvironmentMistake("inspect did not score the rollout.")
+    return float(to_float(value))
