@@ -28,11 +28,12 @@ from toprope.sdk.adapters._verifiers.harness import FULL, HARNESS, client_config
 from toprope.sdk.adapters._verifiers.judges import lead_to_judge, rollout_of
 from toprope.sdk.adapters._verifiers.listing import REQUIREMENTS, declared, installed, more_requirements
 from toprope.sdk.adapters._verifiers.load_environment import (
+    TURNS,
     LoadedEnvironment,
     bounded,
     bounds,
+    is_solved,
     loads_environment,
-    solved_from,
 )
 from toprope.sdk.adapters._verifiers.tasksets import OURS, knobs_of, tasks_of
 from toprope.sdk.adapters._verifiers.tool_servers import fork_tool_servers
@@ -75,6 +76,8 @@ class Verifiers(OwnLoop):
         self._seats: tuple[str, ...] = ()
         """Agents that learn, if there are several. Each rollout is one seat's, with that seat's own reward."""
         self._seat = ""
+        self._unnamed: set[str] = set()
+        """The part of rewards with undeclared names, and those of the functions that give them."""
 
     def setup(self) -> None:
         from pydantic import ValidationError
@@ -119,15 +122,16 @@ class Verifiers(OwnLoop):
         if tools:
             fork_tool_servers()
         plain = own["harness"] == "auto" and not tools and type(self._env).__name__ == "SingleAgentEnv"
-        self.max_turns = 1 if plain else own["turns"]
+        named = [spec.max_turns or TURNS for spec in self._env._agent_specs.values()]
+        self.max_turns = 1 if plain else own["turns"] or max(named, default=TURNS)
 
     def tasks(self) -> Iterator[Task]:
         return tasks_of(self._env.taskset)
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        """Return True if the reward reaches `success_reward`, by default the largest possible reward."""
-        known = [part for name, part in self.parts.items() if name != _OTHER]
-        return reward >= solved_from(self.knobs, known) - 1e-9
+        """Return True if a rollout solved its task; see `is_solved`."""
+        known = {name: part for name, part in self.parts.items() if name not in self._unnamed}
+        return is_solved(self.knobs, known, parts, reward)
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         """Sample a task once per session; the sessions take turns at the seats."""
@@ -201,11 +205,12 @@ class Verifiers(OwnLoop):
 
     def _parts(self, task: Any) -> dict[str, Part]:
         parts: dict[str, Part] = {}
-        keyed = "finalize" in _overridden(type(self._env), "Env")
+        keyed, self._unnamed = "finalize" in _overridden(type(self._env), "Env"), {_OTHER}
         for function in task.hooks("reward"):
             weight = float(getattr(function, "_vf_weight", 1.0))
             if not _gives_a_number(function):
                 keyed = True
+                self._unnamed.add(function.__name__)
             parts[function.__name__] = Part(weight, *bounds(self.knobs, weight), first_line(function.__doc__))
         for judge in task.plugged_judges():
             weight = float(judge.config.weight)

@@ -120,7 +120,7 @@ class OwnLoop(Environment):
             copied.random = Random(f"{self.seed}:{task.id}:{number}")
         return list(
             await asyncio.gather(
-                *(_timed(one.rollout(session), session) for one, session in zip(copies, sessions, strict=True)),
+                *(timed(one.rollout(session), session) for one, session in zip(copies, sessions, strict=True)),
                 return_exceptions=True,
             )
         )
@@ -129,7 +129,12 @@ class OwnLoop(Environment):
         raise EnvironmentMistake(f"{type(self).__name__} samples its rollouts itself and has no score().")
 
 
-async def _timed(playing: Any, session: Session) -> Any:
+async def timed(playing: Any, session: Session) -> Any:
+    """Await a rollout within the time of its session.
+
+    Raises:
+        TimeoutError: It took longer; the text says how long.
+    """
     try:
         return await asyncio.wait_for(playing, session.timeout_s)
     except TimeoutError:

@@ -42,7 +42,7 @@ def test_verifiers_declares_parts_and_reads_episodes(open_taskset: Callable[...,
     found, wide, failed = (sample(environment) for _ in range(3))
     assert isinstance(found, Played)
     assert found.parts == {"exact": 1.0, "several": 0.0, "other": 1.0, "length": 3.0} and found.turns == 1
-    assert environment.success(found.parts, 1.75) and not environment.success(found.parts, 1.5)
+    assert environment.success(found.parts, 1.75) and not environment.success({**found.parts, "exact": 0.9}, 1.9)
     assert isinstance(wide, EnvironmentMistake), "on another scale, any answer could count as solved"
     assert isinstance(failed, Played) and failed.error == "TaskError: no file"
 

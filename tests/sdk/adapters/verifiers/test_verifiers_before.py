@@ -8,6 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace as Thing
 from typing import Any
@@ -19,10 +20,10 @@ from openai import AsyncOpenAI, AzureOpenAI, BadRequestError, OpenAI, OpenAIErro
 from tests.sdk.adapters.conftest import asked_of
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.judges import rollout_of
-from toprope.sdk.adapters._verifiers.load_environment import bounds
-from toprope.sdk.adapters._verifiers.older_interface import adapt_hooks, dictionaries, with_dictionaries
+from toprope.sdk.adapters._verifiers.load_environment import bounds, is_solved
+from toprope.sdk.adapters._verifiers.older_interface import dictionaries, with_dictionaries
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
-from toprope.sdk.authoring.environment import Scoring
+from toprope.sdk.authoring.environment import Part, Scoring
 from toprope.sdk.authoring.knobs import describe_knobs
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, MissingKnobs
 from toprope.sdk.rollouts import configure
@@ -87,6 +88,8 @@ class Rubric:
 
 
 class SingleTurnEnv:
+    max_turns = 1
+
     def __init__(self, rows: list[dict[str, Any]], rubric: Rubric) -> None:
         self.rows, self.rubric = rows, rubric
 
@@ -105,7 +108,7 @@ class SingleTurnEnv:
             return {"input": row, "error": ValueError("no room"), "trajectory": []}
         calls = [{"id": "c", "name": "look", "arguments": "{}"}]
         said = [{"role": "assistant", "content": None, "tool_calls": calls}, {"role": "assistant", "content": key}]
-        return {"input": row, "error": None, "trajectory": [1, 2], "prompt": prompt, "completion": said}
+        return {"input": row, "error": None, "trajectory": [{}, {}], "prompt": prompt, "completion": said}
 
 
 @pytest.fixture
@@ -127,7 +130,7 @@ def copying(stand_in: Callable[..., None], unled: None, tmp_path: Path, monkeypa
 
 def test_arguments_are_knobs(copying: OwnLoop) -> None:
     knobs = {one["name"]: one for one in describe_knobs(copying.Knobs)}
-    assert knobs["environment_turns"]["default"] == 7 and knobs["turns"]["default"] == 10 and "client" not in knobs
+    assert knobs["environment_turns"]["default"] == 7 and knobs["turns"]["default"] == 0 and "client" not in knobs
     with pytest.raises(MissingKnobs, match=r"words \(list\[str\]"):
         configure(copying)
     assert copying.__doc__ == "Copies of words."
@@ -196,15 +199,20 @@ def test_reward_functions_get_messages_as_dictionaries(copying: OwnLoop) -> None
         def __init__(self, **fields: Any) -> None:
             self.fields = fields
 
-        def model_dump(self) -> dict[str, Any]:
-            return self.fields
+        def model_dump(self, exclude_none: bool) -> dict[str, Any]:
+            return {name: one for name, one in self.fields.items() if one is not None or not exclude_none}
 
     def size(completion: Any) -> float:
         assert all(isinstance(one, dict) and one["content"] == one.content for one in completion)
-        return float(completion[0].tool_calls[0].name == "look" and "missing" not in completion[0])
+        call = completion[0].tool_calls[0]
+        assert call.name == call.function.name == call["function"]["name"] and call["type"] == "function"
+        return float(call.name == "look" and "missing" not in completion[0] and "name" not in completion[0])
 
-    said = [Model(role="assistant", content="ab", tool_calls=[{"name": "look"}], name=None)]
+    calls = [{"id": "c", "name": "look", "arguments": "{}"}]
+    said = [Model(role="assistant", content=None, tool_calls=calls, name=None)]
     [message] = dictionaries(said)
+    assert message["content"] == "", "authors read it as a text"
+    assert dictionaries({"role": "user", "content": "x"}).tool_calls is None
     message.content = "cd"
     assert message.model_dump(exclude_none=True, exclude={"tool_calls"}) == {"role": "assistant", "content": "cd"}
     assert message.model_copy(update={"role": "user"})["role"] == "user" != message.role
@@ -212,63 +220,6 @@ def test_reward_functions_get_messages_as_dictionaries(copying: OwnLoop) -> None
     assert asyncio.run(with_dictionaries(size)(completion=said)) == 1.0
     size.__module__ = "verifiers.rubrics.own"
     assert with_dictionaries(size) is size
-
-
-def test_hooks_of_earlier_versions_are_called_as_their_authors_wrote_them() -> None:
-    class Environment:
-        async def is_completed(self, state: Any) -> bool:
-            return bool(state.get("over"))
-
-        async def setup_state(self, state: Any) -> None:
-            state["made"] = 1
-
-        async def _render_stop(self, state: Any, condition: Any) -> bool:
-            return bool(condition(state))
-
-    Environment.__module__ = "verifiers.envs.own"
-
-    def max_turns_reached(state: Any) -> bool:
-        return bool(state.get("turns") == 9)
-
-    def no_tools_called(state: Any) -> bool:
-        raise AssertionError("the author's method replaced it")
-
-    class Game(Environment):
-        _stop_conditions = (no_tools_called, max_turns_reached)
-
-        def is_completed(self, messages: Any, game: Any, **more: Any) -> bool:  # type: ignore[override]
-            return bool(messages[-1] == "won")
-
-        def env_response(self, messages: Any, state: Any, **more: Any) -> tuple[list[str], Any]:
-            assert not self.is_completed(messages, state), "its own call answers at once"
-            return [*messages, "next"], {**state, "moves": 1}
-
-        async def setup_state(self, state: Any, **more: Any) -> Any:
-            state = await super().setup_state(state, **more)  # type: ignore[func-returns-value]
-            return {**state, "board": "new"}
-
-    class Older(Environment):
-        async def is_completed(self, messages: Any, state: Any, **more: Any) -> bool:  # type: ignore[override]
-            return await super().is_completed(messages, state, **more)  # type: ignore[call-arg]
-
-    class Later(Environment):
-        async def is_completed(self, state: Any, why: Any = None) -> bool:
-            return False
-
-    group: Any = Thing(env_map={"game": Game(), "older": Older()})
-    adapt_hooks(group)
-    game: Any = group.env_map["game"]
-    state: dict[str, Any] = {"prompt": ["go"]}
-    assert asyncio.run(game.setup_state(state)) is state and (state["board"], state["made"]) == ("new", 1)
-    assert not asyncio.run(game.is_completed(state)) and state["turn"] == 0
-    assert asyncio.run(game.env_response(["a"], state)) == ["a", "next"] and state["moves"] == 1
-    assert asyncio.run(game.is_completed({"trajectory": [{"prompt": ["a"], "completion": ["won"]}]}))
-    assert asyncio.run(game.is_completed({"prompt": ["a"], "turns": 9})), "the limit of turns holds, too"
-    assert asyncio.run(group.env_map["older"].is_completed({"prompt": ["a"], "over": True}))
-    later: Any = Later()
-    adapt_hooks(later)
-    assert asyncio.run(later.is_completed({"error": ValueError("no")})), "it would ask forever"
-    assert not asyncio.run(later.is_completed({}))
 
 
 def test_the_grader_of_the_owner_answers_for_the_policy(copying: OwnLoop) -> None:
@@ -314,18 +265,43 @@ def test_a_group_of_environments_gives_the_reward_of_the_one_whose_task_it_is(co
     members = {}
     for name, weights in (("one", [2.0, -1.0]), ("two", [0.5, 0.0])):
         members[name] = SingleTurnEnv([{"prompt": "x"}], Rubric([style, test_images_are_named_as_unsupported], weights))
-    members["two"].max_turns = 50  # type: ignore[attr-defined]
+    members["two"].max_turns = 50
     group = SingleTurnEnv([{"prompt": "x"}], Rubric([style], []))
     group.env_map = group.rubric.env_map = members  # type: ignore[attr-defined]
     copying._make = lambda **given: group  # type: ignore[attr-defined]
     environment = configure(copying, knobs={"words": ["ab"], "turns": 4})
     parts = {name: (part.weight, part.low, part.high) for name, part in environment.parts.items()}
     assert parts == {"reward": (1.0, -3000.0, 2.0), "style": (0.0, -1e6, 1e6), "reward_errors": (0.0, 0.0, 1e6)}
-    assert environment.max_turns == 4 == members["two"].max_turns  # type: ignore[attr-defined]
+    assert environment.max_turns == 4 == members["two"].max_turns
     scored = environment._played({"metrics": {"style": 7.0}, "reward": 1.5, "error": None})  # type: ignore[attr-defined]
-    assert scored.parts == {"reward": 1.5, "style": 7.0, "reward_errors": 0.0} and environment.success(
-        scored.parts, 2.0
+    assert scored.parts == {"reward": 1.5, "style": 7.0, "reward_errors": 0.0}
+    assert not environment.success(scored.parts, 1.5) and environment.success({**scored.parts, "reward": 2.0}, 2.0)
+    members["two"].max_turns = 50
+    environment = configure(copying, knobs={"words": ["ab"]})
+    assert environment.max_turns == 50, "the author's limit holds"
+
+
+def test_what_solves_a_task_is_the_part_of_the_largest_weight(copying: OwnLoop) -> None:
+    """Rewards of a format, and penalties, are not all at their best in a right answer."""
+    environment = configure(copying, knobs={"words": ["ab"]})
+    parts = {"right": Part(1.0), "form": Part(0.2), "length": Part(-0.5, 0.0, 1000.0), "shown": Part(0.0)}
+    knobs = environment.knobs
+    assert is_solved(knobs, parts, {"right": 1.0, "form": 0.0, "length": 2.0}, 0.0)
+    assert not is_solved(knobs, parts, {"right": 0.9, "form": 1.0}, 1.1)
+    assert is_solved(knobs, {"length": parts["length"]}, {"length": 0.0}, 0.0)
+    assert not is_solved(knobs, {"length": parts["length"]}, {"length": 1.0}, -0.5)
+    knobs = replace(knobs, success_reward=1.1)
+    assert is_solved(knobs, parts, {"right": 0.9, "form": 1.0}, 1.1) and not is_solved(
+        knobs, parts, {"right": 1.0}, 1.0
     )
+
+
+def test_functions_of_one_name_are_one_part(copying: OwnLoop) -> None:
+    def style() -> None: ...
+
+    one = SingleTurnEnv([{"prompt": "x"}], Rubric([style, style], [1.0, 0.5]))
+    copying._make = lambda **given: one  # type: ignore[attr-defined]
+    assert configure(copying, knobs={"words": ["ab"]}).parts["reward"].high == 1.5
 
 
 def test_images_are_named_as_unsupported(copying: OwnLoop) -> None:

@@ -15,26 +15,40 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.adapters._verifiers.judges import rollout_of
 from toprope.sdk.adapters._verifiers.older_interface import adapt_hooks
+from toprope.sdk.adapters._verifiers.older_names import adopt_functions, provide_older_names
 from toprope.sdk.adapters._verifiers.prompts import messages_of_row, plain_messages, with_texts
 from toprope.sdk.adapters._verifiers.reward_errors import Raised, note_errors, noted
-from toprope.sdk.authoring.env_managed import REWARD_ERRORS, OwnLoop, Played, Session
+from toprope.sdk.authoring.env_managed import REWARD_ERRORS, OwnLoop, Played, Session, timed
 from toprope.sdk.authoring.environment import Part, Task, copy_for
 from toprope.sdk.authoring.knobs import REQUIRED, allows_null, knob, settable
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 
-__all__ = ["BEFORE", "RANGE", "LoadedEnvironment", "bounded", "bounds", "loads_environment", "solved_from"]
+__all__ = [
+    "BEFORE",
+    "RANGE",
+    "SUCCESS",
+    "TURNS",
+    "LoadedEnvironment",
+    "bounded",
+    "bounds",
+    "is_solved",
+    "loads_environment",
+]
 
 BEFORE = ("verifiers<0.2", "mcp<2", "prime-sandboxes<0.2.37")
 """The requirements of such packages: they import the server of mcp before 2, and start sandboxes by a text."""
+TURNS = 32
+"""Most answers in a rollout whose author names no limit."""
 _METRIC_LIMIT = 1e6
 _WHOLE = "reward"
+SUCCESS = "reward that counts as solved; null: the part of the largest weight at its largest value"
 RANGE: tuple[tuple[str, Any, Any], ...] = (
     ("reward_low", float | None, knob(None, help="smallest value of a reward; null: penalties down to -1000")),
     ("reward_high", float, knob(1.0, help="largest value of a reward")),
@@ -49,6 +63,7 @@ _REFERENCES = ("answer", "reference", "solution", "target")
 
 def loads_environment(module: str) -> bool:
     """Return True if an importable module has the function; verifiers itself is imported on the way."""
+    provide_older_names()
     return callable(getattr(importlib.import_module(module), "load_environment", None))
 
 
@@ -72,7 +87,7 @@ class LoadedEnvironment(OwnLoop):
         self._fields, self.Knobs = _knobs(self._make)  # type: ignore[assignment]
         self._env: Any = None
         self._routed = False
-        """True if the rubric names functions without their weights; the whole reward is then a part."""
+        """True if names of functions do not tell their weights; the whole reward is then a part."""
 
     def setup(self) -> None:
         knobs = self.knobs
@@ -91,6 +106,7 @@ class LoadedEnvironment(OwnLoop):
         if not hasattr(self._env, "rubric"):
             raise EnvironmentMistake(f"load_environment returned {type(self._env).__name__}, not an environment.")
         adapt_hooks(self._env)
+        adopt_functions(self._env.rubric)
         self.parts = self._parts()
         self.max_turns = _limit_turns(self._env, knobs.turns)
 
@@ -108,13 +124,12 @@ class LoadedEnvironment(OwnLoop):
             )
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        return bool(reward >= solved_from(self.knobs, self.parts.values()) - 1e-9)
+        return is_solved(self.knobs, self.parts, parts, reward)
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         """Sample and score a group as one, because some rubrics compare its rollouts."""
         copies = [copy_for(self, task) for _ in sessions]
-        limit = sessions[0].timeout_s
-        playing = [asyncio.wait_for(one.rolled(session), limit) for one, session in zip(copies, sessions, strict=True)]
+        playing = [timed(one.rolled(session), session) for one, session in zip(copies, sessions, strict=True)]
         found: list[Any] = list(await asyncio.gather(*playing, return_exceptions=True))
         states = [one for one in found if not isinstance(one, BaseException) and one.get("error") is None]
         try:
@@ -137,8 +152,9 @@ class LoadedEnvironment(OwnLoop):
             "top_p": session.top_p,
             "max_tokens": session.max_tokens,
         }
-        if session.stop:
-            sampling["stop"] = list(session.stop)
+        own = (getattr(self._env, "sampling_args", None) or {}).get("stop") or ()
+        if stop := [*session.stop, *([own] if isinstance(own, str) else own)]:
+            sampling["stop"] = stop
         if session.seed is not None:
             sampling["seed"] = session.seed
         # Loopback without TLS: creating a TLS context would take longer than the request.
@@ -167,8 +183,10 @@ class LoadedEnvironment(OwnLoop):
         names, weights = self._env.rubric._get_reward_func_names(), self._env.rubric._get_reward_weights()
         functions = {one.__name__: one for one in self._env.rubric._get_reward_funcs()}
         parts: dict[str, Part] = {}
-        self._routed = len(names) != len(weights)
-        if self._routed:  # A group routes a task to the rubric of one of its environments.
+        self._routed = len(names) != len(weights) or len({*names}) < len(names)
+        if (
+            self._routed
+        ):  # A group routes a task to the rubric of one of its environments, or two functions share a name.
             low, high = _range(self._env.rubric, self.knobs)
             parts[_WHOLE] = Part(1.0, low, high, "the reward by the rubric of the task's environment")
             weights = [0.0] * len(names)
@@ -183,7 +201,8 @@ class LoadedEnvironment(OwnLoop):
 
     def _played(self, state: Any, raised: Iterable[Raised] = ()) -> Played:
         trajectory = state.get("trajectory") or []
-        turns, truncated = max(len(trajectory), 1), bool(state.get("is_truncated"))
+        turns = max(len(trajectory), 1)
+        truncated = bool(state.get("is_truncated")) or any(one.get("is_truncated") for one in trajectory)
         if state.get("error") is not None:
             error = state["error"]
             told = str(error) or str(error.__cause__ or "")
@@ -206,14 +225,17 @@ class LoadedEnvironment(OwnLoop):
 
 
 def _limit_turns(env: Any, turns: int) -> int:
-    """Bound the answers in a rollout of an environment, or of each environment of a group, and return the most."""
+    """Bound the answers in a rollout of an environment, or of each environment of a group, and return the most.
+
+    Args:
+        turns: The most; 0: the author's number, or `TURNS` without one.
+    """
     if members := getattr(env, "env_map", None):
         return max(_limit_turns(one, turns) for one in members.values())
-    own = getattr(env, "max_turns", 1 if type(env).__name__ == "SingleTurnEnv" else -1)
-    most = own if isinstance(own, int) and 0 < own <= turns else turns
-    if isinstance(own, int):
-        env.max_turns = most
-    return most
+    own = getattr(env, "max_turns", None)
+    named = own if isinstance(own, int) and own > 0 else 0
+    env.max_turns = min(named, turns) if named and turns else named or turns or TURNS
+    return int(env.max_turns)
 
 
 def _range(rubric: Any, knobs: Any) -> tuple[float, float]:
@@ -256,12 +278,19 @@ def bounded(name: str, value: float, part: Part) -> float:
     return reward
 
 
-def solved_from(knobs: Any, parts: Iterable[Part]) -> float:
-    """Return the reward that counts as solved: by default the largest, or 1 if none has a name."""
+def is_solved(knobs: Any, parts: Mapping[str, Part], values: Mapping[str, float], reward: float) -> bool:
+    """Return True if a rollout solved its task.
+
+    Without `success_reward`, the part with the largest weight has to be as large as it can be: further parts reward
+    formats, or punish, and cannot all be at their best.
+    """
     if knobs.success_reward is not None:
-        return float(knobs.success_reward)
-    weighted = [one for one in parts if one.weight]
-    return sum(max(one.weight * one.low, one.weight * one.high) for one in weighted) if weighted else 1.0
+        return bool(reward >= knobs.success_reward - 1e-9)
+    weighted = [name for name, part in parts.items() if part.weight > 0]
+    if not weighted:  # penalties alone, or no part with a name
+        return bool(reward >= (0.0 if any(part.weight for part in parts.values()) else 1.0) - 1e-9)
+    main = max(weighted, key=lambda name: parts[name].weight)
+    return bool(values.get(main, 0.0) >= parts[main].high - 1e-9)
 
 
 async def _accept(response: Any) -> None:
@@ -271,9 +300,9 @@ async def _accept(response: Any) -> None:
 def _knobs(function: Any) -> tuple[dict[str, str], type]:
     """Return the function's arguments with JSON values by knob, and a dataclass of our knobs and these."""
     made: list[tuple[str, Any, Any]] = [
-        ("turns", int, knob(10, ge=1, le=1000, help="most answers in a rollout")),
+        ("turns", int, knob(0, ge=0, le=1000, help=f"most answers; 0: the author's limit, or {TURNS} without one")),
         *RANGE,
-        ("success_reward", float | None, knob(None, help="reward that counts as solved; null: the largest possible")),
+        ("success_reward", float | None, knob(None, help=SUCCESS)),
         ("arguments", dict, knob({}, help="further arguments of load_environment")),
     ]
     try:

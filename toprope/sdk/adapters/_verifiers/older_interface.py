@@ -27,6 +27,8 @@ _KEPT = frozenset(
 _BROKEN_OFF = ("error", "prompt_too_long")
 """Entries of a state after which no rollout goes on."""
 _DONE = "_toprope_adapted"
+_ABSENT = frozenset({"reasoning_content", "thinking_blocks", "tool_calls"})
+"""Attributes of a message that has none of them."""
 
 
 def adapt_hooks(env: Any) -> None:
@@ -70,18 +72,23 @@ def _adapt_class(kind: Any) -> None:
         kind.is_completed = is_completed
 
 
-def _completed(env: Any, own: Any) -> Any:
+def _takes_messages(complete: Any) -> bool:
+    """Return True if an `is_completed` wants the messages, besides itself and the state."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    asked = [
-        one for one in inspect.signature(own).parameters.values() if one.kind in kinds and one.default is one.empty
-    ]
-    takes_messages = len(asked) > 2  # besides itself and the state
+    asked = inspect.signature(complete).parameters.values()
+    return len([one for one in asked if one.kind in kinds and one.default is one.empty]) > 2
+
+
+def _completed(env: Any, own: Any) -> Any:
+    takes_messages = _takes_messages(own)
 
     async def by_state(state: Any, **more: Any) -> bool:
         if any(state.get(name) for name in _BROKEN_OFF):
             return True
         if not takes_messages:
-            return bool(await _awaited(own(env, state, **more)))
+            most = getattr(env, "max_turns", 0)
+            reached = isinstance(most, int) and 0 < most <= len(state.get("trajectory") or ())
+            return reached or bool(await _awaited(own(env, state, **more)))
         state["turn"] = len(state.get("trajectory") or ())
         for condition in getattr(env, "_stop_conditions", ()):
             if condition.__name__ in _KEPT and await env._render_stop(state, condition):
@@ -96,11 +103,18 @@ def _completed(env: Any, own: Any) -> Any:
 
 
 def _responded(env: Any, own: Any) -> Any:
+    complete: Any = getattr(type(env), "is_completed", None)
+    asked_after = complete is not None and not _is_of_verifiers(complete) and _takes_messages(complete)
+
     async def responded(messages: Any, state: Any, **more: Any) -> Any:
         said = await _awaited(own(env, messages, state, **more))
         if isinstance(said, tuple) and len(said) == 2 and isinstance(said[0], list | str) and isinstance(said[1], dict):
             said, after = said
             _take(state, after)
+        if asked_after and isinstance(said, list):
+            told = [*messages, *said] if isinstance(messages, list) else said
+            if await _awaited(complete(env, told, state)):
+                state["final_env_response"] = said  # the loop ended here, without another answer
         return said
 
     return responded
@@ -134,10 +148,11 @@ class Message(dict[str, Any]):
     """A message, or a part of one, whose fields can be read as attributes."""
 
     def __getattr__(self, name: str) -> Any:
-        try:
+        if name in self:
             return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name in _ABSENT:
+            return None
+        raise AttributeError(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -157,12 +172,18 @@ class Message(dict[str, Any]):
 
 
 def dictionaries(value: Any) -> Any:
-    """Return the objects in messages, conversations, and lists of these as dictionaries."""
+    """Return the objects in messages, conversations, and lists of these as dictionaries in the form of OpenAI."""
     if isinstance(value, list):
         return [dictionaries(one) for one in value]
     if isinstance(value, dict):
-        return Message({name: dictionaries(one) for name, one in value.items()})
-    return dictionaries(value.model_dump()) if hasattr(value, "model_dump") else value
+        told = {name: dictionaries(one) for name, one in value.items()}
+        if told.get("role") == "assistant" and told.get("content") is None:
+            told["content"] = ""
+        if {"name", "arguments"} <= told.keys() and "id" in told:  # a call of a tool
+            told.setdefault("type", "function")
+            told.setdefault("function", Message({name: told[name] for name in ("name", "arguments")}))
+        return Message(told)
+    return dictionaries(value.model_dump(exclude_none=True)) if hasattr(value, "model_dump") else value
 
 
 def with_dictionaries(function: Any) -> Any:

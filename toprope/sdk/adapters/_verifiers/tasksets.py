@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from toprope.sdk.adapters._shared.keys import NUMBERING, written_alike
-from toprope.sdk.adapters._verifiers.load_environment import RANGE
+from toprope.sdk.adapters._verifiers.load_environment import RANGE, SUCCESS, TURNS
 from toprope.sdk.adapters._verifiers.prompts import messages_of_task, with_texts
 from toprope.sdk.authoring.environment import Task
 from toprope.sdk.authoring.knobs import knob, settable
@@ -28,9 +28,9 @@ def knobs_of(config: Any) -> tuple[dict[str, str], type]:
             str,
             knob("auto", help="auto: the taskset's own, otherwise one in this process; or an id of verifiers"),
         ),
-        ("turns", int, knob(16, ge=1, le=1000, help="most answers in a rollout")),
+        ("turns", int, knob(0, ge=0, le=1000, help=f"most answers; 0: the author's limit, or {TURNS} without one")),
         *RANGE,
-        ("success_reward", float | None, knob(None, help="reward that counts as solved; null: the largest possible")),
+        ("success_reward", float | None, knob(None, help=SUCCESS)),
         ("config", dict, knob({}, help="the rest of verifiers' configuration, as its [env] block")),
     ]
     fields, made = {}, ours

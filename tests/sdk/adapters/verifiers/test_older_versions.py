@@ -1,0 +1,119 @@
+"""Names and hooks of verifiers before 0.1.14, with small stand-ins for it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace as Thing
+from typing import Any
+
+import pytest
+
+from toprope.sdk.adapters._verifiers.older_interface import adapt_hooks
+from toprope.sdk.adapters._verifiers.older_names import adopt_functions, provide_older_names
+
+
+def test_packages_of_earlier_versions_find_the_names_that_they_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "verifiers"
+    (package / "envs" / "integrations").mkdir(parents=True)
+    (package / "envs" / "__init__.py").write_text("")
+    (package / "envs" / "integrations" / "__init__.py").write_text("")
+    (package / "envs" / "integrations" / "game_env.py").write_text("class GameEnv: ...\n")
+    (package / "types.py").write_text("ModelResponse = int\n")
+    (package / "__init__.py").write_text(
+        "class Rubric:\n    def __init__(self, funcs=(), weights=()):\n"
+        "        self.funcs, self.weights = [*funcs], [*weights]\n"
+        "    def add_reward_func(self, one, weight):\n        self.funcs.append(one), self.weights.append(weight)\n"
+        "class JudgeRubric(Rubric):\n    async def judge(self, prompt, state=None):\n        return prompt\n"
+    )
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [one for one in sys.modules if one.partition(".")[0] == "verifiers"]:
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        provide_older_names()
+        provide_older_names()
+        vf = importlib.import_module("verifiers")
+        assert importlib.import_module("verifiers.envs.game_env").GameEnv.__module__.endswith("integrations.game_env")
+        types = importlib.import_module("verifiers.types")
+        assert types.ModelResponse is int and types.ChatMessage is Any
+        assert vf.ToolRubric(tools=[]).funcs == []
+        judge = vf.JudgeRubric()
+        assert asyncio.run(judge.judge("a", None, top_p=1)) == "a", "verifiers took and passed on what else it got"
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("verifiers.envs.nowhere")
+        rubric = vf.Rubric([len])
+        rubric.reward_funcs, rubric.reward_weights = [len, sum], [1.0, 0.5]
+        adopt_functions(Thing(rubrics=[rubric]))
+        assert rubric.funcs == [len, sum] and rubric.weights == [0.5]
+    finally:
+        for name in [one for one in sys.modules if one.partition(".")[0] == "verifiers"]:
+            del sys.modules[name]
+
+
+def test_hooks_of_earlier_versions_are_called_as_their_authors_wrote_them() -> None:
+    class Environment:
+        async def is_completed(self, state: Any) -> bool:
+            return bool(state.get("over"))
+
+        async def setup_state(self, state: Any) -> None:
+            state["made"] = 1
+
+        async def _render_stop(self, state: Any, condition: Any) -> bool:
+            return bool(condition(state))
+
+    Environment.__module__ = "verifiers.envs.own"
+
+    def max_turns_reached(state: Any) -> bool:
+        return bool(state.get("turns") == 9)
+
+    def no_tools_called(state: Any) -> bool:
+        raise AssertionError("the author's method replaced it")
+
+    class Game(Environment):
+        _stop_conditions = (no_tools_called, max_turns_reached)
+        reply = "next"
+
+        def is_completed(self, messages: Any, game: Any, **more: Any) -> bool:  # type: ignore[override]
+            return bool(messages[-1] == "won")
+
+        def env_response(self, messages: Any, state: Any, **more: Any) -> tuple[list[str], Any]:
+            assert not self.is_completed(messages, state), "its own call answers at once"
+            return [*messages, self.reply], {**state, "moves": 1}
+
+        async def setup_state(self, state: Any, **more: Any) -> Any:
+            state = await super().setup_state(state, **more)  # type: ignore[func-returns-value]
+            return {**state, "board": "new"}
+
+    class Older(Environment):
+        async def is_completed(self, messages: Any, state: Any, **more: Any) -> bool:  # type: ignore[override]
+            return await super().is_completed(messages, state, **more)  # type: ignore[call-arg]
+
+    class Later(Environment):
+        async def is_completed(self, state: Any, why: Any = None) -> bool:
+            return False
+
+    group: Any = Thing(env_map={"game": Game(), "older": Older()})
+    adapt_hooks(group)
+    game: Any = group.env_map["game"]
+    state: dict[str, Any] = {"prompt": ["go"]}
+    assert asyncio.run(game.setup_state(state)) is state and (state["board"], state["made"]) == ("new", 1)
+    assert not asyncio.run(game.is_completed(state)) and state["turn"] == 0
+    assert asyncio.run(game.env_response(["a"], state)) == ["a", "next"] and state["moves"] == 1
+    assert "final_env_response" not in state
+    game.reply = "won"
+    assert asyncio.run(game.env_response(["b"], state)) == ["b", "won"]
+    assert state.pop("final_env_response") == ["b", "won"], "nobody is asked after the end"
+    assert asyncio.run(game.is_completed({"trajectory": [{"prompt": ["a"], "completion": ["won"]}]}))
+    assert asyncio.run(game.is_completed({"prompt": ["a"], "turns": 9})), "the limit of turns holds, too"
+    assert asyncio.run(group.env_map["older"].is_completed({"prompt": ["a"], "over": True}))
+    later: Any = Later()
+    adapt_hooks(later)
+    assert asyncio.run(later.is_completed({"error": ValueError("no")})), "it would ask forever"
+    assert not asyncio.run(later.is_completed({}))
+    later.max_turns = 2
+    assert asyncio.run(later.is_completed({"trajectory": [{}, {}]})), "the limit of turns holds without messages, too"
