@@ -215,7 +215,11 @@ def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
     is_named_by_file = not isinstance(name, str) or not name
     if is_named_by_file:
         name = file.stem if alone else f"{file.stem}_{node.name.lower()}"
-    max_turns = literal(assigned.get("max_turns")) if "max_turns" in assigned else 1
+    is_plain = all(ast.unparse(base).rpartition(".")[2] == "Environment" for base in node.bases)
+    max_turns = literal(assigned["max_turns"]) if "max_turns" in assigned else 1 if is_plain else None
+    if any(isinstance(one, ast.Attribute) and one.attr == "max_turns" and isinstance(one.ctx, ast.Store)
+           for one in ast.walk(node)):  # fmt: skip
+        max_turns = None
     tags = literal(assigned.get("tags"))
     problem = ""
     if NAME.fullmatch(name) is None:

@@ -43,7 +43,7 @@ from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.orchestration.mcp_tools import McpServer
 from toprope.sdk.orchestration.tool_schema import signature_of
-from toprope.sdk.orchestration.tools import Price, Tool, Toolbox
+from toprope.sdk.orchestration.tools import LONGEST_RESULT, Price, Tool, Toolbox
 
 __all__ = ["TOOL_PARTS", "Call", "Called", "Server", "ToolEnvironment", "calls_in", "tool", "tool_prompt"]
 
@@ -185,6 +185,8 @@ class ToolEnvironment(Environment):
     """MCP servers, connected once for all rollouts."""
     tool_timeout_s: float = 30.0
     """Default time limit per call in seconds. A call that hangs is abandoned."""
+    longest_result: int = LONGEST_RESULT
+    """Longest result of a call in characters; the rest is cut."""
     most_calls: int = 8
     """Most calls per answer; further calls fail."""
     max_turns = 10
@@ -255,7 +257,7 @@ class ToolEnvironment(Environment):
         """The tools of this rollout."""
         made = self.__dict__.get("_toolbox")
         if made is None:
-            made = self._toolbox = Toolbox([*self._shared_tools(), *self.own_tools()])
+            made = self._toolbox = Toolbox([*self._shared_tools(), *self.own_tools()], longest=self.longest_result)
             self.calls = []
         return made
 

@@ -71,6 +71,11 @@ class Adapter:
         ask = getattr(self.module, "in_folder", None)
         return _listed(ask(folder)) if callable(ask) else []
 
+    def folder_requirements(self, folder: Path) -> tuple[str, ...]:
+        """Return what the environments of a folder need that `in_folder` lists. Raises what the adapter raises."""
+        ask = getattr(self.module, "folder_requirements", None)
+        return _texts(ask(folder)) if callable(ask) else ()
+
     def more_requirements(self, place: Path) -> tuple[str, ...]:
         """Return what the packages in a folder need besides their own requirements. Raises what the adapter raises."""
         ask = getattr(self.module, "more_requirements", None)

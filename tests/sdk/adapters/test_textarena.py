@@ -13,7 +13,6 @@ import pytest
 
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.sdk.adapters import textarena
-from toprope.sdk.adapters._textarena import match
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.worker.client import WorkerClient, worker_environment
 
@@ -297,31 +296,6 @@ def test_game_whose_package_leaves_its_data_out_needs_its_repository(packages: P
     file.with_name("scores.txt").write_text("1")
     known = textarena._problem(packages, "textarena.envs.Deal.env:Deal")
     assert known is not None and not known[2]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "told", "outcomes"),
-    [
-        ({0: 1, 1: -1}, {}, [1, -1]),
-        ({0: 55, 1: 40}, {0: {"winner": False}, 1: {"winner": False}}, [0, 0]),
-        ({0: 55, 1: 40}, {0: {"winner": False}, 1: {"winner": True}}, [-1, 1]),
-        ({0: 12, 1: 40, 2: 40}, {}, [-1, 1, 1]),
-        ({0: 7, 1: 7}, {}, [0, 0]),
-        ({}, {}, []),
-    ],
-)
-def test_points_become_outcomes(rewards: dict[int, float], told: dict[int, Any], outcomes: list[float]) -> None:
-    assert list(match._as_outcomes(rewards, told).values()) == outcomes
-
-
-def test_games_seat_as_many_as_their_author_names() -> None:
-    class Four:
-        def __init__(self, default_num_players: int = 4) -> None: ...
-
-    class Plain: ...
-
-    assert match._usual_players(Four, {}) == 4 and match._usual_players(Plain, {}) == 2
-    assert match._usual_players(Four, {"default_num_players": 3}) == 3
 
 
 def test_each_seat_of_a_game_is_a_rollout_with_its_own_reward(packages: Path) -> None:

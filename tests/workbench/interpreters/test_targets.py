@@ -393,9 +393,10 @@ def test_project_that_cannot_be_built_runs_from_its_files(
     said = f"error: Failed to build `flat @ {project.as_uri()}`"
     apart = without_build(target, said)
     assert apart is not None and (apart.kind, apart.unbuilt) == ("folder", True)
-    assert apart.requirements[:3] == ("six", "fastapi==0.111.0", "pyyaml") and str(project) not in apart.requirements
+    assert apart.requirements[:2] == ("six", "fastapi==0.111.0") and str(project) not in apart.requirements
     assert without_build(target, "error: Failed to build `other`") is None, "something else failed"
-    assert without_build(target, f"No solution found for {project}") is None
+    listed = without_build(target, "No solution found when resolving dependencies")
+    assert listed is not None and listed.requirements[:2] == ("six", "pyyaml"), "its author's other list may do"
     here = Interpreters(home, lambda: [])
     placed: list[tuple[str, ...]] = []
 

@@ -50,6 +50,8 @@ class EnvironmentSource(BaseModel, extra="forbid"):
     target: str | None = None
     knobs: dict[str, Any] = {}
     """Knobs that its YAML file sets; they take the place of the environment's own defaults."""
+    turns: int | None = None
+    """Most answers in a rollout, as its file says; None: it is known when it is opened."""
     interpreter: str | None = None
     """Path of the Python that runs the worker; Toprope's own if None."""
     rewards: list[RewardSource] = []

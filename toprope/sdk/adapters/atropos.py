@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import importlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from toprope.sdk.adapters._servers.atropos import GROUP, Group, Scores, server_c
 from toprope.sdk.adapters._servers.atropos_files import declared
 from toprope.sdk.adapters._servers.atropos_tokenizer import BYTES_PER_TOKEN, templates_give_lists, tokenizer_here
 from toprope.sdk.adapters._shared.bounds import within
+from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, settable
@@ -40,6 +42,8 @@ REQUIREMENTS = ("torch==2.13.0", "atroposlib==0.4.*", "gymnasium<1.3")
 """Atropos is archived: its environments name games of Gymnasium that later versions refuse."""
 PACKAGE = "atroposlib"
 _LONGEST_ITEM = 4000
+_VARYING = re.compile(r" at 0x[0-9a-f]+|\b[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}\b", re.IGNORECASE)
+"""What differs in each process: addresses of objects, and identities that an environment draws."""
 _UNDECLARED = 1000.0
 
 
@@ -60,6 +64,7 @@ class Atropos(OwnLoop):
     """An Atropos environment."""
 
     guessed_reference = True
+    listed = True
     packages = ("atroposlib",)
     tags = ("atropos",)
     Knobs = AtroposKnobs  # type: ignore[assignment]
@@ -72,6 +77,7 @@ class Atropos(OwnLoop):
         self._cls = cls
         self._given, self._fields, self.Knobs = _knobs(cls)  # type: ignore[assignment]
         self._loop: _Loop | None = None
+        self._random = OwnRandom("tasks")
         self._env: Any = None
 
     def setup(self) -> None:
@@ -90,13 +96,18 @@ class Atropos(OwnLoop):
 
     def tasks(self) -> Iterator[Task]:
         assert self._loop is not None  # setup has made it
-        empty = True
+        empty, seen = True, dict[str, dict[str, int]]()
         for _ in range(self.knobs.items):
-            item = self._loop.result(self._env.get_next_item())
+            item = self._loop.result(self._next_item())
             if item is None:
                 continue
             empty = False
-            yield Task(_shown(item), reference=_reference(item), data={"item": item}, key=repr(item))
+            written = repr(item)
+            plain = _VARYING.sub("", written)
+            known = seen.setdefault(plain, {})
+            number = known.setdefault(written, len(known))
+            key = f"{plain} {number}" if number else plain
+            yield Task(_shown(item), reference=_reference(item), data={"item": item}, key=key)
         if empty:
             raise EnvironmentMistake(
                 f"get_next_item returned None {self.knobs.items} times, as environments do whose data are missing: "
@@ -129,6 +140,10 @@ class Atropos(OwnLoop):
         except Exception as error:
             return [error] * len(sessions)
 
+    async def _next_item(self) -> Any:
+        with self._random:  # every worker has to find the same items
+            return await self._env.get_next_item()
+
     async def _made(self) -> Any:
         from atroposlib.envs.base import APIServerConfig
         from pydantic import ValidationError
@@ -156,8 +171,13 @@ class Atropos(OwnLoop):
             model_name="policy", base_url="http://127.0.0.1:9/v1", api_key="x", server_type="vllm", health_check=False,
             tokenizer_name=config.tokenizer_name,
         )  # fmt: skip
+        made: list[Any] = []
+        servers = server_class(lambda: made[0].tokenizer)
+        self._cls.server_cls = servers  # some keep the first server that they are given
+        self._random = OwnRandom("tasks")
         try:
-            env = self._cls(config, [place], slurm=False, testing=False)
+            with self._random:
+                env = self._cls(config, [place], slurm=False, testing=False)
         except ConnectionError:  # of `datasets`: its data, not its tokenizer, is missing
             raise
         except OSError as error:  # transformers raises this for a missing tokenizer.
@@ -167,8 +187,11 @@ class Atropos(OwnLoop):
                 "tokenizer",
             ) from error
         Scores.install(sys.modules[self._cls.__module__])
-        env.server.servers = [server_class(lambda: env.tokenizer)(place)]
-        await env.setup()
+        made.append(env)
+        if not env.server.servers or not all(isinstance(one, servers) for one in env.server.servers):
+            env.server.servers = [servers(place)]
+        with self._random:
+            await env.setup()
         return env
 
     async def _collected(self, item: Any, sessions: Sequence[Session]) -> list[Played | BaseException]:
@@ -187,7 +210,7 @@ class Atropos(OwnLoop):
             known = [one for one in scored if one is not None]
             scored = known[-1] if known else None
         scored = scored or group.scores
-        if scored is not None and not isinstance(scored, Mapping):
+        if scored is not None and not (isinstance(scored, Mapping) and {"tokens", "scores"} <= scored.keys()):
             raise EnvironmentMistake(
                 f"collect_trajectories returned {type(scored).__name__} without tokens and scores: written for another "
                 "version of atroposlib"
@@ -260,10 +283,18 @@ class _Loop:
         threading.Thread(target=self._loop.run_forever, daemon=True, name="atropos").start()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(_without_exit(work), self._loop)
 
     def result(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.start(work).result()
+
+
+async def _without_exit(work: Coroutine[Any, Any, Any]) -> Any:
+    """Await work; an exit of the program would end the loop, and nobody would hear of it."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise EnvironmentMistake(f"the environment ended its program: {error}") from error
 
 
 def make(target: str) -> Atropos:
@@ -303,7 +334,9 @@ def make(target: str) -> Atropos:
     }
     if name not in own:
         raise LoadError(f"{path.name} has no Atropos environment {name!r}. Environments: {', '.join(own) or 'none'}.")
-    return Atropos(own[name], str(path))
+    kind: Any = own[name]
+    kind.__abstractmethods__ = frozenset(getattr(kind, "__abstractmethods__", ())) - {"evaluate"}  # it is never called
+    return Atropos(kind, str(path))
 
 
 def _shown(item: Any) -> str | Messages:

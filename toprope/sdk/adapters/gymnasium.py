@@ -112,8 +112,8 @@ class Gymnasium(Environment):
         self._check_actions(probe)
         self._idle.append(probe)
         drawn = any(self._arguments.get(name, 0) is None for name in LIMITS)  # at each reset
-        probes = [self._begin(seed, keep=True)[1] for seed in range(_ALIKE)] if drawn else [probe]
-        self.max_turns = most or int(self._limit or max(map(limit_of, probes)))
+        limits = [limit_of(self._begin(seed)[1]) for seed in range(_ALIKE)] if drawn else [limit_of(probe)]
+        self.max_turns = most or int(self._limit or max(limits))
 
     def tasks(self) -> Iterator[Task]:
         if self._rows:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +24,12 @@ from toprope.sdk.authoring.knobs import knob
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.tooled import ToolEnvironment, tool
 
-__all__ = ["Harbor", "in_folder", "make"]
+__all__ = ["Harbor", "folder_requirements", "in_folder", "make"]
 
 _TOLD = "\n\nUse the tool `bash` to work on it. When you are done, answer without calling a tool."
 _AROUND_S = 30.0
+_LARGE = ("jax", "tensorflow", "torch", "torchaudio", "torchvision", "vllm")
+"""Packages of gigabytes, which the owner adds by name."""
 _SHOWN = 5
 """Tasks that a refusal names."""
 
@@ -68,8 +72,11 @@ class Harbor(ToolEnvironment):
         self._contained: set[str] = set()
         refused: list[str] = []
         self._engine, no_engine = "", ""
+        no_wall = _without_wall()
         for one in wanted:
-            problem = "all tasks run in containers" if self.knobs.container == "always" else one.missing(one.image())
+            problem = one.missing(one.image()) or no_wall
+            if self.knobs.container == "always":
+                problem = "all tasks run in containers"
             if problem and self.knobs.container != "never" and not one.beyond_image:
                 if not self._engine and not no_engine:
                     try:
@@ -91,8 +98,6 @@ class Harbor(ToolEnvironment):
             )
         # A rollout's last call runs a command and the tests, which have limits of their own; the rest takes seconds.
         self.call_s = self.knobs.command_s + max(one.seconds for one in self._ready.values()) + _AROUND_S
-        if len(self._contained) < len(self._ready):
-            require_wall()
         if refused:
             print(f"{len(refused)} of {len(wanted)} tasks are left out. {no_engine}", file=sys.stderr)
             print("\n".join(refused[: 4 * _SHOWN]), file=sys.stderr)
@@ -156,7 +161,32 @@ class Harbor(ToolEnvironment):
             raise EnvironmentMistake(f"the tests wrote the reward {text!r:.80}, which is not a number") from None
         if found is None:
             raise EnvironmentMistake(f"the tests wrote no reward; they printed: {printed[-300:]}")
+        if not math.isfinite(float(found)):
+            raise EnvironmentMistake(f"the tests wrote the reward {text!r:.80}, which is not a number")
         return min(max(float(found), 0.0), 1.0)
+
+
+def _without_wall() -> str:
+    """Return the reason that no process may run the policy's commands; empty if they may."""
+    try:
+        require_wall()
+    except LoadError as error:
+        return str(error)
+    return ""
+
+
+def folder_requirements(folder: Path) -> tuple[str, ...]:
+    """Return the packages that the tests of a folder of tasks need in their Python: pytest, and what at least half of
+    the Dockerfiles install; nothing if it holds no tasks."""
+    if not in_folder(folder):
+        return ()
+    asked = []
+    with suppress(LoadError):  # it is told where the tasks are opened
+        for one in task_folders(folder):
+            with suppress(ValueError):
+                asked.append({name.lower() for name in one.image().modules})
+    usual = sorted(name for name in set().union(*asked) if 2 * sum(name in some for some in asked) >= len(asked))
+    return "pytest", *(name for name in usual if name not in ("pytest", *_LARGE))
 
 
 def in_folder(folder: Path) -> list[Listed]:

@@ -146,7 +146,8 @@ class Inspect(OwnLoop):
 
             self._task.sandbox = SandboxEnvironmentSpec("local")
         scorers = self._task.scorer or []
-        scorer_names = unique_names(registry_info(scorer).name.rpartition("/")[2] for scorer in scorers)
+        known = (registry_info(scorer).name for scorer in scorers)
+        scorer_names = unique_names(name.partition("/")[2] or name for name in known)
         self.parts, self._values = {}, {}
         for name, scorer in zip(scorer_names, scorers, strict=True):
             metrics = getattr(self._task, "metrics", None) or registry_info(scorer).metadata.get("metrics")

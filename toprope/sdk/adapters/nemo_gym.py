@@ -38,7 +38,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from toprope.sdk.adapters._servers.nemo_gym import messages_of, response_of
-from toprope.sdk.adapters._servers.nemo_gym_files import command, declared, executes, installed
+from toprope.sdk.adapters._servers.nemo_gym_files import command, declared, executes, installed, longest
 from toprope.sdk.adapters._servers.nemo_gym_serve import FAILED, JUDGE, JUDGE_MODEL, SETTINGS, TOGETHER
 from toprope.sdk.adapters._servers.started import StartedServer
 from toprope.sdk.adapters._shared import rows as _rows
@@ -66,9 +66,14 @@ _WITHOUT_INPUT = "Begin."
 """Shown for a row without input if the server gives no observation either."""
 _REFUSED = (400, 422)
 """Answers of `/step` to an action that is not valid."""
+_LONGEST_RESULT = 20_000
+"""Characters of a tool's result, which `/verify` reads too."""
 _REFUSALS_IN_A_ROW, _LONGEST_REFUSAL = 3, 500
 _ANY_NAME = re.compile(r"/\{\w+(:path)?\}")
 """The path of a server that carries out calls of any name."""
+_TURNS = 32
+_JUDGED_S = 300.0
+"""Time of a request for which the server asks a model."""
 _MANY = 1e9
 _UNDECLARED = (-1000.0, 1000.0)
 """Bounds of the sum of steps if the owner gives none."""
@@ -83,6 +88,10 @@ class NemoGymKnobs:
     settings: dict[str, Any] = knob({}, help="settings in place of those of the server's configuration; no secrets")
     range: list[float] | None = knob(None, help="lowest and highest reward; null: 0 and 1, or not known with /step")
     clip: bool = knob(False, help="clip rewards outside, which are errors of their rollouts otherwise")
+    turns: int = knob(0, ge=0, le=1000, help=f"most answers; 0: the target's or its agent's, or else {_TURNS}")
+    timeout_s: float = knob(
+        0.0, ge=0, le=3600, help=f"seconds of a request; 0: the target's, at least {_JUDGED_S:g} with judge_url"
+    )
 
 
 class NemoGym(ToolEnvironment):
@@ -118,8 +127,9 @@ class NemoGym(ToolEnvironment):
         rows = ", ".join(one.name for one in self._rows)
         self.__doc__ = str(target.get("description") or f"NeMo Gym's server at {places}: {rows}")
         self._given = target
-        self.max_turns = int(target.get("max_turns") or 10)
+        self.max_turns = int(target.get("max_turns") or _TURNS)
         self.tool_timeout_s = float(timeout) + 5
+        self.longest_result = _LONGEST_RESULT
         self._paths: dict[str, set[str]] = {}
         """By server."""
         self._stepped: dict[str, bool] = {}
@@ -128,7 +138,11 @@ class NemoGym(ToolEnvironment):
     def setup(self) -> None:
         target = self._given
         if self._folder:
-            self._servers = {"": JsonServer(self._served(), self._timeout)}
+            timeout = self.knobs.timeout_s or max(self._timeout, _JUDGED_S if self.knobs.judge_url else 0.0)
+            self._servers = {"": JsonServer(self._served(), timeout)}
+            self.tool_timeout_s, self.call_s = timeout + 5, timeout + 5
+            named = max(longest(Path(self._folder), one) for one in self._rows)
+            self.max_turns = self.knobs.turns or int(target.get("max_turns") or named or _TURNS)
         try:
             for name, server in self._servers.items():
                 server.check()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from toprope.sdk.adapters._servers.openenv import Connection, Full, Refused, Server
+from toprope.sdk.adapters._servers.openenv import Connection, Full, Refused, Servers
 from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
 from toprope.sdk.adapters._servers.openenv_files import declared, installed, name_of, started
 from toprope.sdk.adapters._servers.openenv_http import Episode
@@ -90,6 +90,7 @@ class OpenEnvKnobs:
     )
     tasks: int = knob(0, ge=0, help="seeds; 0: endless")
     by_seed: bool | None = knob(None, help="tasks differ by seed although observations do not; null: find out")
+    servers: int = knob(4, ge=1, le=64, help="most servers to start if each has one episode at a time")
     sessions: int = knob(16, ge=1, le=1000, help="concurrent episodes; a server may allow fewer")
 
 
@@ -107,7 +108,7 @@ class OpenEnv(OwnLoop):
         self.__doc__ = f"An OpenEnv environment: {name}"
         self._place = url, command, folder
         self._manifest = manifest
-        self._server: Server | None = None
+        self._servers: Servers | None = None
         self._read = ""
         self._form = Form()
         self._tools: list[dict[str, Any]] = []
@@ -130,15 +131,16 @@ class OpenEnv(OwnLoop):
                 f"The environment variable {strange[0][:60]!r} cannot be set by the knob `variables`: give names of "
                 "capital letters, digits and '_' that do not steer how programs are loaded."
             )
-        if self._server is None:
-            self._server = Server(*self._place, knobs.variables)
-        schema = self._server.schema()
+        if self._servers is None:
+            self._servers = Servers(*self._place, knobs.variables, knobs.servers)
+        server = self._servers.first
+        schema = server.schema()
         self._read = knobs.observation or _only_text(schema.get("observation"))
         self._form = Form.of(
             schema.get("action"), only=knobs.action, whole=knobs.action_json, fixed=knobs.action_fields
         )
         self._tools = []
-        if self._form.calls_tools and self._server.http is not None:  # it has no list of tools
+        if self._form.calls_tools and server.http is not None:  # it has no list of tools
             self._form = Form.of(schema.get("action"), whole=True, fixed=knobs.action_fields)
         if self._form.calls_tools or not self._form.known:
             self._tools = [_tool(one) for one in _alone(self._listed_tools())]
@@ -181,8 +183,8 @@ class OpenEnv(OwnLoop):
         """Return the further parameters of reset that tasks have by turns: the owner's, or the manifest's."""
         if self.knobs.resets or self._manifest is None:
             return self.knobs.resets or [{}]
-        assert self._server is not None  # setup has made it
-        http = self._server.http
+        assert self._servers is not None  # setup has made it
+        http = self._servers.first.http
         known = set(http.resets) if http is not None else set[str]()
         if http is None or http.takes_any:
             known |= reset_parameters(self._manifest.folder)
@@ -300,10 +302,10 @@ class OpenEnv(OwnLoop):
 
         A full server says so in answer to the first message and closes the connection.
         """
-        assert self._server is not None  # setup has made it
-        pause = 0.01
+        assert self._servers is not None  # setup has made it
+        server, pause = self._servers.least_busy(), 0.01
         while True:
-            async with self._server.connect() as episode:
+            async with server.connect() as episode:
                 try:
                     found = await episode.reset({**self.knobs.reset, **(reset or {}), "seed": seed})
                 except Full:
@@ -321,6 +323,8 @@ class OpenEnv(OwnLoop):
 
     def _is_identity(self, name: str, value: Any) -> bool:
         """Return True if a field of an observation differs in each episode and no action needs it."""
+        if self._tools:  # a call may need it
+            return name in ("episode_id", "session_id")
         if name in _IDENTITIES:
             return name not in self._form.fields
         is_one = isinstance(value, str) and _UUID.fullmatch(value)

@@ -108,6 +108,7 @@ class TextArena(Environment):
         with self._luck:
             rewards, told = self._game.close()
             given = None if not rewards else rewards.get(0)
+            is_outcome = isinstance(given, int | float)
             if not isinstance(given, int | float):
                 # Out of answers, or a reason instead of a reward: partial credit if the game reports it.
                 share = next((one for name in _SHARES if callable(one := getattr(self._game, name, None))), None)
@@ -116,7 +117,7 @@ class TextArena(Environment):
         value = min(max(float(given), -1.0), 1.0)
         return {
             "reward": value,
-            "won": float(self._over and value >= 1.0),
+            "won": float(self._over and is_outcome and value >= 1.0),
             "forfeited": float(bool(mine.get("invalid_move"))),
             "invalid_moves": float(max(0, self.turns - int(mine.get("turn_count", self.turns)))),
         }
@@ -223,7 +224,8 @@ def _problem(site_packages: Path, entry: str) -> tuple[int, str, str] | None:
     if "OpenRouter" in text:
         key = "The owner gives it OPENROUTER_API_KEY in settings.yaml, variables: {environment: ...}"
         return players, "key", f"Its game master is a model at OpenRouter. {key}, or choose another game."
-    if "__file__" in text and "open(" in text and all(one.suffix in ("", ".py") for one in file.parent.iterdir()):
+    reads = "__file__" in text and "open(" in text
+    if reads and not any(one.is_file() and one.suffix not in (".py", ".pyc") for one in file.parent.rglob("*")):
         return players, "install", f"The package leaves its data files out: toprope env add {_REPOSITORY}"
     wanted = [data for data, word in ((_WORDS, "words"), (_TAGGER, "pos_tag")) if "nltk" in text and word in text]
     if missing := [data for data in wanted if not _nltk_has(data, site_packages)]:

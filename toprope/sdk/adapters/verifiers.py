@@ -77,7 +77,7 @@ class Verifiers(OwnLoop):
         """Agents that learn, if there are several. Each rollout is one seat's, with that seat's own reward."""
         self._seat = ""
         self._unnamed: set[str] = set()
-        """The part of rewards with undeclared names, and those of the functions that give them."""
+        """Parts of functions whose rewards have names of their own."""
 
     def setup(self) -> None:
         from pydantic import ValidationError
@@ -130,8 +130,8 @@ class Verifiers(OwnLoop):
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         """Return True if a rollout solved its task; see `is_solved`."""
-        known = {name: part for name, part in self.parts.items() if name not in self._unnamed}
-        return is_solved(self.knobs, known, parts, reward)
+        known = {name: part for name, part in self.parts.items() if name != _OTHER}
+        return is_solved(self.knobs, known, parts, reward, self._unnamed)
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         """Sample a task once per session; the sessions take turns at the seats."""
@@ -205,7 +205,7 @@ class Verifiers(OwnLoop):
 
     def _parts(self, task: Any) -> dict[str, Part]:
         parts: dict[str, Part] = {}
-        keyed, self._unnamed = "finalize" in _overridden(type(self._env), "Env"), {_OTHER}
+        keyed, self._unnamed = "finalize" in _overridden(type(self._env), "Env"), set()
         for function in task.hooks("reward"):
             weight = float(getattr(function, "_vf_weight", 1.0))
             if not _gives_a_number(function):

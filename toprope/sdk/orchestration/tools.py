@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")
-_LONGEST = 4000
-"""Longest observation in characters; the rest is cut."""
+LONGEST_RESULT = 4000
+"""Longest observation in characters, if not set; the rest is cut."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,17 @@ class Toolbox:
     Args:
         tools: Tools with different names.
         meter: Measures energy; None: energy that no price declares is estimated.
+        longest: Longest observation in characters; the rest is cut.
     """
 
-    def __init__(self, tools: Iterable[Tool], meter: Meter | None = None) -> None:
+    def __init__(self, tools: Iterable[Tool], meter: Meter | None = None, longest: int = LONGEST_RESULT) -> None:
         self.tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.name in self.tools:
                 raise InvalidRequest(f"Two tools are named {tool.name!r}.")
             self.tools[tool.name] = tool
         self._meter = meter or Meter(measure=False)
+        self._longest = longest
 
     @property
     def names(self) -> list[str]:
@@ -116,8 +118,8 @@ class Toolbox:
         joules = price.joules if price.joules is not None else watts * seconds
         if source == "measured":
             joules = used.joules
-        if len(content) > _LONGEST:
-            content = content[:_LONGEST] + f" [cut: {len(content):,} characters]"
+        if len(content) > self._longest:
+            content = content[: self._longest] + f" [cut: {len(content):,} characters]"
         return Observation(
             content=content,
             latency_seconds=seconds,

@@ -118,7 +118,7 @@ class Interpreters:
         checkout = self._clone(target, name, progress) if target.kind == "git" else None
         try:
             if checkout is not None:
-                target = _within(target, checkout)
+                target = _within(target, checkout, self._adapters())
             target = replace(target, name=name)
             if target.requirements:
                 theirs = ecosystem_requirements(target, self._adapters())
@@ -378,11 +378,13 @@ def _older(path: Path, seconds: float) -> bool:
         return False
 
 
-def _within(target: Target, checkout: Path) -> Target:
+def _within(target: Target, checkout: Path, adapters: Sequence[Adapter]) -> Target:
     """Return the requirements of a checkout: the project itself if it is installable, and its requirements file."""
     if is_project(checkout):
         return replace(target, requirements=(str(checkout),), path=checkout)
-    return replace(target, requirements=target_of(str(checkout), ()).requirements, path=checkout)
+    theirs = (line for one in adapters for line in one.folder_requirements(checkout))
+    own = target_of(str(checkout), ()).requirements
+    return replace(target, requirements=tuple(dict.fromkeys((*own, *theirs))), path=checkout)
 
 
 def _brought(added: Added, python: str, target: Target, requirements: Sequence[str]) -> Added:

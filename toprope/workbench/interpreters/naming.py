@@ -29,6 +29,7 @@ from toprope.workbench.adapters import Adapter
 _GIT = re.compile(r"^(git\+|git@|ssh://|file://.*\.git)|\.git(@[^/@]+)?$")
 _EDITABLE = re.compile(r"(?:-e|--editable)[ =]+(?:[\w.-]+(?:\[[^\]]*\])? *@ *)?(?P<place>\.[^\s;]*)")
 _UNBUILT = re.compile(r"(?i)failed to build|(metadata|build).generation.failed|getting requirements to build wheel")
+_UNRESOLVED = re.compile(r"No solution found|ResolutionImpossible")
 _USUAL = ("app", "main", "server", "task")
 """Names that the file of every environment of an ecosystem has: its folder's name tells them apart."""
 _HUB = re.compile(r"hf:[\w.-]+(/[\w.-]+)?")
@@ -196,6 +197,8 @@ def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     listed = (path.parent if path.is_file() else path) / "requirements.txt"
     if not own and listed.is_file():
         own = tuple(_lines(listed, adapters))
+    if path.is_dir():
+        own += tuple(line for one in adapters for line in one.folder_requirements(path) if line not in own)
     return Target("folder", str(path), name, own, path=path)
 
 
@@ -253,23 +256,29 @@ def run_from_folder(target: Target, site_packages: str | None, adapters: Sequenc
 
 
 def without_build(target: Target, said: str) -> Target | None:
-    """Return the target of a project that runs from its files because it cannot be built; None if it says no more.
+    """Return the target of a project that runs from its files because it cannot be built, or because its requirements
+    contradict each other and it lists others in `requirements.txt`; None if it says no more.
 
     Args:
         said: What the installer printed.
     """
-    if target.path is None or not target.path.is_dir() or not _UNBUILT.search(said):
+    unresolved = _UNRESOLVED.search(said) is not None
+    if target.path is None or not target.path.is_dir() or not (unresolved or _UNBUILT.search(said)):
         return None
     try:
         project = tomllib.loads((target.path / "pyproject.toml").read_text("utf-8", "replace"))["project"]
     except (OSError, ValueError, LookupError):
         return None
     place, listed = str(target.path.resolve()), target.path / "requirements.txt"
-    if place not in unquote(said) or "dependencies" in (project.get("dynamic") or ()):
+    if not unresolved and place not in unquote(said) or "dependencies" in (project.get("dynamic") or ()):
         return None
     needed = [one for one in project.get("dependencies") or () if isinstance(one, str)]
-    with suppress(InvalidValue):  # its options are not requirements
-        needed += _lines(listed, ()) if listed.is_file() else []
+    if unresolved or not needed:
+        needed = []
+        with suppress(InvalidValue):  # its options are not requirements
+            needed = list(_lines(listed, ())) if listed.is_file() else []
+        if unresolved and not needed:
+            return None
     needed = [one for one in (*needed, *target.requirements) if one not in (str(target.path), place)]
     kind = "git" if target.kind == "git" else "folder"
     return replace(target, kind=kind, requirements=tuple(dict.fromkeys(needed)), unbuilt=True)

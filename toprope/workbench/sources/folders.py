@@ -159,6 +159,7 @@ class FolderSource:
                 name=found.name,
                 file=str(found.file),
                 attribute=found.attribute or None,
+                turns=found.max_turns,
                 interpreter=self._python,
             ),
             tags=found.tags,

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.sdk.adapters.harbor.conftest import with_worker, worked, written
+from toprope.sdk.adapters._harbor import folders, packages
 from toprope.sdk.adapters._harbor.folders import TaskFolder, task_folders
 from toprope.sdk.adapters._harbor.programs import stand_ins
 from toprope.sdk.adapters._harbor.sandbox import Sandbox
@@ -298,7 +299,7 @@ def test_modules_that_the_task_brings_or_asks_for_are_not_missing(tmp_path: Path
     assert not one(folder).missing(one(folder).image())
     (folder / "task.yaml").write_text("instruction: Write it.\n")
     assert one(folder).missing(one(folder).image()) == (
-        "its tests import asked_for, whole_package, which this Python lacks"
+        "its tests import asked_for, whole_package, which this Python lacks (env add --requirement ...)"
     )
     (folder / "task.yaml").write_text("instruction: Write whole_package/core.py and asked_for.py's test.\n")
     assert not one(folder).missing(one(folder).image())
@@ -362,3 +363,27 @@ def test_a_solution_finds_the_files_beside_it(tmp_path: Path) -> None:
 
     outcome, (listed, _) = with_worker(tmp_path, body)
     assert outcome.reward == 1.0 and listed == ["(no output)"]
+
+
+@pytest.mark.parametrize(
+    ("package", "program"), [("openjdk-11-jdk-headless", "javac"), ("golang-go", "go"), ("netcat-openbsd", "nc")]
+)
+def test_package_is_here_if_its_program_is(package: str, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.shutil, "which", lambda name: f"/bin/{name}" if name == program else None)
+    monkeypatch.setattr(packages, "_FOLDERS", Path("/nowhere"))
+    assert packages.is_installed(package) and not packages.is_installed("openjdk-11-doc")
+
+
+def test_packages_of_node_need_a_container(tmp_path: Path) -> None:
+    folder = first_format(tmp_path, "task")
+    for command, needed in (("npm init -y && npm install jest", True), ("npm ci", True), ("yarn", True),
+                            ("npm install -g tsc", False), ("npm run build || true", False)):  # fmt: skip
+        (folder / "Dockerfile").write_text(f"FROM x\nRUN {command}\n")
+        assert ("packages of Node" in one(folder).missing(one(folder).image())) == needed, command
+
+
+def test_optional_imports_and_sizes_are_read(tmp_path: Path) -> None:
+    folder = first_format(tmp_path, "task")
+    (folder / "tests" / "test_more.py").write_text("try:\n    import no_such_thing\nexcept ImportError:\n    pass\n")
+    assert not one(folder).missing(one(folder).image())
+    assert [folders._megabytes(told) for told in ("2G", "512 MiB", "1.5gb", None, "much")] == [2048, 512, 1536, 0, 0]

@@ -14,8 +14,8 @@ import pytest
 from tests.sdk.adapters.harbor.conftest import SUM, TEST_SH, bash, with_worker, worked, written
 from toprope.sdk.adapters import harbor
 from toprope.sdk.adapters._harbor.folders import task_folders
-from toprope.sdk.adapters._harbor.sandbox import Sandbox
-from toprope.sdk.errors import LoadError, WorkerError
+from toprope.sdk.adapters._harbor.sandbox import Sandbox, _made_by, require_wall
+from toprope.sdk.errors import EnvironmentMistake, LoadError, WorkerError
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the sandbox needs the wall of Linux")
@@ -72,9 +72,11 @@ def test_steps_for_users_are_left_undone_and_missing_downloads_are_named(tmp_pat
     assert with_worker(tmp_path, pages) == 1.0
     dockerfile.write_text(image + "RUN wget https://example.org/a.zip -O /tmp/a.zip && cat /tmp/a.zip\n")
     with pytest.raises(
-        WorkerError, match=r"cat /tmp/a.zip.* fails(.|\n)*downloads https://example.org/a.zip(.|\n)*Install"
+        WorkerError, match=r"its image downloads https://example.org/a.zip, which only a container does"
     ):
         with_worker(tmp_path, pages)
+    dockerfile.write_text(image + "RUN curl -LsSf https://astral.sh/uv/install.sh | sh\n")
+    assert with_worker(tmp_path, pages) == 1.0
 
 
 LEFT_S = f"300.{os.getpid()}"
@@ -201,6 +203,7 @@ def test_reward_files_are_read_strictly(tmp_path: Path) -> None:
         "named": ('echo \'{"reward": 0.25, "b": 0}\' > /logs/verifier/reward.json', 0.25),
         "none": ("true", "wrote no reward"),
         "words": ("echo good > /logs/verifier/reward.txt", "not a number"),
+        "nan": ("echo nan > /logs/verifier/reward.txt", "not a number"),
     }
     for name, (script, expected) in rewards.items():
         folder = written(tmp_path / name, "task", test=script)
@@ -239,7 +242,114 @@ def test_nothing_runs_without_a_wall(tasks: Path, monkeypatch: pytest.MonkeyPatc
         return "Seccomp:\t0\n" if self == Path("/proc/self/status") else real(self, *given)
 
     monkeypatch.setattr(Path, "read_text", without)
-    with pytest.raises(LoadError, match="no wall around the worker"):
+    with pytest.raises(LoadError, match=r"None of 12 tasks.*No wall around the worker"):
         environment.setup()
+    monkeypatch.undo()
+    monkeypatch.setattr("toprope.sdk.adapters._harbor.sandbox.landlock_abi", lambda: 0)
+    with pytest.raises(LoadError, match="No wall around the worker"):
+        require_wall()
     with pytest.raises(LoadError, match="is not a folder"):
         harbor.make("/no/such/folder")
+
+
+def test_folders_and_paths_of_a_dockerfile_s_steps_are_the_task_s(tmp_path: Path) -> None:
+    path = written(tmp_path, "report", test="cat /output/report.txt | grep -q done\n")
+    dockerfile = path / "environment" / "Dockerfile"
+    dockerfile.write_text("FROM x\nRUN mkdir -p /output /usr/local/bin && echo 'echo ours' > /usr/local/bin/own\n"
+                          "RUN chmod +x /usr/local/bin/own\nWORKDIR /workspace\n")  # fmt: skip
+    [task] = task_folders(path)
+    machine = Sandbox(task, task.image())
+    assert machine.run("echo done > /output/report.txt; ls /output; own", 10.0).split() == ["report.txt", "ours"]
+    said = machine.run("echo -I/workspace/x file:///workspace ${NONE:-/data/y} $HOME'{}'/data '*/tests/*'", 10.0)
+    assert said.split()[:3] == ["-I/workspace/x", "file:///workspace", "/data/y"]
+    assert machine._moved("cc -I/workspace") == f"cc -I{machine._root}/workspace"
+    assert machine._moved("${A}/data */tests/*") == "${A}/data */tests/*"
+    assert machine.verify()[0] == 0
+    machine.close()
+
+
+def test_a_task_takes_no_files_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("the owner's")
+    path = written(tmp_path / "tasks", "shop")
+    dockerfile = path / "environment" / "Dockerfile"
+    dockerfile.write_text("FROM x\nCOPY ../../../key /workspace/key\n")
+    [task] = task_folders(path)
+    with pytest.raises(EnvironmentMistake, match="leaves its folder"):
+        Sandbox(task, task.image())
+    dockerfile.write_text("FROM x\nCOPY stock.txt ../../../../stolen.txt\n")
+    machine = Sandbox(task, task.image())
+    assert (machine._root / "stolen.txt").is_file() and not (tmp_path / "stolen.txt").exists()
+    machine.close()
+    (path / "environment" / "link").symlink_to(tmp_path / "key")
+    dockerfile.write_text("FROM x\nCOPY . /workspace/\n")
+    with pytest.raises(EnvironmentMistake, match="Permission denied"):
+        Sandbox(task, task.image())
+
+
+@pytest.mark.parametrize(
+    ("command", "folders"),
+    [
+        ("mkdir -p /data /output && echo a > /made/b", ["made", "data", "output"]),
+        ("sed -i 's/ /_/g' /app/x && sed -i '/debug/d' x", []),
+        ('cat <<EOF > /srv1/server.py\n@app.route("/api/items")\nmkdir /no\nEOF', ["srv1"]),
+        ("curl -o /got http://localhost/api; git clone x /code.", ["code"]),
+    ],
+)
+def test_only_what_a_step_makes_is_a_folder(command: str, folders: list[str]) -> None:
+    assert list(_made_by(command)) == folders
+
+
+def test_tests_that_run_the_policy_s_program_are_read_beforehand(tmp_path: Path) -> None:
+    """It may write to the script that started it, of which bash reads a part at a time."""
+    script = "bash /workspace/fix.sh\necho 0 > /logs/verifier/reward.txt\n"
+    for number in range(12):
+        written(tmp_path, f"shop-{number}", test=script)
+    forge = "echo 'echo 1 > /logs/verifier/reward.txt; echo exit >> /tests/test.sh; echo > /tests/test.sh' > fix.sh"
+    _, outcome = with_worker(tmp_path, lambda link: worked(link, forge))
+    assert (outcome.error, outcome.reward) == (None, 0.0)
+
+
+def test_tests_know_their_own_name_and_no_program_of_the_policy(tmp_path: Path) -> None:
+    script = (
+        "echo $0; dirname ${BASH_SOURCE[0]:-x}; echo $BASH_SOURCE ${BASH_SOURCE%/*}; which jq-of-ours || echo none\n"
+    )
+    [task] = task_folders(written(tmp_path, "shop", test=script))
+    machine = Sandbox(task, task.image())
+    make = "mkdir -p ~/../usr/local/bin && printf '#!/bin/sh\\necho mine' > ~/../usr/local/bin/jq-of-ours"
+    assert machine.run(f"{make} && chmod +x ~/../usr/local/bin/jq-of-ours && jq-of-ours", 10.0) == "mine"
+    assert machine.verify()[1].split() == ["/tests/test.sh", "/tests", "/tests/test.sh", "/tests", "none"]
+    machine.close()
+
+
+def test_what_the_policy_left_is_no_error_of_the_tests(tmp_path: Path) -> None:
+    [task] = task_folders(written(tmp_path, "shop", test="exit 3\n"))
+    machine = Sandbox(task, task.image())
+    machine.run("mkdir -p ~/../setup.py/x && touch ~/../setup.py/x/f && chmod 500 ~/../setup.py/x", 10.0)
+    assert machine.verify()[0] == 3
+    machine.close()
+
+
+def test_step_that_takes_too_long_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, "slow")
+    (path / "environment" / "Dockerfile").write_text("FROM x\nRUN sleep 30\n")
+    monkeypatch.setattr("toprope.sdk.adapters._harbor.sandbox._STEP_S", 0.2)
+    [task] = task_folders(path)
+    with pytest.raises(
+        EnvironmentMistake, match=r"RUN sleep 30 of slow's Dockerfile fails: it takes longer than 0\.2 s"
+    ):
+        Sandbox(task, task.image())
+
+
+def test_folder_of_tasks_needs_pytest_and_what_most_of_them_install(tmp_path: Path) -> None:
+    for number in range(3):
+        path = written(tmp_path, f"shop-{number}")
+        more = (
+            "RUN pip install pandas==2.0 torch && pip install --no-cache-dir scipy\n"
+            if number
+            else "RUN pip install rare\n"
+        )
+        (path / "environment" / "Dockerfile").write_text(f"FROM x\n{more}")
+    assert harbor.folder_requirements(tmp_path) == ("pytest", "pandas", "scipy")
+    assert harbor.folder_requirements(tmp_path / "shop-0") == ("pytest", "rare")
+    (tmp_path / "empty").mkdir()
+    assert harbor.folder_requirements(tmp_path / "empty") == ()

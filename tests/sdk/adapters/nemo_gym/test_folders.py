@@ -13,9 +13,11 @@ import pytest
 from tests.sdk.adapters.nemo_gym.conftest import begun, say
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.sdk.adapters import nemo_gym
+from toprope.sdk.adapters._servers.nemo_gym_files import _agents, longest, rows_beside
 from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, _checked, _settings
 from toprope.sdk.discovery import parse
 from toprope.sdk.errors import LoadError
+from toprope.sdk.rollouts import configure
 from toprope.sdk.worker.service import Service
 
 APP = """
@@ -314,6 +316,23 @@ class Judged(SimpleResourcesServer):
         return Starlette(routes=[Route("/openapi.json", paths), Route("/known", known, methods=["POST"]),
                                  Route("/verify", verify, methods=["POST"])])
 """
+
+
+def test_rollouts_are_as_long_as_the_agent_of_the_rows_plays_them(tmp_path: Path) -> None:
+    file = published(tmp_path, [{"responses_create_params": {"input": f"Question {n}"}} for n in range(30)])
+    rows = rows_beside(file.parent)[0]
+    assert longest(file.parent, rows) == 0
+    config = file.parent / "configs" / "played.yaml"
+    agent = "{name}:\n  responses_api_agents:\n    simple_agent:\n      max_steps: {steps}\n"
+    data = f"      datasets:\n      - jsonl_fpath: resources_servers/judged/data/{rows.name}\n"
+    config.write_text(agent.format(name="a", steps=20) + agent.format(name="b", steps=7) + data)
+    _agents.cache_clear()
+    assert longest(file.parent, rows) == 7
+    target = json.loads(nemo_gym.declared(file, parse(file))[0].target)
+    target["packages"].append(str(tmp_path / "omegaconf"))
+    for knobs, turns, seconds in (({}, 7, 65.0), ({"turns": 3, "judge_url": "http://127.0.0.1:9"}, 3, 305.0)):
+        environment = configure(nemo_gym.make(json.dumps(target)), knobs=knobs)
+        assert (environment.max_turns, environment.call_s) == (turns, seconds)
 
 
 def test_call_without_a_path_ends_a_rollout_that_another_agent_plays(tmp_path: Path) -> None:

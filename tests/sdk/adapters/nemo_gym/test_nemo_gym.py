@@ -11,6 +11,7 @@ import pytest
 
 from tests.sdk.adapters.nemo_gym.conftest import TOOL, Gym, begun, opened, row, say
 from toprope.sdk.adapters import nemo_gym
+from toprope.sdk.adapters._servers.nemo_gym import response_of
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
 CALL = '<tool_call>{"name": "increment", "arguments": {"by": %s}}</tool_call>'
@@ -79,6 +80,33 @@ def test_nemo_gym_marks_truncated_answer_incomplete(gym: Gym, tmp_path: Path) ->
     [body] = gym.verified
     assert body["response"]["status"] == "incomplete"
     assert body["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "thoughts", "told"),
+    [
+        ("<think>so</think>\nThree.", ["so"], "Three."),
+        ("it was opened</think>Three.", ["it was opened"], "Three."),
+        ("<think>cut off", ["cut off"], None),
+        ("Three.", [], "Three."),
+        ("<think></think>Three.", [], "Three."),
+    ],
+)
+def test_thoughts_are_items_of_their_own(answer: str, thoughts: list[str], told: str | None) -> None:
+    """As NeMo Gym's own models give them: servers judge what follows."""
+    output = response_of([{"role": "assistant", "content": answer}], {}, "t", False)["output"]
+    kinds = [one["type"] for one in output]
+    assert kinds == ["reasoning"] * bool(thoughts) + ["message"] * (told is not None)
+    assert [part["text"] for one in output if one["type"] == "reasoning" for part in one["summary"]] == thoughts
+    assert [one["content"][0]["text"] for one in output if one["type"] == "message"] == ([told] if told else [])
+
+
+def test_results_of_tools_are_not_cut_short(gym: Gym, tmp_path: Path) -> None:
+    service = opened(gym, tmp_path)
+    gym.answers["/increment"] = (200, {"text": "x" * 9000})
+    (a,), _ = begun(service, 1)
+    [turn] = say(service, [a, CALL % 3])
+    assert len(turn["messages"][0]["content"]) > 9000
 
 
 @pytest.mark.parametrize(

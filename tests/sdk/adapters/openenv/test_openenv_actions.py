@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
+from toprope.sdk.adapters._servers.openenv_http import merged
 
 TEXT = {"type": "string"}
 MESSAGE = {"properties": {"message": TEXT, "metadata": {}}, "required": ["message"]}
@@ -37,6 +38,10 @@ UNION = {
     "discriminator": {"propertyName": "kind"},
     "oneOf": [{"$ref": "#/$defs/Say"}, {"$ref": "#/$defs/Add"}],
 }
+FREE = {
+    "properties": {"to": {"anyOf": [{"enum": ["left"], "type": "string"}, {"type": "integer"}, TEXT]}, "by": TEXT},
+    "required": ["to", "by"],
+}
 BOARD = {"properties": {"board": {"anyOf": [{"type": "object"}, {"type": "null"}]}}}
 
 
@@ -58,6 +63,7 @@ BOARD = {"properties": {"board": {"anyOf": [{"type": "object"}, {"type": "null"}
         (OPTIONAL, '{"kind": "a", "level": null, "near": null}', {"kind": "a", "near": None}),
         (UNION, '{"kind": "add", "by": 2}', {"kind": "add", "by": 2}),
         (UNION, '{"by": 2}', None),
+        (FREE, '{"to": "a long way", "by": "x"}', {"to": "a long way", "by": "x"}),
         (MESSAGE, "<think>so</think>\nraw", {"message": "raw"}),
         (MESSAGE, " as it is\n", {"message": " as it is\n"}),
         (MESSAGE, '{"message": "raw"}', {"message": '{"message": "raw"}'}),
@@ -103,3 +109,15 @@ def test_an_answer_without_the_list_is_told_its_form(answer: str) -> None:
     assert "- cells: JSON array, optional" in form.told() and "the value of cells alone" in form.told()
     with pytest.raises(NotAnAction, match=r"\(cells: JSON array, optional\)"):
         form.read(answer)
+
+
+def test_fixed_fields_and_those_that_are_not_asked_are_not_the_policy_s() -> None:
+    form = Form.of({"properties": {"kind": TEXT, "by": TEXT, "x": {"type": "integer"}}}, fixed={"x": 1})
+    assert form.read('{"kind": "a", "x": 5, "metadata": {"y": 1}, "more": 2}') == {"kind": "a", "x": 1, "more": 2}
+
+
+def test_an_action_s_own_fields_come_before_its_alternatives() -> None:
+    schema = {"properties": {"a": TEXT, "b": TEXT}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    assert Form.of(schema).read('{"b": "1"}') == {"b": "1"}
+    body = {"anyOf": [{"$ref": "#/$defs/Body"}, {"type": "null"}], "$defs": {"Body": SEVERAL}}
+    assert "anyOf" not in merged(body, body["$defs"]) and list(Form.of(body).fields) == ["kind", "x"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -245,3 +246,56 @@ def test_application_with_both_endpoints_is_found_and_run_from_its_manifest(tmp_
     assert Manifest.nearest(file).name == "", "what stands for more than it says is not read"  # type: ignore[union-attr]
     (tmp_path / "openenv.yaml").write_text(": no\n  - yaml: [")
     assert openenv.declared(file, ast.parse("other = 1")) == []
+
+
+ALONE = """
+import json, os, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+body = {"requestBody": {"content": {"application/json": {"schema": json.loads(sys.argv[2])}}}}
+told = {"paths": {"/reset": {"post": {}}, "/step": {"post": body}}}
+
+class Handler(BaseHTTPRequestHandler):
+    episode = 0
+
+    def do_GET(self):
+        self.answer(told if self.path == "/openapi.json" else {})
+
+    def do_POST(self):
+        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/reset":
+            type(self).episode = given.get("seed", 0)
+            return self.answer({"observation": "say a number"})
+        time.sleep(0.2)
+        self.answer({"observation": str(os.getpid()), "reward": float(given["guess"] == 1), "done": True})
+
+    def answer(self, value):
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *given): ...
+
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_server_with_one_episode_at_a_time_gets_company_when_it_is_busy(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(ALONE)
+    words = ["{python}", str(tmp_path / "server.py"), "{port}", json.dumps(GUESS)]
+    environment = configure(openenv.make(json.dumps({"command": words, "folder": ""})), knobs={"tasks": 4})
+    assert isinstance(environment, openenv.OpenEnv) and environment._servers is not None
+    [task, *_] = environment.tasks()
+    assert len(environment._servers._all) == 1, "nobody waits yet"
+    assert [one.reward for one in sample(environment, task, "1", 6)] == [1.0] * 6
+    servers, deadline = environment._servers._all, time.monotonic() + 20
+    while len(servers) == 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(servers) == 2, "one is started at a time"
+    assert [one.reward for one in sample(environment, task, "1", 6)] == [1.0] * 6
+    while not environment._servers._may_grow and len(servers) < 4:
+        time.sleep(0.05)
+    for one in servers:
+        one.close()

@@ -177,7 +177,7 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
     rounded = environment._played({"metrics": {"exact": 1.0000002}, "error": None})  # type: ignore[attr-defined]
     assert rounded.parts["exact"] == 1.0
     scaled = {"metrics": {"exact": 60.0}, "error": None}
-    with pytest.raises(EnvironmentMistake, match="reward_low and reward_high, and success_reward"):
+    with pytest.raises(EnvironmentMistake, match="reward_low and reward_high"):
         environment._played(scaled)  # type: ignore[attr-defined]
 
 
@@ -290,6 +290,10 @@ def test_what_solves_a_task_is_the_part_of_the_largest_weight(copying: OwnLoop) 
     assert not is_solved(knobs, parts, {"right": 0.9, "form": 1.0}, 1.1)
     assert is_solved(knobs, {"length": parts["length"]}, {"length": 0.0}, 0.0)
     assert not is_solved(knobs, {"length": parts["length"]}, {"length": 1.0}, -0.5)
+    tied = {"form": Part(1.0), "right": Part(1.0)}
+    assert not is_solved(knobs, tied, {"form": 1.0, "right": 0.0}, 1.0), "both have the largest weight"
+    assert not is_solved(knobs, parts, {"right": 0.0, "form": 1.0}, 1.1, ["right"])
+    assert is_solved(knobs, parts, {"right": 0.0, "form": 0.2}, 1.2, ["right"]), "its rewards have names of their own"
     knobs = replace(knobs, success_reward=1.1)
     assert is_solved(knobs, parts, {"right": 0.9, "form": 1.0}, 1.1) and not is_solved(
         knobs, parts, {"right": 1.0}, 1.0

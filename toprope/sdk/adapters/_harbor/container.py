@@ -94,7 +94,7 @@ class Container:
             self._engine(["build", "--quiet", "--tag", image, path], _BUILD_S, "its image was not built")
         self._name = f"toprope-{uuid.uuid4().hex}"
         limits = [f"--cpus={task.cpus:g}"] if task.cpus else []
-        limits += [f"--memory={task.memory_mb:g}m"] if task.memory_mb else []
+        limits += [f"--memory={int(task.memory_mb)}m"] if task.memory_mb else []
         limits += [] if task.internet else ["--network=none"]
         names = ["--name", self._name, "--label", _LABEL]
         words = ["run", "--detach", "--init", "--no-healthcheck", *names, *limits, image, "sleep", _LONGEST_S]

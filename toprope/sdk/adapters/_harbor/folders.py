@@ -38,6 +38,14 @@ _WORKDIR = "/app"
 _LONGEST = 8000
 """Characters of a command's output that the policy sees."""
 _COMPOUND = re.compile(r"\s*(?:if|for|while|until|case|then|else|do|[{(])(?=\s|$)|\s*\(")
+_NODE = re.compile(
+    r"(?:sudo\s+)?(?:(?:npm|pnpm|yarn)\s+(?:install|i|ci|add)\b(?!.*\s(?:-g|--global)(?:\s|$))|yarn\s*$)"
+)
+"""Commands that put packages beside the task's code; programs for the whole machine are looked for."""
+_OF_INSTALLERS = re.compile(
+    r"astral\.sh|rustup|bootstrap\.pypa\.io|deb\.nodesource|\.(?:gpg|asc|key|list)$|/gpg$|GPG-KEY|keyring"
+)
+"""In addresses of what installs packages, which this machine has or lacks."""
 _INSTALLERS = re.compile(
     r"^(?:sudo\s+)?(?:apt(?:-get)?|apt-key|dpkg|apk|yum|dnf|pip3?|uv|npm|yarn|pnpm|gem|cargo install|go install|"
     r"curl|wget|add-apt-repository|locale-gen|python3? -m pip|rm -rf /var/lib/apt|update-alternatives|"
@@ -55,6 +63,8 @@ class Image:
     """`("copy", source, destination)` and `("run", command, working folder)`."""
     installs: tuple[str, ...] = ()
     """Debian packages that it installs."""
+    modules: tuple[str, ...] = ()
+    """Packages of Python that it installs."""
     downloads: tuple[str, ...] = ()
     """Addresses that it downloads, which a process leaves undone."""
     problem: str = ""
@@ -102,7 +112,8 @@ class TaskFolder:
     @property
     def beyond_image(self) -> str:
         """The reason that its docker-compose.yaml needs more than its image; empty if it does not."""
-        files = (self.context / name for name in ("docker-compose.yaml", "docker-compose.yml"))
+        names = ("docker-compose.yaml",) if self.rewards else ("docker-compose.yaml", "docker-compose.yml")
+        files = (self.context / name for name in names)  # Harbor reads one of them; the other is a task's content
         return next((_composed(file.read_text("utf-8", "replace")) for file in files if file.is_file()), "")
 
     @property
@@ -135,13 +146,15 @@ class TaskFolder:
         absent = [one for one in image.installs if not is_installed(one)]
         if absent:
             return f"its image installs {', '.join(absent[:5])}, which this machine lacks"
+        if needed := [one for one in image.downloads if not _OF_INSTALLERS.search(one)]:
+            return f"its image downloads {needed[0][:120]}, which only a container does"
         files = self.context.rglob("*")
         own = {file.name.partition(".")[0] for file in files if file.suffix in (".py", ".pyx", ".so") or file.is_dir()}
         own |= _modules(self.instruction)  # the policy is to write them
         wanted = [one for one in _imports(self.path / "tests") if one not in own]
         modules = [one for one in wanted if importlib.util.find_spec(one) is None]
         if modules:
-            return f"its tests import {', '.join(modules[:5])}, which this Python lacks"
+            return f"its tests import {', '.join(modules[:5])}, which this Python lacks (env add --requirement ...)"
         used = _installed_by(self.solution.read_text("utf-8", "replace")) if self.solution is not None else []
         absent = [one for one in used if not is_here(one)]
         return f"its solution installs {', '.join(absent[:5])}, which this machine lacks" if absent else ""
@@ -237,7 +250,7 @@ def _on(task: TaskFolder, machine: dict[str, Any]) -> TaskFolder:
     return replace(
         task,
         cpus=float(machine.get("cpus") or task.cpus),
-        memory_mb=float(machine.get("memory_mb") or task.memory_mb),
+        memory_mb=float(machine.get("memory_mb") or _megabytes(machine.get("memory")) or task.memory_mb),
         internet=machine.get("allow_internet", task.internet) is not False,
         prebuilt=str(machine.get("docker_image") or ""),
     )
@@ -304,7 +317,8 @@ def _dedented(lines: list[str]) -> str:
 
 def _read_dockerfile(text: str) -> Image:
     # Base images of tasks have a working folder of their own, as a rule this one.
-    workdir, variables, installs, downloads = _WORKDIR, dict[str, str](), list[str](), list[str]()
+    workdir, variables = _WORKDIR, dict[str, str]()
+    installs, modules, downloads = list[str](), list[str](), list[str]()
     steps: list[tuple[str, str, str]] = []
     froms = 0
     for word, rest in _instructions(text):
@@ -331,8 +345,11 @@ def _read_dockerfile(text: str) -> Image:
             for place, command in enumerate(pieces[::2]):
                 plain = command.strip()
                 installs += asked_for(words_of(plain), ["apt"])
+                modules += asked_for(words_of(plain), ["pip", "uv"])
                 if plain.startswith(("curl", "wget")):
-                    downloads += re.findall(r"https?://[^\s'\"]+", plain)
+                    downloads += re.findall(r"https?://(?!localhost|127\.)[^\s'\"]+", plain)
+                if _NODE.match(plain):
+                    downloads.append("packages of Node")
                 if _INSTALLERS.match(plain):
                     kept[2 * place] = " true "
                 elif plain:
@@ -344,7 +361,8 @@ def _read_dockerfile(text: str) -> Image:
     if froms > 1:
         return Image(problem="its Dockerfile has several stages")
     workdir = workdir if workdir != "/" else _WORKDIR
-    return Image(workdir, variables, tuple(steps), tuple(dict.fromkeys(installs)), tuple(downloads))
+    installs, modules, downloads = (list(dict.fromkeys(some)) for some in (installs, modules, downloads))
+    return Image(workdir, variables, tuple(steps), tuple(installs), tuple(modules), tuple(downloads))
 
 
 def _instructions(text: str) -> Iterator[tuple[str, str]]:
@@ -398,6 +416,18 @@ def _modules(text: str) -> set[str]:
     return found
 
 
+def _megabytes(told: Any) -> float:
+    """Return a size such as `2G` in megabytes; 0 if it is none."""
+    found = re.fullmatch(r"\s*([\d.]+)\s*([MGT])i?B?\s*", str(told or ""), re.IGNORECASE)
+    return float(found[1]) * {"M": 1, "G": 1024, "T": 1024**2}[found[2].upper()] if found else 0.0
+
+
+def _catches_import(node: ast.Try) -> bool:
+    names = {one.id for handler in node.handlers if handler.type is not None
+             for one in ast.walk(handler.type) if isinstance(one, ast.Name)}  # fmt: skip
+    return not names.isdisjoint({"ImportError", "ModuleNotFoundError", "Exception"})
+
+
 def _imports(tests: Path) -> list[str]:
     """Modules that the tests import and that are not beside them."""
     found: set[str] = set()
@@ -406,7 +436,11 @@ def _imports(tests: Path) -> list[str]:
             tree: Any = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError):
             continue
+        optional = {id(one) for node in ast.walk(tree) if isinstance(node, ast.Try) and _catches_import(node)
+                    for one in node.body}  # fmt: skip
         for node in ast.walk(tree):
+            if id(node) in optional:
+                continue
             if isinstance(node, ast.Import):
                 found |= {one.name.partition(".")[0] for one in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

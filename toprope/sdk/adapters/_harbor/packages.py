@@ -45,9 +45,23 @@ _OF_PIP = frozenset(
 """Options whose values are no packages."""
 
 
+_PROGRAMS = (
+    (r"(openjdk-\d+|default)-jdk(-headless)?", "javac"), (r"(openjdk-\d+|default)-jre(-headless)?", "java"),
+    (r"golang(-go)?", "go"), (r"nodejs", "node"), (r"r-base(-core|-dev)?", "R"), (r"protobuf-compiler", "protoc"),
+    (r"netcat(-openbsd|-traditional)?", "nc"), (r"ninja-build", "ninja"), (r"postgresql-client", "psql"),
+    (r"gnupg2", "gpg"), (r"php-cli", "php"),
+)  # fmt: skip
+"""Packages of Debian whose program has another name; any version of it will do."""
+_VIRTUAL = {"libc-dev": "libc6-dev"}
+
+
 def is_installed(package: str) -> bool:
-    """Return True if a package of Debian is here."""
-    return package in _COMMON or shutil.which(package) is not None or (_FOLDERS / package).is_dir()
+    """Return True if a package of Debian, or the program that it brings, is here."""
+    package = _VIRTUAL.get(package, package)
+    if package in _COMMON or shutil.which(package) is not None or (_FOLDERS / package).is_dir():
+        return True
+    program = next((name for pattern, name in _PROGRAMS if re.fullmatch(pattern, package)), "")
+    return bool(program) and shutil.which(program) is not None
 
 
 def is_here(name: str) -> bool:

@@ -245,8 +245,7 @@ def stand_ins(python: str, folder: Path, *, tests: bool) -> Iterator[tuple[str, 
     for name in ("uv", "uvx"):
         yield name, own(_UV)
     for name in ("curl", "wget"):
-        if program := shutil.which(name):
-            yield name, own(_FETCH, program=program)
+        yield name, own(_FETCH, program=shutil.which(name) or f"/usr/bin/{name}")
     yield "sudo", _SUDO
     yield "install.py", Path(packages.__file__).read_text("utf-8")
     yield "afresh.py", own(_AFRESH_PY)

@@ -9,6 +9,7 @@ not find it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import posixpath
 import re
@@ -19,12 +20,13 @@ import sys
 import tempfile
 import uuid
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, Image, TaskFolder, told
 from toprope.sdk.adapters._harbor.programs import stand_ins
 from toprope.sdk.errors import EnvironmentMistake, LoadError
-from toprope.sdk.wall.kernel import hide_memory
+from toprope.sdk.wall.kernel import hide_memory, landlock_abi
 from toprope.sdk.wall.within import RolloutWall
 
 __all__ = ["KEPT_VARIABLES", "Sandbox", "require_wall"]
@@ -36,13 +38,24 @@ _MOVED = (
 KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 """Variables of the worker that the policy's commands get; the rest may be keys of the owner."""
 _SYSTEM = ("/etc", "/opt", "/srv", "/var", "/mnt", "/usr", "/bin", "/")
+_OUTER = ("dev", "proc", "sys", "run", "sbin", "lib", "lib64", "boot")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_WRITTEN = re.compile(r">\s*/([\w-][\w.-]*)")
+_MAKES = re.compile(r"(?:mkdir|touch|cp|mv|ln|tee|install|chmod|chown|git clone|tar)\s")
 _DEEPER = re.compile(r"(?<![\w./-])/((?:etc|opt|srv|var|mnt|usr/local)/[\w.-]+)")
 """Folders within those of the system, which a task may have to itself."""
+_OWN_NAME = (
+    (r"\$\{BASH_SOURCE(\[0\])?(?=[}:%#/^,@])", "${0"),
+    (r"\$BASH_SOURCE(\[0\])?(?!\w)", "$0"),
+)
+"""The name of a script that is read by another one, as its authors ask for it."""
 _ENVIRONMENT = "/root/.local/bin/env"
 """File of uv's installer, which tests read into their shell: it must not be the policy's."""
 _LONGEST_WORD = 100_000
 """Bytes of a command that a process may have as one argument; Linux allows 131,072."""
 _MARK = "TOPROPE_TASK_FOLDER"
+_STEP_S = 60.0
+"""Longest time of a step of a Dockerfile."""
 _DENIED = re.compile(r"Read-only file system|Permission denied|Operation not permitted|invalid (?:user|group)")
 _TEXT = 1 << 20
 """Bytes of a file up to which its paths are moved."""
@@ -58,10 +71,15 @@ def require_wall() -> None:
         status = Path("/proc/self/status").read_text()
     except OSError:
         status = ""
-    if not re.search(r"^Seccomp:\s*2$", status, re.MULTILINE):
+    # A container's own filter looks like the wall's; each rollout's wall is made of Landlock.
+    walled = re.search(r"^NoNewPrivs:\s*1$", status, re.MULTILINE) and re.search(
+        r"^Seccomp:\s*2$", status, re.MULTILINE
+    )
+    if not walled or not landlock_abi():
         raise LoadError(
-            "This machine has no wall around the worker (Landlock and seccomp of Linux), and the policy's commands are "
-            "not run without one. Use a kernel with Landlock, or install bubblewrap: `toprope doctor` tells."
+            "No wall around the worker (Landlock and seccomp of Linux) keeps rollouts apart here, and the policy's "
+            "commands are not run without one. Use a kernel with Landlock (`toprope doctor` tells); an owner who let "
+            "the environment out of its wall (trust) has taken it away."
         )
     hide_memory()  # /proc has them otherwise
 
@@ -79,23 +97,30 @@ class Sandbox:
 
     def __init__(self, task: TaskFolder, image: Image) -> None:
         self._root = Path(tempfile.mkdtemp(prefix="task-")).resolve()
-        self._left = self._root.with_name(f"{self._root.name}-left")
+        self._left = self._root.with_name(f"left-{self._root.name}")
+        self._left.mkdir(mode=0o700)
         self._bin = Path(tempfile.mkdtemp(prefix="bin-")).resolve()  # commands cannot change it
         self._delete = weakref.finalize(self, _removed, self._root, self._left, self._bin)
         self._wall = RolloutWall([str(self._root)], [str(self._bin)])
         self._task, self._image = task, image
         named = {f"/{to.strip('/').split('/')[0]}" for kind, _, to in image.steps if kind == "copy"}
-        named |= {f"/{path}" for path in _DEEPER.findall(_said(task, image))}
+        made = (name for kind, command, _ in image.steps if kind == "run" for name in _made_by(command))
+        named |= {f"/{name}" for name in made if name not in _OUTER}
+        named |= {f"/{path.rstrip('.')}" for path in _DEEPER.findall(_said(task, image))}
         own = {one for one in named if one not in _SYSTEM}
         moved = sorted({*_MOVED, f"/{image.workdir.strip('/').split('/')[0]}", *own}, key=len, reverse=True)
-        self._paths = re.compile(rf"(?<![\w./\0-])({'|'.join(map(re.escape, moved))})(?=$|[^\w.-]|\.(?:\W|$))")
+        before = r"(?:(?<![\w./\0})\]*-])|(?<=[\s\"'=]-[A-Za-z])|(?<=:-)|(?<=file://)|(?<=:///))"
+        self._paths = re.compile(rf"{before}({'|'.join(map(re.escape, moved))})(?=$|[^\w.-]|\.(?:\W|$))")
         for path in (*_MOVED, image.workdir, "/logs/verifier", "/logs/agent", posixpath.dirname(_ENVIRONMENT)):
             self._inside(path).mkdir(parents=True, exist_ok=True)
         self._inside(_ENVIRONMENT).touch()
         self._variables = {
             **{name: value for name, value in os.environ.items() if name in KEPT_VARIABLES},
             **{name: self._moved(value) for name, value in image.variables.items()},
-            "PATH": f"{self._bin}:{Path(sys.executable).parent}:{os.environ.get('PATH', '/usr/bin:/bin')}",
+            "PATH": ":".join([
+                str(self._bin), str(Path(sys.executable).parent), os.environ.get("PATH", "/usr/bin:/bin"),
+                *(str(self._inside(f"/usr/local/{name}")) for name in ("bin", "sbin")),  # the policy's come last
+            ]),
             "HOME": str(self._inside("/root")), "TMPDIR": str(self._inside("/tmp")), _MARK: str(self._root),
             "PYTHONDONTWRITEBYTECODE": "1",
             # The worker's Python has plugins of others, which take seconds to load.
@@ -109,11 +134,11 @@ class Sandbox:
                 self._copy(first, second)
             else:
                 self._inside(second).mkdir(parents=True, exist_ok=True)
-                code, said = self._run(first, second, 60.0)
-                if code and not _DENIED.search(said):  # what changes the machine itself is left undone
+                code, said = self._run(first, second, _STEP_S)
+                if code is None:
+                    said = f"it takes longer than {_STEP_S:g} s"
+                if code is None or code and not _DENIED.search(said):  # what changes the machine is left undone
                     cause = f"RUN {first[:80]} of {task.name}'s Dockerfile fails: {said[-200:].strip()}"
-                    if image.downloads:
-                        cause += f"\nIt downloads {image.downloads[0][:200]}, which only a container does."
                     cause += (
                         "\nInstall what it needs here, let it run in a container (docker or podman), or choose others."
                     )
@@ -135,10 +160,20 @@ class Sandbox:
         script = self._wall.touch(lambda: self._tests_in(tests), reads=[str(self._task.path.resolve())])
         self._stand_in(tests=True)
         self._variables |= {"TEST_DIR": str(tests), "PYTHONNOUSERSITE": "1"}
+        # From a copy that no command can change: tests may start what the policy wrote. `.` keeps the script's name.
+        text = self._wall.touch(lambda: script.read_text("utf-8", "replace"))
+        for pattern, name in _OWN_NAME:
+            text = re.sub(pattern, name, text)
+        self._tool("tests.sh", text)
+        if "/usr/local" not in _said(self._task, self._image):  # the policy's programs are not the tests'
+            kept = [one for one in self._variables["PATH"].split(":") if not one.startswith(f"{self._root}/")]
+            self._variables["PATH"] = ":".join(kept)
+        words = ["bash", "-c", f'. "{self._bin}/tests.sh"', str(script)]
         try:
-            return self._run(f'bash "{script}"', self._image.workdir, self._task.seconds)
+            return self._start(words, self._image.workdir, self._task.seconds)
         finally:
             self._end_processes()
+            self._leave_behind_what_got_away()
 
     def _tests_in(self, tests: Path) -> Path:
         """Put the tests there afresh, and return their script."""
@@ -168,13 +203,14 @@ class Sandbox:
 
         The configuration of pytest directly in it stays behind as well.
         """
-        self._root.rename(self._left)
+        left = self._left / uuid.uuid4().hex  # what cannot be removed stays in the last one
+        self._root.rename(left)
         self._root.mkdir(mode=0o700)
-        for one in self._left.iterdir():
+        for one in left.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if one.name not in PYTEST_FILES:
                     one.rename(self._root / one.name)
-        shutil.rmtree(self._left, ignore_errors=True)  # a process that hid may add to it meanwhile
+        shutil.rmtree(left, ignore_errors=True)  # a process that hid may add to it meanwhile
 
     def read(self, path: str) -> str | None:
         """A file of the task's machine; None if it is not there."""
@@ -203,13 +239,16 @@ class Sandbox:
         place.chmod(0o700)
 
     def _run(self, command: str, folder: str, seconds: float) -> tuple[int | None, str]:
-        where = self._inside(folder)
-        if not where.is_dir():
-            self._wall.touch(lambda: where.mkdir(parents=True, exist_ok=True))
         words = ["bash", "-c", self._moved(command)]
         if len(words[-1].encode()) > _LONGEST_WORD:
             self._tool("command", words[-1])
             words = ["bash", str(self._bin / "command")]
+        return self._start(words, folder, seconds)
+
+    def _start(self, words: list[str], folder: str, seconds: float) -> tuple[int | None, str]:
+        where = self._inside(folder)
+        if not where.is_dir():
+            self._wall.touch(lambda: where.mkdir(parents=True, exist_ok=True))
         process = subprocess.Popen(
             self._wall.command(words), cwd=where, env=self._variables,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -237,7 +276,7 @@ class Sandbox:
                     os.kill(int(place.parent.name), signal.SIGKILL)
 
     def _inside(self, path: str) -> Path:
-        return self._root / path.lstrip("/")
+        return self._root / posixpath.normpath(f"/{path}").lstrip("/")
 
     def _moved(self, text: str) -> str:
         root = str(self._root)  # it lies in a folder of a moved name itself
@@ -250,17 +289,22 @@ class Sandbox:
         if not found:
             raise EnvironmentMistake(f"COPY {source} of {self._task.name}'s Dockerfile finds nothing.")
         for one in found:
+            if not one.resolve().is_relative_to(context):
+                raise EnvironmentMistake(f"COPY {source} of {self._task.name}'s Dockerfile leaves its folder.")
             place = self._inside(target)
             if not one.is_dir() and (target.endswith("/") or place.is_dir()):
                 place = place / one.name
-            self._take(one, place)
+            try:
+                self._wall.touch(functools.partial(self._take, one, place), reads=[str(context)])
+            except PermissionError as error:
+                raise EnvironmentMistake(f"COPY {source} of {self._task.name}'s Dockerfile: {error}") from None
 
     def _take(self, source: Path, target: Path) -> None:
         """Copy a file or the content of a folder; texts with the task's paths moved."""
         if source.is_dir():
             target.mkdir(parents=True, exist_ok=True)
             for one in sorted(source.iterdir()):
-                if one.name != "Dockerfile":
+                if one != self._task.context.resolve() / "Dockerfile":
                     self._take(one, target / one.name)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -275,6 +319,15 @@ class Sandbox:
 def _removed(*folders: Path) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made_by(command: str) -> Iterator[str]:
+    """Yield the first folders of the paths that a step of a Dockerfile makes or writes to."""
+    plain = _QUOTED.sub(" ", command.partition("\n")[0] if "<<" in command else command)
+    yield from (name.rstrip(".") for name in _WRITTEN.findall(plain))
+    for one in re.split(r"&&|\|\|?|;", plain):
+        if _MAKES.match(one.strip()):
+            yield from (name.rstrip(".") for name in re.findall(r"\s/([\w-][\w.-]*)", one))
 
 
 def _said(task: TaskFolder, image: Image) -> str:

@@ -32,7 +32,7 @@ class _Rollout:
     cut: bool = False
     """True if its last answer ended at the limit of tokens."""
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """The conversation of its last request, with the answer; empty if that was a completion."""
+    """The conversation of its last request, with the answer; a completion continues it by what its prompt adds."""
     prompt: str = ""
     """The prompt of its last request if that was a completion."""
     first: str = ""
@@ -60,11 +60,18 @@ class _Rollout:
     def hear(self, choice: Any, request: Request) -> None:
         """Note an answer to a request."""
         text = (choice.text if isinstance(request, str) else choice.message.content) or ""
+        earlier = self.messages if isinstance(request, str) and self.said and self.continued_by(request) else []
+        rest = request
+        if earlier and isinstance(request, str):
+            rest = request[len(self.prompt) :].lstrip().removeprefix(self.said[-1].strip())
         self.said.append(text)
         self.cut = choice.finish_reason == "length"
         self.prompt = request if isinstance(request, str) else ""
         answer = {"role": "assistant", "content": text}
-        self.messages = [] if isinstance(request, str) else [*map(dict, request), answer]
+        if isinstance(request, str):
+            self.messages = [*earlier, {"role": "user", "content": str(rest)}, answer]
+        else:
+            self.messages = [*map(dict, request), answer]
         self.talks.append(self.messages)
 
     def talk_in(self, text: str) -> list[dict[str, Any]]:
@@ -308,7 +315,9 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
             return list(zip(rollouts, answers, strict=True))
 
         async def _one(self, asked: dict[str, Any], session: Session, method: Callable[[Any], Any]) -> Any:
-            known = {name: value for name, value in asked.items() if name not in ("split", "model")}
+            known = {name: value for name, value in asked.items() if name not in ("split", "model", "timeout")}
+            if isinstance(stop := known.get("stop"), list | tuple):  # ids of tokens are texts here
+                known["stop"] = [one if isinstance(one, str) else tokenizer().decode([one]) for one in stop]
             known.setdefault("temperature", session.temperature)
             known.setdefault("top_p", session.top_p)
             wanted = known.pop("max_completion_tokens", None) or known.get("max_tokens") or session.max_tokens

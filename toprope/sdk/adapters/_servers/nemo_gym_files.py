@@ -16,7 +16,7 @@ from typing import Any
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.discovery import first_line, name_of, parse
 
-__all__ = ["command", "declared", "executes", "installed", "rows_beside"]
+__all__ = ["command", "declared", "executes", "installed", "longest", "rows_beside"]
 
 _SERVE = str(Path(__file__).with_name("nemo_gym_serve.py"))
 _SIMPLE = "simple_agent"
@@ -31,6 +31,7 @@ _NAMED = re.compile(r"([A-Za-z0-9][\w.-]*) *(?:\[[^\]]*\] *)?(?:[<>=!~@;].*)?")
 """A requirement with the name of its package."""
 _AGENT = re.compile(r"([\w.-]+):[^\n]*\n +responses_api_agents:[^\n]*\n(?: *#[^\n]*\n)* +([\w./-]+):")
 """Beginning of an agent in a configuration: its name and its kind."""
+_STEPS = re.compile(r"^ +max_steps: *(\d+)", re.MULTILINE)
 _DESCRIPTION = re.compile(r"^ +description: *(.+)$", re.MULTILINE)
 
 
@@ -116,12 +117,21 @@ def executes(folder: Path, rows: Path, reference: Any) -> bool:
         rows: The file of the rows.
         reference: The row's `agent_ref`; without one, the agents that the file is a data set of count, or else all.
     """
-    name = reference.get("name") if isinstance(reference, Mapping) else None
-    agents = _agents(folder)
-    kinds = [kind for own, kind, _ in agents if own == name]
-    kinds = kinds or [kind for _, kind, text in agents if f"/{rows.name}\n" in f"{text}\n"]
-    kinds = kinds or [kind for _, kind, _ in agents]
+    kinds = [kind for _, kind, _ in _agents_of(folder, rows, reference)]
     return not kinds or _SIMPLE in kinds
+
+
+def longest(folder: Path, rows: Path) -> int:
+    """Return the largest number of answers that an agent of these rows may give; 0 if none has a limit."""
+    limits = [int(found[1]) for _, _, text in _agents_of(folder, rows, None) if (found := _STEPS.search(text))]
+    return max(limits, default=0)
+
+
+def _agents_of(folder: Path, rows: Path, reference: Any) -> list[tuple[str, str, str]]:
+    """Return the agents that play rows; see `executes`."""
+    name, agents = reference.get("name") if isinstance(reference, Mapping) else None, _agents(folder)
+    named = [one for one in agents if one[0] == name]
+    return named or [one for one in agents if f"/{rows.name}\n" in f"{one[2]}\n"] or agents
 
 
 @functools.lru_cache(maxsize=64)

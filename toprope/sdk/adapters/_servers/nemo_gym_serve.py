@@ -47,6 +47,7 @@ _LONGEST_FAILURE = 500
 _failed: ContextVar[dict[tuple[str, str], str]] = ContextVar("failed")
 """Errors of the models that the request in progress asks, by what was asked."""
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+_COMPARED = ("response_1", "response_2", "principle")
 _OF_ENDPOINT = ("_url", "_key", "_model", "_model_name")
 """Endings of the names of an endpoint's settings."""
 _GLOBAL = ("policy_base_url", "policy_api_key", "policy_model_name")
@@ -381,6 +382,9 @@ def _messages(body: dict[str, Any]) -> list[dict[str, str]]:
         parts = content if isinstance(content, list) else [{"text": content}]
         text = "".join(str(part.get("text") or "") for part in parts)
         told.append({"role": _ROLES.get(one.get("role"), "user"), "content": text})
+    # What NeMo Gym's reward models compare; their templates have roles of these names.
+    compared = body.get("metadata") or {}
+    told += [{"role": name, "content": str(compared[name])} for name in _COMPARED if name in compared]
     return told
 
 

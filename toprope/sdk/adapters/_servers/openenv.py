@@ -8,13 +8,14 @@ between requests (`openenv_http.py`). https://github.com/meta-pytorch/OpenEnv (t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toprope.sdk.adapters._servers.openenv_http import (
-    DIRECT,
     Endpoints,
     Episode,
     Refused,
@@ -23,10 +24,10 @@ from toprope.sdk.adapters._servers.openenv_http import (
     turns_at,
 )
 from toprope.sdk.adapters._servers.openenv_serve import FAILED
-from toprope.sdk.adapters._servers.started import StartedServer
+from toprope.sdk.adapters._servers.started import DIRECT, StartedServer
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
-__all__ = ["Connection", "Full", "Refused", "Server"]
+__all__ = ["Connection", "Full", "Refused", "Server", "Servers"]
 
 _MESSAGE_S = 120.0
 _LARGEST = 100 * 2**20
@@ -55,6 +56,11 @@ class Server(StartedServer):
         """Its endpoints, if episodes go over HTTP."""
         self._turns = turns_at(self.url)
 
+    @property
+    def waiting(self) -> int:
+        """Number of episodes that it has or that wait for it, if it has one at a time."""
+        return self._turns.waiting
+
     def schema(self) -> dict[str, Any]:
         """JSON schemas of `action` and `observation`; empty if the server gives none."""
         if self.http is not None and self.http.action:
@@ -82,6 +88,39 @@ class Server(StartedServer):
         except EnvironmentMistake:  # it refuses
             return False
         return True
+
+
+class Servers:
+    """The server of an environment; if it has one episode at a time and is busy, more of it are started.
+
+    Args:
+        url: Address of a server that runs elsewhere.
+        command: Start command otherwise; see `StartedServer`.
+        folder: Its working folder.
+        variables: Its environment variables.
+        most: Most servers.
+    """
+
+    def __init__(self, url: str, command: Sequence[str], folder: str, variables: Mapping[str, str], most: int) -> None:
+        self._most = most
+        self._given = url, command, folder, variables
+        self.first = Server(*self._given)
+        self._all = [self.first]
+        http = self.first.http
+        self._may_grow = bool(command) and http is not None and not http.session
+
+    def least_busy(self) -> Server:
+        """Return the server with the fewest episodes; if all are busy, another one is started for later ones."""
+        best = min(self._all, key=lambda one: one.waiting)
+        if best.waiting and self._may_grow and len(self._all) < self._most:
+            self._may_grow = False  # one at a time
+            threading.Thread(target=self._grow, daemon=True, name="OpenEnv server").start()
+        return best
+
+    def _grow(self) -> None:
+        with contextlib.suppress(LoadError):  # as for a fixed port: then there is no other
+            self._all.append(Server(*self._given))
+            self._may_grow = True
 
 
 def _require_websockets() -> None:

@@ -18,7 +18,8 @@ from toprope.sdk.tooled import calls_in
 __all__ = ["Form", "NotAnAction"]
 
 _NOT_ASKED = ("metadata",)
-_THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
+_THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|$)", re.DOTALL)
+"""Thoughts; the prompt may have opened them, and an answer that was cut off does not close them."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 _LONGEST_TOLD = 1500
@@ -206,7 +207,7 @@ class Form:
             return {**self.fixed, one.name: written if isinstance(written, str) else spoken}
         given = called[-1] if called else self._object(text)
         if given is not None:
-            return {**self.fixed, **self._checked(given)}
+            return {**self._checked(given), **self.fixed}
         if one is None:
             asked = [each for each in self.fields.values() if each.required]
             asked = asked or [each for each in self.fields.values() if each.is_text]
@@ -229,7 +230,8 @@ class Form:
         return {
             name: self.fields[name].converted(value) if name in self.fields else value
             for name, value in given.items()
-            if not (value is None and name in self.fields and self.fields[name].may_be_left_out)
+            if name not in _NOT_ASKED
+            and not (value is None and name in self.fields and self.fields[name].may_be_left_out)
         }
 
 
@@ -237,6 +239,7 @@ def _field(name: str, given: Any, definitions: Mapping[str, Any], required: bool
     kinds: list[str] = []
     choices: list[Any] = []
     within: list[str] = []
+    bounded = True
     waiting, seen = [given], 0
     said = given.get("description") if isinstance(given, Mapping) else ""
     while waiting and seen < 50:  # A schema may refer to itself.
@@ -251,11 +254,16 @@ def _field(name: str, given: Any, definitions: Mapping[str, Any], required: bool
             items = definitions.get(reference.rpartition("/")[2])
         for each in (one, items):
             within += (each.get("properties") or ()) if isinstance(each, Mapping) else ()
+        is_told_elsewhere = any(name in one for name in ("$ref", "anyOf", "oneOf", "allOf"))
+        bounded = bounded and (
+            is_told_elsewhere or "const" in one or bool(one.get("enum")) or one.get("type") == "null"
+        )
         kind = one.get("type")
         kinds += [kind] if isinstance(kind, str) else [str(each) for each in kind or ()]
         choices += [one["const"]] if "const" in one else list(one.get("enum") or ())
     text = " ".join(str(said or "").split())
-    return _Field(name, tuple(dict.fromkeys(kinds)), tuple(choices), required, text, tuple(dict.fromkeys(within)))
+    limits = tuple(choices) if bounded else ()  # another alternative may take any value
+    return _Field(name, tuple(dict.fromkeys(kinds)), limits, required, text, tuple(dict.fromkeys(within)))
 
 
 def _values(text: str, opening: str) -> Iterator[Any]:

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from toprope.sdk.adapters._servers.started import DIRECT
 from toprope.sdk.errors import EnvironmentMistake
 
-__all__ = ["DIRECT", "Endpoints", "Episode", "Refused", "Turns", "details", "merged", "missing", "turns_at"]
+__all__ = ["Endpoints", "Episode", "Refused", "Turns", "details", "merged", "missing", "turns_at"]
 
 _MESSAGE_S = 120.0
 _LOOK_S = 0.005
@@ -37,13 +38,13 @@ _TOTALS = ("total", "reward", "value", "score", "total_reward", "step_reward")
 _OF_SERVER = frozenset({401, 403, 405, 429, 502, 503, 504})
 """Statuses that no action causes."""
 _NO_EPISODE = re.compile(
-    r"(?i)^not found$|call .{0,8}reset|\b(environment|env|episode|game) (is |was )?not (initiali[sz]ed|started)|"
+    r"(?i)^not found$|call .{0,8}reset|^not (initiali[sz]ed|started)|"
+    r"\b(environment|env|episode|game) (is |was |has )?not( been)? (initiali[sz]ed|started)|"
     r"\b(no|unknown|invalid|expired|missing)( active)? session\b|\bsession\b.{0,60}\b(not|expired|invalid|unknown)\b"
 )
 _LACKS = re.compile(r"(?:ModuleNotFound|Import)Error: .*?'(?P<name>[^']+)'")
 _DEEPEST = 8
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Asks without a proxy."""
+_SEVERAL = ("anyOf", "oneOf", "allOf")
 _turns: dict[str, Turns] = {}
 
 
@@ -53,6 +54,11 @@ class Turns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: list[object] = []
+
+    @property
+    def waiting(self) -> int:
+        """Number of episodes that wait, with the one that has its turn."""
+        return len(self._waiting)
 
     async def take(self, ticket: object) -> None:
         """Wait for this ticket's turn."""
@@ -115,6 +121,11 @@ class Endpoints:
     session: str = ""
     again: frozenset[str] = frozenset()
     action: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def names_sessions(self) -> bool:
+        """True if reset takes the name of a new session."""
+        return self.session in _NAMED_BY_US and self.session in self.resets
 
     @classmethod
     def of(cls, url: str) -> Endpoints | None:
@@ -182,13 +193,14 @@ def merged(schema: Any, parts: Mapping[str, Any], depth: int = 0) -> dict[str, A
         return {}
     if isinstance(reference := schema.get("$ref"), str):
         return merged(parts.get(reference.rpartition("/")[2]), parts, depth + 1)
-    several = [one for kind in ("anyOf", "oneOf", "allOf") for one in schema.get(kind) or ()]
-    if not several:
-        return dict(schema)
+    several = [one for kind in _SEVERAL for one in schema.get(kind) or ()]
+    own = {name: value for name, value in schema.items() if name not in _SEVERAL}
+    if not several or own.get("properties") and not schema.get("allOf"):
+        return own
     found = [one for each in several if (one := merged(each, parts, depth + 1)).get("type") != "null"]
-    objects = [one for one in found if one.get("properties")]
+    objects = [one for one in (*found, own) if one.get("properties")]
     if len(objects) < 2:
-        return {**schema, **(objects or found or [{}])[0]}
+        return {**own, **(objects or found or [{}])[0]}
     fields: dict[str, list[Any]] = {}
     for one in objects:
         for name, given in one["properties"].items():
@@ -222,7 +234,7 @@ class Episode:
         self._asking = self._left = False
 
     async def __aenter__(self) -> Episode:
-        if self._endpoints.session not in _NAMED_BY_US or self._endpoints.session not in self._endpoints.resets:
+        if not self._endpoints.names_sessions:
             await self._turns.take(self)
         return self
 
@@ -239,7 +251,7 @@ class Episode:
         asked = {
             key: value for key, value in parameters.items() if known.takes_any or key in known.resets or key != "seed"
         }
-        if name in _NAMED_BY_US and name in known.resets:
+        if known.names_sessions:
             asked.setdefault(name, uuid.uuid4().hex)
             self._session = {name: asked[name]}
         found = await self._say("reset", dict(asked))
@@ -256,7 +268,7 @@ class Episode:
             Refused: The environment does not accept the action.
         """
         body = {"action": dict(action)} if self._endpoints.wrapped else dict(action)
-        return _answer(await self._say("step", {**self._session, **body}))
+        return _answer(await self._say("step", {**body, **self._session}))
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return no tools: this protocol has none."""

@@ -29,6 +29,10 @@ _TRACEBACK = "Traceback (most recent call last):"
 _RAISED = re.compile(r"[\w.]*(Error|Exception|Exit)\b")
 
 
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks without a proxy, which a worker may have for other addresses."""
+
+
 class StartedServer:
     """A server by address or start command.
 
@@ -118,7 +122,7 @@ class StartedServer:
                     f"The {self._kind} ended with exit code {code} before it was ready: {self._last_words()}"
                 )
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                with DIRECT.open(f"{self.url}/health", timeout=5):
                     return
             except urllib.error.HTTPError:
                 return  # the server answers

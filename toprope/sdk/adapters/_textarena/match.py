@@ -76,7 +76,7 @@ class Match(OwnLoop):
         arguments = {**self._specification.kwargs, **knobs}
         own = knobs == plain_arguments(self._specification.kwargs)
         usual = _usual_players(self._kind, arguments)
-        counts = [asked] if asked else [usual, *range(2, _MOST_PLAYERS + 1)]
+        counts = [asked] if asked else list(dict.fromkeys([usual, *range(2, _MOST_PLAYERS + 1)]))
         failure: Exception | None = None
         for self._players in counts:
             try:
@@ -177,9 +177,9 @@ def _failed(seats: Sequence[_Seat], error: Exception) -> dict[int, Played]:
 
 def _usual_players(kind: type, arguments: Mapping[str, Any]) -> int:
     """Return the number of players that a game's author names, or else 2."""
-    named = inspect.signature(kind).parameters.get("default_num_players")
-    usual = arguments.get("default_num_players", named.default if named is not None else None)
-    return usual if isinstance(usual, int) and 2 <= usual <= _MOST_PLAYERS else 2
+    defaults = {name: one.default for name, one in inspect.signature(kind).parameters.items()} | dict(arguments)
+    given = (defaults.get(name) for name in ("default_num_players", "num_players"))
+    return next((one for one in given if isinstance(one, int) and 2 <= one <= _MOST_PLAYERS), 2)
 
 
 def _as_outcomes(rewards: Mapping[int, Any], told: Mapping[int, Any]) -> Mapping[int, Any]:

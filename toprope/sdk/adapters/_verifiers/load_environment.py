@@ -15,7 +15,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from toprope.sdk.adapters._shared.bounds import within
@@ -48,7 +48,7 @@ TURNS = 32
 """Most answers in a rollout whose author names no limit."""
 _METRIC_LIMIT = 1e6
 _WHOLE = "reward"
-SUCCESS = "reward that counts as solved; null: the part of the largest weight at its largest value"
+SUCCESS = "reward that counts as solved; null: the parts of the largest weight at their largest value"
 RANGE: tuple[tuple[str, Any, Any], ...] = (
     ("reward_low", float | None, knob(None, help="smallest value of a reward; null: penalties down to -1000")),
     ("reward_high", float, knob(1.0, help="largest value of a reward")),
@@ -106,7 +106,8 @@ class LoadedEnvironment(OwnLoop):
         if not hasattr(self._env, "rubric"):
             raise EnvironmentMistake(f"load_environment returned {type(self._env).__name__}, not an environment.")
         adapt_hooks(self._env)
-        adopt_functions(self._env.rubric)
+        for member in (getattr(self._env, "env_map", None) or {"": self._env}).values():
+            adopt_functions(member.rubric)
         self.parts = self._parts()
         self.max_turns = _limit_turns(self._env, knobs.turns)
 
@@ -273,24 +274,37 @@ def bounded(name: str, value: float, part: Part) -> float:
     if (reward := within(value, part.low, part.high)) is None:
         raise EnvironmentMistake(
             f"Reward {name!r} is {value:g}, outside {part.low:g} to {part.high:g}: set the knobs reward_low and "
-            "reward_high, and success_reward unless only the largest reward counts as solved."
+            "reward_high; the largest value of the heaviest part counts as solved unless success_reward is set."
         )
     return reward
 
 
-def is_solved(knobs: Any, parts: Mapping[str, Part], values: Mapping[str, float], reward: float) -> bool:
+def is_solved(
+    knobs: Any,
+    parts: Mapping[str, Part],
+    values: Mapping[str, float],
+    reward: float,
+    unnamed: Collection[str] = (),
+) -> bool:
     """Return True if a rollout solved its task.
 
-    Without `success_reward`, the part with the largest weight has to be as large as it can be: further parts reward
+    Without `success_reward`, the parts with the largest weight have to be as large as they can be: further parts reward
     formats, or punish, and cannot all be at their best.
+
+    Args:
+        unnamed: Parts whose rewards have names of their own; if one has the largest weight, the reward has to be as
+            large as it can be.
     """
     if knobs.success_reward is not None:
         return bool(reward >= knobs.success_reward - 1e-9)
     weighted = [name for name, part in parts.items() if part.weight > 0]
     if not weighted:  # penalties alone, or no part with a name
         return bool(reward >= (0.0 if any(part.weight for part in parts.values()) else 1.0) - 1e-9)
-    main = max(weighted, key=lambda name: parts[name].weight)
-    return bool(values.get(main, 0.0) >= parts[main].high - 1e-9)
+    most = max(parts[name].weight for name in weighted)
+    main = [name for name in weighted if parts[name].weight >= most - 1e-9]
+    if any(name in unnamed for name in main):
+        return bool(reward >= sum(parts[name].weight * parts[name].high for name in weighted) - 1e-9)
+    return all(values.get(name, 0.0) >= parts[name].high - 1e-9 for name in main)
 
 
 async def _accept(response: Any) -> None:

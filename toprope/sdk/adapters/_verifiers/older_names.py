@@ -69,10 +69,14 @@ class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None if place == name else importlib.util.spec_from_loader(name, self, origin=place)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return importlib.import_module(str(spec.origin))
+        module = importlib.import_module(str(spec.origin))
+        spec.loader_state = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """The module has been executed at its place."""
+        """The module has been executed at its place, whose description it keeps."""
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
 
 
 def _lenient(judge: Any) -> Any:

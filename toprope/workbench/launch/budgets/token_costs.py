@@ -120,4 +120,4 @@ def _turns(specification: Specification) -> int | None:
         return None
     if specification.config.environment.max_turns is not None:
         return specification.config.environment.max_turns
-    return 1 if specification.environment.adapter in _SINGLE_TURN else None
+    return 1 if specification.environment.adapter in _SINGLE_TURN else specification.environment.turns

@@ -46,4 +46,18 @@ def test_trained_conversation_is_that_of_the_scored_answer_not_of_a_judge() -> N
     assert rollout.talk_in("<user>2+2<assistant>It is 4.</s>") == own != rollout.messages
     assert rollout.talk_in("reworded") == rollout.messages, "the last one if none is told"
     asked("2+3=", "5")
-    assert rollout.talk_in("2+3=5") == [] and rollout.prompt == "2+3="
+    assert [one["content"] for one in rollout.talk_in("2+3=5")] == ["2+3=", "5"] and rollout.prompt == "2+3="
+
+
+def test_completions_are_a_conversation_too() -> None:
+    """Only the answers that a score rests on are trained, so they have to be told apart from others."""
+    group = Group([Session("http://x/v1", "k", "m")])
+    [one] = group.rollouts
+    for request, answer in (("Go:", " left "), ("Go:left. Next:", "right"), ("Is it right?", "yes")):
+        one.hear(Thing(text=answer, finish_reason="stop"), request)
+    assert one.talks[1] == [
+        {"role": "user", "content": "Go:"}, {"role": "assistant", "content": " left "},
+        {"role": "user", "content": ". Next:"}, {"role": "assistant", "content": "right"},
+    ]  # fmt: skip
+    assert one.messages == [{"role": "user", "content": "Is it right?"}, {"role": "assistant", "content": "yes"}]
+    assert one.talk_in("Go:left. Next:right") == one.talks[1]

@@ -13,8 +13,9 @@ from types import SimpleNamespace as Thing
 from typing import Any, Literal
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import Field
 
+from tests.sdk.adapters.atropos.conftest import AtroposConfig, Collects
 from toprope.sdk.adapters import atropos
 from toprope.sdk.adapters._servers.atropos import GROUP, Group, server_class
 from toprope.sdk.adapters._servers.atropos_tokenizer import tokenizer_here
@@ -22,68 +23,6 @@ from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.knobs import describe_knobs
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import configure
-
-
-class AtroposConfig(BaseModel):
-    group_size: int = 0
-    tokenizer_name: str = ""
-    use_wandb: bool = True
-    data_path_to_save_groups: str | None = "groups"
-    include_messages: bool = False
-
-
-class Collects:
-    """An Atropos environment with the members that the adapter uses."""
-
-    tokenizer = Thing(decode=lambda tokens: "".join(map(chr, tokens)))
-    items: tuple[Any, ...] = ("x",)
-    scores: Any = None
-
-    def __init__(self, config: AtroposConfig, servers: list[Any], slurm: bool, testing: bool) -> None:
-        self.config, self.server = config, Thing(servers=servers)
-        self.left = list(self.items)
-
-    @classmethod
-    def config_init(cls) -> tuple[AtroposConfig, list[Any]]:
-        return AtroposConfig(), []
-
-    async def setup(self) -> None: ...
-
-    async def get_next_item(self) -> Any:
-        return self.left.pop(0) if self.left else None
-
-    async def collect_trajectory(self, item: Any) -> Any:
-        raise NotImplementedError
-
-    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
-        group = GROUP.get()
-        assert group is not None and self.config.group_size == len(group.rollouts) == 3
-        taken = group.take(3, item)
-        for number, one in enumerate(taken):
-            one.said.append(f"answer {number}")
-        texts = [f"{item} answer {number}" for number in (2, 0)]  # in another order, and without answer 1
-        found = {"tokens": [list(map(ord, text)) for text in texts], "scores": self.scores}
-        return (None if self.scores is None else found), []
-
-    async def postprocess_histories(self, scored: Any) -> Any:
-        return scored
-
-
-@pytest.fixture
-def collects(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., OwnLoop]:
-    """A function that makes the environment of a `Collects` with these members."""
-    monkeypatch.setattr(atropos, "tokenizer_here", lambda name: name)
-    server = type("APIServer", (), {"__init__": lambda self, config, reasoning_config: None})
-    stand_in("openai")
-    stand_in("atroposlib.envs.base", APIServerConfig=Thing)
-    stand_in("atroposlib.envs.server_handling.server_baseline", APIServer=server)
-
-    def make(knobs: dict[str, Any] | None = None, **members: Any) -> OwnLoop:
-        environment = configure(atropos.Atropos(type("Copies", (Collects,), members), "copies.py"), knobs=knobs or {})
-        assert isinstance(environment, OwnLoop)
-        return environment
-
-    return make
 
 
 def test_unscored_rollouts_are_told_by_their_cause(collects: Callable[..., OwnLoop]) -> None:

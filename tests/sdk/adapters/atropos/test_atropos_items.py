@@ -1,0 +1,65 @@
+"""Items of Atropos' environments in every process, and environments that end, keep a server or lack tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.sdk.adapters.atropos.conftest import AtroposConfig, Collects
+from toprope.sdk.adapters import atropos
+from toprope.sdk.authoring.env_managed import OwnLoop, Session
+from toprope.sdk.errors import EnvironmentMistake
+from toprope.sdk.rollouts import configure
+
+
+def test_items_are_the_same_in_every_process(collects: Callable[..., OwnLoop]) -> None:
+    class Drawn:
+        pass
+
+    async def drawn(self: Any) -> Any:
+        return {"question": "Guess.", "number": random.random(), "made": Drawn(), "id": uuid.uuid4().hex}
+
+    keys = []
+    for _ in range(2):
+        random.seed()
+        tasks = collects({"items": 30}, get_next_item=drawn).tasks()
+        keys.append([task.key for task in tasks])
+    assert keys[0] == keys[1] and len({*keys[0]}) == 30
+
+
+def test_environment_that_ends_its_program_says_so(collects: Callable[..., OwnLoop]) -> None:
+    async def ended(self: Any) -> None:
+        sys.exit("no wallet")
+
+    with pytest.raises(EnvironmentMistake, match="ended its program: no wallet"):
+        collects(setup=ended)
+
+
+def test_scores_without_tokens_are_of_another_version(collects: Callable[..., OwnLoop]) -> None:
+    environment = collects(scores=[1.0, 0.0])
+
+    async def of_pairs(self: Any, item: Any) -> Any:
+        return {"chosen": "a", "scores": [1.0]}, []
+
+    environment = collects(collect_trajectories=of_pairs)
+    [task] = environment.tasks()
+    found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
+    assert "without tokens and scores" in str(found[0])
+
+
+def test_environment_keeps_the_first_server_that_it_is_given(collects: Callable[..., OwnLoop]) -> None:
+    class Keeps(Collects):
+        server_cls: Any = None
+
+        def __init__(self, config: AtroposConfig, servers: list[Any], slurm: bool, testing: bool) -> None:
+            super().__init__(config, [self.server_cls(one) for one in servers], slurm, testing)
+            self.mine = self.server.servers[0]
+
+    environment = configure(atropos.Atropos(Keeps, "keeps.py"))
+    assert environment._env.mine is environment._env.server.servers[0]  # type: ignore[attr-defined]

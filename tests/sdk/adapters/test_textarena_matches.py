@@ -1,0 +1,34 @@
+"""Rewards and seats of TextArena's games for several players."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toprope.sdk.adapters._textarena import match
+
+
+@pytest.mark.parametrize(
+    ("rewards", "told", "outcomes"),
+    [
+        ({0: 1, 1: -1}, {}, [1, -1]),
+        ({0: 55, 1: 40}, {0: {"winner": False}, 1: {"winner": False}}, [0, 0]),
+        ({0: 55, 1: 40}, {0: {"winner": False}, 1: {"winner": True}}, [-1, 1]),
+        ({0: 12, 1: 40, 2: 40}, {}, [-1, 1, 1]),
+        ({0: 7, 1: 7}, {}, [0, 0]),
+        ({}, {}, []),
+    ],
+)
+def test_points_become_outcomes(rewards: dict[int, float], told: dict[int, Any], outcomes: list[float]) -> None:
+    assert list(match._as_outcomes(rewards, told).values()) == outcomes
+
+
+def test_games_seat_as_many_as_their_author_names() -> None:
+    class Four:
+        def __init__(self, default_num_players: int = 4) -> None: ...
+
+    class Plain: ...
+
+    assert match._usual_players(Four, {}) == 4 and match._usual_players(Plain, {}) == 2
+    assert match._usual_players(Four, {"default_num_players": 3}) == 3
