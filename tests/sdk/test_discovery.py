@@ -41,6 +41,13 @@ class Mine(Environment):
     )
 
 
+SETS = """
+from toprope.sdk import Environment
+class Set(Environment):
+    def setup(self): self.max_turns = self.knobs.guesses
+"""
+
+
 def test_discovery_resolves_import_aliases(tmp_path: Path) -> None:
     found = found_in(
         tmp_path,
@@ -58,6 +65,8 @@ class F(t.OwnLoop): pass
     )
     names = [("first", 1), ("mine_b", None), ("mine_c", 1), ("mine_d", 1), ("mine_f", 1)]
     assert [(each.name, each.max_turns) for each in found] == names
+    assert [each.decides_turns for each in found] == [False, False, False, True, True]
+    assert found_in(tmp_path, SETS)[0].decides_turns
 
 
 def test_discovery_ignores_other_libraries(tmp_path: Path) -> None:

@@ -56,6 +56,11 @@ def test_costs_have_a_bound_by_the_owners_prices() -> None:
     context, longest = config.policy.max_context, config.rollout.max_new_tokens
     expected = sequences * (context * 1 + longest * 10 + context * 100) / 1e6 + config.budget.steps * 0.5
     assert token_costs(frozen(config, hosted=prices)).most_usd == pytest.approx(expected)
+    config.environment.max_turns = None
+    unknown = frozen(config, hosted=prices)
+    assert token_costs(unknown).most_usd is None, "its author says how long it is when it is opened"
+    known = unknown.model_copy(update={"environment": unknown.environment.model_copy(update={"turns": 1})})
+    assert token_costs(known).most_usd == pytest.approx(expected)
 
 
 def test_prices_follow_the_model_and_weights_stay_where_they_are(tmp_path: Path) -> None:

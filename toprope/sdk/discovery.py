@@ -38,6 +38,8 @@ _METADATA = re.compile(r"^# /// script$(?P<block>(?:\n#(?: .*)?)*?)\n# ///$", re
 _NEEDS_TRL = re.compile(r"^(?:from|import)[ \t]+(?:trl\.|(?:torch|transformers|accelerate)\b)", re.MULTILINE)
 """Imports of TRL's rewards and of what comes with it; indented ones are those of a main function that trains."""
 _BASES = ("Environment", "OwnLoop")
+_OF_SEVERAL_TURNS = {"OwnLoop", "ToolEnvironment"}
+"""Bases whose environments decide on their turns when they are opened."""
 _LARGEST = 4 << 20
 """Largest file in bytes: nobody writes more by hand, and its syntax tree takes a hundred times as much memory."""
 EARLIER = "earlier"
@@ -68,6 +70,8 @@ class Found:
     description: str = ""
     max_turns: int | None = 1
     """None if it is computed."""
+    decides_turns: bool = False
+    """True if it may change them when it is opened."""
     tags: tuple[str, ...] = ()
     knobs: tuple[DeclaredKnob, ...] = field(default=())
     problem: str = ""
@@ -215,11 +219,10 @@ def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
     is_named_by_file = not isinstance(name, str) or not name
     if is_named_by_file:
         name = file.stem if alone else f"{file.stem}_{node.name.lower()}"
-    is_plain = all(ast.unparse(base).rpartition(".")[2] == "Environment" for base in node.bases)
-    max_turns = literal(assigned["max_turns"]) if "max_turns" in assigned else 1 if is_plain else None
-    if any(isinstance(one, ast.Attribute) and one.attr == "max_turns" and isinstance(one.ctx, ast.Store)
-           for one in ast.walk(node)):  # fmt: skip
-        max_turns = None
+    max_turns = literal(assigned.get("max_turns")) if "max_turns" in assigned else 1
+    names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
+    decides = bool(names & _OF_SEVERAL_TURNS) or any(one.attr == "max_turns" for one in stored)
     tags = literal(assigned.get("tags"))
     problem = ""
     if NAME.fullmatch(name) is None:
@@ -234,6 +237,7 @@ def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
         line=node.lineno,
         description=first_line(ast.get_docstring(node)),
         max_turns=max_turns if isinstance(max_turns, int) else None,
+        decides_turns=decides,
         tags=tuple(str(tag) for tag in tags) if isinstance(tags, list | tuple) else (),
         knobs=_knobs(node),
         problem=problem,

@@ -32,3 +32,14 @@ def test_games_seat_as_many_as_their_author_names() -> None:
 
     assert match._usual_players(Four, {}) == 4 and match._usual_players(Plain, {}) == 2
     assert match._usual_players(Four, {"default_num_players": 3}) == 3
+
+
+@pytest.mark.parametrize(
+    ("rewards", "seat", "reward", "won"),
+    [({0: 1, 1: -1}, 0, 1.0, 1.0), ({0: 1, 1: -1}, 1, -1.0, 0.0), ({0: 0.5, 1: 1}, 0, 0.5, 0.0), ({}, 0, 0.0, 0.0)],
+)
+def test_who_has_the_largest_reward_above_0_wins(
+    rewards: dict[int, float], seat: int, reward: float, won: float
+) -> None:
+    parts = match._parts(seat, rewards, {"invalid_move": True})
+    assert (parts["reward"], parts["won"], parts["forfeited"], parts["seat"]) == (reward, won, 1.0, float(seat))

@@ -62,7 +62,7 @@ def test_catalog_lists_every_source_without_importing(folder: Path) -> None:
     good, spell = entries["good"], entries["reasoning_gym/spell_backward"]
     assert (good.source, good.status, good.turns, good.tags) == ("folder", "ready", 1, ("talk",))
     assert good.environment.model_dump(exclude_defaults=True) == {
-        "name": "good", "file": str(folder / "good.py"), "attribute": "Good"
+        "name": "good", "file": str(folder / "good.py"), "attribute": "Good", "turns": 1
     }  # fmt: skip
     assert (spell.environment.adapter, spell.environment.target) == ("reasoning_gym", "spell_backward")
     assert entries["number_guess"].turns == 6 and all(

@@ -40,7 +40,16 @@ from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from toprope.sdk.adapters._gymnasium import verifiable
-from toprope.sdk.adapters._gymnasium.spaces import LARGEST_LIMIT, LIMITS, UNKNOWN_LIMIT, count_of, limit_of, numbers
+from toprope.sdk.adapters._gymnasium.spaces import (
+    LARGEST_LIMIT,
+    LIMITS,
+    UNKNOWN_LIMIT,
+    count_of,
+    limit_of,
+    numbers,
+    pair_of,
+    stepped,
+)
 from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.listing import Listed, why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
@@ -135,7 +144,7 @@ class Gymnasium(Environment):
             self._luck = OwnRandom(f"{self.seed}:{task.id}")
             with self._luck:
                 self._game = self._made(extras=row) if _takes(self._maker, "extras") else self._made(**row)
-                messages, _ = _pair(self._game.init(task.messages))
+                messages, _ = pair_of(self._game.init(task.messages))
             return as_messages(messages, "what init() returned")
         messages, self._game, self._luck = self._begin(task.data["seed"], keep=True)
         return messages
@@ -145,7 +154,7 @@ class Gymnasium(Environment):
         if action is None:
             return [{"role": "user", "content": numbers(self._game)}], False
         with self._luck:
-            observation, reward, done, info = _stepped(self._game.step(action))
+            observation, reward, done, info = stepped(self._game.step(action))
         self._return, self._last = self._return + reward, reward if done else 0.0
         self._told = next((bool(info[name]) for name in _TOLD if name in info), self._told)
         return (None if done else _messages(observation, info)), done
@@ -194,7 +203,7 @@ class Gymnasium(Environment):
         luck = OwnRandom(seed)
         with luck:
             game = self._idle.pop() if self._idle else self._made()
-            observation, info = _pair(game.reset(seed=seed) if _takes(game.reset, "seed") else game.reset())
+            observation, info = pair_of(game.reset(seed=seed) if _takes(game.reset, "seed") else game.reset())
         messages = _messages(observation, info)
         if count_of(game) is not None:
             messages[-1]["content"] += f"\n{numbers(game)}"
@@ -378,35 +387,6 @@ def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def _takes(call: Callable[..., Any], name: str) -> bool:
     return any(one.name == name or one.kind is one.VAR_KEYWORD for one in _parameters(call))
-
-
-def _pair(value: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The observation and the dict beside it, empty if there is none."""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        return value
-    return value, {}
-
-
-def _stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
-    """Observation, reward, done and the dict of a step, in any of the recognised forms.
-
-    Raises:
-        EnvironmentMistake: Another form, or the reward is not a number.
-    """
-    if isinstance(value, Mapping) and {"reward", "done"} <= value.keys():
-        parts = value.get("observations"), value["reward"], value["done"], value.get("metadata") or {}
-    elif isinstance(value, tuple) and len(value) == 5:
-        parts = value[0], value[1], value[2] or value[3], value[4]
-    elif isinstance(value, tuple) and len(value) in (3, 4):
-        parts = value[0], value[1], value[2], value[3] if len(value) == 4 else {}
-    else:
-        raise EnvironmentMistake(
-            f"step() returned {value!r:.80}: observation, reward, terminated, truncated and a dict are expected."
-        )
-    reward = parts[1]
-    if isinstance(reward, str) or not hasattr(type(reward), "__float__"):
-        raise EnvironmentMistake(f"step() gave the reward {reward!r:.60}, which is not a number.")
-    return parts[0], float(reward), bool(parts[2]), parts[3] if isinstance(parts[3], Mapping) else {}
 
 
 def _messages(observation: Any, info: Mapping[str, Any]) -> Messages:

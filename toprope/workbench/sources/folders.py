@@ -131,8 +131,7 @@ class FolderSource:
         for file, read in reads:
             if not whole.keys().isdisjoint(file.parents):
                 continue
-            apart = self._placed or self._deep  # files that do not all hold environments
-            listed = [found for found in read.ours if found.attribute or found.names_sdk or not apart]
+            listed = [found for found in read.ours if found.attribute or found.names_sdk or not self._placed]
             entries += [self._ours(found, names) for found in listed]
             entries += [self._theirs(adapter, listed, file, names) for adapter, listed in read.theirs]
             entries += [broken(file.stem, failure, self.kind) for failure in read.failures]
@@ -159,7 +158,7 @@ class FolderSource:
                 name=found.name,
                 file=str(found.file),
                 attribute=found.attribute or None,
-                turns=found.max_turns,
+                turns=None if found.decides_turns else found.max_turns,
                 interpreter=self._python,
             ),
             tags=found.tags,

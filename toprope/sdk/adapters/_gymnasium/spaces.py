@@ -1,10 +1,13 @@
-"""What an environment says of itself: the length of its episodes, and actions that are numbers."""
+"""What an environment says of itself and of a step: its longest episode, actions that are numbers, rewards."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["LARGEST_LIMIT", "LIMITS", "UNKNOWN_LIMIT", "count_of", "limit_of", "numbers"]
+from toprope.sdk.errors import EnvironmentMistake
+
+__all__ = ["LARGEST_LIMIT", "LIMITS", "UNKNOWN_LIMIT", "count_of", "limit_of", "numbers", "pair_of", "stepped"]
 
 LIMITS = ("max_turns", "max_steps", "_max_episode_steps", "max_episode_steps")
 """Names of the largest number of steps."""
@@ -35,3 +38,32 @@ def numbers(game: Any) -> str:
     """Return what the policy is told about actions that are numbers."""
     start = int(getattr(game.action_space, "start", 0))
     return f"Answer with a number from {start} to {start + int(game.action_space.n) - 1}."
+
+
+def pair_of(value: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The observation and the dict beside it, empty if there is none."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        return value
+    return value, {}
+
+
+def stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
+    """Observation, reward, done and the dict of a step, in any of the recognised forms.
+
+    Raises:
+        EnvironmentMistake: Another form, or the reward is not a number.
+    """
+    if isinstance(value, Mapping) and {"reward", "done"} <= value.keys():
+        parts = value.get("observations"), value["reward"], value["done"], value.get("metadata") or {}
+    elif isinstance(value, tuple) and len(value) == 5:
+        parts = value[0], value[1], value[2] or value[3], value[4]
+    elif isinstance(value, tuple) and len(value) in (3, 4):
+        parts = value[0], value[1], value[2], value[3] if len(value) == 4 else {}
+    else:
+        raise EnvironmentMistake(
+            f"step() returned {value!r:.80}: observation, reward, terminated, truncated and a dict are expected."
+        )
+    reward = parts[1]
+    if isinstance(reward, str) or not hasattr(type(reward), "__float__"):
+        raise EnvironmentMistake(f"step() gave the reward {reward!r:.60}, which is not a number.")
+    return parts[0], float(reward), bool(parts[2]), parts[3] if isinstance(parts[3], Mapping) else {}
