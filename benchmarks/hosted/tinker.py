@@ -290,7 +290,7 @@ async def _run(home: Path, url: str, model: Path, steps: int, console: Console) 
     folder = RunFolder.open(home / "runs", done.run_id)
     again = [row for row in done.rows if row != before.get(row["step"])]
     repeated = [(row[name], before[row["step"]][name]) for row in again if row["step"] in before for name in _NUMBERS]
-    with_key = [path for path in home.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    with_key = files_with_key(home)
     return {
         "rows": done.rows,
         "resumed_steps_off": abs(again[0]["step"] - saved - 1)
@@ -301,6 +301,10 @@ async def _run(home: Path, url: str, model: Path, steps: int, console: Console) 
         "restarts": sum(event.kind == "restart" for event in read_events(folder.events)),
         "run_seconds": time.time() - started,
     }
+
+
+def files_with_key(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 
 async def _run_by_turns(

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from benchmarks.learning import evolution
+from benchmarks.learning import evolution, sft_then_grpo
 from benchmarks.performance import memory, train
+from benchmarks.training_agent import training_agent
 from toprope.records.sweep_journal import read_standing
 from toprope.settings.owner import Home
 
@@ -69,3 +71,39 @@ def test_decisions_of_a_small_sweep_follow_its_scores(tiny_policy, tmp_path, mon
     (copy / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, again]))
     changed = type(folder)(copy)
     assert evolution.same(changed, read_standing(changed)) == ["started stands there twice", "the survivors of epoch 1"]
+
+
+def test_sft_and_grpo_share_the_steps_of_grpo_alone(home, monkeypatch):
+    # Short words: some answers of the source are right after a few steps.
+    easy = {"environment.knobs.min_word_len": 3, "environment.knobs.max_word_len": 3}
+    small = {"evaluation.heldout_tasks": 20, "evaluation.validation_tasks": 8}
+    monkeypatch.setattr(sft_then_grpo, "_GRPO", sft_then_grpo._GRPO | easy | small)
+    monkeypatch.setattr(sft_then_grpo, "_SFT", sft_then_grpo._SFT | {"sft.epochs": 1, "sft.save_epochs": 1})
+    monkeypatch.setattr(sft_then_grpo, "_ITEMS", 32)
+
+    async def trained():
+        console = Console(stderr=True)
+        async with training_agent(home, console) as agent:
+            arms = sft_then_grpo._Arms(agent, 14)
+            source = await arms.train("the source", 100, {"budget.steps": 8})
+            items = await arms.dataset("best", source, {"success": True})
+            wrong = await arms.dataset("wrong", source, {"max_reward": 0.5, "limit": items})
+            return items, wrong, source, *await arms.tuned(source, "best", 0)
+
+    items, wrong, source, sft, then = asyncio.run(trained())
+    assert 0 < items == wrong <= 32
+    assert sum(one.results["steps"] for one in (source, sft, then)) == 14
+    assert all(one.results["seconds"]["training"] > 0 for one in (source, sft, then))
+    gains = sft_then_grpo._gains("gain_points", [then], [source])
+    assert gains["gain_points_by_seed"] == [round(100 * (then.accuracy("after") - source.accuracy("after")), 2)]
+
+
+def test_control_of_sft_then_grpo_fails_for_each_reason():
+    fair = {"control_gain_points": -1.0, "dataset_items": 9, "dataset_items_wrong": 9, "accuracy_grpo": [0.5]}
+    assert not sft_then_grpo.control_failed(fair)
+    for change, words in (
+        ({"control_gain_points": 6.0}, "wrong answers gained"),
+        ({"dataset_items_wrong": 7}, "only 7 wrong answers"),
+        ({"accuracy_grpo": [0.9]}, "ceiling"),
+    ):
+        assert words in sft_then_grpo.control_failed(fair | change)

@@ -14,8 +14,10 @@ import anyio
 import psutil
 import pytest
 from mcp import Client
+from rich.console import Console
 from toprope_server.cli.demo import server_parameters
 
+from benchmarks.hosted import tinker
 from tests.support.run_engines import TINKER_BEFORE
 from tests.training.hosted.tinker_stand_in import KEY, TinkerStandIn
 from toprope.records.run.folder import RunFolder
@@ -70,6 +72,23 @@ def test_run_at_a_service_learns_and_survives_a_kill(tmp_path: Path, tiny_policy
     assert "answers" in answers
     leaked = [path for path in home.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
     assert leaked == []
+
+
+def test_slice_of_the_tinker_benchmark_resumes_a_killed_run(tmp_path: Path, tiny_policy: Path, monkeypatch) -> None:
+    if not (TINKER_BEFORE / "tinker").is_dir():
+        pytest.skip(f"tinker is not in {TINKER_BEFORE}; make test-engines puts it there")
+    monkeypatch.setattr(tinker, "KEY", KEY)
+    served = TinkerStandIn(260, str(tiny_policy))
+    try:
+        run = anyio.run(tinker._run, tmp_path / "home", served.url, tiny_policy, 36, Console(stderr=True))
+    finally:
+        served.close()
+    assert run["restarts"] == 1 and run["resumed_steps_off"] == 0
+    assert run["keys_found"] and run["leaked_keys"] == 0
+    assert [row["step"] for row in run["rows"]] == list(range(1, 37))
+    # The search finds a key that lies elsewhere, too.
+    (tmp_path / "home" / "runs" / "note.txt").write_text(f"key {KEY}")
+    assert len(tinker.files_with_key(tmp_path / "home")) == 2
 
 
 async def _train_and_ask(variables: dict[str, str], policy: Path, home: Path) -> tuple[str, str]:
