@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -71,6 +72,7 @@ class Harbor(ToolEnvironment):
         self._ready: dict[str, TaskFolder] = {}
         self._contained: set[str] = set()
         refused: list[str] = []
+        absent: list[str] = []
         self._engine, no_engine = "", ""
         no_wall = _without_wall()
         for one in wanted:
@@ -88,6 +90,7 @@ class Harbor(ToolEnvironment):
                     problem = ""
             if problem:
                 refused.append(f"{one.name}: {problem}")
+                absent += [] if one.image().problem else one.absent(one.image())
             else:
                 self._ready[one.name] = one
         if not self._ready:
@@ -101,6 +104,8 @@ class Harbor(ToolEnvironment):
         if refused:
             print(f"{len(refused)} of {len(wanted)} tasks are left out. {no_engine}", file=sys.stderr)
             print("\n".join(refused[: 4 * _SHOWN]), file=sys.stderr)
+            if usual := [f"{name} ({count})" for name, count in Counter(absent).most_common(4 * _SHOWN)]:
+                print(f"Packages of Debian that they lack, with numbers of tasks: {', '.join(usual)}", file=sys.stderr)
 
     def tasks(self) -> Iterator[Task]:
         for one in self._ready.values():

@@ -112,6 +112,11 @@ class Verifiers(OwnLoop):
             raise InvalidRequest(
                 f"{type(first).__name__} needs a container, but environments run without: choose another taskset."
             )
+        if any(getattr(type(first), name, None) for name in ("tools", "tool_servers")):
+            raise InvalidRequest(
+                f"{type(first).__name__} names its tools as before verifiers 0.4, which reads them from `toolsets()`: "
+                "it would be played without them. Choose a later version of the package."
+            )
         self.parts = self._parts(first)
         learning = asyncio.run(_learning(self._env))
         self._seats = learning if len(learning) > 1 else ()

@@ -382,6 +382,17 @@ def test_packages_of_node_need_a_container(tmp_path: Path) -> None:
         assert ("packages of Node" in one(folder).missing(one(folder).image())) == needed, command
 
 
+@pytest.mark.parametrize(
+    ("said", "port"),
+    [("get('http://localhost:5000/x')", "5000"), ("connect(('127.0.0.1', 80))", "80"), ("open('localhost.txt')", "")],
+)
+def test_tests_that_use_a_port_need_a_container(tmp_path: Path, said: str, port: str) -> None:
+    """A server of one rollout would pass the tests of another."""
+    folder = first_format(tmp_path, "task")
+    (folder / "tests" / "test_more.py").write_text(f"x = 1  # {said}\n")
+    assert (f"use the port {port}" in one(folder).missing(one(folder).image())) == bool(port)
+
+
 def test_optional_imports_and_sizes_are_read(tmp_path: Path) -> None:
     folder = first_format(tmp_path, "task")
     (folder / "tests" / "test_more.py").write_text("try:\n    import no_such_thing\nexcept ImportError:\n    pass\n")

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel, field_validator
 
 from tests.sdk.adapters.conftest import asked_of
-from tests.sdk.adapters.verifiers.conftest import Asking, Env, Spec, Strict, episode, reward, sample, trace
+from tests.sdk.adapters.verifiers.conftest import Asking, Env, First, Spec, Strict, episode, reward, sample, trace
 from toprope.sdk.adapters import verifiers
 from toprope.sdk.adapters._verifiers.harness import HARNESS
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session, sample_group
@@ -311,3 +311,12 @@ def test_verifiers_refuses_tool_server_that_is_not_a_program(
         open_taskset(tools=[server])
     file.write_text('if __name__ == "__main__":\n    Lookup.run()\n')
     open_taskset(tools=[server])
+
+
+def test_a_taskset_whose_tools_this_version_does_not_read_is_refused(
+    open_taskset: Callable[..., OwnLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier tasksets named their tools in a class, which would now be left out without a word."""
+    monkeypatch.setattr(First, "tools", (print,), raising=False)
+    with pytest.raises(InvalidRequest, match=r"First names its tools as before verifiers 0\.4"):
+        open_taskset()

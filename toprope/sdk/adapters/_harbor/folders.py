@@ -8,11 +8,9 @@ Terminal-Bench's first format has `task.yaml`, `Dockerfile`, `run-tests.sh`, who
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import posixpath
 import re
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.sdk.adapters._harbor.packages import asked_for, is_here, is_installed, words_of
+from toprope.sdk.adapters._harbor.task_yaml import beyond_one_image, scalars_of
 from toprope.sdk.errors import LoadError
 
 __all__ = ["PYTEST_FILES", "Image", "TaskFolder", "Verifier", "holds_task", "task_folders", "told"]
@@ -38,6 +37,7 @@ _WORKDIR = "/app"
 _LONGEST = 8000
 """Characters of a command's output that the policy sees."""
 _COMPOUND = re.compile(r"\s*(?:if|for|while|until|case|then|else|do|[{(])(?=\s|$)|\s*\(")
+_PORT = re.compile(r"(?:localhost|127\.0\.0\.1)(?::|['\"], *)(\d{2,5})\b")
 _NODE = re.compile(
     r"(?:sudo\s+)?(?:(?:npm|pnpm|yarn)\s+(?:install|i|ci|add)\b(?!.*\s(?:-g|--global)(?:\s|$))|yarn\s*$)"
 )
@@ -114,7 +114,7 @@ class TaskFolder:
         """The reason that its docker-compose.yaml needs more than its image; empty if it does not."""
         names = ("docker-compose.yaml",) if self.rewards else ("docker-compose.yaml", "docker-compose.yml")
         files = (self.context / name for name in names)  # Harbor reads one of them; the other is a task's content
-        return next((_composed(file.read_text("utf-8", "replace")) for file in files if file.is_file()), "")
+        return next((beyond_one_image(file.read_text("utf-8", "replace")) for file in files if file.is_file()), "")
 
     @property
     def plugins(self) -> list[str]:
@@ -139,15 +139,20 @@ class TaskFolder:
             return Image()
         return _read_dockerfile(file.read_text("utf-8", "replace"))
 
+    def absent(self, image: Image) -> list[str]:
+        """The packages of Debian that its image installs and this machine lacks."""
+        return [one for one in image.installs if not is_installed(one)]
+
     def missing(self, image: Image) -> str:
         """The reason that this machine cannot run the task in a process; empty if it can."""
         if image.problem:
             return image.problem
-        absent = [one for one in image.installs if not is_installed(one)]
-        if absent:
+        if absent := self.absent(image):
             return f"its image installs {', '.join(absent[:5])}, which this machine lacks"
         if needed := [one for one in image.downloads if not _OF_INSTALLERS.search(one)]:
             return f"its image downloads {needed[0][:120]}, which only a container does"
+        if port := _port_in(self.path / "tests"):
+            return f"its tests use the port {port} of this machine, which rollouts would share"
         files = self.context.rglob("*")
         own = {file.name.partition(".")[0] for file in files if file.suffix in (".py", ".pyx", ".so") or file.is_dir()}
         own |= _modules(self.instruction)  # the policy is to write them
@@ -229,7 +234,7 @@ def _task(folder: Path) -> TaskFolder | None:
             is_built = (folder / "environment" / "Dockerfile").is_file()
             task = _on(task, {**machine, "docker_image": ""} if is_built else machine)
             return replace(task, verifier=_verifier(task, verifier, settings.get("artifacts") or []))
-        said = _simple_yaml((folder / "task.yaml").read_text("utf-8"))
+        said = scalars_of((folder / "task.yaml").read_text("utf-8"))
         solution = folder / "solution.sh"
         return TaskFolder(
             folder,
@@ -271,48 +276,6 @@ def _verifier(task: TaskFolder, said: dict[str, Any], artifacts: list[Any]) -> V
         tuple((str(one["source"]).rstrip("/"), tuple(map(str, one.get("exclude") or ()))) for one in files),
         tuple(str(one["command"]) for one in said.get("collect") or ()),
     )
-
-
-def _composed(text: str) -> str:
-    """The reason that a docker-compose.yaml needs more than one image; empty if it only names that.
-
-    Terminal-Bench has such a file in every task: one service that waits, with folders for logs.
-    """
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-    begin = next((place for place, line in enumerate(lines, 1) if line.startswith("services:")), len(lines))
-    inside = list(itertools.takewhile(lambda line: line[0] in " \t-", lines[begin:]))
-    indents = [len(line) - len(line.lstrip()) for line in inside]
-    if sum(one == min(indents) for one in indents) > 1:
-        return "it runs several services (docker-compose)"
-    mounted = next((found[1] for line in inside if (found := re.match(r"\s*- *['\"]?([./~][^:]*):", line))), "")
-    return f"its docker-compose.yaml mounts {mounted}" if mounted else ""
-
-
-def _simple_yaml(text: str) -> dict[str, str]:
-    """The top-level scalars of a YAML file, of every style: all that a task.yaml needs here."""
-    found: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if named := re.match(r"^([A-Za-z_]\w*):\s*(.*)$", line):
-            found[named[1]] = lines = [named[2].strip()]
-        elif found and not line.startswith("#"):
-            lines.append(line)
-    return {key: _scalar(*lines) for key, lines in found.items()}
-
-
-def _scalar(first: str, *more: str) -> str:
-    if re.fullmatch(r"[|>][+-]?\d*", first):
-        return _dedented(list(more))
-    folded = re.sub(r"\\\n", "", "\n".join([first, *map(str.strip, more)]).strip())
-    folded = re.sub(r"\n+", lambda ends: "\n" * (len(ends[0]) - 1) or " ", folded)
-    if folded[:1] == '"':
-        with contextlib.suppress(ValueError):
-            return str(json.JSONDecoder(strict=False).raw_decode(folded)[0])
-    return folded[1:-1].replace("''", "'") if folded[:1] == "'" else folded.strip('"')
-
-
-def _dedented(lines: list[str]) -> str:
-    indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-    return "\n".join(line[indent:] for line in lines).strip("\n")
 
 
 def _read_dockerfile(text: str) -> Image:
@@ -426,6 +389,14 @@ def _catches_import(node: ast.Try) -> bool:
     names = {one.id for handler in node.handlers if handler.type is not None
              for one in ast.walk(handler.type) if isinstance(one, ast.Name)}  # fmt: skip
     return not names.isdisjoint({"ImportError", "ModuleNotFoundError", "Exception"})
+
+
+def _port_in(tests: Path) -> str:
+    """Return a port of the local machine that the tests name; empty without one."""
+    for file in [*tests.glob("*.py"), *tests.glob("*.sh")]:
+        if found := _PORT.search(file.read_text("utf-8", "replace")):
+            return found[1]
+    return ""
 
 
 def _imports(tests: Path) -> list[str]:

@@ -1,0 +1,52 @@
+"""Read `task.yaml` and `docker-compose.yaml` of Terminal-Bench's first format, also in interpreters without YAML."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+
+__all__ = ["beyond_one_image", "scalars_of"]
+
+
+def scalars_of(text: str) -> dict[str, str]:
+    """The top-level scalars of a YAML file, of every style: all that a task.yaml needs here."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if named := re.match(r"^([A-Za-z_]\w*):\s*(.*)$", line):
+            found[named[1]] = lines = [named[2].strip()]
+        elif found and not line.startswith("#"):
+            lines.append(line)
+    return {key: _scalar(*lines) for key, lines in found.items()}
+
+
+def _scalar(first: str, *more: str) -> str:
+    if re.fullmatch(r"[|>][+-]?\d*", first):
+        return _dedented(list(more))
+    folded = re.sub(r"\\\n", "", "\n".join([first, *map(str.strip, more)]).strip())
+    folded = re.sub(r"\n+", lambda ends: "\n" * (len(ends[0]) - 1) or " ", folded)
+    if folded[:1] == '"':
+        with contextlib.suppress(ValueError):
+            return str(json.JSONDecoder(strict=False).raw_decode(folded)[0])
+    return folded[1:-1].replace("''", "'") if folded[:1] == "'" else folded.strip('"')
+
+
+def _dedented(lines: list[str]) -> str:
+    indent = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    return "\n".join(line[indent:] for line in lines).strip("\n")
+
+
+def beyond_one_image(text: str) -> str:
+    """The reason that a docker-compose.yaml needs more than one image; empty if it only names that.
+
+    Terminal-Bench has such a file in every task: one service that waits, with folders for logs.
+    """
+    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    begin = next((place for place, line in enumerate(lines, 1) if line.startswith("services:")), len(lines))
+    inside = list(itertools.takewhile(lambda line: line[0] in " \t-", lines[begin:]))
+    indents = [len(line) - len(line.lstrip()) for line in inside]
+    if sum(one == min(indents) for one in indents) > 1:
+        return "it runs several services (docker-compose)"
+    mounted = next((found[1] for line in inside if (found := re.match(r"\s*- *['\"]?([./~][^:]*):", line))), "")
+    return f"its docker-compose.yaml mounts {mounted}" if mounted else ""
