@@ -65,7 +65,7 @@ class F(t.OwnLoop): pass
     )
     names = [("first", 1), ("mine_b", None), ("mine_c", 1), ("mine_d", 1), ("mine_f", 1)]
     assert [(each.name, each.max_turns) for each in found] == names
-    assert [each.decides_turns for each in found] == [False, False, False, True, True]
+    assert [each.decides_turns for each in found] == [True, False, True, True, True]
     assert found_in(tmp_path, SETS)[0].decides_turns
 
 

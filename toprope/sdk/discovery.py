@@ -38,8 +38,6 @@ _METADATA = re.compile(r"^# /// script$(?P<block>(?:\n#(?: .*)?)*?)\n# ///$", re
 _NEEDS_TRL = re.compile(r"^(?:from|import)[ \t]+(?:trl\.|(?:torch|transformers|accelerate)\b)", re.MULTILINE)
 """Imports of TRL's rewards and of what comes with it; indented ones are those of a main function that trains."""
 _BASES = ("Environment", "OwnLoop")
-_OF_SEVERAL_TURNS = {"OwnLoop", "ToolEnvironment"}
-"""Bases whose environments decide on their turns when they are opened."""
 _LARGEST = 4 << 20
 """Largest file in bytes: nobody writes more by hand, and its syntax tree takes a hundred times as much memory."""
 EARLIER = "earlier"
@@ -220,9 +218,10 @@ def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
     if is_named_by_file:
         name = file.stem if alone else f"{file.stem}_{node.name.lower()}"
     max_turns = literal(assigned.get("max_turns")) if "max_turns" in assigned else 1
-    names = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-    stored = (one for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
-    decides = bool(names & _OF_SEVERAL_TURNS) or any(one.attr == "max_turns" for one in stored)
+    is_plain = all(ast.unparse(base).rpartition(".")[2] == "Environment" for base in node.bases)
+    stored = (one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store))
+    methods = (one.name for one in node.body if isinstance(one, ast.FunctionDef))
+    decides = not is_plain or "max_turns" in (*stored, *methods)
     tags = literal(assigned.get("tags"))
     problem = ""
     if NAME.fullmatch(name) is None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toprope.sdk.adapters._harbor.container import Container, engine
-from toprope.sdk.adapters._harbor.folders import TaskFolder, holds_task, task_folders
+from toprope.sdk.adapters._harbor.folders import Image, TaskFolder, holds_task, task_folders
 from toprope.sdk.adapters._harbor.sandbox import Sandbox, require_wall
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.authoring.environment import Messages, Part, Task
@@ -76,9 +76,10 @@ class Harbor(ToolEnvironment):
         self._engine, no_engine = "", ""
         no_wall = _without_wall()
         for one in wanted:
-            problem = one.missing(one.image()) or no_wall
-            if self.knobs.container == "always":
-                problem = "all tasks run in containers"
+            image = Image() if self.knobs.container == "always" else one.image()
+            problem = "all tasks run in containers"
+            if self.knobs.container != "always":
+                problem = one.missing(image) or no_wall
             if problem and self.knobs.container != "never" and not one.beyond_image:
                 if not self._engine and not no_engine:
                     try:
@@ -90,7 +91,7 @@ class Harbor(ToolEnvironment):
                     problem = ""
             if problem:
                 refused.append(f"{one.name}: {problem}")
-                absent += [] if one.image().problem else one.absent(one.image())
+                absent += one.absent(image)
             else:
                 self._ready[one.name] = one
         if not self._ready:
@@ -159,7 +160,8 @@ class Harbor(ToolEnvironment):
             if text is not None:
                 given = json.loads(text)
                 values = given if isinstance(given, dict) else {"reward": given}
-                found = values.get("reward", sum(map(float, values.values())) / max(1, len(values)))
+                mean = sum(map(float, values.values())) / max(1, len(values)) if "reward" not in values else 0.0
+                found = values.get("reward", mean)
             elif (text := self._sandbox.read("/logs/verifier/reward.txt")) is not None:
                 found = float(text)
         except (ValueError, TypeError):
@@ -185,11 +187,9 @@ def folder_requirements(folder: Path) -> tuple[str, ...]:
     the Dockerfiles install; nothing if it holds no tasks."""
     if not in_folder(folder):
         return ()
-    asked = []
+    asked: list[set[str]] = []
     with suppress(LoadError):  # it is told where the tasks are opened
-        for one in task_folders(folder):
-            with suppress(ValueError):
-                asked.append({name.lower() for name in one.image().modules})
+        asked = [{name.lower() for name in one.image().modules} for one in task_folders(folder)]
     usual = sorted(name for name in set().union(*asked) if 2 * sum(name in some for some in asked) >= len(asked))
     return "pytest", *(name for name in usual if name not in ("pytest", *_LARGE))
 

@@ -6,6 +6,7 @@ entry is written. Unreferenced environments are deleted at the next change, exce
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import threading
@@ -118,8 +119,9 @@ class Interpreters:
         checkout = self._clone(target, name, progress) if target.kind == "git" else None
         try:
             if checkout is not None:
-                target = _within(target, checkout, self._adapters())
-            target = replace(target, name=name)
+                target = _within(target, checkout)
+            asked = (*target.requirements, *self._of_folder(target))
+            target = replace(target, name=name, requirements=tuple(dict.fromkeys(asked)))
             if target.requirements:
                 theirs = ecosystem_requirements(target, self._adapters())
                 target = replace(target, requirements=(*target.requirements, *self._more(target.path), *theirs))
@@ -303,10 +305,24 @@ class Interpreters:
             return target, self.place(order, target, progress, given_up)
         except EnvironmentFailed as failed:
             apart = without_build(target, failed.message)
+            said = "the project cannot be built: its files are run, with what it requires"
+            if apart is None and (theirs := self._of_folder(target)):
+                kept = tuple(line for line in target.requirements if line not in theirs)
+                apart = replace(target, requirements=kept)
+                said = f"added without what tests of its tasks may need, which is not installed: {', '.join(theirs)}"
             if apart is None:
                 raise
-            progress("the project cannot be built: its files are run, with what it requires")
+            progress(said)
             return apart, self.place(order, apart, progress, given_up)
+
+    def _of_folder(self, target: Target) -> list[str]:
+        """Return what adapters require for the environments that a folder as a whole is."""
+        found: list[str] = []
+        if target.kind in ("folder", "git") and target.path is not None and target.path.is_dir():
+            for adapter in self._adapters():
+                with contextlib.suppress(Exception):  # as in `_more`
+                    found += adapter.folder_requirements(target.path)
+        return found
 
     def _of_store(self, added: Added, digest: str, *, shared: bool) -> Outcome:
         python = self.store.python(digest)
@@ -378,13 +394,11 @@ def _older(path: Path, seconds: float) -> bool:
         return False
 
 
-def _within(target: Target, checkout: Path, adapters: Sequence[Adapter]) -> Target:
+def _within(target: Target, checkout: Path) -> Target:
     """Return the requirements of a checkout: the project itself if it is installable, and its requirements file."""
     if is_project(checkout):
         return replace(target, requirements=(str(checkout),), path=checkout)
-    theirs = (line for one in adapters for line in one.folder_requirements(checkout))
-    own = target_of(str(checkout), ()).requirements
-    return replace(target, requirements=tuple(dict.fromkeys((*own, *theirs))), path=checkout)
+    return replace(target, requirements=target_of(str(checkout), ()).requirements, path=checkout)
 
 
 def _brought(added: Added, python: str, target: Target, requirements: Sequence[str]) -> Added:

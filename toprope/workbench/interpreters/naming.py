@@ -197,8 +197,6 @@ def _path(given: str, path: Path, adapters: Sequence[Adapter]) -> Target:
     listed = (path.parent if path.is_file() else path) / "requirements.txt"
     if not own and listed.is_file():
         own = tuple(_lines(listed, adapters))
-    if path.is_dir():
-        own += tuple(line for one in adapters for line in one.folder_requirements(path) if line not in own)
     return Target("folder", str(path), name, own, path=path)
 
 

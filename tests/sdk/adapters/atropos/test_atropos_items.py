@@ -23,14 +23,14 @@ def test_items_are_the_same_in_every_process(collects: Callable[..., OwnLoop]) -
         pass
 
     async def drawn(self: Any) -> Any:
-        return {"question": "Guess.", "number": random.random(), "made": Drawn(), "id": uuid.uuid4().hex}
+        return {"question": "Guess.", "number": random.randrange(3), "made": Drawn(), "id": uuid.uuid4().hex}
 
     keys = []
     for _ in range(2):
         random.seed()
         tasks = collects({"items": 30}, get_next_item=drawn).tasks()
         keys.append([task.key for task in tasks])
-    assert keys[0] == keys[1] and len({*keys[0]}) == 30
+    assert keys[0] == keys[1] and len({*keys[0]}) == 30, "items that differ by identities alone are tasks of their own"
 
 
 def test_environment_that_ends_its_program_says_so(collects: Callable[..., OwnLoop]) -> None:
@@ -39,6 +39,20 @@ def test_environment_that_ends_its_program_says_so(collects: Callable[..., OwnLo
 
     with pytest.raises(EnvironmentMistake, match="ended its program: no wallet"):
         collects(setup=ended)
+
+
+def test_a_trajectory_that_ends_the_program_fails_alone(collects: Callable[..., OwnLoop]) -> None:
+    async def ended(self: Any, item: Any) -> Any:
+        sys.exit("no more")
+
+    async def gathered(self: Any, item: Any) -> Any:
+        await asyncio.gather(*(self.collect_trajectory(item) for _ in range(3)))
+
+    environment = collects(collect_trajectory=ended, collect_trajectories=gathered)
+    [task] = environment.tasks()
+    for _ in range(2):
+        found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m", timeout_s=20)] * 3))
+        assert "ended its program: no more" in str(found[0])
 
 
 def test_scores_without_tokens_are_of_another_version(collects: Callable[..., OwnLoop]) -> None:

@@ -200,6 +200,7 @@ def test_tasks_that_need_a_container_are_left_out_and_refused(tasks: Path) -> No
 def test_reward_files_are_read_strictly(tmp_path: Path) -> None:
     rewards = {
         "half": ('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json', 0.5),
+        "noted": ('echo \'{"reward": 0.75, "note": "ok"}\' > /logs/verifier/reward.json', 0.75),
         "named": ('echo \'{"reward": 0.25, "b": 0}\' > /logs/verifier/reward.json', 0.25),
         "none": ("true", "wrote no reward"),
         "words": ("echo good > /logs/verifier/reward.txt", "not a number"),
@@ -237,17 +238,29 @@ def test_nothing_runs_without_a_wall(tasks: Path, monkeypatch: pytest.MonkeyPatc
     environment = harbor.make(str(tasks))
     environment.knobs = harbor.Harbor.Knobs()
     real = Path.read_text
+    walled = "NoNewPrivs:\t1\nSeccomp:\t2\n"
+    told = {"status": walled}
 
     def without(self: Path, *given: Any) -> str:
-        return "Seccomp:\t0\n" if self == Path("/proc/self/status") else real(self, *given)
+        return told["status"] if self == Path("/proc/self/status") else real(self, *given)
 
-    monkeypatch.setattr(Path, "read_text", without)
-    with pytest.raises(LoadError, match=r"None of 12 tasks.*No wall around the worker"):
-        environment.setup()
-    monkeypatch.undo()
-    monkeypatch.setattr("toprope.sdk.adapters._harbor.sandbox.landlock_abi", lambda: 0)
-    with pytest.raises(LoadError, match="No wall around the worker"):
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", without)
+        patched.setattr("toprope.sdk.adapters._harbor.sandbox.hide_memory", lambda: None)
+        patched.setattr("toprope.sdk.adapters._harbor.sandbox.landlock_abi", lambda: 1)
+        patched.setenv("TOPROPE_WALLED", "1")
         require_wall()
+        for told["status"] in ("NoNewPrivs:\t1\nSeccomp:\t0\n", "NoNewPrivs:\t0\nSeccomp:\t2\n"):
+            with pytest.raises(LoadError, match=r"None of 12 tasks.*No wall around the worker"):
+                environment.setup()
+        told["status"] = walled
+        patched.setattr("toprope.sdk.adapters._harbor.sandbox.landlock_abi", lambda: 0)
+        with pytest.raises(LoadError, match="No wall around the worker"):
+            require_wall()
+        patched.setattr("toprope.sdk.adapters._harbor.sandbox.landlock_abi", lambda: 1)
+        patched.delenv("TOPROPE_WALLED")
+        with pytest.raises(LoadError, match="No wall around the worker"):
+            require_wall()
     with pytest.raises(LoadError, match="is not a folder"):
         harbor.make("/no/such/folder")
 
@@ -260,9 +273,8 @@ def test_folders_and_paths_of_a_dockerfile_s_steps_are_the_task_s(tmp_path: Path
     [task] = task_folders(path)
     machine = Sandbox(task, task.image())
     assert machine.run("echo done > /output/report.txt; ls /output; own", 10.0).split() == ["report.txt", "ours"]
-    said = machine.run("echo -I/workspace/x file:///workspace ${NONE:-/data/y} $HOME'{}'/data '*/tests/*'", 10.0)
-    assert said.split()[:3] == ["-I/workspace/x", "file:///workspace", "/data/y"]
-    assert machine._moved("cc -I/workspace") == f"cc -I{machine._root}/workspace"
+    for text in ("cc -I{}/workspace", "file://{}/workspace", "sqlite:///{}/data", "${{NONE:-{}/data}}"):
+        assert machine._moved(text.format("")) == text.format(machine._root)
     assert machine._moved("${A}/data */tests/*") == "${A}/data */tests/*"
     assert machine.verify()[0] == 0
     machine.close()
@@ -289,7 +301,7 @@ def test_a_task_takes_no_files_from_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "folders"),
     [
-        ("mkdir -p /data /output && echo a > /made/b", ["made", "data", "output"]),
+        ("mkdir -p /data \"/output\" && echo a > '/made/b'", ["made", "data", "output"]),
         ("sed -i 's/ /_/g' /app/x && sed -i '/debug/d' x", []),
         ('cat <<EOF > /srv1/server.py\n@app.route("/api/items")\nmkdir /no\nEOF', ["srv1"]),
         ("curl -o /got http://localhost/api; git clone x /code.", ["code"]),
@@ -321,10 +333,11 @@ def test_tests_know_their_own_name_and_no_program_of_the_policy(tmp_path: Path) 
     machine.close()
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may remove and move all of it")
 def test_what_the_policy_left_is_no_error_of_the_tests(tmp_path: Path) -> None:
     [task] = task_folders(written(tmp_path, "shop", test="exit 3\n"))
     machine = Sandbox(task, task.image())
-    machine.run("mkdir -p ~/../setup.py/x && touch ~/../setup.py/x/f && chmod 500 ~/../setup.py/x", 10.0)
+    machine.run("mkdir -p ~/../setup.py/x && touch ~/../setup.py/x/f && chmod 500 ~/../setup.py/x ~/../data", 10.0)
     assert machine.verify()[0] == 3
     machine.close()
 

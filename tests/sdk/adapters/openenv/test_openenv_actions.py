@@ -119,5 +119,9 @@ def test_fixed_fields_and_those_that_are_not_asked_are_not_the_policy_s() -> Non
 def test_an_action_s_own_fields_come_before_its_alternatives() -> None:
     schema = {"properties": {"a": TEXT, "b": TEXT}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
     assert Form.of(schema).read('{"b": "1"}') == {"b": "1"}
+    either = {**UNION, "properties": {"metadata": {}, "why": TEXT}, "required": ["why"]}
+    form = Form.of(either)
+    assert {"kind", "text", "by", "why"} <= form.fields.keys()
+    assert [name for name, one in form.fields.items() if one.required] == ["kind", "why"]
     body = {"anyOf": [{"$ref": "#/$defs/Body"}, {"type": "null"}], "$defs": {"Body": SEVERAL}}
     assert "anyOf" not in merged(body, body["$defs"]) and list(Form.of(body).fields) == ["kind", "x"]

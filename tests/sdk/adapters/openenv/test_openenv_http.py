@@ -295,7 +295,7 @@ def test_server_with_one_episode_at_a_time_gets_company_when_it_is_busy(tmp_path
         time.sleep(0.05)
     assert len(servers) == 2, "one is started at a time"
     assert [one.reward for one in sample(environment, task, "1", 6)] == [1.0] * 6
-    while not environment._servers._may_grow and len(servers) < 4:
+    while not environment._servers._may_grow and len(servers) < 4 and time.monotonic() < deadline + 20:
         time.sleep(0.05)
     for one in servers:
         one.close()

@@ -137,7 +137,10 @@ class TaskFolder:
         file = self.context / "Dockerfile"
         if not file.is_file():
             return Image()
-        return _read_dockerfile(file.read_text("utf-8", "replace"))
+        try:
+            return _read_dockerfile(file.read_text("utf-8", "replace"))
+        except ValueError as error:  # of a shell's quotes, which docker may read in another way
+            return Image(problem=f"its Dockerfile is not understood here ({error})")
 
     def absent(self, image: Image) -> list[str]:
         """The packages of Debian that its image installs and this machine lacks."""

@@ -39,6 +39,7 @@ KEPT_VARIABLES = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
 """Variables of the worker that the policy's commands get; the rest may be keys of the owner."""
 _SYSTEM = ("/etc", "/opt", "/srv", "/var", "/mnt", "/usr", "/bin", "/")
 _OUTER = ("dev", "proc", "sys", "run", "sbin", "lib", "lib64", "boot")
+_QUOTED_PATH = re.compile(r"[\"'](/[\w./-]+)[\"']")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _WRITTEN = re.compile(r">\s*/([\w-][\w.-]*)")
 _MAKES = re.compile(r"(?:mkdir|touch|cp|mv|ln|tee|install|chmod|chown|git clone|tar)\s")
@@ -75,7 +76,7 @@ def require_wall() -> None:
     walled = re.search(r"^NoNewPrivs:\s*1$", status, re.MULTILINE) and re.search(
         r"^Seccomp:\s*2$", status, re.MULTILINE
     )
-    if not walled or not landlock_abi():
+    if not walled or not landlock_abi() or not os.environ.get("TOPROPE_WALLED"):
         raise LoadError(
             "No wall around the worker (Landlock and seccomp of Linux) keeps rollouts apart here, and the policy's "
             "commands are not run without one. Use a kernel with Landlock (`toprope doctor` tells); an owner who let "
@@ -209,7 +210,7 @@ class Sandbox:
         for one in left.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if one.name not in PYTEST_FILES:
-                    one.rename(self._root / one.name)
+                    _rename(one, self._root / one.name)
         shutil.rmtree(left, ignore_errors=True)  # a process that hid may add to it meanwhile
 
     def read(self, path: str) -> str | None:
@@ -316,6 +317,21 @@ class Sandbox:
         target.chmod(source.stat().st_mode & 0o777 | 0o600)
 
 
+def _rename(one: Path, place: Path) -> None:
+    """Move a file or folder to another folder, which needs the right to write to a folder that is moved."""
+    try:
+        one.rename(place)
+    except PermissionError:
+        folder = os.open(one, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            mode = os.fstat(folder).st_mode & 0o777
+            os.fchmod(folder, 0o700)
+            one.rename(place)
+            os.fchmod(folder, mode)
+        finally:
+            os.close(folder)
+
+
 def _removed(*folders: Path) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -323,7 +339,8 @@ def _removed(*folders: Path) -> None:
 
 def _made_by(command: str) -> Iterator[str]:
     """Yield the first folders of the paths that a step of a Dockerfile makes or writes to."""
-    plain = _QUOTED.sub(" ", command.partition("\n")[0] if "<<" in command else command)
+    plain = _QUOTED_PATH.sub(r"\1", command.partition("\n")[0] if "<<" in command else command)
+    plain = _QUOTED.sub(" ", plain)
     yield from (name.rstrip(".") for name in _WRITTEN.findall(plain))
     for one in re.split(r"&&|\|\|?|;", plain):
         if _MAKES.match(one.strip()):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.sdk.authoring.env_managed import Session
+from toprope.sdk.errors import EnvironmentMistake
 
 __all__ = ["GROUP", "Group", "Scores", "server_class"]
 
@@ -102,6 +103,8 @@ class Group:
             before = _PRESENT.set(rollout)
             try:
                 found = await collect(*given, **named)
+            except SystemExit as error:  # in a task of its own it would end the loop
+                raise EnvironmentMistake(f"the environment ended its program: {error}") from error
             finally:
                 _PRESENT.reset(before)
             item = found[0] if isinstance(found, tuple) and found else None

@@ -195,17 +195,18 @@ def merged(schema: Any, parts: Mapping[str, Any], depth: int = 0) -> dict[str, A
         return merged(parts.get(reference.rpartition("/")[2]), parts, depth + 1)
     several = [one for kind in _SEVERAL for one in schema.get(kind) or ()]
     own = {name: value for name, value in schema.items() if name not in _SEVERAL}
-    if not several or own.get("properties") and not schema.get("allOf"):
+    if not several:
         return own
     found = [one for each in several if (one := merged(each, parts, depth + 1)).get("type") != "null"]
-    objects = [one for one in (*found, own) if one.get("properties")]
+    others = [one for one in found if one.get("properties")]
+    objects = [*others, own] if own.get("properties") else others
     if len(objects) < 2:
         return {**own, **(objects or found or [{}])[0]}
     fields: dict[str, list[Any]] = {}
     for one in objects:
         for name, given in one["properties"].items():
             fields.setdefault(name, []).append(given)
-    required = set.intersection(*(set(one.get("required") or ()) for one in objects))
+    required = set.intersection(*(set(one.get("required") or ()) for one in others)) | set(own.get("required") or ())
     required |= {(schema.get("discriminator") or {}).get("propertyName")}
     if schema.get("allOf"):
         required = set().union(*(one.get("required") or () for one in objects))

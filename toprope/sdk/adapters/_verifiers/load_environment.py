@@ -184,7 +184,8 @@ class LoadedEnvironment(OwnLoop):
         names, weights = self._env.rubric._get_reward_func_names(), self._env.rubric._get_reward_weights()
         functions = {one.__name__: one for one in self._env.rubric._get_reward_funcs()}
         parts: dict[str, Part] = {}
-        self._routed = len(names) != len(weights) or len({*names}) < len(names)
+        weighted = [name for name, weight in zip(names, weights, strict=False) if weight]
+        self._routed = len(names) != len(weights) or any(names.count(name) > 1 for name in weighted)
         if (
             self._routed
         ):  # A group routes a task to the rubric of one of its environments, or two functions share a name.

@@ -34,11 +34,15 @@ def provide_older_names() -> None:
             types = importlib.import_module("verifiers.types")
             setattr(types, name, getattr(types, name, Any))
     if not hasattr(verifiers, "ToolRubric"):
-        # Its functions counted calls of tools; environments with tools count them themselves now.
-        def tool_rubric(tools: Any = None, **given: Any) -> Any:
-            return verifiers.Rubric(**given)
+        rubric: Any = verifiers.Rubric
 
-        verifiers.ToolRubric = tool_rubric
+        class ToolRubric(rubric):  # type: ignore[misc]
+            """Its functions counted calls of tools; environments with tools count them themselves now."""
+
+            def __init__(self, *given: Any, tools: Any = None, **named: Any) -> None:
+                super().__init__(*given, **named)
+
+        verifiers.ToolRubric = ToolRubric
     if (judges := getattr(verifiers, "JudgeRubric", None)) is not None:
         judges.judge = _lenient(judges.judge)
 

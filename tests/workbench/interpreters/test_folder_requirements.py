@@ -1,0 +1,48 @@
+"""What folders need that are environments as a whole, such as tasks with tests of their own."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from toprope.errors import EnvironmentFailed
+from toprope.settings.owner import Home
+from toprope.workbench.adapters import Adapter
+from toprope.workbench.interpreters.adding import Interpreters, Order
+from toprope.workbench.interpreters.naming import Target, target_of
+
+
+def made(home: Home, *needed: Sequence[str]) -> Interpreters:
+    """Interpreters whose adapters need these for every folder; one raises."""
+
+    def failing(folder: Path) -> list[str]:
+        raise PermissionError(folder)
+
+    asks = [failing, *((lambda folder, lines=lines: lines) for lines in needed)]
+    modules = [types.SimpleNamespace(folder_requirements=one) for one in asks]
+    adapters = [Adapter(f"a{n}", "", "", (), module=one) for n, one in enumerate(modules)]  # type: ignore[arg-type]
+    return Interpreters(home, lambda: adapters)
+
+
+def test_folder_of_tasks_is_added_without_what_cannot_be_installed(
+    home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, placed, said = made(home, ["pytest", "no-wheel"]), list[tuple[str, ...]](), list[str]()
+    target = target_of(str(tmp_path), ())
+    assert here._of_folder(target) == ["pytest", "no-wheel"], "an adapter that raises is left out"
+    target = Target("folder", str(tmp_path), "tasks", ("six", "pytest", "no-wheel"), path=tmp_path)
+
+    def place(order: Order, target: Target, *rest: object) -> str:
+        placed.append(target.requirements)
+        if "no-wheel" in target.requirements:
+            raise EnvironmentFailed("No solution found when resolving dependencies")
+        return "placed"
+
+    monkeypatch.setattr(here, "place", place)
+    assert here._placed(Order(str(tmp_path)), target, said.append, None)[1] == "placed"
+    assert placed == [("six", "pytest", "no-wheel"), ("six",)] and "pytest, no-wheel" in said[0]
+    with pytest.raises(EnvironmentFailed):
+        made(home)._placed(Order(str(tmp_path)), target, said.append, None)
