@@ -14,6 +14,7 @@ import asyncio
 import copy
 import dataclasses
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -30,7 +31,7 @@ from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
-from toprope.sdk.authoring.knobs import knob, settable
+from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
 from toprope.sdk.authoring.loading import find_above, import_root
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError, MissingKnobs
@@ -41,6 +42,7 @@ __all__ = ["PACKAGE", "REQUIREMENTS", "Atropos", "declared", "make"]
 REQUIREMENTS = ("torch==2.13.0", "atroposlib==0.4.*", "gymnasium<1.3")
 """Atropos is archived: its environments name games of Gymnasium that later versions refuse."""
 PACKAGE = "atroposlib"
+_CONFIG = "BaseEnvConfig"
 _LONGEST_ITEM = 4000
 _VARYING = re.compile(r" at 0x[0-9a-f]+|\b[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}\b", re.IGNORECASE)
 """What differs in each process: addresses of objects, and identities that an environment draws."""
@@ -256,7 +258,8 @@ def _knobs(cls: Any) -> tuple[Any, list[str], type]:
 
     The fields of Atropos itself concern its server and trainer; they are set by the knob `config`.
     """
-    config, _ = cls.config_init()
+    named = _named_config(cls)
+    config = cls.config_init()[0] if named is None else named.model_construct()
     theirs = set(_base_fields(type(config)))
     ours = {one.name for one in dataclasses.fields(AtroposKnobs)}
     fields: list[str] = []
@@ -265,13 +268,29 @@ def _knobs(cls: Any) -> tuple[Any, list[str], type]:
         if name in theirs or name in ours or not settable(field.annotation):
             continue
         fields.append(name)
-        made.append((name, field.annotation, knob(getattr(config, name), help=field.description or "")))
-    return config, fields, dataclasses.make_dataclass("Knobs", made, bases=(AtroposKnobs,))
+        value = REQUIRED if named is not None and field.is_required() else getattr(config, name)
+        made.append((name, field.annotation, knob(value, help=field.description or "")))
+    return config, fields, dataclasses.make_dataclass("Knobs", made, bases=(AtroposKnobs,), kw_only=True)
+
+
+def _named_config(cls: Any) -> Any:
+    """Return the configuration's class that only the type of the constructor's parameter names; None otherwise."""
+    from atroposlib.envs.base import BaseEnv
+
+    if any(
+        "config_init" in vars(one) or "env_config_cls" in vars(one) for one in cls.__mro__ if one not in BaseEnv.__mro__
+    ):
+        return None
+    try:
+        named = inspect.signature(cls.__init__, eval_str=True).parameters["config"].annotation
+    except (NameError, KeyError, TypeError, ValueError):
+        return None
+    return named if hasattr(named, "model_construct") and _base_fields(named) and named.__name__ != _CONFIG else None
 
 
 def _base_fields(kind: type) -> Sequence[str]:
     """Return the fields that a configuration has from Atropos."""
-    found = [one for one in kind.__mro__ if one.__name__ == "BaseEnvConfig" and one.__module__.startswith(PACKAGE)]
+    found = [one for one in kind.__mro__ if one.__name__ == _CONFIG and one.__module__.startswith(PACKAGE)]
     return list(found[0].model_fields) if found else []  # type: ignore[attr-defined]
 
 

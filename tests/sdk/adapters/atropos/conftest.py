@@ -66,7 +66,7 @@ def collects(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(atropos, "tokenizer_here", lambda name: name)
     server = type("APIServer", (), {"__init__": lambda self, config, reasoning_config: None})
     stand_in("openai")
-    stand_in("atroposlib.envs.base", APIServerConfig=Thing)
+    stand_in("atroposlib.envs.base", APIServerConfig=Thing, BaseEnv=Collects)
     stand_in("atroposlib.envs.server_handling.server_baseline", APIServer=server)
 
     def make(knobs: dict[str, Any] | None = None, **members: Any) -> OwnLoop:

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from pydantic import Field
 
 from tests.sdk.adapters.atropos.conftest import AtroposConfig, Collects
 from toprope.sdk.adapters import atropos
 from toprope.sdk.authoring.env_managed import OwnLoop, Session
-from toprope.sdk.errors import EnvironmentMistake
+from toprope.sdk.errors import EnvironmentMistake, MissingKnobs
 from toprope.sdk.rollouts import configure
 
 
@@ -65,6 +66,29 @@ def test_scores_without_tokens_are_of_another_version(collects: Callable[..., Ow
     [task] = environment.tasks()
     found = asyncio.run(environment.group(task, [Session("http://x/v1", "k", "m")] * 3))
     assert "without tokens and scores" in str(found[0])
+
+
+class BaseEnvConfig(AtroposConfig):
+    __module__ = "atroposlib.envs.base"
+
+
+class WordsConfig(BaseEnvConfig):
+    dataset: str = Field(..., description="name of a data set")
+    words: int = 3
+
+
+class Words(Collects):
+    def __init__(self, config: WordsConfig, servers: list[Any], slurm: bool, testing: bool) -> None:
+        super().__init__(config, servers, slurm, testing)
+
+
+def test_configuration_that_only_the_constructor_names_is_made_of_knobs(collects: Callable[..., OwnLoop]) -> None:
+    collects()
+    with pytest.raises(MissingKnobs, match=r"dataset \(str: name of a data set"):
+        configure(atropos.Atropos(Words, "words.py"))
+    environment = configure(atropos.Atropos(Words, "words.py"), knobs={"dataset": "sums"})
+    config = environment._env.config  # type: ignore[attr-defined]
+    assert isinstance(config, WordsConfig) and (config.dataset, config.words) == ("sums", 3)
 
 
 def test_environment_keeps_the_first_server_that_it_is_given(collects: Callable[..., OwnLoop]) -> None:
