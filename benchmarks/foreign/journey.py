@@ -109,8 +109,9 @@ class Result:
 
     @property
     def needs_key(self) -> bool:
-        """True if it was installed, reached no host and was given a placeholder for a key."""
-        return bool(self.refused_host and self.failed_at not in ("fetched", "listed") and keys_of([self.candidate]))
+        """True if it was installed, did not reach a service and was given a placeholder for a key. The Hub has data."""
+        is_service = self.refused_host not in ("", "huggingface.co")
+        return is_service and self.failed_at not in ("fetched", "listed") and bool(keys_of([self.candidate]))
 
     @property
     def unfetched(self) -> bool:

@@ -143,6 +143,11 @@ def test_environments_with_keys_are_not_left_out(tmp_path):
     assert found["by_ecosystem"]["trl"]["needs_key"] == 1 and not keyed.record()["left_out"]
     keyed.reached, keyed.failed_at = [], "listed"  # no key takes part in an installation
     assert not keyed.needs_key and keyed.left_out
+    keyed.failed_at, keyed.error = (
+        "described",
+        "«Couldn't reach 'a/b' on the Hub; huggingface.co could not be reached».",
+    )
+    assert not keyed.needs_key and keyed.left_out, "the key is that of another service"
 
 
 def test_failed_submodule_is_no_failed_listing(tmp_path, monkeypatch):
