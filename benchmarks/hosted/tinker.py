@@ -304,6 +304,7 @@ async def _run(home: Path, url: str, model: Path, steps: int, console: Console) 
 
 
 def files_with_key(folder: Path) -> list[Path]:
+    """Return the files below a folder that hold the key."""
     return [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 

@@ -41,15 +41,25 @@ from typing import Any, ClassVar
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
 from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
+from toprope.sdk.orchestration.dialogue import THINKING
 from toprope.sdk.orchestration.mcp_tools import McpServer
 from toprope.sdk.orchestration.tool_schema import signature_of
 from toprope.sdk.orchestration.tools import LONGEST_RESULT, Price, Tool, Toolbox
 
-__all__ = ["TOOL_PARTS", "Call", "Called", "Server", "ToolEnvironment", "calls_in", "tool", "tool_prompt"]
+__all__ = [
+    "TOOL_PARTS",
+    "Call",
+    "Called",
+    "Server",
+    "ToolEnvironment",
+    "calls_in",
+    "split_thoughts",
+    "tool",
+    "tool_prompt",
+]
 
 _MANY = 1e9
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|(?=<tool_call>)|$)", re.DOTALL)
-_THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
 _MARK = "_toprope_tool"
 
 TOOL_PARTS = {
@@ -146,10 +156,23 @@ class Called:
     failed: bool
 
 
+def split_thoughts(text: str) -> tuple[list[str], str]:
+    """Return the thoughts in an answer, and the rest, which is the answer as it is if it has no thoughts.
+
+    A chat template may have opened them, and an answer that was cut off may not close them.
+    """
+    before, closed, _ = text.partition("</think>")
+    whole = f"<think>{text}" if closed and "<think>" not in before else text
+    if not (found := THINKING.findall(whole)):
+        return [], text
+    thoughts = (one.removeprefix("<think>").removesuffix("</think>").strip() for one in found)
+    return [one for one in thoughts if one], THINKING.sub("", whole).strip()
+
+
 def calls_in(text: str) -> list[Call]:
     """The tool calls in an answer, in order, without those within <think>."""
     found = []
-    for match in _CALL.finditer(_THINKING.sub("", text)):
+    for match in _CALL.finditer(THINKING.sub("", text)):
         try:
             value = json.loads(match[1])
             name, arguments = value["name"], value.get("arguments", {})
@@ -250,7 +273,7 @@ class ToolEnvironment(Environment):
     @property
     def said(self) -> str:
         """The newest answer without thoughts and calls."""
-        return _CALL.sub("", _THINKING.sub("", self.answer)).strip()
+        return _CALL.sub("", THINKING.sub("", self.answer)).strip()
 
     @property
     def toolbox(self) -> Toolbox:

@@ -1,4 +1,4 @@
-"""What folders need that are environments as a whole, such as tasks with tests of their own."""
+"""Requirements of folders that are environments as a whole, such as tasks with tests of their own."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._servers.atropos import GROUP, Group, Scores, server_class
+from toprope.sdk.adapters._servers.atropos import GROUP, Group, Scores, server_class, without_exit
 from toprope.sdk.adapters._servers.atropos_files import declared
 from toprope.sdk.adapters._servers.atropos_tokenizer import BYTES_PER_TOKEN, templates_give_lists, tokenizer_here
 from toprope.sdk.adapters._shared.bounds import within
@@ -45,7 +45,7 @@ PACKAGE = "atroposlib"
 _CONFIG = "BaseEnvConfig"
 _LONGEST_ITEM = 4000
 _VARYING = re.compile(r" at 0x[0-9a-f]+|\b[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}\b", re.IGNORECASE)
-"""What differs in each process: addresses of objects, and identities that an environment draws."""
+"""Texts that differ in each process: addresses of objects, and identities that an environment draws."""
 _UNDECLARED = 1000.0
 
 
@@ -79,7 +79,6 @@ class Atropos(OwnLoop):
         self._cls = cls
         self._given, self._fields, self.Knobs = _knobs(cls)  # type: ignore[assignment]
         self._loop: _Loop | None = None
-        self._random = OwnRandom("tasks")
         self._env: Any = None
 
     def setup(self) -> None:
@@ -302,18 +301,10 @@ class _Loop:
         threading.Thread(target=self._loop.run_forever, daemon=True, name="atropos").start()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(_without_exit(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(without_exit(work), self._loop)
 
     def result(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.start(work).result()
-
-
-async def _without_exit(work: Coroutine[Any, Any, Any]) -> Any:
-    """Await work; an exit of the program would end the loop, and nobody would hear of it."""
-    try:
-        return await work
-    except SystemExit as error:
-        raise EnvironmentMistake(f"the environment ended its program: {error}") from error
 
 
 def make(target: str) -> Atropos:

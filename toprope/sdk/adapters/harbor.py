@@ -76,9 +76,10 @@ class Harbor(ToolEnvironment):
         self._engine, no_engine = "", ""
         no_wall = _without_wall()
         for one in wanted:
-            image = Image() if self.knobs.container == "always" else one.image()
-            problem = "all tasks run in containers"
-            if self.knobs.container != "always":
+            if self.knobs.container == "always":
+                image, problem = Image(), "all tasks run in containers"
+            else:
+                image = one.image()
                 problem = one.missing(image) or no_wall
             if problem and self.knobs.container != "never" and not one.beyond_image:
                 if not self._engine and not no_engine:
@@ -160,8 +161,8 @@ class Harbor(ToolEnvironment):
             if text is not None:
                 given = json.loads(text)
                 values = given if isinstance(given, dict) else {"reward": given}
-                mean = sum(map(float, values.values())) / max(1, len(values)) if "reward" not in values else 0.0
-                found = values.get("reward", mean)
+                named = "reward" in values
+                found = values["reward"] if named else sum(map(float, values.values())) / max(1, len(values))
             elif (text := self._sandbox.read("/logs/verifier/reward.txt")) is not None:
                 found = float(text)
         except (ValueError, TypeError):

@@ -12,7 +12,7 @@ The worker starts the server of a folder; servers by address are the owner's. Th
      "success": 1.0,                    reward from which a rollout counts as solved; the highest by default, or 1
      "shown": ["score"],                further numbers of `/verify`, recorded with each rollout
      "reference": "expected_answer",    column of the right answer, for people and checks
-     "max_turns": 10, "timeout_s": 60, "name": "...", "description": "..."}
+     "max_turns": 32, "timeout_s": 60, "name": "...", "description": "..."}
 
 A short form is an address with the rows: `http://127.0.0.1:8000#/path/train.jsonl`.
 

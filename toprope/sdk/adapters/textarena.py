@@ -107,9 +107,9 @@ class TextArena(Environment):
     def score(self) -> dict[str, float]:
         with self._luck:
             rewards, told = self._game.close()
-            given = None if not rewards else rewards.get(0)
+            given: Any = None if not rewards else rewards.get(0)
             is_outcome = isinstance(given, int | float)
-            if not isinstance(given, int | float):
+            if not is_outcome:
                 # Out of answers, or a reason instead of a reward: partial credit if the game reports it.
                 share = next((one for name in _SHARES if callable(one := getattr(self._game, name, None))), None)
                 given = share() if share is not None else 0.0 if given is None else -1.0

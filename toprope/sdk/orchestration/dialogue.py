@@ -20,13 +20,13 @@ from typing import Any, Literal
 from toprope.sdk.orchestration.episode import Action, State
 from toprope.sdk.orchestration.tools import BUILT_IN, WEB_SEARCH
 
-__all__ = ["Mode", "build_system_prompt", "parse_action", "render_observation", "render_state"]
+__all__ = ["THINKING", "Mode", "build_system_prompt", "parse_action", "render_observation", "render_state"]
 
 Mode = Literal["structured", "native"]
 
 _FIELD = re.compile(r"^[ \t]*(THOUGHT|TOOL|INPUT|FINAL[_ ]ANSWER)[ \t]*:[ \t]*", re.IGNORECASE | re.MULTILINE)
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
-_THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
+THINKING = re.compile(r"<think>.*?(?:</think>|$)", re.DOTALL)
 
 _STRUCTURED = """\
 Solve the task with as few tools as it needs. Tools:
@@ -107,8 +107,8 @@ def parse_action(text: str, mode: Mode = "structured", tools: Sequence[Any] | Se
 
 
 def _parse_structured(text: str, without_input: Sequence[str]) -> Action:
-    places = list(_FIELD.finditer(_THINKING.sub("", text)))
-    plain = _THINKING.sub("", text)
+    places = list(_FIELD.finditer(THINKING.sub("", text)))
+    plain = THINKING.sub("", text)
     found: dict[str, str] = {}
     for place, following in zip(places, [*places[1:], None], strict=False):
         name = place[1].upper().replace(" ", "_")
@@ -129,7 +129,7 @@ def _parse_structured(text: str, without_input: Sequence[str]) -> Action:
 
 
 def _parse_native(text: str) -> Action:
-    plain = _THINKING.sub("", text)
+    plain = THINKING.sub("", text)
     call = _CALL.search(plain)
     if call is None:
         answer = plain.strip()

@@ -221,13 +221,14 @@ def test_token_ids_pass_between_equal_tokenizers_only(
 
     async def ask(**given: Any) -> Any:
         GROUP.set(Group([Session("http://x/v1", "k", "m")]))
-        return await server._tokens_and_logprobs_completion_wrapper(**given)
+        return await server._tokens_and_logprobs_completion_wrapper(stop=[35, "end"], timeout=60, **given)
 
     value = -0.5 if len(sampled) > 1 else 0.0
     expected = [*map(ord, "2+2")], [[*map(ord, "4.")]], [[value, value]], ["stop"]
     for given in ({"prompt": "2+2", "input_ids": expected[0]}, {"input_ids": expected[0]}, {"prompt": "2+2"}):
         assert asyncio.run(ask(**given)) == expected
     assert [(one["prompt"], "input_ids" in one) for one in asked] == [("2+2", False)] * 3
+    assert [(one["stop"], "timeout" in one) for one in asked] == [(["#", "end"], False)] * 3, "ids of tokens are texts"
 
 
 def test_rollout_that_the_environment_does_not_play_is_an_error(collects: Callable[..., OwnLoop]) -> None:

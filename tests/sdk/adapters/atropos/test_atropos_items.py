@@ -6,7 +6,9 @@ import asyncio
 import random
 import sys
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,3 +103,19 @@ def test_environment_keeps_the_first_server_that_it_is_given(collects: Callable[
 
     environment = configure(atropos.Atropos(Keeps, "keeps.py"))
     assert environment._env.mine is environment._env.server.servers[0]  # type: ignore[attr-defined]
+
+
+def test_environment_without_an_evaluation_of_its_own_is_made(
+    collects: Callable[..., OwnLoop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Atropos demands `evaluate`, which nobody calls here."""
+
+    class Base(Collects, ABC):
+        @abstractmethod
+        async def evaluate(self) -> None: ...
+
+    collects()
+    monkeypatch.setattr(sys.modules["atroposlib.envs.base"], "BaseEnv", Base)
+    file = tmp_path / "sums_of_this_test.py"
+    file.write_text("from atroposlib.envs.base import BaseEnv\nclass Sums(BaseEnv): ...\n")
+    assert len(list(configure(atropos.make(f"{file}:Sums")).tasks())) == 1

@@ -54,6 +54,8 @@ class Gym(ThreadingHTTPServer):
     """A counter per session; the reward is 1 if the count equals the `target` of the row."""
 
     daemon_threads = True
+    request_queue_size = 64
+    """Connections of a group come at once; those beyond a shorter queue are tried again after seconds."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

@@ -14,7 +14,7 @@ from tests.sdk.adapters.nemo_gym.conftest import begun, say
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.sdk.adapters import nemo_gym
 from toprope.sdk.adapters._servers.nemo_gym_files import _agents, longest, rows_beside
-from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, _checked, _settings
+from toprope.sdk.adapters._servers.nemo_gym_serve import JUDGE, _checked, _messages, _settings
 from toprope.sdk.discovery import parse
 from toprope.sdk.errors import LoadError
 from toprope.sdk.rollouts import configure
@@ -392,3 +392,10 @@ def test_server_whose_rows_have_images_is_listed_with_the_reason(tmp_path: Path)
     image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,"}]}]
     file = published(tmp_path, [{"responses_create_params": {"input": image}}])
     assert nemo_gym.declared(file, parse(file))[0].problem.startswith("Its rows have images or sound")
+
+
+def test_reward_models_are_given_what_they_compare() -> None:
+    asked = {"input": [{"role": "user", "content": "2+2"}], "metadata": {"response_1": "4", "response_2": "5", "id": 7}}
+    assert [(one["role"], one["content"]) for one in _messages(asked)] == [
+        ("user", "2+2"), ("response_1", "4"), ("response_2", "5"),
+    ]  # fmt: skip

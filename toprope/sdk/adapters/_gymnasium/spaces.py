@@ -1,4 +1,4 @@
-"""What an environment says of itself and of a step: its longest episode, actions that are numbers, rewards."""
+"""Read an environment: its longest episode, actions that are numbers, and the results of reset and step."""
 
 from __future__ import annotations
 

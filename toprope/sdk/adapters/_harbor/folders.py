@@ -383,7 +383,7 @@ def _modules(text: str) -> set[str]:
 
 
 def _megabytes(told: Any) -> float:
-    """Return a size such as `2G` in megabytes; 0 if it is none."""
+    """Return a size such as `2G` in megabytes; 0 for anything else."""
     found = re.fullmatch(r"\s*([\d.]+)\s*([MGT])i?B?\s*", str(told or ""), re.IGNORECASE)
     return float(found[1]) * {"M": 1, "G": 1024, "T": 1024**2}[found[2].upper()] if found else 0.0
 

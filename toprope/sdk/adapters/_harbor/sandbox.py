@@ -50,8 +50,10 @@ _OWN_NAME = (
     (r"\$BASH_SOURCE(\[0\])?(?!\w)", "$0"),
 )
 """The name of a script that is read by another one, as its authors ask for it."""
-_ENVIRONMENT = "/root/.local/bin/env"
-"""File of uv's installer, which tests read into their shell: it must not be the policy's."""
+_HOME = "/root"
+"""HOME in the task's image."""
+_ENVIRONMENT = f"{_HOME}/.local/bin/env"
+"""File of uv's installer in the task's image, which tests read into their shell: it must not be the policy's."""
 _LONGEST_WORD = 100_000
 """Bytes of a command that a process may have as one argument; Linux allows 131,072."""
 _MARK = "TOPROPE_TASK_FOLDER"
@@ -122,7 +124,7 @@ class Sandbox:
                 str(self._bin), str(Path(sys.executable).parent), os.environ.get("PATH", "/usr/bin:/bin"),
                 *(str(self._inside(f"/usr/local/{name}")) for name in ("bin", "sbin")),  # the policy's come last
             ]),
-            "HOME": str(self._inside("/root")), "TMPDIR": str(self._inside("/tmp")), _MARK: str(self._root),
+            "HOME": str(self._inside(_HOME)), "TMPDIR": str(self._inside("/tmp")), _MARK: str(self._root),
             "PYTHONDONTWRITEBYTECODE": "1",
             # The worker's Python has plugins of others, which take seconds to load.
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": self._moved(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from toprope.sdk.authoring.env_managed import Session
 from toprope.sdk.errors import EnvironmentMistake
 
-__all__ = ["GROUP", "Group", "Scores", "server_class"]
+__all__ = ["GROUP", "Group", "Scores", "server_class", "without_exit"]
 
 Request = str | Sequence[Mapping[str, Any]]
 """The prompt of a completion, or the messages of a conversation."""
@@ -86,6 +86,14 @@ class _Rollout:
         return dict(enumerate(self.talks)).get(newest, self.messages)
 
 
+async def without_exit(work: Awaitable[Any]) -> Any:
+    """Await work of an environment; an exit of the program would end the loop, and nobody would hear of it."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise EnvironmentMistake(f"the environment ended its program: {error}") from error
+
+
 class Group:
     """The rollouts of a group."""
 
@@ -102,9 +110,7 @@ class Group:
             rollout = next(self._left, None)
             before = _PRESENT.set(rollout)
             try:
-                found = await collect(*given, **named)
-            except SystemExit as error:  # in a task of its own it would end the loop
-                raise EnvironmentMistake(f"the environment ended its program: {error}") from error
+                found = await without_exit(collect(*given, **named))  # it may be a task of its own
             finally:
                 _PRESENT.reset(before)
             item = found[0] if isinstance(found, tuple) and found else None

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toprope.sdk.authoring.environment import Messages
 from toprope.sdk.errors import EnvironmentMistake
-from toprope.sdk.tooled import calls_in
+from toprope.sdk.tooled import calls_in, split_thoughts
 
 __all__ = ["messages_of", "response_of"]
 
-_THOUGHT = re.compile(r"<think>(.*?)(?:</think>|$)", re.DOTALL)
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -82,20 +80,10 @@ def _text(content: Any, number: int) -> str:
     return "".join(words)
 
 
-def _thoughts(text: str) -> tuple[list[str], str]:
-    """Return an answer's thoughts, which NeMo Gym's models give as items of their own, and the rest.
-
-    A chat template may have opened them, and an answer that was cut off may not close them.
-    """
-    opened = text if "<think>" in text.partition("</think>")[0] or "</think>" not in text else f"<think>{text}"
-    thoughts = [one.strip() for one in _THOUGHT.findall(opened)]
-    return [one for one in thoughts if one], _THOUGHT.sub("", opened).strip() if thoughts else text
-
-
 def _said(text: str, number: int, cut: bool, waiting: list[str]) -> list[dict[str, Any]]:
     """Convert an answer of the policy into response items; append the ids of its calls to `waiting`."""
     calls = calls_in(text)
-    thoughts, told = _thoughts(text)
+    thoughts, told = split_thoughts(text)
     plain = told.split("<tool_call>", 1)[0].strip() if calls else told
     items: list[dict[str, Any]] = []
     if thoughts:

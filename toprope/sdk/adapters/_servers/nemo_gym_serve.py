@@ -382,7 +382,7 @@ def _messages(body: dict[str, Any]) -> list[dict[str, str]]:
         parts = content if isinstance(content, list) else [{"text": content}]
         text = "".join(str(part.get("text") or "") for part in parts)
         told.append({"role": _ROLES.get(one.get("role"), "user"), "content": text})
-    # What NeMo Gym's reward models compare; their templates have roles of these names.
+    # NeMo Gym's reward models compare these; their templates have roles of these names.
     compared = body.get("metadata") or {}
     told += [{"role": name, "content": str(compared[name])} for name in _COMPARED if name in compared]
     return told

@@ -15,14 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.sdk.adapters._servers.openenv_http import (
-    Endpoints,
-    Episode,
-    Refused,
-    details,
-    missing,
-    turns_at,
-)
+from toprope.sdk.adapters._servers.openenv_http import Endpoints, Episode, Refused, details, missing, turns_at
 from toprope.sdk.adapters._servers.openenv_serve import FAILED
 from toprope.sdk.adapters._servers.started import DIRECT, StartedServer
 from toprope.sdk.errors import EnvironmentMistake, LoadError

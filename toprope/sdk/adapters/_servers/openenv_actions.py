@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.sdk.adapters._servers.openenv_http import merged
-from toprope.sdk.tooled import calls_in
+from toprope.sdk.tooled import calls_in, split_thoughts
 
 __all__ = ["Form", "NotAnAction"]
 
 _NOT_ASKED = ("metadata",)
-_THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|$)", re.DOTALL)
-"""Thoughts; the prompt may have opened them, and an answer that was cut off does not close them."""
 _NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 _BOOLEANS = {"true": True, "yes": True, "false": False, "no": False}
 _LONGEST_TOLD = 1500
@@ -199,11 +197,11 @@ class Form:
             NotAnAction: It means none.
         """
         called = [call.arguments for call in calls_in(answer) if not call.problem]
-        text = _THINKING.sub("", answer).strip()
+        _, spoken = split_thoughts(answer)
+        text = spoken.strip()
         one = self.fields.get(self.only)
         if one is not None and one.is_text:
             written = called[-1].get(one.name) if called else None
-            spoken = text if _THINKING.search(answer) else answer
             return {**self.fixed, one.name: written if isinstance(written, str) else spoken}
         given = called[-1] if called else self._object(text)
         if given is not None:
