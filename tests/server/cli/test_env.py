@@ -119,6 +119,10 @@ def test_policy_in_folder_answers(shell: Shell, tmp_path: Path) -> None:
     said = shell("try", "number_guess", "--model", str(policy), "--tasks", "1", "--max-tokens", "4")
     assert "user: Guess my number" in said and re.search(r"reward [\d.]+ of 1\.2 \(solved", said)
     assert not list(tmp_path.glob("home/runs/*"))
+    file = tmp_path / "talk.py"
+    file.write_text(TALK.replace("Say ", f"Say {'on and ' * 300}"))
+    said = shell("try", str(file), "--model", str(policy), "--tasks", "1", code=1)
+    assert "A prompt is too long: the prompt has" in said and "or solver for the environment's own answers" in said
 
 
 def test_yaml_files_are_added_alone_and_those_of_a_folder_are_named(shell: Shell, tmp_path: Path) -> None:

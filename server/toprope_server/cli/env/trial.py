@@ -72,7 +72,9 @@ async def _sample(
     """The number of rollouts that ended with an error."""
     from toprope_tools.planning.opening import options_of
 
+    from toprope.errors import InvalidValue
     from toprope.sdk.errors import WorkerFailure
+    from toprope.training.inference.client import PromptTooLong
     from toprope.workbench.catalog.describe import failed, require_usable
     from toprope.workbench.drafts import default_section
 
@@ -100,6 +102,11 @@ async def _sample(
             workshop.opened.forget(entry)
         output.show()
         raise failed(entry, failure) from failure
+    except PromptTooLong as error:
+        raise InvalidValue(
+            f"A prompt is too long: {error.message}.",
+            hint="Name a model with a longer context (--model), or solver for the environment's own answers.",
+        ) from error
     return bad
 
 
@@ -179,9 +186,11 @@ async def _sampler(
         finally:
             await client.close()
         return
+    from toprope.training.policy.tiny_model import RECIPES
     from toprope.training.rollouts.preview_policy import serve_policy
 
-    config.policy = config.policy.model_copy(update={"model": model})
+    room = {"max_context": RECIPES[model].context} if model in RECIPES else {}  # nothing is trained, so it is free
+    config.policy = config.policy.model_copy(update={"model": model, **room})
     progress = _ProgressLines()
     async with (
         serve_policy(config, workshop.home.policies, progress.show) as served,

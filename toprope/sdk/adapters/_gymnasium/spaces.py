@@ -41,7 +41,7 @@ def numbers(game: Any) -> str:
 
 
 def pair_of(value: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The observation and the dict beside it, empty if there is none."""
+    """Return the observation, and the dict beside it; an empty one if it stands alone."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
         return value
     return value, {}
