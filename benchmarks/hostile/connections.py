@@ -68,6 +68,12 @@ class Besiegers:
     def begin(self) -> None:
         self._thread.start()
 
+    def wait(self, seconds: float = 30.0) -> None:
+        """Wait until as many connections were opened as are kept, or until the seconds are over."""
+        limit = time.monotonic() + seconds
+        while self.opened < self._count and time.monotonic() < limit:
+            time.sleep(0.02)
+
     def end(self) -> None:
         self._ending.set()
         self._thread.join()
@@ -145,7 +151,7 @@ def besieged(
         folder: Its home and current folder.
         path: A path to ask with the token.
         seed: Of the attacker's choices.
-        seconds: Length of the siege.
+        seconds: Length of the siege, from when all connections were opened.
         walls: Leave `bounded` in its place.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -170,6 +176,7 @@ def besieged(
             raise RuntimeError("the server does not answer in peace")
         besiegers = Besiegers(port, CONNECTIONS, seed)
         besiegers.begin()
+        besiegers.wait()
         down, answered, end = 0.0, 0, time.monotonic() + seconds
         while time.monotonic() < end and server.poll() is None:
             began = time.monotonic()

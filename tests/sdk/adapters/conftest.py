@@ -18,6 +18,7 @@ from openai import AsyncAzureOpenAI, AsyncOpenAI, AzureOpenAI, OpenAI
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that installs a stand-in module with these members, and its parent packages, in `sys.modules`."""
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])  # which an adapter may add to
 
     def install(name: str, **members: Any) -> None:
         words = name.split(".")

@@ -33,8 +33,8 @@ def provide_older_names() -> None:
         with contextlib.suppress(ModuleNotFoundError):  # tasksets alone
             types = importlib.import_module("verifiers.types")
             setattr(types, name, getattr(types, name, Any))
-    if not hasattr(verifiers, "ToolRubric"):
-        rubric: Any = verifiers.Rubric
+    rubric: Any = getattr(verifiers, "Rubric", None)
+    if rubric is not None and not hasattr(verifiers, "ToolRubric"):
 
         class ToolRubric(rubric):  # type: ignore[misc]
             """Its functions counted calls of tools; environments with tools count them themselves now."""
