@@ -8,7 +8,7 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -146,3 +146,16 @@ def _sysctl(name: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def show_arguments(words: Sequence[str]) -> None:
+    """Show these words as this process's arguments in lists of processes, as far as the present ones leave room.
+
+    Linux only: it writes to the memory between arg_start and arg_end of proc(5).
+    """
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    shown = b"\0".join(word.encode() for word in words)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, shown, len(shown))

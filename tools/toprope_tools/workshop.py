@@ -10,14 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.errors import Corrupt, NotFound
+from toprope.extras import TRAINING, missing
 from toprope.records.index.database import Index
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.settings.owner import Home, OwnerSettings
+from toprope.settings.schema import Config
+from toprope.supervisor.environment_variables import library_variables
+from toprope.supervisor.launchers.standby import Standby
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.catalog.opened import Opened
 from toprope.workbench.drafts import Drafts
+from toprope.workbench.endpoints import variables_without_models
 from toprope.workbench.fit import TaskSample
 from toprope.workbench.interpreters.background import Installations
 from toprope.workbench.interpreters.registry import Registry
@@ -39,6 +44,8 @@ class Workshop:
     drafts: Drafts
     runs: RunManager
     index: Index
+    standby: Standby | None = field(default=None, repr=False)
+    """Has keepers that wait for runs of drafts; None: none waits."""
     installations: Installations = field(default_factory=Installations, repr=False)
     """Running installations for environments."""
     openings: Openings = field(default_factory=Openings, repr=False)
@@ -58,8 +65,11 @@ class Workshop:
         object.__setattr__(self, "opened", Opened(self.home.path))
 
     @classmethod
-    def open(cls, home: Home | None = None) -> Workshop:
+    def open(cls, home: Home | None = None, *, standby: bool = False) -> Workshop:
         """Open the workshop of a home; the owner's own by default.
+
+        Args:
+            standby: Have keepers wait for the runs of drafts, for a process that lives on.
 
         Raises:
             InvalidValue: The owner's settings cannot be read.
@@ -68,6 +78,7 @@ class Workshop:
         if home.path.is_dir():
             home.ensure()
         index, settings = Index(home.index), home.settings()
+        waiting = Standby(lambda: 60 * home.settings().machine.standby_minutes) if standby else None
         return cls(
             home=home,
             catalog=Catalog(
@@ -77,9 +88,20 @@ class Workshop:
                 registry=Registry(home.environments_file),
             ),
             drafts=Drafts(index),
-            runs=open_runs(home),
+            runs=open_runs(home, waiting),
             index=index,
+            standby=waiting,
         )
+
+    def expect_run(self, config: Config) -> None:
+        """Have a keeper wait for a run of a draft, if it would compute here; returns at once."""
+
+        def variables() -> dict[str, str]:
+            return library_variables(config, variables_without_models(self.settings(), self.home.preset_folders))
+
+        here = config.launcher.kind == "local" and not config.is_hosted
+        if self.standby is not None and here and not missing(TRAINING):
+            self.standby.expect(variables)
 
     def settings(self) -> OwnerSettings:
         """Read the owner's present settings."""

@@ -16,6 +16,7 @@ from toprope.records import messages
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.walls import ENV_WALLS
+from toprope.settings.schema import Config
 from toprope.settings.sections.hosted import ADDRESS, KEY
 from toprope.supervisor.programs import role_of
 
@@ -142,6 +143,37 @@ def decode_owner_variables(surroundings: Mapping[str, str]) -> dict[str, dict[st
     return decoded
 
 
+def _of_configuration(config: Config) -> dict[str, str]:
+    threads = dict.fromkeys(
+        (f"{library}_NUM_THREADS" for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")), str(config.launcher.threads)
+    )
+    return threads | {
+        "PYTHONHASHSEED": str(config.algorithm.seed),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def library_variables(config: Config, owners: OwnerVariables) -> dict[str, str]:
+    """Return the part of a run's `component_variables` with which trainer and inference import their libraries."""
+    variables = _allowed(os.environ) | worker_variables(owners, "inference") | _of_configuration(config)
+    take_keys(variables)
+    return library_part(variables)
+
+
+def library_part(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return what libraries may read when they are imported, without what names one run or its temporary folder.
+
+    A GPU's variable is left out, too, because libraries are imported in advance only where there is none.
+    """
+    return {
+        name: value
+        for name, value in variables.items()
+        if not name.startswith("TOPROPE_") and name not in ("TMPDIR", "CUDA_VISIBLE_DEVICES")
+    }
+
+
 def component_variables(
     component: str,
     *,
@@ -172,15 +204,7 @@ def component_variables(
     for name, value in (keys | dict(owners.get(ALL_COMPONENTS, {}))).items():
         if _is_for(name, component, specification):
             variables[name] = value
-    threads = str(specification.config.launcher.threads)
-    for library in ("OMP", "MKL", "OPENBLAS", "NUMEXPR"):
-        variables[f"{library}_NUM_THREADS"] = threads
-    variables |= {
-        "PYTHONHASHSEED": str(specification.config.algorithm.seed),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    variables |= _of_configuration(specification.config)
     temporary = RunFolder(folder).temporary
     if temporary is not None:
         # Files that killed programs leave there are removed with the run.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from toprope.errors import InvalidValue, NotFound, shown
@@ -157,6 +157,19 @@ def keys_for(models: Sequence[ModelUnderTest], settings: OwnerSettings) -> dict[
     return {name: key for name, key in found.items() if key is not None}
 
 
+def variables_without_models(
+    settings: OwnerSettings, presets: Sequence[Path], keys: Collection[str] = ()
+) -> dict[str, dict[str, str]]:
+    """Return the owner's variables by component, without keys of models: neither known ones nor `keys`."""
+    of_models = {*keys, *settings.variables.get(MODELS, {})}
+    for models_of in known_models(settings, presets).values():
+        of_models |= {endpoint.key for endpoint in models_of.values() if endpoint.key}
+    given = {component: dict(values) for component, values in settings.variables.items() if component != MODELS}
+    for name in of_models:
+        given.get("*", {}).pop(name, None)
+    return given
+
+
 def variables_for(
     specification: Specification, settings: OwnerSettings, presets: Sequence[Path]
 ) -> dict[str, dict[str, str]]:
@@ -171,12 +184,7 @@ def variables_for(
     models += [specification.teacher] if specification.teacher else []
     models += specification.helpers.values()
     needed = {model.endpoint.key for model in models if model.endpoint is not None and model.endpoint.key}
-    of_models = needed | set(settings.variables.get(MODELS, {}))
-    for models_of in known_models(settings, presets).values():
-        of_models |= {endpoint.key for endpoint in models_of.values() if endpoint.key}
-    given = {component: dict(values) for component, values in settings.variables.items() if component != MODELS}
-    for name in of_models:
-        given.get("*", {}).pop(name, None)
+    given = variables_without_models(settings, presets, needed)
     for name in sorted(needed):
         if (value := _key(name, settings, os.environ)) is not None:
             given.setdefault("environment", {})[f"{ENDPOINT_KEY}{name}"] = value

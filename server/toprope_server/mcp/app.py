@@ -229,7 +229,7 @@ def _failure(text: str) -> CallToolResult:
 def _owners_workshop() -> Workshop:
     from toprope_tools.workshop import Workshop
 
-    return Workshop.open()
+    return Workshop.open(standby=True)
 
 
 @asynccontextmanager

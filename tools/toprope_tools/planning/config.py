@@ -99,6 +99,7 @@ async def edit_config(workshop: Workshop, *, draft_id: str, changes: Mapping[str
     if isinstance(model := changes.get("policy.model"), str):
         changes = {**changes, "policy.model": await to_thread.run_sync(policy_named, model, workshop.home.runs)}
     draft, changed = await to_thread.run_sync(workshop.drafts.edit, draft_id, changes, locks)
+    workshop.expect_run(draft.config)
     if changed:
         text = f"{draft.id} is now at revision {draft.revision}: {said_changes(changed)}."
     else:

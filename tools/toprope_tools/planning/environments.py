@@ -202,6 +202,7 @@ async def select_environment(
     fields = draft.fields
     locked = {lock.field: f"{lock.says}: {lock.reason}" for lock in locks if lock.field in fields}
     config = draft.config
+    workshop.expect_run(config)
     lines = [
         f"Made {draft.id}: {entry.name} with preset {chosen.name}. {chosen.description}".strip(),
         f"Policy {config.policy.model}, at most {config.budget.steps} steps, {config.rollout.groups_per_step} groups "

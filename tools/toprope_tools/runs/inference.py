@@ -74,6 +74,7 @@ async def test_inference(
             hint=f"Leave {BASE!r} out, or lower max_new_tokens.",
         )
     started = await to_thread.run_sync(workshop.starter.start, StartRequest(draft, plan))
+    workshop.expect_run(config)  # most often the draft's training comes next
     specification = started.specifications[0]
     whom = f"policy {config.policy.model}"
     if plan.models:

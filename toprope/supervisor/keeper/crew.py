@@ -24,7 +24,7 @@ from toprope.supervisor.environment_variables import (
     take_keys,
 )
 from toprope.supervisor.keeper.component import Component, Exit, reap_orphans
-from toprope.supervisor.keeper.preloading import PreloadingSpawner, can_preload
+from toprope.supervisor.keeper.preloading import Preloaded, PreloadingSpawner, can_preload
 from toprope.supervisor.keeper.spawner import LocalSpawner, Spawner, SpawnRequest
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import (
@@ -62,6 +62,7 @@ class Crew:
         checkpoint: Checkpoint that this attempt resumes from.
         spawner: Starts the members' processes; chosen here if None.
         spread: The nodes that members run on; None if all run beside the keeper.
+        preloaded: See `PreloadingSpawner`.
     """
 
     def __init__(
@@ -76,10 +77,11 @@ class Crew:
         checkpoint: Path | None = None,
         spawner: Spawner | None = None,
         spread: Spread | None = None,
+        preloaded: Preloaded | None = None,
     ) -> None:
         self._folder, self._spec, self._lock, self._attempt = folder, specification, lock, attempt
         self._programs, self._surroundings = programs, surroundings
-        self._spawner = spawner or self._make_spawner(spread)
+        self._spawner = spawner or self._make_spawner(spread, preloaded)
         self.checkpoint = checkpoint
         """Checkpoint that members started from now on resume from."""
         given = "" if spread is not None else surroundings.get("CUDA_VISIBLE_DEVICES", "")
@@ -95,13 +97,15 @@ class Crew:
         self._deadline_moved = asyncio.Event()
         self._listener: socket.socket | None = None
 
-    def _make_spawner(self, spread: Spread | None) -> Spawner:
+    def _make_spawner(self, spread: Spread | None, preloaded: Preloaded | None) -> Spawner:
         if spread is not None:
             self._folder.crew.mkdir(mode=0o700, exist_ok=True)
             return SpreadSpawner(LocalSpawner(), spread, self._folder.crew)
         preloadable = torch_members_of(self._spec) - set(self._programs or {})
         if len(preloadable) > 1 and can_preload():
-            return PreloadingSpawner(len(preloadable))
+            return PreloadingSpawner(len(preloadable), waiting=preloaded)
+        if preloaded is not None:
+            preloaded.end()
         return LocalSpawner()
 
     def __contains__(self, name: str) -> bool:

@@ -35,8 +35,9 @@ from toprope.supervisor.keeper.component import Component, Exit
 from toprope.supervisor.keeper.crew import TRACKING_S, Crew
 from toprope.supervisor.keeper.hang_detector import HangDetector
 from toprope.supervisor.keeper.pause import PauseControl
+from toprope.supervisor.keeper.preloading import Preloaded
 from toprope.supervisor.keeper.report_handler import ReportHandler
-from toprope.supervisor.keeper.restart_policy import RestartPolicy
+from toprope.supervisor.keeper.restart_policy import RestartPolicy, failure_of_keeper
 from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import PLOT, STARTS_RUNS, TRACKER, Programs, members_of
@@ -83,6 +84,7 @@ class RunLifecycle:
         parent: The process of an engine that gave the run its place, and with whose end the run ends; None: the run
             reserves its place on this machine.
         spread: The nodes that members run on; None if all run beside the keeper.
+        preloaded: See `PreloadingSpawner`.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class RunLifecycle:
         programs: Programs | None = None,
         parent: int | None = None,
         spread: Spread | None = None,
+        preloaded: Preloaded | None = None,
     ) -> None:
         self._folder, self._parent = folder, parent
         self._spec = Specification.read(folder)
@@ -110,6 +113,7 @@ class RunLifecycle:
             surroundings=os.environ,
             checkpoint=checkpoint,
             spread=spread,
+            preloaded=preloaded,
         )
         self._pause = PauseControl(self._writer, self._crew)
         self._reports = ReportHandler(self._spec, self._writer, self._crew, resumes=checkpoint is not None)
@@ -242,8 +246,9 @@ class RunLifecycle:
             how = await self._crew.run_to_end(PLOT, str(self._folder.path), timeout_s=_PLOT_TIMEOUT_S)
             if how != Exit(code=0):
                 excerpt = self._crew.excerpt(PLOT, 5)
-                what = f"the plot could not be drawn: its program {how}"
-                self._writer.record_event("warning", what=what, excerpt=excerpt)
+                self._writer.record_event(
+                    "warning", what=f"the plot could not be drawn: its program {how}", excerpt=excerpt
+                )
         self._watchers.on_end()
         status = self._writer.status.model_copy(update={"state": "completed", "ended_at": time.time()})
         results = gather(self._folder, self._spec, status).model_dump(mode="json")
@@ -377,16 +382,14 @@ class RunLifecycle:
             if self._parent is None:
                 self._restarts.handle_loss(component)
             else:
-                loop = asyncio.get_running_loop()
-                loop.call_later(_SIGNALLED_WITHIN_S, self._restarts.handle_loss, component)
+                asyncio.get_running_loop().call_later(_SIGNALLED_WITHIN_S, self._restarts.handle_loss, component)
         self._decide_if_completed()
 
     def _end_finished(self, component: Component) -> None:
         """End a member that has finished and does not exit. This is no failure."""
         if component.exit is None and not self._closing:
             self._ended_when_done.add(component.name)
-            what = f"{component.name} had finished and did not exit; it was ended"
-            self._writer.record_event("warning", what=what)
+            self._writer.record_event("warning", what=f"{component.name} had finished and did not exit; it was ended")
             component.stop(_EXIT_WITHIN_S)
 
     # Watchers, orders and background tasks
@@ -437,14 +440,3 @@ class RunLifecycle:
         loop.default_exception_handler(context)
         if (error := context.get("exception")) is not None:
             self._decide(failure_of_keeper(error))
-
-
-def failure_of_keeper(error: BaseException) -> Failure:
-    """Describe an error of the keeper's own code as the failure of its run."""
-    lines = [line for text in traceback.format_exception(error) for line in text.splitlines()]
-    return Failure(
-        component="keeper",
-        reason=f"The keeper failed: {type(error).__name__}: {error}",
-        excerpt=lines[-20:],
-        hint="A bug of Toprope, a full disk or a damaged file; logs/keeper.log in the run folder has the traceback.",
-    )

@@ -15,10 +15,11 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from toprope.records.messages import ENV_REPORT_FD
+from toprope.supervisor.environment_variables import library_part
 from toprope.supervisor.keeper.containment import BUBBLEWRAP, level_from
 from toprope.supervisor.keeper.spawner import (
     GUARD_FILE,
@@ -53,16 +54,63 @@ def can_preload() -> bool:
     return sys.platform.startswith("linux") and not any(Path(device).exists() for device in _GPUS)
 
 
+class Preloaded:
+    """A child process that imports libraries and then forks programs.
+
+    Args:
+        variables: Its environment; libraries read some of it when they are imported.
+        room: Bytes for the arguments that its forks show in lists of processes, in place of its own.
+        log: Descriptor that receives its errors.
+        folder: Working directory.
+        libraries: Modules to import.
+    """
+
+    def __init__(
+        self,
+        variables: Mapping[str, str],
+        room: int,
+        log: int = subprocess.DEVNULL,
+        folder: Path | None = None,
+        libraries: Sequence[str] = LIBRARIES,
+    ) -> None:
+        self.variables = dict(variables)
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        arguments = [str(GUARD_FILE), ",".join(libraries), "-" * room]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=self.variables,
+                cwd=folder,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def fits(self, variables: Mapping[str, str]) -> bool:
+        """Return True if its libraries were imported as a program with these variables would import them."""
+        return library_part(self.variables) == library_part(variables)
+
+    def end(self) -> None:
+        """Kill the process. What it has forked goes on."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
 class PreloadingSpawner:
     """Forks preloadable programs from one process, and starts all others by itself. See `Spawner`.
 
     Args:
         count: Preloadable programs to expect; after them the process ends.
         libraries: Modules to import.
+        waiting: A process that was started before, and is used if it fits.
     """
 
-    def __init__(self, count: int, libraries: Sequence[str] = LIBRARIES) -> None:
+    def __init__(self, count: int, libraries: Sequence[str] = LIBRARIES, waiting: Preloaded | None = None) -> None:
         self._left, self._local, self._libraries = count, LocalSpawner(), libraries
+        self._waiting = waiting
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._pending: deque[_ForkedGuard] = deque()
@@ -89,24 +137,22 @@ class PreloadingSpawner:
     def close(self) -> None:
         """See `Spawner.close`."""
         self._left = 0
+        if self._waiting is not None:
+            self._waiting.end()
+            self._waiting = None
         self._end()
 
     def _start(self, request: SpawnRequest) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Forks show their own arguments in lists of processes, in the room that those of this process take.
-        room = 2 * sum(len(word) + 1 for word in [*request.argv, *guard_options(request), str(GUARD_FILE)]) + 200
-        arguments = [str(GUARD_FILE), ",".join(self._libraries), "-" * room]
-        with theirs, open(request.log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                env=request.variables,  # libraries read some of them when they are imported
-                cwd=request.folder,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        found, self._waiting = self._waiting, None
+        if found is not None and not found.fits(request.variables):
+            found.end()
+            found = None
+        if found is None:
+            words = [*request.argv, *guard_options(request), str(GUARD_FILE)]
+            room = 2 * sum(len(word) + 1 for word in words) + 200
+            with open(request.log, "ab") as log:
+                found = Preloaded(request.variables, room, log.fileno(), request.folder, self._libraries)
+        self._process, ours = found.process, found.socket
         ours.setblocking(False)
         self._socket, loop = ours, asyncio.get_running_loop()
         loop.add_reader(ours, self._read_answers)
@@ -167,6 +213,7 @@ def _message(request: SpawnRequest) -> dict[str, object]:
         "arguments": list(request.argv[4:]),
         "variables": dict(request.variables),
         "folder": None if request.folder is None else str(request.folder),
+        "log": str(request.log.absolute()),
         "namespace": level_from(os.environ) == BUBBLEWRAP and not request.releases_detached,
         "guard": guard_options(request),
         "descriptors": ["--control", "--report", *(["--hold"] if request.lock is not None else [])],

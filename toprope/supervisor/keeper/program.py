@@ -2,6 +2,7 @@
 
     python -P -m toprope.supervisor.keeper RUN_FOLDER [--lock-fd FD] [--ready-fd FD] [--keys-fd FD]
                                                       [--foreground [--variables NAME]]
+    python -P -m toprope.supervisor.keeper --standby-fd FD --standby-seconds S
 
 It detaches before it imports anything heavy, so that its starter waits only milliseconds. Two forks and a session of
 its own leave nothing of the starter's terminal and pipes. --lock-fd is the run's lock, taken by the starter and handed
@@ -13,6 +14,8 @@ JSON: processes of the same user can read the environment that a process starts 
 parent in turn, which is the engine's process (every entrypoint begins with `exec`), and ends its run in order when that
 process goes, because nobody else would. --variables names a file of the run folder with variables as JSON, secret ones
 among them; it is removed when it was read. The node's own variables take precedence.
+
+--standby-fd has it wait for a run that a front end hands over through that socket (`keeper.standby`).
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ from toprope.supervisor.lock import RunLock
 
 if TYPE_CHECKING:
     import argparse
+
+    from toprope.supervisor.keeper.preloading import Preloaded
+    from toprope.supervisor.keeper.standby import Handover
 
 ALREADY_KEPT = 75
 """Exit code of a keeper that found another one (EX_TEMPFAIL of sysexits)."""
@@ -56,6 +62,12 @@ def main(
         log: Name of its log.
     """
     given = _parse(sys.argv[1:] if arguments is None else arguments)
+    handover: Handover | None = None
+    if given.standby_fd is not None:
+        handover = _await_run(given.standby_fd, given.standby_seconds)
+        if handover is None:
+            return 0
+        given.folder, given.lock_fd, given.ready_fd = handover.folder, handover.lock_fd, handover.ready_fd
     path, lock_fd, ready_fd = given.folder.resolve(), given.lock_fd, given.ready_fd
     # A signal that arrives before the event loop runs stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
@@ -67,7 +79,8 @@ def main(
     if given.variables:
         _take_variables(path / given.variables)
     if not given.foreground:
-        _detach()
+        if handover is None:
+            _detach()
         redirect(path / "logs" / f"{log}.log")
     lock_path, wait_s = path / "keeper.lock", _SUBMITTER_S if (path / "launch.json").exists() else 0.5
     lock = RunLock.acquire(lock_path, wait_s) if lock_fd is None else RunLock.from_descriptor(lock_fd, lock_path)
@@ -78,20 +91,40 @@ def main(
     if ready_fd is not None:
         os.write(ready_fd, f"locked {os.getpid()}\n".encode())
         os.close(ready_fd)
+    if handover is not None:
+        return _keep(path, lock, programs, None, "", handover.preloaded)
     return (keep or _keep)(path, lock, programs, parent if given.foreground else None, given.variables or "")
+
+
+def _await_run(descriptor: int, seconds: float) -> Handover | None:
+    """Detach, and wait for a run."""
+    import socket
+
+    os.umask(0o077)
+    os.set_inheritable(descriptor, False)
+    _detach()
+    from toprope.supervisor.keeper.standby import await_run
+
+    return await_run(socket.socket(fileno=descriptor), seconds)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     import argparse
 
     parser = argparse.ArgumentParser(prog="python -P -m toprope.supervisor.keeper", description="Keep one run.")
-    parser.add_argument("folder", type=Path, help="the run folder")
+    parser.add_argument("folder", type=Path, nargs="?", help="the run folder")
     parser.add_argument("--lock-fd", type=int, help="descriptor that holds the run's lock")
     parser.add_argument("--ready-fd", type=int, help="descriptor to write to when the lock is held")
     parser.add_argument("--keys-fd", type=int, help="descriptor to read secret variables from")
     parser.add_argument("--foreground", action="store_true", help="do not detach; end with the parent")
     parser.add_argument("--variables", help="file of the run folder with variables; removed when read")
-    return parser.parse_args(arguments)
+    parser.add_argument("--standby-fd", type=int, help="socket to wait at for a run")
+    parser.add_argument("--standby-seconds", type=float, default=600.0, help="the longest wait")
+    parser.add_argument("--padding", help="room for the arguments to be shown later")
+    given = parser.parse_args(arguments)
+    if (given.folder is None) == (given.standby_fd is None):
+        parser.error("give a run folder or --standby-fd")
+    return given
 
 
 def _take_variables(path: Path) -> None:
@@ -130,7 +163,12 @@ def redirect(log: Path) -> None:
 
 
 def _keep(
-    path: Path, lock: RunLock, programs: Mapping[str, Sequence[str]] | None, parent: int | None, variables: str
+    path: Path,
+    lock: RunLock,
+    programs: Mapping[str, Sequence[str]] | None,
+    parent: int | None,
+    variables: str,
+    preloaded: Preloaded | None = None,
 ) -> int:
     """Keep the run whose lock is held until its end, and write an end in any case; return the exit code.
 
@@ -140,6 +178,7 @@ def _keep(
     Args:
         parent: The engine's process, whose end ends the run; None: the keeper is on its own.
         variables: Name of the file of its attempt; empty without one.
+        preloaded: A process that has imported the libraries of trainer and inference.
     """
     import asyncio
     import traceback
@@ -151,7 +190,8 @@ def _keep(
     from toprope.sdk.wall.kernel import hide_memory
     from toprope.sdk.wall.scratch import sweep_scratch
     from toprope.supervisor.keeper.containment import choose_on_node
-    from toprope.supervisor.keeper.lifecycle import RunLifecycle, failure_of_keeper
+    from toprope.supervisor.keeper.lifecycle import RunLifecycle
+    from toprope.supervisor.keeper.restart_policy import failure_of_keeper
     from toprope.supervisor.launchers.claims import claim
     from toprope.supervisor.notices import home_of_keeper, tell_end
     from toprope.supervisor.runs.cleanup import settle_run, write_end
@@ -175,7 +215,7 @@ def _keep(
         if launch is not None and launch.kind == "ray" and not section.room().gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves a job without GPUs all that its node has
         spread = find_nodes(launch, os.environ, section)
-        await RunLifecycle(folder, lock, programs=programs, parent=parent, spread=spread).run()
+        await RunLifecycle(folder, lock, programs=programs, parent=parent, spread=spread, preloaded=preloaded).run()
 
     try:
         if parent is not None:

@@ -11,6 +11,7 @@ report says that a restart may help.
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -204,3 +205,14 @@ class RestartPolicy:
             signal=how.signal if how else None,
             excerpt=self._crew.excerpt(name),
         )
+
+
+def failure_of_keeper(error: BaseException) -> Failure:
+    """Describe an error of the keeper's own code as the failure of its run."""
+    lines = [line for text in traceback.format_exception(error) for line in text.splitlines()]
+    return Failure(
+        component="keeper",
+        reason=f"The keeper failed: {type(error).__name__}: {error}",
+        excerpt=lines[-20:],
+        hint="A bug of Toprope, a full disk or a damaged file; logs/keeper.log in the run folder has the traceback.",
+    )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from toprope.errors import ComponentFailed
@@ -18,6 +19,7 @@ from toprope.supervisor.environment_variables import OwnerVariables, keeper_vari
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting, choose_containment
 from toprope.supervisor.keeper.logs import LogPage, read_page, read_tail
 from toprope.supervisor.launchers import KeeperState
+from toprope.supervisor.launchers.standby import Standby
 from toprope.supervisor.lock import RunLock, is_held
 from toprope.supervisor.runs.orders import write_stop_order
 
@@ -37,6 +39,7 @@ class LocalLauncher:
         contained: Returns the owner's `containment` setting; asked at every start.
         walls: Returns the owner's decisions about the walls around workers; asked at every start.
         log: Name of the log of what is started.
+        standby: Has keepers that wait for a run.
     """
 
     def __init__(
@@ -45,8 +48,9 @@ class LocalLauncher:
         contained: Callable[[], ContainmentSetting] = lambda: "auto",
         walls: Callable[[], Walls] = Walls,
         log: str = "keeper",
+        standby: Standby | None = None,
     ) -> None:
-        self._log = log
+        self._log, self._standby = log, standby
         self.command, self._contained, self._walls = list(command), contained, walls
 
     def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
@@ -63,6 +67,9 @@ class LocalLauncher:
     def _start(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock) -> None:
         level = choose_containment(self._contained(), folder.path.parent / _CONTAINMENT_CACHE).level
         environment, secret = split_keeper_variables(keeper_variables(variables))
+        environment |= {ENV_CONTAINMENT: level, ENV_WALLS: self._walls().encode()}
+        if self._standby is not None and self._hand_over(self._standby, folder, environment | secret, lock):
+            return
         ready, ready_writer = os.pipe()
         keys, keys_writer = os.pipe()
         log = os.open(folder.log(self._log), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -76,7 +83,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**environment, ENV_CONTAINMENT: level, ENV_WALLS: self._walls().encode()},
+                env=environment,
                 cwd=folder.path,
                 pass_fds=(lock.fileno(), ready_writer, keys),
                 start_new_session=True,
@@ -107,6 +114,24 @@ class LocalLauncher:
             )
         # This process exits as soon as it has forked the keeper.
         process.wait()
+
+    def _hand_over(self, standby: Standby, folder: RunFolder, environment: Mapping[str, str], lock: RunLock) -> bool:
+        """Hand the run to a keeper that waits; False if there is none, or it did not take the run and is gone."""
+        ready, ready_writer = os.pipe()
+        log = os.open(folder.log(self._log), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            pid = standby.hand_over(folder, environment, [lock.fileno(), ready_writer, log])
+            os.close(ready_writer)
+            if pid is None:
+                return False
+            answer = self._read_answer(ready)
+            if not answer.startswith(b"locked"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return answer.startswith(b"locked")
+        finally:
+            os.close(ready)
+            os.close(log)
 
     def _read_answer(self, ready: int) -> bytes:
         """Return the line that the keeper writes when it holds the lock; incomplete if it ends or takes too long."""

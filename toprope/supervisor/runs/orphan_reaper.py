@@ -1,8 +1,8 @@
 """Kills members that survived because their keeper and guards were killed together.
 
-A member is recognized by marks in its environment: its run's folder and its attempt. Only the holder of the run's lock
-may reap, and only up to the attempt that has ended, so that a process of the next attempt is never killed. Reaping many
-runs takes a single pass over the machine's processes.
+A member is recognized by marks in its environment or its arguments: its run's folder and its attempt. Only the holder
+of the run's lock may reap, and only up to the attempt that has ended, so that a process of the next attempt is never
+killed. Reaping many runs takes a single pass over the machine's processes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,10 +73,10 @@ def reap_marked(last_attempts: Mapping[str, int | None]) -> Counter[str]:
 def _marks_of(process: psutil.Process) -> dict[str, str]:
     import psutil
 
-    try:
-        return process.environ()
-    except psutil.AccessDenied:  # a member hides its memory
-        return dict(word.split("=", 1) for word in process.cmdline() if word.startswith("TOPROPE_") and "=" in word)
+    marks = dict(word.split("=", 1) for word in process.cmdline() if word.startswith("TOPROPE_") and "=" in word)
+    with suppress(psutil.AccessDenied):  # a member hides its memory
+        marks |= process.environ()
+    return marks
 
 
 def _ancestors() -> set[int]:

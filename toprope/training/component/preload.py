@@ -7,10 +7,10 @@ forks, so they share the libraries in memory. This program ends when the keeper 
     python -P -m toprope.training.component.preload SOCKET_FD GUARD_FILE LIBRARIES PADDING
 
 A request is one message of a SOCK_SEQPACKET socket, JSON with descriptors: {"module", "arguments", "variables",
-"folder", "namespace", "guard": [options], "descriptors": [options], "report_variable"}. The first descriptor becomes
-standard input, the others are values of the options in "descriptors", in this order; that of --report is also told to
-the program. With "namespace" the guard is the first process of a pid namespace with a /proc of its own, as bubblewrap
-makes it. The answer is {"pid"} or {"error"}. LIBRARIES are separated by commas.
+"folder", "log", "namespace", "guard": [options], "descriptors": [options], "report_variable"}. The first descriptor
+becomes standard input, the others are values of the options in "descriptors", in this order; that of --report is also
+told to the program. With "namespace" the guard is the first process of a pid namespace with a /proc of its own, as
+bubblewrap makes it. The answer is {"pid"} or {"error"}. LIBRARIES are separated by commas.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from toprope.extras import without_collector
+from toprope.machine import show_arguments
 
 _MOST_BYTES = 1 << 20
 _MOST_DESCRIPTORS = 16
@@ -154,6 +156,9 @@ def _run_guard(request: dict[str, Any], descriptors: Sequence[int], guard: _Guar
     orders, *others = descriptors
     os.dup2(orders, 0)
     os.close(orders)
+    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(log, 2)  # this process may have been started before there was a log
+    os.close(log)
     if request["folder"]:
         os.chdir(request["folder"])
     variables: dict[str, str] = request["variables"]
@@ -168,7 +173,7 @@ def _run_guard(request: dict[str, Any], descriptors: Sequence[int], guard: _Guar
         _run_program(request["module"], request["arguments"], variables, kept)
 
     arguments = [*options, "--", sys.executable, "-P", "-m", request["module"], *request["arguments"]]
-    _rename([sys.executable, sys.argv[2], *arguments])
+    show_arguments([sys.executable, sys.argv[2], *arguments])
     return guard(arguments, program)
 
 
@@ -186,7 +191,8 @@ def _run_program(module: str, arguments: Sequence[str], variables: dict[str, str
         signal.signal(ignored, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(variables)
-    _rename([sys.executable, "-P", "-m", module, *arguments])
+    tempfile.tempdir = None  # a library may have asked for it
+    show_arguments([sys.executable, "-P", "-m", module, *arguments])
     sys.argv = [module, *arguments]
     code = 1
     try:
@@ -200,16 +206,6 @@ def _run_program(module: str, arguments: Sequence[str], variables: dict[str, str
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _rename(words: Sequence[str]) -> None:
-    """Show these words as this process's arguments, as far as there is room; the keeper pads its arguments for that."""
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, proc(5)
-    shown = b"\0".join(word.encode() for word in words)[: end - start - 1]
-    ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, shown, len(shown))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from toprope.supervisor.keeper.containment import ContainmentSetting
 from toprope.supervisor.launchers.by_kind import LauncherByKind, engine_of
 from toprope.supervisor.launchers.cluster import ClusterLauncher
 from toprope.supervisor.launchers.local import LocalLauncher
+from toprope.supervisor.launchers.standby import Standby
 from toprope.supervisor.notices import tell_end
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.endpoints import variables_for
@@ -30,8 +31,12 @@ CONDUCTOR = "conductor"
 """The member of a sweep that starts runs and must know where the owner's files are."""
 
 
-def open_runs(home: Home) -> RunManager:
-    """Return the run manager of a home, under the owner's settings."""
+def open_runs(home: Home, standby: Standby | None = None) -> RunManager:
+    """Return the run manager of a home, under the owner's settings.
+
+    Args:
+        standby: Has keepers that wait for runs on this machine.
+    """
 
     def contained() -> ContainmentSetting:
         return home.settings().containment
@@ -42,7 +47,7 @@ def open_runs(home: Home) -> RunManager:
     cluster = ClusterLauncher(home.clusters, engine_of, contained, walls)
     return RunManager(
         home.runs,
-        LauncherByKind(LocalLauncher(contained=contained, walls=walls), cluster),
+        LauncherByKind(LocalLauncher(contained=contained, walls=walls, standby=standby), cluster),
         lambda: machine_of(home.settings()),
         lambda specification: variables_to_resume(home, specification),
         lambda folder: tell_end(folder, home),
