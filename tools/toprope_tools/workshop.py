@@ -93,15 +93,19 @@ class Workshop:
             standby=waiting,
         )
 
-    def expect_run(self, config: Config) -> None:
-        """Have a keeper wait for a run of a draft, if it would compute here; returns at once."""
+    def expect_run(self, config: Config, rest_s: float = 0.0) -> None:
+        """Have a keeper wait for a run of a draft, if it would compute here; returns at once.
+
+        Args:
+            rest_s: Seconds until that keeper is started, if they are more than usual.
+        """
 
         def variables() -> dict[str, str]:
             return library_variables(config, variables_without_models(self.settings(), self.home.preset_folders))
 
         here = config.launcher.kind == "local" and not config.is_hosted
         if self.standby is not None and here and not missing(TRAINING):
-            self.standby.expect(variables)
+            self.standby.expect(variables, rest_s)
 
     def settings(self) -> OwnerSettings:
         """Read the owner's present settings."""

@@ -118,7 +118,8 @@ class MachineLimit(BaseModel, extra="forbid"):
     disk_floor_mb: float | None = Field(None, ge=0)
     """A run pauses if its disk has less room than this plus a checkpoint; by default 2 % of it, at most 500 MB."""
     standby_minutes: float = Field(10, ge=0, le=1440)
-    """Minutes that a process with PyTorch imported (350 MB) waits for a draft to be started; 0: none waits."""
+    """Minutes that a server's keeper with PyTorch imported (350 MB) waits for a draft's run; 0: none does. Linux
+    without a GPU only."""
 
 
 class EnvironmentRights(BaseModel, extra="forbid"):

@@ -156,8 +156,10 @@ def _of_configuration(config: Config) -> dict[str, str]:
 
 
 def library_variables(config: Config, owners: OwnerVariables) -> dict[str, str]:
-    """Return the part of a run's `component_variables` with which trainer and inference import their libraries."""
-    variables = _allowed(os.environ) | worker_variables(owners, "inference") | _of_configuration(config)
+    """Return the `library_part` of a trainer's variables, without keys. Inference has the same, unless the owner's
+    settings name variables for one of them."""
+    variables = _allowed(os.environ) | worker_variables({ALL_COMPONENTS: owners.get(ALL_COMPONENTS, {})}, "trainer")
+    variables |= _of_configuration(config) | dict(owners.get("trainer", {}))
     take_keys(variables)
     return library_part(variables)
 

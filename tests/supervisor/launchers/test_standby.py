@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import psutil
 import pytest
 
 from tests.support.run_harness import RunHarness, eventually, until
-from toprope.records.run.specification import Specification
+from toprope.errors import ComponentFailed
+from toprope.records.run.folder import RunFolder
 from toprope.settings.schema import Config
 from toprope.supervisor.environment_variables import component_variables, library_part, library_variables
 from toprope.supervisor.keeper.preloading import MODULE, can_preload
+from toprope.supervisor.launchers import local, standby
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.launchers.standby import Standby
 from toprope.supervisor.runs.manager import RunManager
@@ -21,43 +24,54 @@ from toprope.supervisor.runs.manager import RunManager
 pytestmark = pytest.mark.skipif(not can_preload(), reason="programs are forked on Linux without a GPU only")
 
 
+def usual() -> dict[str, str]:
+    return library_variables(Config(), {})
+
+
 @pytest.fixture
-def standby(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Standby]]:
-    """Makes standbys whose keepers carry this test's mark, and ends them."""
+def standing() -> Iterator[Callable[..., Standby]]:
+    """Makes standbys, and checks at the end that their keepers have ended."""
     made: list[Standby] = []
-    monkeypatch.setenv("XDG_STANDBY_TEST", str(tmp_path))
 
     def make(seconds: float = 60.0) -> Standby:
-        made.append(Standby(lambda: seconds, after_s=0.0))
+        made.append(Standby(lambda: seconds, rest_s=0.0))
         return made[-1]
 
     yield make
     for one in made:
+        process = keeper_of(one) if one._waiting else None
         one.close()
-    eventually(lambda: not marked(tmp_path))
+        assert process is None or gone(process)
 
 
-def marked(path: Path) -> dict[int, str]:
-    """Processes of this test by id: the last word of the module that they began with."""
-    found = {}
+def keeper_of(one: Standby) -> psutil.Process:
+    """The keeper that waits."""
+    waiting = eventually(lambda: one._waiting)
+    said = Path(f"/proc/self/fdinfo/{waiting.process}").read_text()
+    return psutil.Process(int(re.findall(r"Pid:\s*(\d+)", said)[0]))
+
+
+def gone(*processes: psutil.Process) -> bool:
+    """True if all of them end; one that this process adopted stays a zombie."""
+
+    def ended(process: psutil.Process) -> bool:
+        try:
+            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    return bool(eventually(lambda: all(map(ended, processes))))
+
+
+def importing(keeper: psutil.Process) -> list[psutil.Process]:
+    """Its processes that import; a fork of one shows the same arguments for a moment, but leads no session."""
+    found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("XDG_STANDBY_TEST") == str(path) and process.pid != os.getpid():
-                found[process.pid] = next((w for w in process.cmdline() if w.startswith("toprope.")), "")
-        except psutil.Error:
+            if MODULE in process.cmdline() and process.ppid() == keeper.pid and os.getsid(process.pid) == process.pid:
+                found.append(process)
+        except (psutil.Error, ProcessLookupError):
             continue
-    return found
-
-
-def waiting(path: Path) -> tuple[int, int]:
-    """Ids of the keeper that waits and of the process that imports for it."""
-
-    def both() -> tuple[int, int] | None:
-        by_module = {module: pid for pid, module in marked(path).items()}
-        pair = by_module.get("toprope.supervisor.keeper", 0), by_module.get(MODULE, 0)
-        return pair if all(pair) and psutil.Process(pair[0]).ppid() != os.getpid() else None
-
-    found: tuple[int, int] = eventually(both)
     return found
 
 
@@ -65,84 +79,165 @@ def manager(path: Path, one: Standby) -> RunManager:
     return RunManager(path / "runs", LocalLauncher(standby=one), lambda: RunHarness(path).machine)
 
 
-@pytest.mark.parametrize("fitting", [True, False])
+@pytest.mark.parametrize(("kind", "fitting"), [("train", True), ("train", False), ("test", True)])
 def test_keeper_that_waits_takes_the_run(
-    standby: Callable[..., Standby], tmp_path: Path, harness: RunHarness, fitting: bool
+    standing: Callable[..., Standby], tmp_path: Path, harness: RunHarness, kind: str, fitting: bool
 ) -> None:
-    specification = harness.specification()
-    one, config = standby(), specification.config.model_copy(deep=True)
+    specification = harness.specification(kind)
+    one, config = standing(), specification.config.model_copy(deep=True)
     if not fitting:
         config.algorithm.seed += 1
     one.expect(lambda: library_variables(config, {}))
-    keeper, importing = waiting(tmp_path)
+    keeper = keeper_of(one)
+    [before] = eventually(lambda: importing(keeper))
+    assert keeper.ppid() != os.getpid() and before.is_running()
     runs = manager(tmp_path, one)
     folder = runs.start(specification)
     harness.started.append(folder)
-    seen = set()
+    assert harness.keeper(folder) == keeper and one._waiting is None
+    shown = keeper.cmdline()
+    assert shown[1:5] == ["-P", "-m", "toprope.supervisor.keeper", str(folder.path)], "lists of processes name the run"
+    seen: set[psutil.Process] = set()
 
     def over() -> bool:
-        seen.update(pid for pid, module in marked(tmp_path).items() if module == MODULE)
+        seen.update(importing(keeper))
         return runs.status(folder.run_id).ended
 
-    assert harness.keeper(folder).pid == keeper
-    shown = psutil.Process(keeper).cmdline()
-    assert shown[1:5] == ["-P", "-m", "toprope.supervisor.keeper", str(folder.path)], "lists of processes name the run"
     eventually(over)
     failure = runs.status(folder.run_id).failure
     assert failure is not None and failure.component == "environment", "as without a standby: there is no such file"
-    assert (seen == {importing}) == fitting, "another process imports what this one has imported otherwise"
+    assert bool(seen - {before}) != fitting, "another process imports only what this one has not imported"
     harness.check_nothing_left(folder)
-    eventually(lambda: not marked(tmp_path))
+    assert gone(keeper, before)
 
 
-@pytest.mark.parametrize("how", ["closed", "too long", "killed", "other variables"])
-def test_run_starts_without_the_keeper_that_waited(
-    standby: Callable[..., Standby], tmp_path: Path, harness: RunHarness, how: str
+def test_run_that_computes_nothing_here_leaves_the_keeper_alone(
+    standing: Callable[..., Standby], tmp_path: Path, harness: RunHarness
 ) -> None:
-    one = standby(1.0 if how == "too long" else 60.0)
-    one.expect(lambda: library_variables(Config(), {}))
-    keeper, importing = waiting(tmp_path)
-    if how == "closed":
-        one.close()
-    elif how == "killed":
-        os.kill(keeper, 9)
-        os.kill(importing, 9)
-    elif how == "other variables":
-        one.expect(lambda: library_variables(Config(), {"*": {"XDG_OTHER": "1"}}))
-    eventually(lambda: not {keeper, importing} & marked(tmp_path).keys())
-    if how == "other variables":
-        assert waiting(tmp_path) != (keeper, importing)
-        return
+    one, specification = standing(), harness.specification("sweep")
+    one.expect(usual)
+    keeper = keeper_of(one)
     runs = manager(tmp_path, one)
-    folder = runs.start(harness.specification())
+    folder = runs.start(specification)
     harness.started.append(folder)
-    assert harness.keeper(folder).pid != keeper
+    assert harness.keeper(folder) != keeper and keeper_of(one) == keeper
     until(runs, folder, "failed")
 
 
-def test_nothing_waits_where_the_owner_wants_none(standby: Callable[..., Standby], tmp_path: Path) -> None:
-    one = standby(0.0)
-    one.expect(lambda: library_variables(Config(), {}))
-    eventually(lambda: one._timer is not None and not one._timer.is_alive())
-    assert not marked(tmp_path) and one._waiting is None
+@pytest.mark.parametrize("how", ["closed", "too long", "killed", "its process killed"])
+def test_run_starts_without_the_keeper_that_waited(
+    standing: Callable[..., Standby], tmp_path: Path, harness: RunHarness, how: str
+) -> None:
+    one = standing(1.0 if how == "too long" else 60.0)
+    one.expect(usual)
+    keeper = keeper_of(one)
+    [process] = eventually(lambda: importing(keeper))
+    if how == "closed":
+        one.close()
+    elif how != "too long":
+        (keeper if how == "killed" else process).kill()
+    assert gone(keeper, process)
+    if how in ("too long", "killed"):
+        one.expect(usual)
+        eventually(lambda: one._waiting is not None and one._waiting.is_there)
+        assert keeper_of(one) != keeper, "the one that ended was replaced"
+        one.close()
+    runs = manager(tmp_path, one)
+    folder = runs.start(harness.specification())
+    harness.started.append(folder)
+    assert harness.keeper(folder) != keeper
+    until(runs, folder, "failed")
 
 
-def test_variables_for_libraries_are_those_of_a_member_without_keys(
+def test_latest_variables_count(standing: Callable[..., Standby]) -> None:
+    one = standing()
+    one.expect(usual)
+    first = keeper_of(one)
+    one.expect(lambda: usual() | {"XDG_OTHER": "1"})
+    eventually(lambda: keeper_of(one) != first)
+    second = keeper_of(one)
+    one.expect(lambda: usual() | {"XDG_OTHER": "1"})
+    assert gone(first) and keeper_of(one) == second
+    one.close()
+    one.expect(usual)
+    assert one.take() is None, "what was expected before a run is given up"
+    assert gone(second)
+
+
+def test_nothing_waits_where_the_owner_wants_none(standing: Callable[..., Standby]) -> None:
+    one, asked = standing(0.0), list[int]()
+    one.expect(lambda: asked.append(1) or usual())  # type: ignore[func-returns-value]
+    one._start(usual, one._latest)
+    assert one._waiting is None and not asked
+
+
+def test_keeper_that_does_not_answer_is_replaced(
+    standing: Callable[..., Standby], tmp_path: Path, harness: RunHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = standing()
+    one.expect(usual)
+    keeper = keeper_of(one)
+    keeper.suspend()
+    launcher, limits = LocalLauncher(standby=one), iter([0.5, 20.0, 20.0])
+    answers = launcher._read_answer
+
+    def read_answer(ready: int) -> bytes:
+        monkeypatch.setattr(local, "_READY_WITHIN_S", next(limits))
+        return answers(ready)
+
+    monkeypatch.setattr(launcher, "_read_answer", read_answer)
+    runs = RunManager(tmp_path / "runs", launcher, lambda: harness.machine)
+    folder = runs.start(harness.specification())
+    harness.started.append(folder)
+    assert gone(keeper) and harness.keeper(folder) != keeper
+    until(runs, folder, "failed")
+
+
+def test_run_whose_keeper_was_killed_too_late_has_failed(
+    standing: Callable[..., Standby], tmp_path: Path, harness: RunHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = standing()
+    one.expect(usual)
+    keeper_of(one)
+    launcher, answers = LocalLauncher(standby=one), iter([b"", b"locked 1\n"])
+    monkeypatch.setattr(launcher, "_read_answer", lambda ready: next(answers))
+    runs = RunManager(tmp_path / "runs", launcher, lambda: harness.machine)
+    specification = harness.specification()
+    with pytest.raises(ComponentFailed, match="did not start in time"):
+        runs.start(specification)
+    assert runs.status(specification.run_id).state == "failed"
+
+
+def test_variables_for_libraries_are_those_of_a_trainer_without_keys(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harness: RunHarness
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf-very-secret-token")
-    owners = {"*": {"MY_API_KEY": "sk-very-secret", "HTTPS_PROXY": "http://proxy"}, "trainer": {"OWN": "1"}}
-    specification: Specification = harness.specification()
+    monkeypatch.setenv("TMPDIR", "/somewhere")
+    everyone = {"MY_API_KEY": "sk-very-secret", "HTTPS_PROXY": "http://proxy"}
+    owners = {"*": everyone, "trainer": {"OWN": "1", "OMP_NUM_THREADS": "8"}, "environment": {"THEIRS": "1"}}
     of_member = component_variables(
-        "inference",
+        "trainer",
         folder=tmp_path,
-        specification=specification,
+        specification=harness.specification(),
         attempt=1,
         secret="s" * 20,
         owners=owners,
         surroundings=dict(os.environ),
     )
-    prepared = library_variables(specification.config, owners)
+    prepared = library_variables(Config(), owners)
     assert not [name for name, value in prepared.items() if "secret" in value]
     assert prepared == {name: value for name, value in library_part(of_member).items() if "secret" not in value}
-    assert prepared["HTTPS_PROXY"] == "http://proxy" and "OWN" not in prepared
+    assert prepared["HTTPS_PROXY"] == "http://proxy" and prepared["OMP_NUM_THREADS"] == "8"
+
+
+def test_message_that_is_too_long_is_not_handed_over(standing: Callable[..., Standby], tmp_path: Path) -> None:
+    one = standing()
+    one.expect(usual)
+    eventually(lambda: one._waiting)
+    waiting = one.take()
+    assert waiting is not None
+    assert not waiting.hand_over(RunFolder(tmp_path), {"LONG": "x" * standby.MOST_BYTES}, [0, 1, 2])
+    assert waiting.is_there
+    waiting.kill()
+    assert not waiting.is_there
+    waiting.close()

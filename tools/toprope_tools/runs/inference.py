@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _MOST_ROLLOUTS = 100_000
 _FEW_TOKENS = 512
+_LOADS_S = 2.0
+"""Seconds in which a test has most likely loaded its policy."""
 
 
 async def test_inference(
@@ -74,7 +76,7 @@ async def test_inference(
             hint=f"Leave {BASE!r} out, or lower max_new_tokens.",
         )
     started = await to_thread.run_sync(workshop.starter.start, StartRequest(draft, plan))
-    workshop.expect_run(config)  # most often the draft's training comes next
+    workshop.expect_run(config, _LOADS_S)  # most often the draft's training comes next
     specification = started.specifications[0]
     whom = f"policy {config.policy.model}"
     if plan.models:

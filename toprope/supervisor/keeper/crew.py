@@ -102,11 +102,16 @@ class Crew:
             self._folder.crew.mkdir(mode=0o700, exist_ok=True)
             return SpreadSpawner(LocalSpawner(), spread, self._folder.crew)
         preloadable = torch_members_of(self._spec) - set(self._programs or {})
-        if len(preloadable) > 1 and can_preload():
+        if len(preloadable) > (preloaded is None) and can_preload():
             return PreloadingSpawner(len(preloadable), waiting=preloaded)
         if preloaded is not None:
             preloaded.end()
         return LocalSpawner()
+
+    def drop_preloaded(self) -> None:
+        """End the process that imported libraries before the run, if no member was started yet."""
+        if isinstance(self._spawner, PreloadingSpawner):
+            self._spawner.drop_waiting()
 
     def __contains__(self, name: str) -> bool:
         return name in self._components

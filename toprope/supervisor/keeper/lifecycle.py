@@ -197,6 +197,7 @@ class RunLifecycle:
                 self._crew.gpus = answer.gpus
                 return
             if isinstance(answer, Waiting) and answer.reason != self._writer.status.reason:
+                self._crew.drop_preloaded()  # the machine has no room
                 self._writer.update(reason=answer.reason)
             await asyncio.wait({self._decision}, timeout=_CLAIM_EVERY_S)
             answer = self._reservations.claim(self._spec)

@@ -73,7 +73,7 @@ class Preloaded:
         folder: Path | None = None,
         libraries: Sequence[str] = LIBRARIES,
     ) -> None:
-        self.variables = dict(variables)
+        self.variables, self._room = dict(variables), room
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         arguments = [str(GUARD_FILE), ",".join(libraries), "-" * room]
         with theirs:
@@ -88,9 +88,10 @@ class Preloaded:
                 start_new_session=True,
             )
 
-    def fits(self, variables: Mapping[str, str]) -> bool:
-        """Return True if its libraries were imported as a program with these variables would import them."""
-        return library_part(self.variables) == library_part(variables)
+    def fits(self, request: SpawnRequest) -> bool:
+        """Return True if it lives, imported as this program would import, and has room for its arguments."""
+        alike = library_part(self.variables) == library_part(request.variables)
+        return alike and self.process.poll() is None and _room_for(request) <= self._room
 
     def end(self) -> None:
         """Kill the process. What it has forked goes on."""
@@ -137,20 +138,23 @@ class PreloadingSpawner:
     def close(self) -> None:
         """See `Spawner.close`."""
         self._left = 0
+        self.drop_waiting()
+        self._end()
+
+    def drop_waiting(self) -> None:
+        """End the process that was started before, if it was not used yet."""
         if self._waiting is not None:
             self._waiting.end()
             self._waiting = None
-        self._end()
 
     def _start(self, request: SpawnRequest) -> None:
         found, self._waiting = self._waiting, None
-        if found is not None and not found.fits(request.variables):
+        if found is not None and not found.fits(request):
             found.end()
             found = None
         if found is None:
-            words = [*request.argv, *guard_options(request), str(GUARD_FILE)]
-            room = 2 * sum(len(word) + 1 for word in words) + 200
             with open(request.log, "ab") as log:
+                room = _room_for(request)
                 found = Preloaded(request.variables, room, log.fileno(), request.folder, self._libraries)
         self._process, ours = found.process, found.socket
         ours.setblocking(False)
@@ -205,6 +209,12 @@ class PreloadingSpawner:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+def _room_for(request: SpawnRequest) -> int:
+    """Return the bytes for the arguments of a guard and its program, with some to spare."""
+    words = [*request.argv, *guard_options(request), str(GUARD_FILE)]
+    return 2 * sum(len(os.fsencode(word)) + 1 for word in words) + 200
 
 
 def _message(request: SpawnRequest) -> dict[str, object]:

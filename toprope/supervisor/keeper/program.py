@@ -2,7 +2,7 @@
 
     python -P -m toprope.supervisor.keeper RUN_FOLDER [--lock-fd FD] [--ready-fd FD] [--keys-fd FD]
                                                       [--foreground [--variables NAME]]
-    python -P -m toprope.supervisor.keeper --standby-fd FD --standby-seconds S
+    python -P -m toprope.supervisor.keeper --standby-fd FD [--standby-seconds S] [--padding WORD]
 
 It detaches before it imports anything heavy, so that its starter waits only milliseconds. Two forks and a session of
 its own leave nothing of the starter's terminal and pipes. --lock-fd is the run's lock, taken by the starter and handed
@@ -58,7 +58,8 @@ def main(
     Args:
         arguments: Those of the command line when None.
         programs: argv of components in place of the real ones; tests pass light ones.
-        keep: Holds the run in place of `_keep`; for the program that holds a run whose keeper is elsewhere.
+        keep: Holds the run in place of `_keep`, unless it was handed over; for the program that holds a run whose
+            keeper is elsewhere.
         log: Name of its log.
     """
     given = _parse(sys.argv[1:] if arguments is None else arguments)

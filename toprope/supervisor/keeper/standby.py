@@ -1,9 +1,10 @@
 """A keeper that waits for its run, with PyTorch imported already for the members that need it.
 
-A front end starts it when a run is likely to come (`toprope.supervisor.launchers.standby`), with the environment that
-libraries are imported in. It detaches, starts a `Preloaded` process, says `{"pid"}` on the socket, and waits. The run
-is one message, JSON with three descriptors: {"folder", "variables"}, the run's lock, the pipe for `locked`, and the
-keeper's log. The socket's end, or too long a wait, ends this process and what it has started.
+A front end starts it when a run is likely to come (`toprope.supervisor.launchers.standby`). It detaches, hides its
+memory and says {"pid"} on a SOCK_SEQPACKET socket. The first message that it gets has the variables to import with; it
+starts a `Preloaded` process with them. The second one is the run: {"folder", "variables"} with three descriptors, the
+run's lock, the pipe for `locked`, and the keeper's log. The end of the socket or of that process, or too long a wait,
+ends both.
 """
 
 from __future__ import annotations
@@ -11,19 +12,24 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import select
 import socket
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from toprope.machine import show_arguments
+from toprope.sdk.wall.kernel import hide_memory
 from toprope.supervisor.keeper.preloading import Preloaded
 
-__all__ = ["Handover", "await_run"]
+__all__ = ["MOST_BYTES", "Handover", "await_run"]
 
-MOST_BYTES = 1 << 18
+MOST_BYTES = 1 << 17
+"""Of a message; longer variables are not handed over."""
 _ROOM = 4000
-"""Bytes for the arguments of guards and members, with long paths."""
+"""Bytes for the arguments of guards and members."""
 
 
 @dataclass(frozen=True)
@@ -40,29 +46,54 @@ def await_run(front_end: socket.socket, seconds: float) -> Handover | None:
     """Wait for a run, adopt its variables and its log, and return it; None if none has come.
 
     Args:
-        front_end: A SOCK_SEQPACKET socket.
+        front_end: See above.
         seconds: The longest wait.
     """
-    preloaded = Preloaded(os.environ, _ROOM, folder=Path("/"))
-    importlib.import_module("toprope.supervisor.keeper.lifecycle")
-    front_end.settimeout(seconds)
-    message, descriptors = b"", list[int]()
-    try:
-        front_end.send(json.dumps({"pid": os.getpid()}).encode())
-        message, descriptors, _, _ = socket.recv_fds(front_end, MOST_BYTES, 3)
-    except OSError:  # the front end has ended, or nothing came
-        pass
-    front_end.close()
-    if not message:
+    hide_memory()
+    with front_end:
+        try:
+            front_end.send(json.dumps({"pid": os.getpid()}).encode())
+            libraries, _ = _receive(front_end)
+        except OSError:
+            return None
+        if not libraries:
+            return None
+        preloaded = Preloaded(libraries["variables"], _ROOM, folder=Path("/"))
+        try:
+            importlib.import_module("toprope.supervisor.keeper.lifecycle")
+            order, descriptors = _receive(front_end) if _is_asked(front_end, preloaded, seconds) else ({}, [])
+        except OSError:
+            order, descriptors = {}, []
+    if not order:
         preloaded.end()
         return None
-    given = json.loads(message)
     lock_fd, ready_fd, log = descriptors
     os.environ.clear()
-    os.environ.update(given["variables"])
-    os.chdir(given["folder"])
+    os.environ.update(order["variables"])
+    tempfile.tempdir = None
+    os.chdir(order["folder"])
     for target in (1, 2):
         os.dup2(log, target)
     os.close(log)
-    show_arguments([sys.executable, "-P", "-m", "toprope.supervisor.keeper", given["folder"]])
-    return Handover(Path(given["folder"]), lock_fd, ready_fd, preloaded)
+    show_arguments([sys.executable, "-P", "-m", "toprope.supervisor.keeper", order["folder"]])
+    return Handover(Path(order["folder"]), lock_fd, ready_fd, preloaded)
+
+
+def _receive(front_end: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return a message with its descriptors; an empty one at the end.
+
+    Raises:
+        OSError: The front end has ended.
+    """
+    message, descriptors, _, _ = socket.recv_fds(front_end, MOST_BYTES, 3)
+    return (json.loads(message) if message else {}), descriptors
+
+
+def _is_asked(front_end: socket.socket, preloaded: Preloaded, seconds: float) -> bool:
+    """Wait until there is a message; False if the time is over, or the process that imports has ended."""
+    poll, child = select.poll(), os.pidfd_open(preloaded.process.pid)
+    poll.register(front_end, select.POLLIN)
+    poll.register(child, select.POLLIN)
+    found = dict(poll.poll(1000 * seconds))
+    os.close(child)
+    return front_end.fileno() in found and child not in found

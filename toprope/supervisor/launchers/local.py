@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from toprope.errors import ComponentFailed
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import Specification
 from toprope.records.walls import ENV_WALLS, Walls
 from toprope.supervisor.environment_variables import OwnerVariables, keeper_variables, split_keeper_variables
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting, choose_containment
@@ -21,6 +21,7 @@ from toprope.supervisor.keeper.logs import LogPage, read_page, read_tail
 from toprope.supervisor.launchers import KeeperState
 from toprope.supervisor.launchers.standby import Standby
 from toprope.supervisor.lock import RunLock, is_held
+from toprope.supervisor.programs import torch_members_of
 from toprope.supervisor.runs.orders import write_stop_order
 
 _CONTAINMENT_CACHE = ".containment.json"
@@ -68,7 +69,7 @@ class LocalLauncher:
         level = choose_containment(self._contained(), folder.path.parent / _CONTAINMENT_CACHE).level
         environment, secret = split_keeper_variables(keeper_variables(variables))
         environment |= {ENV_CONTAINMENT: level, ENV_WALLS: self._walls().encode()}
-        if self._standby is not None and self._hand_over(self._standby, folder, environment | secret, lock):
+        if self._hand_over(folder, environment | secret, lock):
             return
         ready, ready_writer = os.pipe()
         keys, keys_writer = os.pipe()
@@ -115,23 +116,30 @@ class LocalLauncher:
         # This process exits as soon as it has forked the keeper.
         process.wait()
 
-    def _hand_over(self, standby: Standby, folder: RunFolder, environment: Mapping[str, str], lock: RunLock) -> bool:
-        """Hand the run to a keeper that waits; False if there is none, or it did not take the run and is gone."""
+    def _hand_over(self, folder: RunFolder, environment: Mapping[str, str], lock: RunLock) -> bool:
+        """Hand the run to a keeper that waits; False if none has taken it.
+
+        Raises:
+            ComponentFailed: One has taken it and did not start it.
+        """
+        if self._standby is None or not torch_members_of(Specification.read(folder)):
+            return False
+        if (waiting := self._standby.take()) is None:
+            return False
         ready, ready_writer = os.pipe()
-        log = os.open(folder.log(self._log), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            pid = standby.hand_over(folder, environment, [lock.fileno(), ready_writer, log])
-            os.close(ready_writer)
-            if pid is None:
-                return False
-            answer = self._read_answer(ready)
-            if not answer.startswith(b"locked"):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return answer.startswith(b"locked")
-        finally:
-            os.close(ready)
-            os.close(log)
+        with open(ready, "rb", buffering=0), closing(waiting):
+            with open(ready_writer, "wb", buffering=0), open(folder.log(self._log), "ab", opener=_private) as log:
+                if not waiting.hand_over(folder, environment, [lock.fileno(), ready_writer, log.fileno()]):
+                    return False
+            if self._read_answer(ready).startswith(b"locked"):
+                return True
+            with suppress(TimeoutError):
+                waiting.kill()
+                if not self._read_answer(ready):
+                    return False
+        raise ComponentFailed(
+            f"The keeper of {folder.run_id} did not start in time.", hint=f"{folder.log('keeper')} may have more."
+        )
 
     def _read_answer(self, ready: int) -> bytes:
         """Return the line that the keeper writes when it holds the lock; incomplete if it ends or takes too long."""
@@ -158,3 +166,7 @@ class LocalLauncher:
     ) -> LogPage:
         """See `Launcher.logs`."""
         return read_page(folder.log(component), lines=lines, before=before, secrets=secrets)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,4 +1,4 @@
-"""Keeps one keeper waiting for a run that is likely to come, so that the run starts with PyTorch imported.
+"""Keeps one keeper waiting for a run that is likely to come, so that its members find PyTorch imported.
 
 Importing PyTorch and transformers is most of the time from the start of a small run to its first step. Linux without a
 GPU only; everywhere else, and whenever something is wrong with the keeper that waits, runs start as always.
@@ -7,6 +7,10 @@ GPU only; everywhere else, and whenever something is wrong with the keeper that 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -15,136 +19,165 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from toprope.errors import TopropeError
 from toprope.records.run.folder import RunFolder
+from toprope.supervisor.environment_variables import keeper_variables, split_keeper_variables
 from toprope.supervisor.keeper.preloading import can_preload
+from toprope.supervisor.keeper.standby import MOST_BYTES
 
-__all__ = ["Standby"]
+__all__ = ["Standby", "Waiting"]
 
-_AFTER_S = 0.4
+logger = logging.getLogger(__name__)
+REST_S = 0.4
 """Seconds of rest before a keeper is started: further edits of a draft may change what it has to import."""
+_DETACHES_WITHIN_S = 20.0
+_ENDS_WITHIN_S = 5.0
 _ROOM = 600
-_SAYS_PID_WITHIN_S = 10.0
 
 
-class Standby:
-    """At most one keeper that waits. All methods may be called from any thread.
+@dataclass(frozen=True)
+class Waiting:
+    """A keeper that waits: its process, and the socket to it."""
 
-    Args:
-        seconds: Returns how long a keeper waits for a run; 0: none is started.
-        after_s: Seconds between `expect` and the start.
-    """
+    variables: dict[str, str]
+    socket: socket.socket
+    process: int
+    """A descriptor of it (pidfd_open(2))."""
 
-    def __init__(self, seconds: Callable[[], float], after_s: float = _AFTER_S) -> None:
-        self._seconds, self._after_s = seconds, after_s
-        self._lock = threading.Lock()
-        self._waiting: _Waiting | None = None
-        self._timer: threading.Timer | None = None
+    @property
+    def is_there(self) -> bool:
+        """True until the process has ended, or has closed its socket."""
+        poll = select.poll()
+        for descriptor in (self.socket, self.process):
+            poll.register(descriptor, select.POLLIN)
+        return not poll.poll(0)
 
-    def expect(self, variables: Callable[[], Mapping[str, str]]) -> None:
-        """Have a keeper wait soon for a run that imports its libraries with these variables; returns at once.
-
-        Args:
-            variables: Returns them (see `library_variables`), in another thread.
-        """
-        if not can_preload():
-            return
-        with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = threading.Timer(self._after_s, self._start, [variables])
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _start(self, variables_of: Callable[[], Mapping[str, str]]) -> None:
-        try:
-            seconds, variables = self._seconds(), dict(variables_of())
-        except TopropeError:  # of the owner's files; the run will say so
-            return
-        with self._lock:
-            if self._waiting is not None and self._waiting.variables == variables and self._waiting.is_there:
-                return
-            self._end()
-            if seconds > 0:
-                with suppress(OSError):  # no process left; the run will say so
-                    self._waiting = _start(variables, seconds)
-
-    def hand_over(self, folder: RunFolder, variables: Mapping[str, str], descriptors: list[int]) -> int | None:
-        """Hand a run to the keeper that waits, if there is one.
+    def hand_over(self, folder: RunFolder, variables: Mapping[str, str], descriptors: list[int]) -> bool:
+        """Send it a run; False if it could not be sent.
 
         Args:
             folder: The run's folder.
             variables: The keeper's whole environment, secret variables among it.
             descriptors: The run's lock, the pipe for `locked`, the keeper's log.
-
-        Returns:
-            The keeper's process id; it writes `locked` to the pipe, or ends. None: nobody has the run.
         """
+        order = json.dumps({"folder": str(folder.path.absolute()), "variables": dict(variables)}).encode()
+        if len(order) >= MOST_BYTES:
+            return False
+        try:
+            socket.send_fds(self.socket, [order], descriptors)
+        except OSError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Kill the process and wait for its end.
+
+        Raises:
+            TimeoutError: It has not ended within seconds.
+        """
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.process, signal.SIGKILL)
+        if not select.select([self.process], [], [], _ENDS_WITHIN_S)[0]:
+            raise TimeoutError("a killed keeper has not ended")
+
+    def close(self) -> None:
+        """Let go of it. It ends, unless it has a run."""
+        self.socket.close()
+        os.close(self.process)
+
+
+class Standby:
+    """At most one keeper that waits. All methods return at once, and may be called from any thread.
+
+    Args:
+        seconds: Returns how long a keeper waits for a run; 0: none is started.
+        rest_s: The least seconds between `expect` and the start.
+    """
+
+    def __init__(self, seconds: Callable[[], float], rest_s: float = REST_S) -> None:
+        self._seconds, self._rest_s = seconds, rest_s
+        self._lock = threading.Lock()
+        self._waiting: Waiting | None = None
+        self._latest = 0
+        """Number of the last call; a start that began before it is given up."""
+
+    def expect(self, variables: Callable[[], Mapping[str, str]], rest_s: float = 0.0) -> None:
+        """Have a keeper wait soon for a run that imports its libraries with these variables.
+
+        Args:
+            variables: Returns them (see `library_variables`), in another thread.
+            rest_s: Seconds until the start, if they are more than usual.
+        """
+        if not can_preload():
+            return
         with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-            waiting, self._waiting = self._waiting, None
-        if waiting is None:
+            self._latest += 1
+            timer = threading.Timer(max(rest_s, self._rest_s), self._start, [variables, self._latest])
+        timer.daemon = True
+        with suppress(RuntimeError):  # no thread is left
+            timer.start()
+
+    def _start(self, variables_of: Callable[[], Mapping[str, str]], number: int) -> None:
+        try:
+            if number != self._latest or (seconds := self._seconds()) <= 0:
+                return
+            variables = dict(variables_of())
+            with self._lock:
+                if self._waiting is not None and self._waiting.variables == variables and self._waiting.is_there:
+                    return
+            made = _start(variables, seconds)
+        except Exception:  # of the owner's files, or no process is left: runs start as always
+            logger.debug("no keeper waits", exc_info=True)
+            return
+        with self._lock:
+            if number == self._latest:
+                self._waiting, made = made, self._waiting
+        if made is not None:
+            made.close()
+
+    def take(self) -> Waiting | None:
+        """Return the keeper that waits, which the caller closes; None if there is none."""
+        with self._lock:
+            self._latest += 1
+            found, self._waiting = self._waiting, None
+        if found is not None and not found.is_there:
+            found.close()
             return None
-        with waiting.socket as channel:
-            try:
-                channel.settimeout(_SAYS_PID_WITHIN_S)
-                order = json.dumps({"folder": str(folder.path.absolute()), "variables": dict(variables)}).encode()
-                said = channel.recv(256)
-                if not said:
-                    return None
-                socket.send_fds(channel, [order], descriptors)
-                return int(json.loads(said)["pid"])
-            except OSError:
-                return None
+        return found
 
     def close(self) -> None:
         """End the keeper that waits."""
-        with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._end()
-
-    def _end(self) -> None:
-        if self._waiting is not None:
-            self._waiting.socket.close()
-            self._waiting = None
+        if (found := self.take()) is not None:
+            found.close()
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    variables: dict[str, str]
-    socket: socket.socket
-
-    @property
-    def is_there(self) -> bool:
-        """True until the process has ended."""
-        try:
-            return bool(self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-
-
-def _start(variables: dict[str, str], seconds: float) -> _Waiting:
+def _start(variables: dict[str, str], seconds: float) -> Waiting:
     """Start a keeper that waits, and return when it has detached.
 
     Raises:
-        OSError: It cannot be started.
+        OSError, ValueError: It cannot be started.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        words = ["--standby-fd", str(theirs.fileno()), "--standby-seconds", str(seconds), "--padding", "." * _ROOM]
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "toprope.supervisor.keeper", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=variables,
-            cwd="/",
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-    process.wait()  # it exits as soon as it has forked the keeper
-    return _Waiting(variables, ours)
+    try:
+        with theirs:
+            words = ["--standby-fd", str(theirs.fileno()), "--standby-seconds", str(seconds), "--padding", "." * _ROOM]
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "toprope.supervisor.keeper", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=split_keeper_variables(keeper_variables({}))[0],
+                cwd="/",
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        ours.settimeout(_DETACHES_WITHIN_S)
+        try:
+            said = ours.recv(256)
+            ours.send(json.dumps({"variables": variables}).encode())
+        finally:
+            process.kill()  # by now it has forked the keeper and ended
+            process.wait()
+        return Waiting(variables, ours, os.pidfd_open(json.loads(said)["pid"]))
+    except BaseException:
+        ours.close()
+        raise

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from toprope.extras import without_collector
@@ -40,12 +41,17 @@ _Guard = Callable[[list[str], Callable[[], None]], int]
 # unshare(2), mount(2), prctl(2), capset(2)
 _NEWNS, _NEWUSER, _NEWPID = 0x20000, 0x10000000, 0x20000000
 _NOSUID, _NODEV, _NOEXEC, _REC, _SLAVE = 2, 4, 8, 0x4000, 0x80000
-_NO_NEW_PRIVS = 38
+_PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS = 1, 4, 38
 _CAPABILITIES_VERSION = 0x20080522
 
 
 def main() -> int:
     """Serve until the keeper closes the socket; returns the exit status."""
+    parent = os.getppid()
+    _call("prctl", _PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a killed keeper cannot end what hangs in an import
+    _call("prctl", _DUMPABLE, 0, 0, 0, 0)  # it may wait for long with variables of the owner
+    if os.getppid() != parent:
+        return 1
     keeper = socket.socket(fileno=int(sys.argv[1]))
     guard: _Guard = runpy.run_path(sys.argv[2], run_name="toprope_guard")["main"]
     with without_collector():  # which would also write to pages that the forks share
@@ -88,6 +94,7 @@ def _serve(request: dict[str, Any], descriptors: Sequence[int], keeper: socket.s
     middle = os.fork()
     if middle == 0:
         try:
+            _call("prctl", _DUMPABLE, 1, 0, 0, 0)  # else the maps of a namespace could not be written
             outer = _unshare() if request["namespace"] else -1
             if pid := os.fork():
                 os.write(told, str(pid).encode())
@@ -156,9 +163,10 @@ def _run_guard(request: dict[str, Any], descriptors: Sequence[int], guard: _Guar
     orders, *others = descriptors
     os.dup2(orders, 0)
     os.close(orders)
-    log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.dup2(log, 2)  # this process may have been started before there was a log
-    os.close(log)
+    with suppress(OSError):  # this process may have been started before there was a log
+        log = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.dup2(log, 2)
+        os.close(log)
     if request["folder"]:
         os.chdir(request["folder"])
     variables: dict[str, str] = request["variables"]
