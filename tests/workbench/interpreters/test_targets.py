@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import types
@@ -15,7 +14,6 @@ import pytest
 
 from tests.workbench.interpreters.conftest import adapter
 from toprope.errors import EnvironmentFailed, InvalidValue, NotFound
-from toprope.sdk.adapters import nemo_gym
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.settings.owner import Home
 from toprope.workbench.adapters import Adapter, adapters
@@ -29,8 +27,6 @@ from toprope.workbench.interpreters.naming import (
     target_of,
     without_build,
 )
-from toprope.workbench.interpreters.overrides import overrides
-from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
 from toprope.workbench.interpreters.words import failure
 
@@ -258,95 +254,6 @@ def test_requirement_with_a_second_line_is_refused(home: Home, quick: None, tmp_
         with pytest.raises(InvalidValue, match=r"whl\\n--pre' has characters that cannot be printed"):
             Interpreters(home, lambda: []).add(order)
     assert not home.path.exists()
-
-
-def test_uv_is_given_what_a_project_requires_in_place_of_its_dependencies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uv, project = tmp_path / "bin" / "uv", tmp_path / "stocks"
-    for folder in (uv.parent, project):
-        folder.mkdir()
-    uv.write_text(
-        '#!/bin/sh\n[ "$2" = install ] && echo "$@" > installed && exit\n'
-        'while [ "$1" != --override ]; do shift; done\ncp "$2" given; echo sockets==15 > resolved\n'
-    )
-    uv.chmod(0o755)
-    (project / "pyproject.toml").write_text('[tool.uv]\noverride-dependencies = ["sockets>=15"]\n')
-    monkeypatch.setenv("PATH", str(uv.parent), prepend=os.pathsep)
-    installer = Installer(tmp_path / "venv", Commands(tmp_path / "log", timeout_s=60))
-    for wanted, lines in [(Wanted((str(project), "torch")), "sockets>=15\n"), (Wanted(("torch",)), "")]:
-        assert installer.resolve("it", wanted) and (tmp_path / "given").read_text() == lines
-    installer.install("it", [Pin("sockets", "sockets==15")], Wanted(()))  # workers cannot write beside packages
-    assert "--compile-bytecode" in (tmp_path / "installed").read_text().split()
-
-
-def test_overrides_of_a_project_are_requirements_without_secrets(tmp_path: Path) -> None:
-    def given(declared: str) -> list[str]:
-        (tmp_path / "pyproject.toml").write_text(f"[tool]\n{declared}\n")
-        return list(overrides([str(tmp_path)]))
-
-    options = "1, {}, '-r /etc/hostname', '--index-url https://x.example/simple', \"x @ https://x.example\\n--pre\""
-    assert given(f"uv.override-dependencies = ['six>=1', {options}]") == ["six>=1"]
-    assert given("uv = 3") == given("uv.override-dependencies = 'six'") == []
-    with pytest.raises(InvalidValue, match="password are not accepted"):
-        given("uv.override-dependencies = ['x @ https://me:secret@x.example/x.whl']")
-
-
-def test_a_project_of_a_repository_takes_the_repository_that_it_lies_in(tmp_path: Path) -> None:
-    root, project = tmp_path / "Arena", tmp_path / "Arena" / "games" / "chess"
-    project.mkdir(parents=True)
-    (root / "pyproject.toml").write_text('[project]\nname = "arena-core"\n')
-
-    def given(requirement: str) -> list[str]:
-        (project / "pyproject.toml").write_text(f"[project]\ndependencies = [{requirement!r}, 'six']\n")
-        return list(overrides([str(project)]))
-
-    address = "git+https://git.example/arena/Arena.git"
-    assert given(f"arena-core @ {address}") == [], "it is no clone"
-    (root / ".git").mkdir()
-    config = root / ".git" / "config"
-    config.write_text('[core]\n\tbare = false\n[remote "origin"]\n\turl = https://git.example/arena/Arena\n')
-    [found] = given(f"arena_core[core] @ {address} ; python_version > '3'")
-    assert found == f'arena_core[core] @ {root.as_uri()} ; python_version > "3"'
-    assert given(f"arena-core @ {address}@v1.2") == given("arena-core>=1") == given(f"other @ {address}") == []
-    pinned = (f"{address}@feature/x", f"{address}#subdirectory=core", "git+https://git.example/else/Arena.git")
-    assert not any(given(f"arena-core @ {one}") for one in pinned)
-    for mode in (0o777, 0o775):
-        root.chmod(mode)
-        assert given(f"arena-core @ {address}") == [], "others may have put it there"
-
-
-def test_a_version_takes_the_place_of_an_address(tmp_path: Path) -> None:
-    git = "git+https://git.example/judges/verifiers.git@284a868"
-    by_source = '[tool.uv.sources]\nverifiers = { git = "https://git.example/judges/verifiers.git", branch = "main" }\n'
-
-    def given(required: str, more: str, *requirements: str) -> list[str]:
-        (tmp_path / "pyproject.toml").write_text(f'[project]\ndependencies = ["six", "{required}"]\n{more}')
-        return list(overrides([str(tmp_path), *requirements]))
-
-    versions = ("verifiers==0.4.*", "six>=1", "uv")
-    assert given(f"verifiers @ {git}", "", *versions) == ["verifiers==0.4.*"]
-    pinned = (*versions, "Verifiers==0.4.2")
-    assert given(f"verifiers @ {git}", "", *pinned) == ["verifiers==0.4.*", "Verifiers==0.4.2"], "the owner's own"
-    assert given("verifiers>=0.1.11", by_source, *versions) == ["verifiers==0.4.*"]
-    assert given(f"verifiers @ {git}", "") == given("verifiers>=0.1.11", "", *versions) == []
-    chosen = "[tool.uv]\noverride-dependencies = ['verifiers==0.3.1']\n"
-    assert given(f"verifiers @ {git}", chosen, *versions) == ["verifiers==0.3.1"]
-    index = '[tool.uv.sources]\nverifiers = { index = "theirs" }\n'
-    assert given("verifiers>=0.1.11", index, *versions) == []
-
-
-def test_folder_of_an_ecosystem_is_replaced_by_what_its_adapter_requires(tmp_path: Path) -> None:
-    def given(source: str, *more: str, declared: str = "") -> list[str]:
-        (tmp_path / "pyproject.toml").write_text(f"[tool.uv]\n{declared}\n[tool.uv.sources]\n{source}\n")
-        return list(overrides([str(tmp_path), *more]))
-
-    [required] = nemo_gym.REQUIREMENTS
-    assert given('Nemo_Gym = { path = "../..", editable = true }\nsix = { path = "six" }') == [required]
-    assert given('nemo-gym = { git = "https://git.example/gym.git" }') == given("nemo-gym = 3") == []
-    assert given('nemo-gym = { path = "../.." }', "nemo-gym==0.3") == ["nemo-gym==0.3"]
-    pinned = "nemo-gym==0.5"
-    assert given('nemo-gym = { path = "../.." }', declared=f"override-dependencies = ['{pinned}']") == [pinned]
 
 
 @pytest.mark.parametrize(

@@ -182,18 +182,30 @@ class Installer:
         asked = self._file("requirements.txt", wanted.requirements)
         held = self._file("constraints.txt", [constraint] if constraint else [])
         out = self._venv.parent / "resolved"
+        others = list(overrides(wanted.requirements))
         options = ["-c", str(held), *self._sources(wanted)]
         if self._uv:
             command = [self._uv, "pip", "compile", str(asked), "--python", self.python, "-o", str(out)]
             command += ["--no-header", "--no-annotate", *options]
-            command += ["--override", str(self._file("overrides.txt", overrides(wanted.requirements)))]
+            command += ["--override", str(self._file("overrides.txt", others))]
         else:
             command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--report", str(out)]
             command += ["--progress-bar", "off", "-r", str(asked), *options]
         code, lines = self._commands.run(command, self._venv.parent)
+        if code and others and not self._uv and (fetched := self._fetched_uv(wanted)) is not None:
+            self._uv = fetched
+            return self._resolve(what, wanted, constraint)
         if code:
             raise failure(what, lines, offline=wanted.offline, constraint=constraint)
         return _pins_of_uv(out) if self._uv else _pins_of_pip(out)
+
+    def _fetched_uv(self, wanted: Wanted) -> str | None:
+        """Install uv for this environment alone, because pip takes no overrides; None if it cannot be had."""
+        place = self._venv.parent / "uv"
+        command = [*self._pip(), "install", "--no-deps", "--only-binary=:all:", f"--target={place}"]
+        code, _ = self._commands.run([*command, *self._sources(wanted), "uv"], self._venv.parent)
+        program = place / "bin" / "uv"
+        return str(program) if not code and program.is_file() else None
 
     def _pip(self) -> list[str]:
         if _has_pip():
