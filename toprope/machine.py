@@ -156,6 +156,8 @@ def show_arguments(words: Sequence[str]) -> None:
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])
+    if end - start < 2:
+        return
     shown = b"\0".join(map(os.fsencode, words))[: end - start - 1]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, shown, len(shown))

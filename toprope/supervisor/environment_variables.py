@@ -161,7 +161,7 @@ def library_variables(config: Config, owners: OwnerVariables) -> dict[str, str]:
     variables = _allowed(os.environ) | worker_variables({ALL_COMPONENTS: owners.get(ALL_COMPONENTS, {})}, "trainer")
     variables |= _of_configuration(config) | dict(owners.get("trainer", {}))
     take_keys(variables)
-    return library_part(variables)
+    return {name: value for name, value in library_part(variables).items() if name not in _OF_SERVICE}
 
 
 def library_part(variables: Mapping[str, str]) -> dict[str, str]:

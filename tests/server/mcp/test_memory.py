@@ -49,9 +49,9 @@ def test_experiment_from_fork_to_handoff(shop):
         text, _, _ = await call("get_config", draft_id=forked["draft_id"])
         assert f"It began with the configuration of {run}." in text
         text, found, _ = await call("diff_config", a=forked["draft_id"], b=f"{draft}@1")
-        assert found["fields"] == [{"field": "budget.steps", "a": 30, "b": 1800}]
+        assert found["fields"] == [{"field": "budget.steps", "a": 30, "b": 2400}]
         text, undone, _ = await call("undo_edit", draft_id=draft, revision="1")
-        assert undone["changed"] == [{"field": "budget.steps", "a": 30, "b": 1800}]
+        assert undone["changed"] == [{"field": "budget.steps", "a": 30, "b": 2400}]
         text, noted, _ = await call("note_experiment", hypothesis="thirty steps do", run_ids=run, goal="0.9")
         assert noted["experiment"]["runs"] == [run]
         text, handed, _ = await call("get_handoff")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.run_harness import eventually
 from toprope.records.messages import ENV_ATTEMPT, ENV_COMPONENT, ENV_FOLDER, ENV_REPORT_FD, Progress
 from toprope.supervisor import guard
 from toprope.supervisor.keeper import preloading
 from toprope.supervisor.keeper.component import Component, Exit, reap_orphans
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, choose_containment
-from toprope.supervisor.keeper.preloading import PreloadingSpawner, can_preload
+from toprope.supervisor.keeper.preloading import Preloaded, PreloadingSpawner, can_preload
 from toprope.supervisor.keeper.spawner import SpawnRequest
 from toprope.supervisor.lock import RunLock, is_held
 
@@ -119,6 +121,45 @@ def test_forked_programs_are_as_if_executed_and_end_with_their_guards(
         assert not is_held(tmp_path / "lock")
 
     run(work)
+
+
+@pytest.mark.parametrize("fitting", [True, False])
+def test_programs_are_forked_from_a_process_that_waited(tmp_path: Path, fitting: bool) -> None:
+    wanted = request(tmp_path, "trainer")
+    other = {} if fitting else {"PYTHONHASHSEED": "5"}
+    waiting = Preloaded({**wanted.variables, **other}, 4000, libraries=["colorsys"])
+
+    async def work() -> None:
+        spawner = PreloadingSpawner(1, ["colorsys"], waiting)
+        component = Component("trainer", wanted, spawner)
+        assert (spawner._process is waiting.process) == fitting and (await told(component))["loaded"]
+        say(component, "end")
+        await component.gone.wait()
+        spawner.close()
+
+    run(work)
+    assert waiting.process.poll() is not None
+    unused = Preloaded(wanted.variables, 4000, libraries=["colorsys"])
+    PreloadingSpawner(1, ["colorsys"], unused).close()
+    assert unused.process.poll() is not None
+    assert not unused.fits(wanted), "it has ended"
+
+
+def test_process_that_hangs_in_an_import_ends_with_its_keeper(tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text("import pathlib, time\npathlib.Path('began').touch()\ntime.sleep(100)\n")
+    code = (
+        "import os, pathlib, time\nfrom toprope.supervisor.keeper.preloading import Preloaded\n"
+        f"made = Preloaded(os.environ, 100, folder=pathlib.Path({str(tmp_path)!r}), libraries=['sleeper'])\n"
+        "print(made.process.pid, flush=True)\ntime.sleep(100)\n"
+    )
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, str(tmp_path)])}
+    keeper = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True, env=variables)
+    assert keeper.stdout is not None
+    process = psutil.Process(int(keeper.stdout.readline()))
+    eventually((tmp_path / "began").exists)
+    keeper.kill()
+    keeper.communicate()
+    eventually(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_stop_before_the_fork_starts_nothing(tmp_path: Path) -> None:

@@ -45,13 +45,13 @@ def test_uv_is_installed_for_a_project_whose_overrides_pip_cannot_take(
     monkeypatch.setenv("PATH", str(tmp_path))
 
     class Recorded(Commands):
-        there = True
+        there, has_index = True, False
 
         def run(self, command: Sequence[str], folder: Path) -> tuple[int, list[str]]:
             asked.append([*command])
-            if "--dry-run" in command:
-                return 1, ["ResolutionImpossible"]
-            if command[-1] == "uv":
+            if "--dry-run" in command or "get" in command:
+                return int("--dry-run" in command or not self.has_index), ["ResolutionImpossible"]
+            if command[-1].startswith("uv"):
                 program = tmp_path / "uv" / "bin" / "uv"
                 program.parent.mkdir(parents=True, exist_ok=True)
                 program.touch()
@@ -63,8 +63,13 @@ def test_uv_is_installed_for_a_project_whose_overrides_pip_cannot_take(
     pins = Installer(tmp_path / "venv", commands).resolve("it", Wanted((str(project), "torch")))
     assert [pin.line for pin in pins] == ["sockets==15"]
     assert asked[-1][0] == str(tmp_path / "uv" / "bin" / "uv") and "--override" in asked[-1]
-    for there, wanted in [(False, Wanted((str(project), "torch"))), (True, Wanted(("torch",)))]:
-        commands.there = there
+    both = (str(project), "torch")
+    for commands.there, commands.has_index, wanted in (
+        (False, False, Wanted(both)),
+        (True, True, Wanted(both)),
+        (True, False, Wanted(both, offline=True)),
+        (True, False, Wanted(("torch",))),
+    ):
         with pytest.raises(EnvironmentFailed):
             Installer(tmp_path / "venv", commands).resolve("it", wanted)
 

@@ -26,6 +26,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,6 @@ from toprope.supervisor.lock import RunLock
 if TYPE_CHECKING:
     import argparse
 
-    from toprope.supervisor.keeper.preloading import Preloaded
     from toprope.supervisor.keeper.standby import Handover
 
 ALREADY_KEPT = 75
@@ -58,8 +58,8 @@ def main(
     Args:
         arguments: Those of the command line when None.
         programs: argv of components in place of the real ones; tests pass light ones.
-        keep: Holds the run in place of `_keep`, unless it was handed over; for the program that holds a run whose
-            keeper is elsewhere.
+        keep: Holds the run in place of `keeping.keep`, unless it was handed over; for the program that holds a run
+            whose keeper is elsewhere.
         log: Name of its log.
     """
     given = _parse(sys.argv[1:] if arguments is None else arguments)
@@ -90,11 +90,16 @@ def main(
         return ALREADY_KEPT
     lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id())
     if ready_fd is not None:
-        os.write(ready_fd, f"locked {os.getpid()}\n".encode())
+        with suppress(BrokenPipeError):  # the run no longer needs its starter
+            os.write(ready_fd, f"locked {os.getpid()}\n".encode())
         os.close(ready_fd)
+    if keep is not None and handover is None:
+        return keep(path, lock, programs, parent if given.foreground else None, given.variables or "")
+    from toprope.supervisor.keeper import keeping
+
     if handover is not None:
-        return _keep(path, lock, programs, None, "", handover.preloaded)
-    return (keep or _keep)(path, lock, programs, parent if given.foreground else None, given.variables or "")
+        return keeping.keep(path, lock, programs, None, "", handover.preloaded)
+    return keeping.keep(path, lock, programs, parent if given.foreground else None, given.variables or "")
 
 
 def _await_run(descriptor: int, seconds: float) -> Handover | None:
@@ -161,77 +166,3 @@ def redirect(log: Path) -> None:
     from toprope.supervisor.keeper.logs import KeeperLog
 
     sys.stdout = sys.stderr = KeeperLog(log, _KEEPER_LOG_BYTES)
-
-
-def _keep(
-    path: Path,
-    lock: RunLock,
-    programs: Mapping[str, Sequence[str]] | None,
-    parent: int | None,
-    variables: str,
-    preloaded: Preloaded | None = None,
-) -> int:
-    """Keep the run whose lock is held until its end, and write an end in any case; return the exit code.
-
-    A run that is not queued had a keeper before: its end is written if it is missing, and nothing is started. A run on
-    a cluster whose attempt is claimed is left alone.
-
-    Args:
-        parent: The engine's process, whose end ends the run; None: the keeper is on its own.
-        variables: Name of the file of its attempt; empty without one.
-        preloaded: A process that has imported the libraries of trainer and inference.
-    """
-    import asyncio
-    import traceback
-
-    from toprope.records.run.folder import RunFolder
-    from toprope.records.run.launch import Launch
-    from toprope.records.run.specification import Specification
-    from toprope.records.run.status import Status
-    from toprope.sdk.wall.kernel import hide_memory
-    from toprope.sdk.wall.scratch import sweep_scratch
-    from toprope.supervisor.keeper.containment import choose_on_node
-    from toprope.supervisor.keeper.lifecycle import RunLifecycle
-    from toprope.supervisor.keeper.restart_policy import failure_of_keeper
-    from toprope.supervisor.launchers.claims import claim
-    from toprope.supervisor.notices import home_of_keeper, tell_end
-    from toprope.supervisor.runs.cleanup import settle_run, write_end
-    from toprope.supervisor.spread.nodes import find_nodes
-
-    hide_memory()
-    folder = RunFolder(path)
-    status = Status.read(folder)
-    late = variables not in ("", f".variables-{status.attempt}.json")  # a job of an attempt that ended before it began
-    if folder.launch.exists() and (late or status.ended or not claim(folder, status.attempt, by="keeper")):
-        print(f"Attempt {status.attempt} of {folder.run_id} was claimed before and was not started.", file=sys.stderr)
-        return ALREADY_KEPT
-    if status.state != "queued":
-        print(f"{folder.run_id} is {settle_run(folder).state} and was not started again.", file=sys.stderr)
-        return 1
-    # Processes that carry the mark of an older attempt may be reaped, those with this attempt's mark never.
-    lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id(), attempt=status.attempt, beats=True)
-
-    async def run() -> None:
-        launch, section = Launch.read(folder), Specification.read(folder).config.launcher
-        if launch is not None and launch.kind == "ray" and not section.room().gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves a job without GPUs all that its node has
-        spread = find_nodes(launch, os.environ, section)
-        await RunLifecycle(folder, lock, programs=programs, parent=parent, spread=spread, preloaded=preloaded).run()
-
-    try:
-        if parent is not None:
-            choose_on_node(os.environ)
-        asyncio.run(run())
-    except Exception as error:
-        traceback.print_exc()
-        if folder.path.is_dir():
-            write_end(folder, "failed", failure=failure_of_keeper(error))
-        return 1
-    finally:
-        # Without `beats` the last sign of life does not delay the next attempt on a cluster.
-        lock.write_holder(pid=os.getpid(), since=time.time(), boot=boot_id(), attempt=status.attempt)
-        lock.release()
-        if (home := home_of_keeper(os.environ)) is not None:
-            tell_end(folder, home)
-        sweep_scratch()  # of killed workers, where a run's own TMPDIR would have too long a path
-    return 0

@@ -1,10 +1,10 @@
 """A keeper that waits for its run, with PyTorch imported already for the members that need it.
 
 A front end starts it when a run is likely to come (`toprope.supervisor.launchers.standby`). It detaches, hides its
-memory and says {"pid"} on a SOCK_SEQPACKET socket. The first message that it gets has the variables to import with; it
-starts a `Preloaded` process with them. The second one is the run: {"folder", "variables"} with three descriptors, the
-run's lock, the pipe for `locked`, and the keeper's log. The end of the socket or of that process, or too long a wait,
-ends both.
+memory, imports what a keeper needs and says {"pid"} on a SOCK_SEQPACKET socket. The first message that it gets has the
+variables to import with; it starts a `Preloaded` process with them. The run is a message {"folder", "variables"} with
+three descriptors, the run's lock, the pipe for `locked`, and the keeper's log; any other one means to wait on. The end
+of the socket or of that process, or too long a wait, ends both.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ __all__ = ["MOST_BYTES", "Handover", "await_run"]
 
 MOST_BYTES = 1 << 17
 """Of a message; longer variables are not handed over."""
+_FRONT_END_S = 60.0
+"""The longest wait for a message that a front end sends at once."""
 _ROOM = 4000
 """Bytes for the arguments of guards and members."""
 
@@ -50,20 +52,20 @@ def await_run(front_end: socket.socket, seconds: float) -> Handover | None:
         seconds: The longest wait.
     """
     hide_memory()
+    importlib.import_module("toprope.supervisor.keeper.keeping")  # all that it needs, while the files are as now
+    preloaded = None
     with front_end:
         try:
+            front_end.settimeout(_FRONT_END_S)
             front_end.send(json.dumps({"pid": os.getpid()}).encode())
             libraries, _ = _receive(front_end)
+            if libraries:
+                preloaded = Preloaded(libraries["variables"], _ROOM, folder=Path("/"))
+                order, descriptors = _await_order(front_end, preloaded, seconds)
         except OSError:
-            return None
-        if not libraries:
-            return None
-        preloaded = Preloaded(libraries["variables"], _ROOM, folder=Path("/"))
-        try:
-            importlib.import_module("toprope.supervisor.keeper.lifecycle")
-            order, descriptors = _receive(front_end) if _is_asked(front_end, preloaded, seconds) else ({}, [])
-        except OSError:
-            order, descriptors = {}, []
+            order = {}
+    if preloaded is None:
+        return None
     if not order:
         preloaded.end()
         return None
@@ -89,11 +91,24 @@ def _receive(front_end: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return (json.loads(message) if message else {}), descriptors
 
 
-def _is_asked(front_end: socket.socket, preloaded: Preloaded, seconds: float) -> bool:
-    """Wait until there is a message; False if the time is over, or the process that imports has ended."""
-    poll, child = select.poll(), os.pidfd_open(preloaded.process.pid)
-    poll.register(front_end, select.POLLIN)
-    poll.register(child, select.POLLIN)
-    found = dict(poll.poll(1000 * seconds))
-    os.close(child)
-    return front_end.fileno() in found and child not in found
+def _await_order(front_end: socket.socket, preloaded: Preloaded, seconds: float) -> tuple[dict[str, Any], list[int]]:
+    """Return the message with a run; an empty one if the time is over, or the process that imports has ended. A message
+    without a run begins the time anew.
+
+    Raises:
+        OSError: The front end has ended.
+    """
+    child = os.pidfd_open(preloaded.process.pid)
+    try:
+        poll = select.poll()
+        poll.register(front_end, select.POLLIN)
+        poll.register(child, select.POLLIN)
+        while True:
+            found = dict(poll.poll(1000 * seconds))
+            if child in found or front_end.fileno() not in found:
+                return {}, []
+            order, descriptors = _receive(front_end)
+            if "folder" in order or not order:
+                return order, descriptors
+    finally:
+        os.close(child)

@@ -9,13 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 from toprope.errors import ComponentFailed
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.walls import ENV_WALLS, Walls
-from toprope.supervisor.environment_variables import OwnerVariables, keeper_variables, split_keeper_variables
+from toprope.supervisor.environment_variables import (
+    OwnerVariables,
+    keeper_variables,
+    library_variables,
+    split_keeper_variables,
+)
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting, choose_containment
 from toprope.supervisor.keeper.logs import LogPage, read_page, read_tail
 from toprope.supervisor.launchers import KeeperState
@@ -69,7 +74,7 @@ class LocalLauncher:
         level = choose_containment(self._contained(), folder.path.parent / _CONTAINMENT_CACHE).level
         environment, secret = split_keeper_variables(keeper_variables(variables))
         environment |= {ENV_CONTAINMENT: level, ENV_WALLS: self._walls().encode()}
-        if self._hand_over(folder, environment | secret, lock):
+        if self._hand_over(folder, environment | secret, variables, lock):
             return
         ready, ready_writer = os.pipe()
         keys, keys_writer = os.pipe()
@@ -116,18 +121,21 @@ class LocalLauncher:
         # This process exits as soon as it has forked the keeper.
         process.wait()
 
-    def _hand_over(self, folder: RunFolder, environment: Mapping[str, str], lock: RunLock) -> bool:
+    def _hand_over(
+        self, folder: RunFolder, environment: Mapping[str, str], variables: OwnerVariables, lock: RunLock
+    ) -> bool:
         """Hand the run to a keeper that waits; False if none has taken it.
 
         Raises:
             ComponentFailed: One has taken it and did not start it.
         """
-        if self._standby is None or not torch_members_of(Specification.read(folder)):
+        if self._standby is None or not torch_members_of(specification := Specification.read(folder)):
             return False
-        if (waiting := self._standby.take()) is None:
+        if (waiting := self._standby.take(library_variables(specification.config, variables))) is None:
             return False
-        ready, ready_writer = os.pipe()
-        with open(ready, "rb", buffering=0), closing(waiting):
+        with closing(waiting), ExitStack() as stack:
+            ready, ready_writer = os.pipe()
+            stack.enter_context(open(ready, "rb", buffering=0))
             with open(ready_writer, "wb", buffering=0), open(folder.log(self._log), "ab", opener=_private) as log:
                 if not waiting.hand_over(folder, environment, [lock.fileno(), ready_writer, log.fileno()]):
                     return False

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from toprope.records.run.folder import RunFolder
 from toprope.supervisor.environment_variables import keeper_variables, split_keeper_variables
@@ -42,6 +43,8 @@ class Waiting:
     socket: socket.socket
     process: int
     """A descriptor of it (pidfd_open(2))."""
+    installed: tuple[int, ...]
+    """See `_installed`."""
 
     @property
     def is_there(self) -> bool:
@@ -50,6 +53,10 @@ class Waiting:
         for descriptor in (self.socket, self.process):
             poll.register(descriptor, select.POLLIN)
         return not poll.poll(0)
+
+    def fits(self, variables: Mapping[str, str]) -> bool:
+        """Return True if it lives and waits for a run that imports its libraries with these variables."""
+        return self.variables == dict(variables) and self.installed == _installed() and self.is_there
 
     def hand_over(self, folder: RunFolder, variables: Mapping[str, str], descriptors: list[int]) -> bool:
         """Send it a run; False if it could not be sent.
@@ -68,6 +75,11 @@ class Waiting:
             return False
         return True
 
+    def wait_on(self) -> None:
+        """Have it wait as long as if it had been started now."""
+        with suppress(OSError):  # it ends
+            self.socket.send(b'{"wait": true}')
+
     def kill(self) -> None:
         """Kill the process and wait for its end.
 
@@ -78,11 +90,19 @@ class Waiting:
             signal.pidfd_send_signal(self.process, signal.SIGKILL)
         if not select.select([self.process], [], [], _ENDS_WITHIN_S)[0]:
             raise TimeoutError("a killed keeper has not ended")
+        with suppress(ChildProcessError):  # of this process only where that adopts orphans
+            os.waitid(os.P_PIDFD, self.process, os.WEXITED)
 
     def close(self) -> None:
-        """Let go of it. It ends, unless it has a run."""
+        """Let go of it."""
         self.socket.close()
         os.close(self.process)
+
+    def end(self) -> None:
+        """Kill it and let go of it: it has no run."""
+        with suppress(TimeoutError):
+            self.kill()
+        self.close()
 
 
 class Standby:
@@ -122,7 +142,8 @@ class Standby:
                 return
             variables = dict(variables_of())
             with self._lock:
-                if self._waiting is not None and self._waiting.variables == variables and self._waiting.is_there:
+                if self._waiting is not None and self._waiting.fits(variables):
+                    self._waiting.wait_on()
                     return
             made = _start(variables, seconds)
         except Exception:  # of the owner's files, or no process is left: runs start as always
@@ -132,22 +153,28 @@ class Standby:
             if number == self._latest:
                 self._waiting, made = made, self._waiting
         if made is not None:
-            made.close()
+            made.end()
 
-    def take(self) -> Waiting | None:
-        """Return the keeper that waits, which the caller closes; None if there is none."""
+    def take(self, variables: Mapping[str, str]) -> Waiting | None:
+        """Return the keeper that waits, which the caller closes; None if there is none, or it waits for another run.
+
+        Args:
+            variables: Those with which the run's libraries are imported.
+        """
         with self._lock:
             self._latest += 1
+            if self._waiting is None or not self._waiting.fits(variables):
+                return None
             found, self._waiting = self._waiting, None
-        if found is not None and not found.is_there:
-            found.close()
-            return None
-        return found
+            return found
 
     def close(self) -> None:
         """End the keeper that waits."""
-        if (found := self.take()) is not None:
-            found.close()
+        with self._lock:
+            self._latest += 1
+            found, self._waiting = self._waiting, None
+        if found is not None:
+            found.end()
 
 
 def _start(variables: dict[str, str], seconds: float) -> Waiting:
@@ -156,6 +183,7 @@ def _start(variables: dict[str, str], seconds: float) -> Waiting:
     Raises:
         OSError, ValueError: It cannot be started.
     """
+    installed = _installed()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with theirs:
@@ -177,7 +205,13 @@ def _start(variables: dict[str, str], seconds: float) -> Waiting:
         finally:
             process.kill()  # by now it has forked the keeper and ended
             process.wait()
-        return Waiting(variables, ours, os.pidfd_open(json.loads(said)["pid"]))
+        return Waiting(variables, ours, os.pidfd_open(json.loads(said)["pid"]), installed)
     except BaseException:
         ours.close()
         raise
+
+
+def _installed() -> tuple[int, ...]:
+    """Return when the packages were written whose files a keeper imports early and late: they must be of one state."""
+    found = (find_spec(name) for name in ("toprope", "torch", "transformers"))
+    return tuple(os.stat(one.origin).st_mtime_ns for one in found if one is not None and one.origin)

@@ -159,7 +159,6 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def _run_guard(request: dict[str, Any], descriptors: Sequence[int], guard: _Guard, outer: int) -> int:
-    os.setsid()
     orders, *others = descriptors
     os.dup2(orders, 0)
     os.close(orders)
@@ -182,6 +181,7 @@ def _run_guard(request: dict[str, Any], descriptors: Sequence[int], guard: _Guar
 
     arguments = [*options, "--", sys.executable, "-P", "-m", request["module"], *request["arguments"]]
     show_arguments([sys.executable, sys.argv[2], *arguments])
+    os.setsid()
     return guard(arguments, program)
 
 

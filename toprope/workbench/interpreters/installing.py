@@ -182,17 +182,17 @@ class Installer:
         asked = self._file("requirements.txt", wanted.requirements)
         held = self._file("constraints.txt", [constraint] if constraint else [])
         out = self._venv.parent / "resolved"
-        others = list(overrides(wanted.requirements))
+        out.unlink(missing_ok=True)
         options = ["-c", str(held), *self._sources(wanted)]
         if self._uv:
             command = [self._uv, "pip", "compile", str(asked), "--python", self.python, "-o", str(out)]
             command += ["--no-header", "--no-annotate", *options]
-            command += ["--override", str(self._file("overrides.txt", others))]
+            command += ["--override", str(self._file("overrides.txt", overrides(wanted.requirements)))]
         else:
             command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--report", str(out)]
             command += ["--progress-bar", "off", "-r", str(asked), *options]
         code, lines = self._commands.run(command, self._venv.parent)
-        if code and others and not self._uv and (fetched := self._fetched_uv(wanted)) is not None:
+        if code and not self._uv and (fetched := self._fetched_uv(wanted)) is not None:
             self._uv = fetched
             return self._resolve(what, wanted, constraint)
         if code:
@@ -200,10 +200,20 @@ class Installer:
         return _pins_of_uv(out) if self._uv else _pins_of_pip(out)
 
     def _fetched_uv(self, wanted: Wanted) -> str | None:
-        """Install uv for this environment alone, because pip takes no overrides; None if it cannot be had."""
+        """Install uv for this environment alone if a project has overrides, which pip does not take.
+
+        Returns:
+            Its path; None without overrides, if it cannot be had, or if pip has an index of its own, which uv would not
+            ask.
+        """
+        asked = [*self._pip(), "config", "get", "global.index-url"]
+        if wanted.offline or "PIP_INDEX_URL" in os.environ or not list(overrides(wanted.requirements)):
+            return None
+        if not self._commands.run(asked, self._venv.parent)[0]:
+            return None
         place = self._venv.parent / "uv"
-        command = [*self._pip(), "install", "--no-deps", "--only-binary=:all:", f"--target={place}"]
-        code, _ = self._commands.run([*command, *self._sources(wanted), "uv"], self._venv.parent)
+        command = [*self._pip(), "install", "--no-deps", "--only-binary=:all:", f"--target={place}", "uv>=0.9,<1"]
+        code, _ = self._commands.run(command, self._venv.parent)
         program = place / "bin" / "uv"
         return str(program) if not code and program.is_file() else None
 
