@@ -41,10 +41,15 @@ def standing() -> Iterator[Callable[..., Standby]]:
 
     yield make
     for one in made:
-        waiting = one._waiting
-        process = keeper_of(one) if waiting is not None and waiting.is_there else None
+        process = keeper_of(one) if waits(one) else None
         one.close()
         assert process is None or gone(process)
+
+
+def waits(one: Standby) -> bool:
+    """True if a keeper waits."""
+    with one._lock:
+        return one._waiting is not None and one._waiting.is_there
 
 
 def keeper_of(one: Standby) -> psutil.Process:
@@ -141,7 +146,7 @@ def test_another_edit_begins_the_wait_anew(standing: Callable[..., Standby]) -> 
     while time.monotonic() < began + 6.0:
         one.expect(usual)
         time.sleep(0.5)
-    assert keeper_of(one) == keeper and one._waiting is not None and one._waiting.fits(usual())
+    assert keeper_of(one) == keeper and waits(one)
     assert gone(keeper), "nobody expects a run any more"
 
 
@@ -160,7 +165,7 @@ def test_run_starts_without_the_keeper_that_waited(
     assert gone(keeper, process)
     if how in ("too long", "killed"):
         one.expect(usual)
-        eventually(lambda: one._waiting is not None and one._waiting.fits(usual()))
+        eventually(lambda: waits(one))
         assert keeper_of(one) != keeper, "the one that ended was replaced"
         one.close()
     runs = manager(tmp_path, one)
