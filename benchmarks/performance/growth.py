@@ -102,6 +102,7 @@ class Engines:
 
     def __init__(self, root: Path) -> None:
         self._root, self._made = root, dict[float, Any]()
+        keep_freed_memory()  # as the processes of engine and trainer do
 
     def close(self) -> None:
         for engine, _ in self._made.values():
@@ -132,7 +133,6 @@ class Engines:
 
     def training(self, size: float, groups: int, length: int) -> Callable[[], object]:
         """One step of the trainer on groups of answers of a length."""
-        keep_freed_memory()  # as the trainer's process does
         config, model = Config(), self._model(size)
         config.rollout.group_size, config.rollout.groups_per_step = GROUP, groups
         config.algorithm.drop_zero_signal, config.budget.steps = False, 1

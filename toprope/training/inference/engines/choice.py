@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toprope.errors import InvalidValue, TopropeError
+from toprope.machine import keep_freed_memory
 from toprope.settings.schema import Config
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def make_engine(
     from toprope.training.policy.weight_sync import WeightReader
 
     torch.set_num_threads(config.launcher.threads)
+    keep_freed_memory()
     transformers.logging.set_verbosity_error()
     model = load_model(folder, config).eval()
     model.requires_grad_(False)
