@@ -224,11 +224,14 @@ class Installation:
             return {"file index.db": _digest(index)}
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes of this home except its servers, found by their HOME."""
+        """Return the processes of this home except its servers, and a keeper that waits there for a run; found by their
+        HOME."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("HOME") == str(self.user) and "toprope_server.cli" not in process.cmdline():
+                family = {*process.cmdline(), *(psutil.Process(process.ppid()).cmdline() if process.ppid() else ())}
+                ours = process.environ().get("HOME") == str(self.user) and "toprope_server.cli" not in process.cmdline()
+                if ours and "--standby-fd" not in family:
                     found.append(process)
             except psutil.Error:
                 continue

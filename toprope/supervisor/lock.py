@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+ALREADY_KEPT = 75
+"""Exit code of a keeper that found another one (EX_TEMPFAIL of sysexits)."""
+
 _RETRY_S = 0.002
 
 

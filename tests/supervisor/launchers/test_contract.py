@@ -24,8 +24,7 @@ from toprope.records.run.launch import Launch
 from toprope.records.run.status import Status
 from toprope.settings.clusters import Cluster
 from toprope.settings.owner import Home
-from toprope.supervisor.keeper.program import ALREADY_KEPT
-from toprope.supervisor.lock import is_held
+from toprope.supervisor.lock import ALREADY_KEPT, is_held
 from toprope.supervisor.runs.manager import RunManager
 
 LIMIT_S = 60.0

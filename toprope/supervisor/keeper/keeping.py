@@ -20,10 +20,9 @@ from toprope.sdk.wall.scratch import sweep_scratch
 from toprope.supervisor.keeper.containment import choose_on_node
 from toprope.supervisor.keeper.lifecycle import RunLifecycle
 from toprope.supervisor.keeper.preloading import Preloaded
-from toprope.supervisor.keeper.program import ALREADY_KEPT
 from toprope.supervisor.keeper.restart_policy import failure_of_keeper
 from toprope.supervisor.launchers.claims import claim
-from toprope.supervisor.lock import RunLock
+from toprope.supervisor.lock import ALREADY_KEPT, RunLock
 from toprope.supervisor.notices import home_of_keeper, tell_end
 from toprope.supervisor.runs.cleanup import settle_run, write_end
 from toprope.supervisor.spread.nodes import find_nodes

@@ -15,7 +15,7 @@ parent in turn, which is the engine's process (every entrypoint begins with `exe
 process goes, because nobody else would. --variables names a file of the run folder with variables as JSON, secret ones
 among them; it is removed when it was read. The node's own variables take precedence.
 
---standby-fd has it wait for a run that a front end hands over through that socket (`keeper.standby`).
+--standby-fd has it wait for a run that a front end hands over through that socket (`launchers.waiting_keeper`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toprope.machine import boot_id
-from toprope.supervisor.lock import RunLock
+from toprope.supervisor.lock import ALREADY_KEPT, RunLock
 
 if TYPE_CHECKING:
     import argparse
 
-    from toprope.supervisor.keeper.standby import Handover
-
-ALREADY_KEPT = 75
-"""Exit code of a keeper that found another one (EX_TEMPFAIL of sysexits)."""
+    from toprope.supervisor.launchers.waiting_keeper import Handover
 
 _KEEPER_LOG_BYTES = 1 << 20
 _SUBMITTER_S = 60.0
@@ -109,7 +106,7 @@ def _await_run(descriptor: int, seconds: float) -> Handover | None:
     os.umask(0o077)
     os.set_inheritable(descriptor, False)
     _detach()
-    from toprope.supervisor.keeper.standby import await_run
+    from toprope.supervisor.launchers.waiting_keeper import await_run
 
     return await_run(socket.socket(fileno=descriptor), seconds)
 

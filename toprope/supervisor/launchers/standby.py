@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from toprope.records.run.folder import RunFolder
 from toprope.supervisor.environment_variables import keeper_variables, split_keeper_variables
 from toprope.supervisor.keeper.preloading import can_preload
-from toprope.supervisor.keeper.standby import MOST_BYTES
+from toprope.supervisor.launchers.waiting_keeper import MOST_BYTES
 
 __all__ = ["Standby", "Waiting"]
 

@@ -33,7 +33,7 @@ from toprope.sdk.wall.kernel import hide_memory
 from toprope.settings.clusters import cluster_key
 from toprope.supervisor.heartbeat import is_beating
 from toprope.supervisor.keeper import program
-from toprope.supervisor.lock import RunLock, is_held
+from toprope.supervisor.lock import ALREADY_KEPT, RunLock, is_held
 from toprope.supervisor.mirror.sender import Sender
 from toprope.supervisor.mirror.wire import Refused, Wire, run_key
 from toprope.supervisor.runs.cleanup import settle_run
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
         begun = _begin(wire, folder, job)
     except (Refused, httpx.HTTPError) as error:
         print(f"{server} did not give the run {run_id}: {error!r}", file=sys.stderr)
-        return program.ALREADY_KEPT
+        return ALREADY_KEPT
     program.redirect(folder.log("keeper"))
     os.environ.update(begun["variables"] | os.environ | _walls(begun["variables"], Path(home), Path(key_file)))
     # As in a keeper: signals wait for its event loop, and none reaches the thread.
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     code = 0
     if begun["delivery"]:
         if not _settle(folder, begun["attempt"]):
-            return program.ALREADY_KEPT
+            return ALREADY_KEPT
         sender.start()
     else:
         sender.start()

@@ -200,12 +200,8 @@ class Installer:
         return _pins_of_uv(out) if self._uv else _pins_of_pip(out)
 
     def _fetched_uv(self, wanted: Wanted) -> str | None:
-        """Install uv for this environment alone if a project has overrides, which pip does not take.
-
-        Returns:
-            Its path; None without overrides, if it cannot be had, or if pip has an index of its own, which uv would not
-            ask.
-        """
+        """Install uv for this environment alone and return its path; None if no project has overrides, which pip does
+        not take, if uv cannot be had, or if pip has an index of its own, which uv would not ask."""
         asked = [*self._pip(), "config", "get", "global.index-url"]
         if wanted.offline or "PIP_INDEX_URL" in os.environ or not list(overrides(wanted.requirements)):
             return None
