@@ -167,7 +167,7 @@ def library_variables(config: Config, owners: OwnerVariables) -> dict[str, str]:
 def library_part(variables: Mapping[str, str]) -> dict[str, str]:
     """Return what libraries may read when they are imported, without what names one run or its temporary folder.
 
-    A GPU's variable is left out, too, because libraries are imported in advance only where there is none.
+    A GPU's variable is left out, too, because libraries are imported in advance only on machines without GPUs.
     """
     return {
         name: value

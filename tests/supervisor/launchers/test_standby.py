@@ -262,7 +262,7 @@ def test_message_that_is_too_long_is_not_handed_over(standing: Callable[..., Sta
     eventually(lambda: one._waiting)
     waiting = one.take(usual())
     assert waiting is not None
-    assert not waiting.hand_over(RunFolder(tmp_path), {"LONG": "x" * standby.MOST_BYTES}, [0, 1, 2])
+    assert not waiting.hand_over(RunFolder(tmp_path), {"LONG": "x" * standby.MOST_BYTES}, [0, 1])
     assert waiting.is_there
     waiting.kill()
     assert not waiting.fits(usual())

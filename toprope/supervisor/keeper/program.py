@@ -55,8 +55,7 @@ def main(
     Args:
         arguments: Those of the command line when None.
         programs: argv of components in place of the real ones; tests pass light ones.
-        keep: Holds the run in place of `keeping.keep`, unless it was handed over; for the program that holds a run
-            whose keeper is elsewhere.
+        keep: Holds the run in place of `keeping.keep`; for the program that holds a run whose keeper is elsewhere.
         log: Name of its log.
     """
     given = _parse(sys.argv[1:] if arguments is None else arguments)
@@ -90,13 +89,12 @@ def main(
         with suppress(BrokenPipeError):  # the run no longer needs its starter
             os.write(ready_fd, f"locked {os.getpid()}\n".encode())
         os.close(ready_fd)
-    if keep is not None and handover is None:
-        return keep(path, lock, programs, parent if given.foreground else None, given.variables or "")
-    from toprope.supervisor.keeper import keeping
+    if keep is None:
+        from toprope.supervisor.keeper import keeping
 
-    if handover is not None:
-        return keeping.keep(path, lock, programs, None, "", handover.preloaded)
-    return keeping.keep(path, lock, programs, parent if given.foreground else None, given.variables or "")
+        keep = keeping.keep
+    waited = {} if handover is None else {"preloaded": handover.preloaded}
+    return keep(path, lock, programs, parent if given.foreground else None, given.variables or "", **waited)
 
 
 def _await_run(descriptor: int, seconds: float) -> Handover | None:

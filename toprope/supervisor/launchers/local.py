@@ -136,8 +136,8 @@ class LocalLauncher:
         with closing(waiting), ExitStack() as stack:
             ready, ready_writer = os.pipe()
             stack.enter_context(open(ready, "rb", buffering=0))
-            with open(ready_writer, "wb", buffering=0), open(folder.log(self._log), "ab", opener=_private) as log:
-                if not waiting.hand_over(folder, environment, [lock.fileno(), ready_writer, log.fileno()]):
+            with open(ready_writer, "wb", buffering=0):
+                if not waiting.hand_over(folder, environment, [lock.fileno(), ready_writer]):
                     return False
             if self._read_answer(ready).startswith(b"locked"):
                 return True
@@ -174,7 +174,3 @@ class LocalLauncher:
     ) -> LogPage:
         """See `Launcher.logs`."""
         return read_page(folder.log(component), lines=lines, before=before, secrets=secrets)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -64,7 +64,7 @@ class Waiting:
         Args:
             folder: The run's folder.
             variables: The keeper's whole environment, secret variables among it.
-            descriptors: The run's lock, the pipe for `locked`, the keeper's log.
+            descriptors: The run's lock and the pipe for `locked`.
         """
         order = json.dumps({"folder": str(folder.path.absolute()), "variables": dict(variables)}).encode()
         if len(order) >= MOST_BYTES:
@@ -156,7 +156,7 @@ class Standby:
             made.end()
 
     def take(self, variables: Mapping[str, str]) -> Waiting | None:
-        """Return the keeper that waits, which the caller closes; None if there is none, or it waits for another run.
+        """Return the keeper that waits, which the caller closes; None if no keeper waits for such a run.
 
         Args:
             variables: Those with which the run's libraries are imported.

@@ -3,8 +3,8 @@
 A front end starts it when a run is likely to come (`toprope.supervisor.launchers.standby`). It detaches, hides its
 memory, imports what a keeper needs and says {"pid"} on a SOCK_SEQPACKET socket. The first message that it gets has the
 variables to import with; it starts a `Preloaded` process with them. The run is a message {"folder", "variables"} with
-three descriptors, the run's lock, the pipe for `locked`, and the keeper's log; any other one means to wait on. The end
-of the socket or of that process, or too long a wait, ends both.
+two descriptors, the run's lock and the pipe for `locked`; any other one means to wait on. The end of the socket or of
+that process, or too long a wait, ends both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Handover:
 
 
 def await_run(front_end: socket.socket, seconds: float) -> Handover | None:
-    """Wait for a run, adopt its variables and its log, and return it; None if none has come.
+    """Wait for a run, adopt its variables and its folder, and return it; None if no run has come.
 
     Args:
         front_end: See above.
@@ -69,14 +69,11 @@ def await_run(front_end: socket.socket, seconds: float) -> Handover | None:
     if not order:
         preloaded.end()
         return None
-    lock_fd, ready_fd, log = descriptors
+    lock_fd, ready_fd = descriptors
     os.environ.clear()
     os.environ.update(order["variables"])
     tempfile.tempdir = None
     os.chdir(order["folder"])
-    for target in (1, 2):
-        os.dup2(log, target)
-    os.close(log)
     show_arguments([sys.executable, "-P", "-m", "toprope.supervisor.keeper", order["folder"]])
     return Handover(Path(order["folder"]), lock_fd, ready_fd, preloaded)
 
@@ -87,7 +84,7 @@ def _receive(front_end: socket.socket) -> tuple[dict[str, Any], list[int]]:
     Raises:
         OSError: The front end has ended.
     """
-    message, descriptors, _, _ = socket.recv_fds(front_end, MOST_BYTES, 3)
+    message, descriptors, _, _ = socket.recv_fds(front_end, MOST_BYTES, 2)
     return (json.loads(message) if message else {}), descriptors
 
 

@@ -74,7 +74,7 @@ def _marks_of(process: psutil.Process) -> dict[str, str]:
     import psutil
 
     told = dict(word.split("=", 1) for word in process.cmdline() if word.startswith("TOPROPE_") and "=" in word)
-    marks = told if {ENV_FOLDER, ENV_ATTEMPT} <= told.keys() else {}  # whoever looks for a run names one of them
+    marks = told if {ENV_FOLDER, ENV_ATTEMPT} <= told.keys() else {}  # a search for the run names one of them
     with suppress(psutil.AccessDenied):  # a member hides its memory
         marks |= process.environ()
     return marks
