@@ -260,7 +260,7 @@ def test_games_are_listed_with_their_problems(packages: Path, monkeypatch: pytes
     listed = {one.name: one for one in textarena.installed(packages)}
     assert {name: (one.needs, bool(one.problem)) for name, one in listed.items()} == {
         "Guess-v0": ("", False), "Same-v0": ("", False), "Words-v0": ("network", True), "Old-v0": ("", True),
-        "Judge-v0": ("key", True), "Sums-v0": ("install", True), "Two-v0": ("", False),
+        "Judge-v0": ("", False), "Sums-v0": ("install", True), "Two-v0": ("", False),
     }  # fmt: skip
     assert listed["Guess-v0"].turns == 7 and listed["Guess-v0"].description.endswith("(high 9, max_turns 3)")
     assert "nltk.downloader words" in listed["Words-v0"].problem and "no_such_package" in listed["Sums-v0"].problem
@@ -292,10 +292,10 @@ def test_game_whose_package_leaves_its_data_out_needs_its_repository(packages: P
     file.parent.mkdir(parents=True)
     file.write_text("import os\nscores = open(os.path.dirname(__file__) + '/scores.txt')\n")
     known = textarena._problem(packages, "textarena.envs.Deal.env:Deal")
-    assert known is not None and known[1] == "install" and "toprope env add https://github.com" in known[2]
+    assert known is not None and known[2] == "install" and "toprope env add https://github.com" in known[3]
     file.with_name("scores.txt").write_text("1")
     known = textarena._problem(packages, "textarena.envs.Deal.env:Deal")
-    assert known is not None and not known[2]
+    assert known is not None and not known[3]
 
 
 def test_each_seat_of_a_game_is_a_rollout_with_its_own_reward(packages: Path) -> None:

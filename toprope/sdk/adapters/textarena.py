@@ -1,4 +1,5 @@
-"""Games of TextArena for one player; `toprope.sdk.adapters._textarena.match` has those for several.
+"""Games of TextArena for one player; `toprope.sdk.adapters._textarena.match` has those for several, and those that ask
+a model.
 
 The target is the id of a game, such as `GuessTheNumber-v0`. Task n is the game with seed n; games with the same
 beginning count as one task, so that held-out games are not trained on. Rollouts of a group play the same game with the
@@ -7,9 +8,8 @@ same randomness.
 TextArena uses global random generators and shares a process here, so each rollout has its own generator states, which
 are set around every call. A game is created and started once per task; rollouts play on copies.
 
-`installed` reports from the package's files which games can start: some need word lists of NLTK (a download), some a
-model at OpenRouter (a key), two need numpy, which the package does not require, and some do not parse with every
-Python.
+`installed` reports from the package's files which games can start: some need word lists of NLTK (a download), two
+need numpy, which the package does not require, and some do not parse with every Python.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from typing import Any
 
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
+from toprope.sdk.adapters._textarena.asked import ASKS, lead_to_judge
 from toprope.sdk.adapters._textarena.games import LIMITS, Games, answer_limit, game_knobs, plain_arguments, seen_text
-from toprope.sdk.adapters._textarena.match import Match
+from toprope.sdk.adapters._textarena.match import Match, tags_of
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.discovery import literal, parse
@@ -42,7 +43,6 @@ PYTHON = ">=3.12"
 _ONE_PLAYER = "SinglePlayerState"
 _VARIANTS = ("-train", "-raw")
 """Suffixes of ids for the same game with other observations; the knob `show` selects those instead."""
-_WHAT = {1: "a single-player game", 2: "a game for several players"}
 _ALIKE = 8
 """Number of first games compared to see if seeds make a difference."""
 _REPOSITORY = "https://github.com/LeonGuertler/TextArena"
@@ -159,11 +159,14 @@ def make(target: str) -> TextArena | Match:
         ) from error
     except ModuleNotFoundError as error:
         raise LoadError(f"{target} needs {error.name}: {sys.executable} -m pip install {error.name}") from error
-    source = Path(sys.modules[module].__file__ or "")
-    if _ONE_PLAYER not in source.read_text("utf-8", "replace"):
-        described = _described(target, specification.kwargs, "a game for several players")
-        return Match(f"{PACKAGE}/{target}", described, specification, kind)
-    return TextArena(target, specification, kind)
+    text = Path(sys.modules[module].__file__ or "").read_text("utf-8", "replace")
+    alone, asks = _ONE_PLAYER in text, ASKS in text
+    if alone and not asks:
+        return TextArena(target, specification, kind)
+    if asks:
+        lead_to_judge()
+    described = _described(target, specification.kwargs, _what(alone, asks))
+    return Match(f"{PACKAGE}/{target}", described, specification, kind, asks=asks, alone=alone)
 
 
 def installed(site_packages: Path) -> list[Listed]:
@@ -173,7 +176,7 @@ def installed(site_packages: Path) -> list[Listed]:
         tree = parse(folder / "envs" / "__init__.py")
     except (OSError, SyntaxError, ValueError):
         return []
-    problems: dict[str, tuple[int, str, str] | None] = {}
+    problems: dict[str, tuple[bool, bool, str, str] | None] = {}
     found = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
@@ -190,48 +193,46 @@ def installed(site_packages: Path) -> list[Listed]:
         if problem is None:
             continue
         arguments = {key: literal(value) for key, value in given.items() if key not in ("wrappers", "default_wrappers")}
-        players, needs, why = problem
+        alone, asks, needs, why = problem
         limit = next((arguments[key] for key in LIMITS if isinstance(arguments.get(key), int)), None)
         found.append(
             Listed(
-                name=name, target=name, description=_described(name, arguments, _WHAT[players]),
-                tags=(TextArena if players == 1 else Match).tags, needs=needs,
+                name=name, target=name, description=_described(name, arguments, _what(alone, asks)),
+                tags=tags_of(asks, alone) if asks or not alone else TextArena.tags, needs=needs,
                 turns=None if limit is None else answer_limit(arguments, None), problem=why,
             )
         )  # fmt: skip
     return found
 
 
-def _problem(site_packages: Path, entry: str) -> tuple[int, str, str] | None:
-    """Return 1 or 2 players (2: several) and known problems of a game from its file; None without a file."""
+def _problem(site_packages: Path, entry: str) -> tuple[bool, bool, str, str] | None:
+    """Return whether a game is for one player, whether it asks a model, what it needs and its known problem, from its
+    file; None without a file."""
     file = site_packages / (entry.partition(":")[0].replace(".", "/") + ".py")
     try:
         text = file.read_text("utf-8", "replace")
     except OSError:
         return None
-    players = 1 if _ONE_PLAYER in text else 2
+    kind = _ONE_PLAYER in text, ASKS in text
     of_ours = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     same = of_ours in str(site_packages) or not re.search(r"python3\.\d+", str(site_packages))
     try:
         roots = _imported(parse(file))
     except (SyntaxError, ValueError) as error:
-        return players, "", f"its file does not parse with {of_ours}: {error}" if same else ""
+        return *kind, "", f"its file does not parse with {of_ours}: {error}" if same else ""
     for root in roots:
         there = (site_packages / root).is_dir() or (site_packages / f"{root}.py").is_file()
         if not there and root not in sys.stdlib_module_names and root != PACKAGE:
             added = f"The same toprope env add with --requirement {root} may add it, or choose another game."
-            return players, "install", f"It imports {root}, which its interpreter lacks. {added}"
-    if "OpenRouter" in text:
-        key = "The owner gives it OPENROUTER_API_KEY in settings.yaml, variables: {environment: ...}"
-        return players, "key", f"Its game master is a model at OpenRouter. {key}, or choose another game."
+            return *kind, "install", f"It imports {root}, which its interpreter lacks. {added}"
     reads = "__file__" in text and "open(" in text
     if reads and not any(one.is_file() and one.suffix not in (".py", ".pyc") for one in file.parent.rglob("*")):
-        return players, "install", f"The package leaves its data files out: toprope env add {_REPOSITORY}"
+        return *kind, "install", f"The package leaves its data files out: toprope env add {_REPOSITORY}"
     wanted = [data for data, word in ((_WORDS, "words"), (_TAGGER, "pos_tag")) if "nltk" in text and word in text]
     if missing := [data for data in wanted if not _nltk_has(data, site_packages)]:
         names = " ".join(data.rpartition("/")[2] for data in missing)
-        return players, "network", f"needs data of NLTK: python -m nltk.downloader {names} in its interpreter, once"
-    return players, "", ""
+        return *kind, "network", f"needs data of NLTK: python -m nltk.downloader {names} in its interpreter, once"
+    return *kind, "", ""
 
 
 def _imported(tree: ast.Module) -> set[str]:
@@ -262,6 +263,11 @@ def _nltk_has(data: str, site_packages: Path) -> bool:
     return any(
         (Path(place) / data).is_dir() or (Path(place) / f"{data}.zip").is_file() for place in places if str(place)
     )
+
+
+def _what(alone: bool, asks: bool) -> str:
+    players = "a single-player game" if alone else "a game for several players"
+    return f"{players} with a model as master or jury" if asks else players
 
 
 def _described(name: str, arguments: Mapping[str, Any], what: str = "a single-player game") -> str:

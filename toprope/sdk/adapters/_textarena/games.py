@@ -57,16 +57,20 @@ class Games:
         if seed not in self._begun:
             while len(self._begun) >= _BEGUN:
                 del self._begun[next(iter(self._begun))]
-            game, luck = self.copied(self._made), OwnRandom(seed)
-            with luck:
-                game.reset(num_players=self._players, seed=seed)
-            self._begun[seed] = game, luck
+            self._begun[seed] = self.reset(seed)
         return self._begun[seed]
 
-    def copied(self, game: Any) -> Any:
-        """Copy a game; large constant containers are shared."""
+    def reset(self, seed: int) -> tuple[Any, OwnRandom]:
+        """Start the game of a seed anew, with generator states of its own."""
+        game, luck = self.copied(self._made), OwnRandom(seed)
+        with luck:
+            game.reset(num_players=self._players, seed=seed)
+        return game, luck
+
+    def copied(self, game: Any, around: Any = None) -> Any:
+        """Copy a game, or what is around it; large constant containers are shared."""
         shared = {id(one): one for one in _large(vars(game).values())}
-        return copy.deepcopy(game, shared)
+        return copy.deepcopy(game if around is None else around, shared)
 
     def started(self, seed: int) -> tuple[Any, OwnRandom]:
         """Return a copy of a started game, with generator states of its own."""

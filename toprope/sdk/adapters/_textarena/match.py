@@ -2,30 +2,40 @@
 
 The rollouts of a group sit down together: in a game for k players, rollouts 0 to k-1 play the first game, the next k
 the second, all with the same seed. Seats that no rollout takes are played by the current policy, unrecorded. Against a
-fixed opponent every rollout plays a game of its own, all of a group in the same seat, which the task decides.
+fixed opponent every rollout plays a game of its own, all of a group in the same seat, which the task decides. Games for
+one player that ask a model themselves are played here too, because an environment with `step` has no model to ask.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
+import functools
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toprope.sdk.adapters._shared.random_state import OwnRandom
+from toprope.sdk.adapters._textarena.asked import with_answers
 from toprope.sdk.adapters._textarena.games import Games, answer_limit, game_knobs, plain_arguments, seen_text
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.policy_client import ask
 from toprope.sdk.errors import InvalidRequest, LoadError
 
-__all__ = ["Match"]
+__all__ = ["Match", "tags_of"]
 
 _MOST_PLAYERS = 15
 _ALIKE = 8
 """Number of first games compared to see if seeds make a difference."""
+
+
+def tags_of(asks: bool, alone: bool) -> tuple[str, ...]:
+    """Return the tags of a game that is played here."""
+    own = *(() if alone else ("self-play",)), *(("model-roles",) if asks else ())
+    return "textarena", "game", "multi-turn", *own
 
 
 @dataclasses.dataclass
@@ -51,10 +61,14 @@ class _Seat:
 
 
 class Match(OwnLoop):
-    """A game of TextArena for several players."""
+    """A game of TextArena for several players, or one that asks a model.
+
+    Args:
+        asks: Whether the game asks a model itself.
+        alone: Whether it is a game for one player.
+    """
 
     listed = True
-    tags = ("textarena", "game", "multi-turn", "self-play")
     packages = ("textarena",)
     parts = {  # noqa: RUF012 - environments declare their parts so
         "reward": Part(1.0, -1.0, 1.0, "the seat's reward: 1 if it wins, -1 if it loses, 0 for a draw"),
@@ -63,16 +77,19 @@ class Match(OwnLoop):
         "seat": Part(0.0, 0.0, float(_MOST_PLAYERS), "number of the seat, from 0; shown"),
     }
 
-    def __init__(self, name: str, described: str, specification: Any, kind: type) -> None:
+    def __init__(
+        self, name: str, described: str, specification: Any, kind: type, *, asks: bool = False, alone: bool = False
+    ) -> None:
         self.name, self.__doc__ = name, described  # type: ignore[misc]
-        self._specification, self._kind = specification, kind
-        self.Knobs = game_knobs(specification.kwargs, _MOST_PLAYERS)  # type: ignore[assignment]
+        self.tags = tags_of(asks, alone)
+        self._specification, self._kind, self._asks, self._alone = specification, kind, asks, alone
+        self.Knobs = game_knobs(specification.kwargs, 1 if alone else _MOST_PLAYERS)  # type: ignore[assignment]
         self.max_turns = answer_limit(specification.kwargs, None)
 
     def setup(self) -> None:
         knobs = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
         self._whole = knobs.pop("show") == "whole"
-        most, asked = knobs.pop("turns"), knobs.pop("players")
+        most, asked = knobs.pop("turns"), 1 if self._alone else knobs.pop("players")
         arguments = {**self._specification.kwargs, **knobs}
         own = knobs == plain_arguments(self._specification.kwargs)
         usual = _usual_players(self._kind, arguments)
@@ -80,7 +97,7 @@ class Match(OwnLoop):
         failure: Exception | None = None
         for self._players in counts:
             try:
-                self._games = Games(self.name, self._kind, arguments, self._players, own and not asked)
+                self._games = Games(self.name, self._kind, arguments, self._players, own and asked < 2)
                 break
             except (LoadError, InvalidRequest) as error:
                 failure = failure or error
@@ -139,7 +156,11 @@ class Match(OwnLoop):
 
     async def _moved(self, task: Task, seats: list[_Seat]) -> list[dict[str, float]]:
         """Have the seats move until the game is over or one has no answers left; the parts of each seat."""
-        game, luck = self._games.started(task.data["seed"])
+        seed, asker = task.data["seed"], next(seat.session for seat in seats if seat.place is not None)
+        if self._asks:  # a jury may vote before the game
+            game, luck = await with_answers(lambda: self._games.reset(seed), asker)
+        else:
+            game, luck = self._games.started(seed)
         wrapped, over = game, False
         with luck:
             for wrapper in self._specification.default_wrappers or ():
@@ -149,12 +170,24 @@ class Match(OwnLoop):
             if seats[player].turns >= self.max_turns:
                 break
             said = await seats[player].answer(text)
-            with luck:
-                over, _ = wrapped.step(action=said)
+            if self._asks:
+                step = functools.partial(self._stepped, game, wrapped, luck, said)
+                game, wrapped, luck, over = await with_answers(step, asker)
+            else:
+                with luck:
+                    over, _ = wrapped.step(action=said)
         with luck:
             rewards, told = game.close()
         rewards = _as_outcomes(rewards or {}, told or {})
         return [_parts(number, rewards, (told or {}).get(number) or {}) for number in range(len(seats))]
+
+    def _stepped(self, game: Any, wrapped: Any, luck: OwnRandom, said: str) -> tuple[Any, Any, OwnRandom, bool]:
+        """Take a step on a copy of a game; the copy, and whether the game is over."""
+        luck = copy.copy(luck)
+        with luck:
+            game, wrapped = self._games.copied(game, (game, wrapped))
+            over, _ = wrapped.step(action=said)
+        return game, wrapped, luck, over
 
     def _seen(self, game: Any, wrapped: Any, luck: OwnRandom) -> tuple[int, str]:
         """The player to move and what is new to it, or all that it has seen."""
