@@ -24,6 +24,7 @@ from toprope.sdk.adapters._servers.openenv_files import declared, installed, nam
 from toprope.sdk.adapters._servers.openenv_http import Episode
 from toprope.sdk.adapters._servers.openenv_manifest import Manifest, reset_parameters
 from toprope.sdk.adapters._shared.bounds import TOLERANCE, within
+from toprope.sdk.adapters._shared.fetched_files import with_source
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob
@@ -310,6 +311,11 @@ class OpenEnv(OwnLoop):
                     found = await episode.reset({**self.knobs.reset, **(reset or {}), "seed": seed})
                 except Full:
                     pass
+                except EnvironmentMistake as refused:
+                    told = with_source(str(refused), str(self._manifest.folder) if self._manifest else "")
+                    if told == str(refused):
+                        raise
+                    raise EnvironmentMistake(told) from None
                 else:
                     yield episode, found
                     return

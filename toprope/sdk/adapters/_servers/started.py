@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toprope.sdk.adapters._shared.fetched_files import with_source
 from toprope.sdk.errors import LoadError, with_unresolved
 
 __all__ = ["StartedServer"]
@@ -53,6 +54,7 @@ class StartedServer:
         self._lines: collections.deque[str] = collections.deque(maxlen=60)
         self._silent = threading.Event()
         self.url = url.rstrip("/")
+        self._folder = folder
         if command:
             self._start(command, folder, variables)
         self._wait()
@@ -118,9 +120,8 @@ class StartedServer:
         deadline, why = time.monotonic() + (_WAIT_S if self._process is None else _START_S), ""
         while time.monotonic() < deadline:
             if self._process is not None and (code := self._process.poll()) is not None:
-                raise LoadError(
-                    f"The {self._kind} ended with exit code {code} before it was ready: {self._last_words()}"
-                )
+                told = with_source(self._last_words(), self._folder)
+                raise LoadError(f"The {self._kind} ended with exit code {code} before it was ready: {told}")
             try:
                 with DIRECT.open(f"{self.url}/health", timeout=5):
                     return
