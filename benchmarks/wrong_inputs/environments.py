@@ -89,7 +89,6 @@ SOURCES: dict[str, str] = {
     "long_prompts": _environment(
         tasks="for i in range(300):\n            yield Task(f'Say {i} ' + 'and then ' * 200, reference=str(i))"
     ),
-    "one_task": _environment(tasks="yield Task('the only one', reference='1')"),
     "plain": _environment(),
 }
 
