@@ -68,7 +68,10 @@ def failure(what: str, lines: Sequence[str], *, offline: bool, constraint: str =
     elif _NO_NETWORK.search(text):
         hint = "No package index was reached: check the network, or give --offline --find-links FOLDER."
     elif re.search(r"requires a different Python|Requires-Python|does not satisfy Python", text):
-        hint = "This machine has no Python that fits: install one, and give its path with --base."
+        hint = (
+            "This machine has no Python that fits: install one, as `uv python install VERSION` does, and repeat this; "
+        )
+        hint += "--base names one that is not found."
     elif constraint and "torch" in text and ("conflict" in text or "unsatisfiable" in text):
         hint = f"torch is pinned to Toprope's own version ({constraint}); --torch any removes the pin (gigabytes)."
     return EnvironmentFailed(f"{said} The installer printed:\n{excerpt(lines)}", hint=hint)
