@@ -406,6 +406,7 @@ def test_game_that_does_not_start_says_why(packages: Path) -> None:
     cases: list[tuple[str, dict[str, Any], str, str]] = [
         ("Gues-v0", {}, "load", "no game 'Gues-v0'. Did you mean 'Guess-v0'?"),
         ("Two-v0", {"players": 3}, "invalid", "two players, not 3"),
+        ("Two-v0", {"players": 1}, "invalid", "two players, not 1"),
         ("Old-v0", {}, "load", "does not parse with Python 3."),
         ("Sums-v0", {}, "load", "needs no_such_package"),
         ("Words-v0", {}, "load", "-m nltk.downloader words, once"),

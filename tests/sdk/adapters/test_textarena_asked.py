@@ -15,9 +15,29 @@ from toprope.sdk.adapters import textarena
 from toprope.sdk.worker.client import WorkerClient, worker_environment
 
 AGENTS = """
+    import os
+
     class OpenRouterAgent:
         def __init__(self, model_name, system_prompt="Play well.", verbose=False, **kwargs):
-            raise ValueError("OpenRouter API key not found.")
+            if "OPENROUTER_API_KEY" not in os.environ:
+                raise ValueError("OpenRouter API key not found.")
+            self.told = f"{model_name}, {system_prompt}, {os.environ['OPENROUTER_API_KEY']}"
+
+        def __call__(self, observation):
+            return f"{self.told}: no"
+"""
+KEEPING = """
+    class Keeping(Wrapper):
+        def __deepcopy__(self, memo):
+            import copy
+            copied = type(self)(copy.deepcopy(self.env, memo))
+            copied.seen = list(self.__dict__.get("seen", []))
+            return copied
+
+        def get_observation(self):
+            player, new = self.env.get_observation()
+            self.__dict__.setdefault("seen", []).extend(message for _, message, _ in new)
+            return player, " | ".join(self.seen)
 """
 DEBATE = """
     import random
@@ -78,7 +98,8 @@ ASKING = """
 """
 ENVS = """
     from textarena.envs.registration import register_with_versions
-    NONE = {"default": []}
+    from textarena.core import Keeping
+    NONE = {"default": [Keeping]}
     register_with_versions(id="Debate-v0", entry_point="textarena.envs.Debate.env:DebateEnv", wrappers=NONE,
                            jury_size=3)
     register_with_versions(id="Asking-v0", entry_point="textarena.envs.Asking.env:AskingEnv", wrappers=NONE,
@@ -90,7 +111,7 @@ ENVS = """
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("asked")
     texts = {
-        "core.py": CORE, "__init__.py": "", "agents.py": AGENTS, "envs/__init__.py": ENVS,
+        "core.py": CORE + KEEPING, "__init__.py": "", "agents.py": AGENTS, "envs/__init__.py": ENVS,
         "envs/registration.py": REGISTRY, "envs/Two/env.py": TWO, "envs/Debate/env.py": DEBATE,
         "envs/Asking/env.py": ASKING,
     }  # fmt: skip
@@ -101,11 +122,11 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def played(packages: Path, target: str, sessions: list[dict[str, Any]], **variables: str) -> Any:
+def played(packages: Path, target: str, sessions: list[dict[str, Any]], show: str = "new", **variables: str) -> Any:
     async def main() -> Any:
         env = worker_environment({"PYTHONPATH": str(packages), **variables})
         async with await WorkerClient.start(env=env, timeout=60) as link:
-            card = await link.call("open", source={"adapter": "textarena", "target": target})
+            card = await link.call("open", source={"adapter": "textarena", "target": target}, knobs={"show": show})
             return await link.call("run", timeout=30, concurrent=True, split="train", index=0, sessions=sessions), card
 
     return asyncio.run(main())
@@ -121,7 +142,7 @@ def test_jury_is_the_owners_grader_and_votes_before_and_after_a_game(packages: P
     judge = OpenAiStandIn(lambda question: "A" if question.startswith("after") else "B")
     try:
         roles = {"grader": {"base_url": judge.url, "api_key": "of the judge", "model": "large"}}
-        answer, card = played(packages, "Debate-v0", [session_of(policy, n, roles=roles) for n in range(4)])
+        answer, card = played(packages, "Debate-v0", [session_of(policy, n, roles=roles, seed=7) for n in range(4)])
         assert "model-roles" in card["tags"] and "self-play" in card["tags"]
         assert [one["error"] for one in answer["outcomes"]] == [None] * 4
         assert [one["reward"] for one in answer["outcomes"]] == [1.0, -1.0, 1.0, -1.0]
@@ -133,6 +154,10 @@ def test_jury_is_the_owners_grader_and_votes_before_and_after_a_game(packages: P
         assert asked[0][0] == {"role": "system", "content": "Vote."} and "stop" not in judge.seen[0][2]
         luck = {one[1]["content"] for one in asked if one[1]["content"] != "before"}
         assert len(luck) == 1, "a step that is tried again has the same luck"
+        assert {body["max_tokens"] for _, _, body in judge.seen} == {1024}, "a verdict needs more room than an answer"
+        assert [body.get("seed") for _, _, body in judge.seen[:2]] == [7, 7] and {
+            body["seed"] for _, _, body in judge.seen
+        } == {7, 8, 9}
     finally:
         policy.close()
         judge.close()
@@ -152,12 +177,51 @@ def test_game_master_without_a_grader_is_the_policy_unrecorded(packages: Path) -
         policy.close()
 
 
+def test_game_that_asks_is_copied_with_what_its_wrappers_keep(packages: Path) -> None:
+    policy = OpenAiStandIn(lambda question: "[guess]" if "master says" in question else "Is it blue?")
+    try:
+        answer, _ = played(packages, "Asking-v0", [session_of(policy, 0)], show="whole")
+        assert answer["outcomes"][0]["success"]
+        seen = "Ask, or guess in brackets. | Is it blue? | The master says: Is it blue?"
+        assert answer["talks"][0][2]["content"] == seen
+    finally:
+        policy.close()
+
+
+def test_owners_key_leads_to_the_service_and_a_grader_comes_before_it(packages: Path) -> None:
+    policy = OpenAiStandIn(lambda question: "[guess]" if "master says" in question else "Is it blue?")
+    judge = OpenAiStandIn(lambda question: "yes")
+    try:
+        answer, _ = played(packages, "Asking-v0", [session_of(policy, 0)], OPENROUTER_API_KEY="of-the-owner")
+        assert answer["talks"][0][2]["content"] == "The master says: openai/gpt-4o, Play well., of-the-owner: no"
+        roles = {"grader": {"base_url": judge.url, "api_key": "of the judge", "model": "large"}}
+        session = session_of(policy, 0, roles=roles)
+        answer, _ = played(packages, "Asking-v0", [session], OPENROUTER_API_KEY="of-the-owner")
+        assert answer["talks"][0][2]["content"] == "The master says: yes" and len(judge.seen) == 1
+        assert {str(key) for _, key, _ in policy.seen} == {"Bearer seat 0"}
+    finally:
+        policy.close()
+        judge.close()
+
+
+def test_fixed_opponent_does_not_judge(packages: Path) -> None:
+    policy, other = OpenAiStandIn(lambda question: "A"), OpenAiStandIn(lambda question: "bid")
+    try:
+        fixed = {"opponent": {"base_url": other.url, "api_key": "fixed", "model": "other"}}
+        answer, _ = played(packages, "Debate-v0", [session_of(policy, 0, **fixed)])
+        assert answer["outcomes"][0]["error"] is None and len(other.seen) == 1
+        assert [str(key) for _, key, _ in policy.seen].count("Bearer unrecorded") == 6
+    finally:
+        policy.close()
+        other.close()
+
+
 def test_judge_that_refuses_is_an_error_of_the_game(packages: Path) -> None:
     policy = OpenAiStandIn(lambda question: "a bid")
     try:
         roles = {"grader": {"base_url": "http://127.0.0.1:9/v1", "api_key": "k", "model": "m"}}
         answer, _ = played(packages, "Debate-v0", [session_of(policy, n, roles=roles) for n in range(2)])
-        assert all("cannot be reached" in one["error"] for one in answer["outcomes"])
+        assert all("the role grader, which gave no answer" in one["error"] for one in answer["outcomes"])
     finally:
         policy.close()
 

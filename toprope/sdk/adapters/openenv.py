@@ -312,7 +312,8 @@ class OpenEnv(OwnLoop):
                 except Full:
                     pass
                 except EnvironmentMistake as refused:
-                    told = with_source(str(refused), str(self._manifest.folder) if self._manifest else "")
+                    place = str(self._manifest.folder) if self._manifest else ""
+                    told = await asyncio.to_thread(with_source, str(refused), place)
                     if told == str(refused):
                         raise
                     raise EnvironmentMistake(told) from None

@@ -2,35 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import os
 import re
 import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from toprope.sdk.errors import no_hosts_noted
 
 __all__ = ["with_source"]
 
 _MISSING = re.compile(r"FileNotFoundError|No such file or directory|(?:not found|does not exist):? ")
-_PATH = re.compile(r"(/[\w.+@-]+(?:/[\w.+@-]+)+)")
+_PATH = re.compile(r"(?<![\w:/])(/[\w.+@-]+(?:/[\w.+@-]+)+)")
 _VERB = re.compile(
     r"snapshot_download|hf_hub_download|load_dataset|\b(?:hf|huggingface-cli) download|\bwget |\bcurl |\bgit clone|"
-    r"\bgdown|urlretrieve|\baws s3 |\bgsutil "
+    r"\bgdown|urlretrieve|urlopen|requests\.get|\baws s3 |\bgsutil "
 )
 _OF_HUB = re.compile(r"snapshot_download|hf_hub_download|load_dataset|\b(?:hf|huggingface-cli) download")
-_URL = re.compile(r"https?://[\w.-]+[^\s\"'<>)]*")
+_URL = re.compile(r"https?://[A-Za-z0-9][\w.-]*\w(?:/[^\s\"'<>)\]]*)?")
 _COMMENT = re.compile(r"^\s*#.*$", re.MULTILINE)
+_COMMANDS = re.compile(r"&&|;|\n")
 _STEPS = ("Dockerfile", "*/Dockerfile", "*.sh", "*/*.sh", "README.md")
 _SCRIPTS = ("prepare*.py", "download*.py", "fetch*.py", "*/prepare*.py", "*/download*.py")
 _LARGEST = 200_000
 _LONGEST = 200
-_LEAST = 4
-"""Letters of a name that a step has to mention."""
-_VARIABLE = re.compile(r"^\s*ENV\s+(\w+)[= ]\"?([^\s\"]+)\"?", re.MULTILINE)
+_OF_SYSTEM = re.compile(r"/(?:usr|root|home|opt|tmp|var|etc|srv|mnt)(?:/[^/]+)?|/[^/]+")
+_VARIABLE = re.compile(r"^\s*ENV\s+(?!(?:HOME|PATH|PYTHON\w*)\b)(\w+)[= ]\"?([^\s\"]+)\"?", re.MULTILINE)
+_PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+
+
+@dataclass(frozen=True)
+class _Step:
+    file: str
+    text: str
+    host: str
+    variable: str = ""
+    """The environment variable that has the place of what is fetched."""
 
 
 def with_source(message: str, folder: str) -> str:
     """Add to a message about a missing file what its project does to fetch it, and the host if it is not reached.
+
+    May ask the resolver, so it blocks.
 
     Args:
         message: Of a server's error.
@@ -39,40 +55,44 @@ def with_source(message: str, folder: str) -> str:
     missed = _PATH.search(message[found.end() :]) if (found := _MISSING.search(message)) else None
     if missed is None or not folder or "could not be reached" in message:
         return message
-    step = next(_steps(Path(folder), missed[1]), None)
+    try:
+        step = next(_steps(Path(folder), missed[1]), None)
+    except (OSError, ValueError):  # a file that this process may not read, or an odd address
+        return message
     if step is None:
         return message
-    name, text, host, variable = step
-    told = f"{message.rstrip('. ')}. Its {name} fetches it ({text})"
-    if host and not _is_reached(host):
-        return f"{told}; {host} could not be reached"
-    place = f", and {variable} names the folder (settings.yaml, variables: {{environment: ...}})" if variable else ""
-    return f"{told}: do the same on this machine{place}."
+    told = f"{message.rstrip('. ')}. Its {step.file} may fetch it ({step.text})"
+    if step.host and not _is_reached(step.host):
+        return f"{told}; {step.host} could not be reached"
+    named = f", and {step.variable} names the folder (settings.yaml, variables: {{environment: ...}})"
+    return f"{told}: do the same on this machine{named if step.variable else ''}."
 
 
-def _steps(folder: Path, missed: str) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the steps that fetch a path: the file with the step, its text, the host, and the variable of its place."""
+def _steps(folder: Path, missed: str) -> Iterator[_Step]:
+    """Yield the steps that fetch a path, likely ones first."""
     parts = missed.strip("/").split("/")
-    places = ["/" + "/".join(parts[:end]) for end in range(len(parts), 1, -1)]
-    names = [part for part in parts[-1:] if len(part) >= _LEAST]
-    for file in _files(folder, _STEPS):
-        text = file.read_text("utf-8", "replace")
-        for line in re.sub(r"\\\r?\n", " ", text).splitlines():
-            if _VERB.search(line) and any(word in line for word in (*places, *names)):
-                variables = (name for name, value in _VARIABLE.findall(text) if value.rstrip("/") in places)
-                yield str(file.relative_to(folder)), _short(line), _host(line), next(variables, "")
-    for file in _files(folder, _SCRIPTS):
-        text = _COMMENT.sub("", file.read_text("utf-8", "replace"))
-        if url := _URL.search(text):
-            yield str(file.relative_to(folder)), _short(url[0]), _host(url[0]), ""
+    places = ["/" + "/".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    places = [place for place in places if not _OF_SYSTEM.fullmatch(place)]
+    words = [*places, *(part for part in parts[-1:] if "." in part[1:])]
+    mentions = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, words)) or '(?!)'})(?![\w-])")
+    for name, text in _texts(folder, _STEPS):
+        for command in _COMMANDS.split(re.sub(r"\\\r?\n", " ", text)):
+            if _VERB.search(command) and mentions.search(command):
+                named = (known for known, value in _VARIABLE.findall(text) if value.rstrip("/") in places)
+                yield _Step(name, _short(command), _host(command), next(named, ""))
+    for name, text in _texts(folder, _SCRIPTS):
+        url = _URL.search(text)
+        if url and (_VERB.search(text) or "clone" in text) and any(f'"{part}"' in text for part in parts):
+            yield _Step(name, _short(url[0]), _host(url[0]))
 
 
-def _files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+def _texts(folder: Path, patterns: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield names and texts of files, without lines that are comments."""
     for pattern in patterns:
         for file in sorted(folder.glob(pattern)):
-            with contextlib.suppress(OSError):
-                if file.is_file() and file.stat().st_size <= _LARGEST:
-                    yield file
+            if file.is_file() and file.stat().st_size <= _LARGEST:
+                text = file.read_text("utf-8", "replace")
+                yield str(file.relative_to(folder)), text if file.suffix == ".md" else _COMMENT.sub("", text)
 
 
 def _short(step: str) -> str:
@@ -83,11 +103,16 @@ def _short(step: str) -> str:
 def _host(step: str) -> str:
     if url := _URL.search(step):
         return urlsplit(url[0]).hostname or ""
-    return "huggingface.co" if _OF_HUB.search(step) else ""
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    return (urlsplit(hub).hostname or "") if _OF_HUB.search(step) else ""
 
 
+@functools.cache
 def _is_reached(host: str) -> bool:
+    if any(os.environ.get(name) for name in _PROXIES):
+        return True  # the proxy resolves it
     try:
-        return bool(socket.getaddrinfo(host, 443))
+        with no_hosts_noted():
+            return bool(socket.getaddrinfo(host, 443))
     except OSError:
         return False

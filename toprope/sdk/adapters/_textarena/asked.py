@@ -7,6 +7,7 @@ answers; without, OpenRouter if there is a key for it, or else the policy.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import os
@@ -15,7 +16,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from toprope.sdk.authoring.env_managed import Session
-from toprope.sdk.authoring.policy_client import ask
+from toprope.sdk.authoring.policy_client import PolicyRefused, ask
 from toprope.sdk.errors import EnvironmentMistake
 
 __all__ = ["ASKS", "lead_to_judge", "with_answers"]
@@ -24,9 +25,10 @@ ASKS = "OpenRouter"
 """Word in the files of games that ask a model."""
 _Made = TypeVar("_Made")
 _GRADER, _KEY = "grader", "OPENROUTER_API_KEY"
-_SERVICE = "https://openrouter.ai/api/v1"
 _MOST = 200
 """Questions of one step."""
+_VERDICT_TOKENS = 1024
+"""The policy's limit may be too narrow for a verdict."""
 
 _answers: ContextVar[Iterator[str] | None] = ContextVar("_answers", default=None)
 
@@ -34,13 +36,14 @@ _answers: ContextVar[Iterator[str] | None] = ContextVar("_answers", default=None
 class _Asks(BaseException):
     """A game asks for one more answer. No `Exception`, which juries take for a missing vote."""
 
-    def __init__(self, model: str, messages: list[dict[str, Any]], more: dict[str, Any]) -> None:
-        super().__init__(model)
-        self.model, self.messages, self.more = model, messages, more
+    def __init__(self, agent: _Agent, observation: str) -> None:
+        super().__init__(observation)
+        self.agent, self.observation = agent, observation
 
 
 def lead_to_judge() -> None:
     """Put agents that ask the judge of a rollout in place of TextArena's agents for OpenRouter."""
+    import textarena
     from textarena import agents
 
     own = agents.OpenRouterAgent
@@ -50,16 +53,24 @@ def lead_to_judge() -> None:
 
     class Agent(_Agent):
         def __init__(self, model_name: str, system_prompt: Any = usual and usual.default, **more: Any) -> None:
-            self.model_name, self.system_prompt = model_name, system_prompt
-            self.more = {name: value for name, value in more.items() if name != "verbose"}
+            self.system_prompt, self.more = system_prompt, more
+            self.make_own = lambda: own(model_name=model_name, system_prompt=system_prompt, **more)
+
+        def __deepcopy__(self, memo: Any) -> Agent:
+            return self  # it keeps nothing of a game
 
     agents.OpenRouterAgent = Agent
+    if (state := getattr(textarena, "TwoPlayerState", None)) is not None:
+        draw = state.set_draw
+        # Scenario planning misspells the name, so every tie of its jury would be an error.
+        state.set_draw = lambda self, reason="", reson="": draw(self, reason=reason or reson)
 
 
 class _Agent:
-    model_name: str
     system_prompt: Any
     more: dict[str, Any]
+    make_own: Callable[[], Callable[[str], str]]
+    """Makes the agent for OpenRouter in place of which this one stands."""
 
     def __call__(self, observation: str) -> str:
         known = _answers.get()
@@ -67,8 +78,7 @@ class _Agent:
             return ""  # a game that is only listed
         for answer in known:
             return answer
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        raise _Asks(self.model_name, [*system, {"role": "user", "content": observation}], self.more)
+        raise _Asks(self, observation)
 
 
 async def with_answers(step: Callable[[], _Made], session: Session) -> _Made:
@@ -83,7 +93,7 @@ async def with_answers(step: Callable[[], _Made], session: Session) -> _Made:
         PolicyRefused: A model did not answer.
     """
     given: list[str] = []
-    while len(given) <= _MOST:
+    while True:
         token = _answers.set(iter(given))
         try:
             return step()
@@ -91,18 +101,26 @@ async def with_answers(step: Callable[[], _Made], session: Session) -> _Made:
             wanted = asked
         finally:
             _answers.reset(token)
-        said = await ask(_judge(session, wanted.model), wanted.messages, judge=True, **wanted.more)
-        given.append(str(said.get("content") or "").strip())
-    raise EnvironmentMistake(f"a step of the game asks a model more than {_MOST} times")
+        if len(given) == _MOST:
+            raise EnvironmentMistake(f"a step of the game asks a model more than {_MOST} times")
+        given.append(await _answer(wanted, session, len(given)))
 
 
-def _judge(session: Session, model: str) -> Session:
-    """The session of the model that answers; for the service of the game's author, `model` is the author's choice."""
-    role, key = session.roles.get(_GRADER), os.environ.get(_KEY)
-    if role is not None:
-        place, key, model = role["base_url"], role["api_key"], role["model"]
-    elif key:
-        place = _SERVICE
-    else:
-        place, key, model = session.base_url, session.judge_key or session.api_key, session.model
-    return dataclasses.replace(session, base_url=place, api_key=key, judge_key=key, model=model, stop=())
+async def _answer(asked: _Asks, session: Session, number: int) -> str:
+    role, agent = session.roles.get(_GRADER), asked.agent
+    if role is None and os.environ.get(_KEY):
+        return str(await asyncio.to_thread(agent.make_own(), asked.observation))
+    judge = {"base_url": session.base_url, "api_key": session.judge_key, "model": session.model} if not role else role
+    system = [{"role": "system", "content": agent.system_prompt}] if agent.system_prompt else []
+    at = dataclasses.replace(
+        session, base_url=judge["base_url"], api_key=judge["api_key"], judge_key=judge["api_key"],
+        model=judge["model"], stop=(), max_tokens=max(session.max_tokens, _VERDICT_TOKENS),
+        seed=None if session.seed is None else session.seed + number,  # jurors who are asked alike need not agree
+    )  # fmt: skip
+    more = {name: value for name, value in agent.more.items() if name != "verbose"}
+    try:
+        said = await ask(at, [*system, {"role": "user", "content": asked.observation}], judge=True, **more)
+    except PolicyRefused as refused:
+        who = "the role grader" if role else "the policy as judge"
+        raise PolicyRefused(f"the game asked a model, {who}, which gave no answer: {refused}") from refused
+    return str(said.get("content") or "").strip()

@@ -71,7 +71,7 @@ class Match(OwnLoop):
     listed = True
     packages = ("textarena",)
     parts = {  # noqa: RUF012 - environments declare their parts so
-        "reward": Part(1.0, -1.0, 1.0, "the seat's reward: 1 if it wins, -1 if it loses, 0 for a draw"),
+        "reward": Part(1.0, -1.0, 1.0, "the seat's reward: 1 if it wins, 0 for a draw, -1 or 0 if it loses"),
         "won": Part(0.0, description="1 if the seat wins"),
         "forfeited": Part(0.0, description="1 if the seat lost by invalid moves; shown"),
         "seat": Part(0.0, 0.0, float(_MOST_PLAYERS), "number of the seat, from 0; shown"),
@@ -97,7 +97,7 @@ class Match(OwnLoop):
         failure: Exception | None = None
         for self._players in counts:
             try:
-                self._games = Games(self.name, self._kind, arguments, self._players, own and asked < 2)
+                self._games = Games(self.name, self._kind, arguments, self._players, own and (self._alone or not asked))
                 break
             except (LoadError, InvalidRequest) as error:
                 failure = failure or error
@@ -178,8 +178,9 @@ class Match(OwnLoop):
                     over, _ = wrapped.step(action=said)
         with luck:
             rewards, told = game.close()
-        rewards = _as_outcomes(rewards or {}, told or {})
-        return [_parts(number, rewards, (told or {}).get(number) or {}) for number in range(len(seats))]
+        if not self._alone:
+            rewards = _as_outcomes(rewards or {}, told or {})
+        return [_parts(number, rewards or {}, (told or {}).get(number) or {}) for number in range(len(seats))]
 
     def _stepped(self, game: Any, wrapped: Any, luck: OwnRandom, said: str) -> tuple[Any, Any, OwnRandom, bool]:
         """Take a step on a copy of a game; the copy, and whether the game is over."""
@@ -233,6 +234,8 @@ def _parts(seat: int, rewards: Mapping[int, Any], told: Mapping[str, Any]) -> di
     given = rewards.get(seat)  # None: the answers ran out, so that nobody won
     value = min(max(float(given), -1.0), 1.0) if isinstance(given, int | float) else 0.0
     best = max((float(one) for one in rewards.values() if isinstance(one, int | float)), default=0.0)
+    if len(rewards) == 1:
+        best = 1.0  # there is nobody to be better than
     return {
         "reward": value,
         "won": float(value > 0.0 and float(given or 0.0) >= best),
