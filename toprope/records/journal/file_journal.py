@@ -68,6 +68,8 @@ class Unsynced(NamedTuple):
     upto: int
     files: tuple[int, ...]
     folder: Path | None
+    newest: int = 0
+    """The newest segment, whose name is on disk once the folder is flushed."""
 
     def flush(self) -> None:
         """Wait for the disk.
@@ -112,7 +114,8 @@ class FileJournal:
         self._removing = threading.Lock()
         self._writer: int | None = None
         self._written = 0
-        self._retired: list[int] = []
+        self._retired: list[tuple[int, int]] = []
+        """Files of full segments that are not flushed, each with the number of records up to its end."""
         self._new_segment = False
         self._broken = ""
         self.appended = self.durable = 0
@@ -214,16 +217,18 @@ class FileJournal:
         """The files to sync; None if there are none, or if nobody waits for the disk."""
         if self._sync != "group" or self.durable == self.appended or self._writer is None:
             return None
-        return Unsynced(self.appended, (*self._retired, self._writer), self._folder if self._new_segment else None)
+        files = (*(descriptor for descriptor, _ in self._retired), self._writer)
+        return Unsynced(self.appended, files, self._folder if self._new_segment else None, self._newest)
 
     def synced(self, done: Unsynced) -> None:
         """Record that `done` was flushed."""
         self.durable = max(self.durable, done.upto)
-        for descriptor in done.files:
-            if descriptor in self._retired:
-                self._retired.remove(descriptor)
+        # By records, not by descriptors: one that was closed meanwhile may be another file's now.
+        for descriptor, upto in self._retired:
+            if upto <= done.upto:
                 os.close(descriptor)
-        if done.folder is not None:
+        self._retired = [one for one in self._retired if one[1] > done.upto]
+        if done.folder is not None and done.newest == self._newest:
             self._new_segment = False
 
     def fail(self, error: OSError) -> NotPossibleNow:
@@ -236,7 +241,7 @@ class FileJournal:
         writers = [] if self._writer is None else [self._writer]
         for reader in self._readers.values():
             reader.close()
-        for descriptor in [*self._retired, *writers]:
+        for descriptor in [*(one for one, _ in self._retired), *writers]:
             os.close(descriptor)
         self._readers.clear()
         self._retired.clear()
@@ -368,7 +373,7 @@ class FileJournal:
             return self._writer
         if self._writer is not None:
             if self._sync == "group" and self.durable < self.appended:
-                self._retired.append(self._writer)
+                self._retired.append((self._writer, self.appended))
             else:
                 os.close(self._writer)
             self._writer = None

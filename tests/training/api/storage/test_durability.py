@@ -80,6 +80,117 @@ def test_slow_disk_is_flushed_in_a_thread(tmp_path: Path, monkeypatch: pytest.Mo
     asyncio.run(main())
 
 
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each flush take long enough to be handed to a thread from then on."""
+    flush = Unsynced.flush
+
+    def slow(self: Unsynced) -> None:
+        flush(self)
+        time.sleep(0.006)
+
+    monkeypatch.setattr(Unsynced, "flush", slow)
+
+
+def leave(journal: FileJournal) -> None:
+    """Flush and close old segments, as the commit of a checkpoint does."""
+    store = TrajectoryStore(FileJournal(journal._folder.with_name("other"), segment_bytes=1))
+    snapshot = store.queue.snapshot()
+    journal.leave(journal.last, snapshot, keep="all")
+
+
+def test_commit_before_a_flush_in_a_thread_begins_releases_the_waiters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else all later posts wait for ever, and the run fails."""
+    slow_disk(monkeypatch)
+
+    async def main() -> None:
+        journal = FileJournal(tmp_path / "own", sync="group", segment_bytes=1)
+        commit = GroupCommit(journal)
+        for _ in range(20):  # the commit comes in each turn of the loop once
+            journal.append(b"x", GroupNote(rows=1))
+            waiting = asyncio.create_task(commit.wait())
+            while commit._thread_flush is None and not waiting.done():
+                await asyncio.sleep(0)
+            leave(journal)
+            await asyncio.wait_for(waiting, 10)
+            commit._thread_flush = None
+        journal.append(b"x", GroupNote(rows=1))
+        await asyncio.wait_for(commit.wait(), 10)
+        assert journal.durable == journal.appended
+        commit.close()
+        journal.close()
+
+    asyncio.run(main())
+
+
+def test_commit_during_a_flush_in_a_thread_closes_no_file_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    flush, failed = Unsynced.flush, list[NotPossibleNow]()
+
+    def held(self: Unsynced) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert go.wait(10)
+        flush(self)
+        time.sleep(0.006)
+
+    monkeypatch.setattr(Unsynced, "flush", held)
+
+    async def main() -> None:
+        journal = FileJournal(tmp_path / "own", sync="group", segment_bytes=1)
+        commit = GroupCommit(journal, failed.append)
+        journal.append(b"x", GroupNote(rows=1))
+        await commit.wait()  # slow: later ones are flushed in a thread
+        for _ in range(3):
+            journal.append(b"x", GroupNote(rows=1))  # each closes the segment before
+        waiting = asyncio.create_task(commit.wait())
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        leave(journal)
+        for _ in range(3):
+            journal.append(b"x", GroupNote(rows=1))  # new segments may take the numbers of the closed files
+        go.set()
+        await waiting
+        assert not failed
+        pending = journal.unsynced()
+        assert pending is not None and len(pending.files) == 3 and pending.folder is not None
+        await commit.wait()
+        assert journal.durable == journal.appended and journal.unsynced() is None
+        commit.close()
+        journal.close()
+
+    asyncio.run(main())
+
+
+def test_flush_that_fails_unexpectedly_refuses_instead_of_waiting_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_disk(monkeypatch)
+    failed = list[NotPossibleNow]()
+
+    async def main() -> None:
+        journal = FileJournal(tmp_path, sync="group")
+        commit = GroupCommit(journal, failed.append)
+        journal.append(b"x", GroupNote(rows=1))
+        await commit.wait()
+
+        def broken(self: Unsynced) -> None:
+            raise ValueError("no file")
+
+        monkeypatch.setattr(Unsynced, "flush", broken)
+        journal.append(b"x", GroupNote(rows=1))
+        with pytest.raises(NotPossibleNow, match="ValueError: no file"):
+            await asyncio.wait_for(commit.wait(), 10)
+        assert failed
+        commit.close()
+        journal.close()
+
+    asyncio.run(main())
+
+
 def test_failed_disk_refuses_all_later_posts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(descriptor: int) -> None:
         raise OSError(5, "Input/output error")

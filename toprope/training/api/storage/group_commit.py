@@ -10,12 +10,13 @@ all waiting requests are refused, and so is every later record.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from toprope.errors import NotPossibleNow
-from toprope.records.journal.file_journal import FileJournal
+from toprope.records.journal.file_journal import FileJournal, Unsynced
 
 _TURNS = 3
 """Turns of the event loop without a new waiter before a flush: one finds readable sockets, one starts their requests,
@@ -88,7 +89,9 @@ class GroupCommit:
         self.rounds += 1
         if self._thread_rounds:
             self._thread_rounds -= 1
-            self._thread_flush = asyncio.get_running_loop().create_task(self._flush_in_thread())
+            # The commit of a checkpoint may flush and close the journal's own files before the thread has.
+            held = pending._replace(files=tuple(map(os.dup, pending.files)))
+            self._thread_flush = asyncio.get_running_loop().create_task(self._flush_in_thread(held))
             return
         began = time.monotonic()
         try:
@@ -101,17 +104,18 @@ class GroupCommit:
         self._journal.synced(pending)
         self._settle()
 
-    async def _flush_in_thread(self) -> None:
-        pending = self._journal.unsynced()
-        assert pending is not None, "only a flush makes records durable"
+    async def _flush_in_thread(self, held: Unsynced) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, pending.flush)
-        except OSError as error:
-            self._fail(error)
+            await asyncio.get_running_loop().run_in_executor(self._thread, held.flush)
+        except Exception as error:  # nobody awaits this task, so its waiters would wait for ever
+            self._fail(error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}"))
             return
-        self._journal.synced(pending)
+        finally:
+            for descriptor in held.files:
+                os.close(descriptor)
+        self._journal.synced(held)
         self._settle()
 
     def _settle(self) -> None:
