@@ -55,6 +55,17 @@ class Progress(msgspec.Struct, tag="progress"):
     values: dict[str, float] = {}
 
 
+class Skipping(msgspec.Struct, tag="skipping"):
+    """The trainer waits for groups that it can train on, and has left out others; sent every few seconds."""
+
+    dropped: dict[str, int]
+    """Groups left out so far in the run, by reason."""
+    kept: int
+    """Groups that the next step has already."""
+    wanted: int
+    """Groups that it needs."""
+
+
 class Stepped(msgspec.Struct, tag="stepped"):
     """The trainer finished an optimizer step; `values` is the row that it appended to metrics.jsonl."""
 
@@ -171,6 +182,7 @@ Report = (
     Ready
     | Checked
     | Progress
+    | Skipping
     | Stepped
     | Evaluated
     | Checkpointed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.run_harness import RunHarness, ended
-from toprope.records.messages import CountsReport, Evaluated, Stepped
+from toprope.records.messages import CountsReport, Evaluated, Skipping, Stepped
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
@@ -120,6 +120,15 @@ def test_dropped_groups_are_found_without_a_step(told: Told) -> None:
         watcher.on_report("api", CountsReport({"accepted": 80 + 20 * step, "dropped": {"zero_signal": 80 + 15 * step}}))
         steps(watcher, step, step, {"reward": 0.1})
     assert len(told.said) == 2
+
+
+def test_groups_that_the_trainer_leaves_out_are_found_before_a_checkpoint_tells_the_api(told: Told) -> None:
+    watcher = told.watcher()
+    watcher.on_report("environment", Evaluated("before", {"accuracy": 0.0}))
+    for count in (40, 80):
+        watcher.on_report("api", CountsReport({"accepted": count, "dropped": {}}))
+        watcher.on_report("trainer", Skipping({"zero_signal": count}, 0, 4))
+    assert told.said == [("all_wrong", "critical")] == told.open
 
 
 def test_resumed_attempt_repeats_no_finding(told: Told) -> None:

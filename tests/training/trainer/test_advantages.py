@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
 
 from tests.support.trainer_stand_ins import PreparedGroups, rollout_group, small_config
 from toprope.records.journal.groups import MASKED, Group, Outcome
+from toprope.records.messages import Skipping
 from toprope.settings.changes import apply_changes
 from toprope.settings.schema import Config
+from toprope.training.trainer import batch_source
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, advantages, build_rows
 from toprope.training.trainer.collate import collate
 
@@ -157,6 +162,30 @@ def test_stale_and_flat_groups_are_counted_and_dropped() -> None:
     assert batch.metrics["staleness/max"] == 7
     assert batch.metrics["dropped/stale"] == 1
     assert batch.cursor == 4
+
+
+def test_groups_without_signal_are_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy that is always wrong gives thousands of them before a step."""
+    monkeypatch.setattr(batch_source, "_MOST_SEEN", 5)
+    monkeypatch.setattr(batch_source, "_TELL_S", -1.0)
+    told: list[Skipping] = []
+    flat = (rollout_group([0.0] * 4, task=str(n)) for n in range(40))
+    useful = [rollout_group([1.0, 0.0, 0.0, 0.0], task=f"u{n}") for n in range(2)]
+    most = [0]
+
+    def noted() -> Iterator[Group]:
+        before = sum(type(one) is Group for one in gc.get_objects())
+        for group in chain(flat, useful):
+            most[0] = max(most[0], sum(type(one) is Group for one in gc.get_objects()) - before)
+            yield group
+
+    source = BatchSource(PreparedGroups(noted()), small_config(), is_ending=lambda: False, tell=told.append)
+    batch = source.next(version=0)
+    assert told[0] == Skipping({"zero_signal": 2}, 0, 2) and told[-1].dropped == {"zero_signal": 40}
+    assert batch.metrics["groups/delivered"] == 42 and batch.rollouts == 4 * 42
+    assert most[0] < 15, "all groups are in memory at once"
+    assert batch.metrics["dropped/zero_signal"] == 40 and len(batch.unused) == 40
+    assert batch.metrics["frac_reward_zero_std"] == 3 / 5
 
 
 def test_ending_run_raises_end_of_training() -> None:

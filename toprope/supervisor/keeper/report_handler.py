@@ -26,6 +26,7 @@ from toprope.records.messages import (
     Ready,
     Renewed,
     Report,
+    Skipping,
     Stepped,
     Stop,
     Warned,
@@ -140,6 +141,9 @@ class ReportHandler:
                 writer.record_event("restart", what=what, component=report.what, **detail)
             case Progress():
                 writer.show_progress(report)
+            case Skipping():
+                what = f"gathering groups for a step, {sum(report.dropped.values())} left out"
+                writer.show_progress(Progress(what, report.kept, report.wanted))
             case Finished():
                 self.finished.add(name)
                 writer.set_member(name, "finished")

@@ -7,12 +7,13 @@ A resumed attempt first reads the rows on disk, so that no finding is recorded t
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from toprope.analysis.findings import Diagnosis
 from toprope.analysis.findings.diagnosis import severity
 from toprope.analysis.findings.failed_groups import FailedGroups
 from toprope.analysis.findings.standstill import standstill
-from toprope.records.messages import CountsReport, Evaluated, Making, Report, Stepped
+from toprope.records.messages import CountsReport, Evaluated, Making, Report, Skipping, Stepped
 from toprope.records.run.metrics import read_history
 from toprope.records.run.status import Finding
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
@@ -28,9 +29,8 @@ class DiagnosisWatcher(Watcher):
         self._failed_groups = FailedGroups()
         self._failing: Finding | None = None
         self._step = 0
-        self._dropped: Counter[str] = Counter()
-        """Groups dropped before the first counts after the last step, by reason."""
-        self._counted = False
+        self._dropped: dict[str, Counter[str]] = {}
+        """Groups dropped before the first counts after the last step, by reason, as the API and the trainer count."""
         before = control.status().evaluations.get("before", {}).get("accuracy")
         self._accuracy: float | None = before
         if control.status().attempt > 1:
@@ -44,7 +44,9 @@ class DiagnosisWatcher(Watcher):
             case Stepped():
                 self._check_step(report)
             case CountsReport():
-                self._check_counts(report)
+                self._check_dropped("api", report.counts.get("dropped", {}))
+            case Skipping():
+                self._check_dropped("trainer", report.dropped)
             case Making():
                 self._check_groups(report)
             case Evaluated() if report.label == "before":
@@ -65,19 +67,19 @@ class DiagnosisWatcher(Watcher):
     def _check_step(self, report: Stepped) -> None:
         self._step = report.step
         findings = self._diagnosis.see({"step": report.step} | report.values)
-        self._counted = False
+        self._dropped.clear()
         if self._standstill is not None:
             findings.append(self._standstill.model_copy(update={"level": "over", "next": "", "step": report.step}))
             self._standstill = None
         self._record(findings)
 
-    def _check_counts(self, report: CountsReport) -> None:
-        dropped = Counter({reason: int(count) for reason, count in report.counts.get("dropped", {}).items()})
-        if not self._counted:  # later counts are compared with the first ones after a step
-            self._dropped, self._counted = dropped, True
+    def _check_dropped(self, counter: str, counts: Mapping[str, int]) -> None:
+        dropped = Counter({reason: int(count) for reason, count in counts.items()})
+        if counter not in self._dropped:  # later counts are compared with the first ones after a step
+            self._dropped[counter] = dropped
             return
         if self._standstill is None:
-            since = dropped - self._dropped
+            since = dropped - self._dropped[counter]
             self._standstill = standstill(since, self._config, step=self._step, accuracy=self._accuracy)
             if self._standstill is not None:
                 self._record([self._standstill])

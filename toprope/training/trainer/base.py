@@ -159,7 +159,8 @@ class TrainingRun(ABC):
         return client
 
     def _make_source(self, state: CheckpointState) -> BatchReader:
-        return BatchSource(self._api, self._config, self._is_ending, state.cursor, state.rollouts, state.dropped)
+        counted = state.cursor, state.rollouts, state.dropped
+        return BatchSource(self._api, self._config, self._is_ending, *counted, tell=self._member.report)
 
     def _publish_restored(self, state: CheckpointState) -> None:
         """Replaces the weights of an earlier life or attempt in inference by those of this one."""

@@ -1,8 +1,8 @@
 """Turns delivered groups into training batches: the seam between the trajectory API and any trainer.
 
 Groups that are too old, carry no signal or contain nothing to train on are counted in the step's metrics and left out.
-The API hears of them with the next checkpoint: until then they can be delivered again, and are counted as before. The
-rest become rows with advantages. This module needs no torch, so every
+The API hears of them with the next checkpoint: until then they can be delivered again, and are counted as before. So
+the keeper hears of them while a step waits. The rest become rows with advantages. This module needs no torch, so every
 algorithm can use it.
 """
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from toprope.records.journal.groups import MASKED, Batch, Group, Outcome, comparisons
+from toprope.records.messages import Skipping
 from toprope.settings.schema import Config
 from toprope.settings.sections.algorithms import ALGORITHMS
 from toprope.settings.sections.environment import members_of
@@ -28,6 +29,9 @@ PARSED = "parsed"
 
 _POLL_S = 1.0
 _RATE_WINDOW = 50
+_TELL_S = 2.0
+_MOST_SEEN = 4096
+"""Groups that the metrics of a step describe: where none has signal, more come than memory holds."""
 
 
 class EndOfTraining(Exception):
@@ -202,6 +206,7 @@ class BatchSource:
         cursor: Position to read from: 0, or a checkpoint's.
         rollouts: Rollouts that a checkpoint had counted.
         dropped: Dropped groups that a checkpoint had counted, by reason.
+        tell: Hears of groups that are left out while a step waits for others.
     """
 
     def __init__(
@@ -212,8 +217,9 @@ class BatchSource:
         cursor: int = 0,
         rollouts: int = 0,
         dropped: Mapping[str, int] | None = None,
+        tell: Callable[[Skipping], None] = lambda skipping: None,
     ) -> None:
-        self._client, self._config, self._is_ending = client, config, is_ending
+        self._client, self._config, self._is_ending, self._tell = client, config, is_ending, tell
         self.cursor = cursor
         """Position after the last complete batch; groups read for an unfinished batch lie behind it."""
         self._position = cursor
@@ -238,16 +244,18 @@ class BatchSource:
         """
         rollout = self._config.rollout
         kept: list[Group] = []
-        seen: list[Group] = []
-        ages: list[int] = []
+        seen: deque[Group] = deque(maxlen=_MOST_SEEN)
+        ages: deque[int] = deque(maxlen=_MOST_SEEN)
+        delivered = rollouts = 0
         unused: list[tuple[int, str]] = []
-        began = time.monotonic()
+        began = told = time.monotonic()
         self._position, self._client.policy_version = self.cursor, version
         while len(kept) < rollout.groups_per_step:
             # Waiting for more groups at once than the queue holds would block both sides.
             wanted = min(rollout.groups_per_step - len(kept), max(1, rollout.queue_groups // 2))
             for number, group in self._read(wanted * rollout.group_size):
                 seen.append(group)
+                delivered, rollouts = delivered + 1, rollouts + len(rollout_rewards(group))
                 oldest = group.oldest_version()
                 # After a resume, groups may come from versions after the checkpoint, which no longer exist.
                 age = 0 if oldest is None else abs(version - oldest)
@@ -257,11 +265,15 @@ class BatchSource:
                 else:
                     self.dropped[reason] += 1
                     unused.append((number, reason))
+            if time.monotonic() - told > _TELL_S:
+                told = time.monotonic()
+                self._tell(Skipping(dict(self.dropped), len(kept), rollout.groups_per_step))
         waited = time.monotonic() - began
-        self.rollouts += sum(len(rollout_rewards(group)) for group in seen)
+        self.rollouts += rollouts
         self._pace.append((time.monotonic(), self.rollouts))
         self.cursor = self._position
-        metrics = _step_metrics(seen, kept, ages, waited) | self._environments.add_step(seen, kept) | self._totals()
+        metrics = _step_metrics([*seen], kept, [*ages], waited) | self._environments.add_step([*seen], kept)
+        metrics |= self._totals() | {"groups/delivered": float(delivered)}
         return GroupBatch(kept, self.cursor, metrics, version, self.rollouts, dict(self.dropped), unused)
 
     def _read(self, sequences: int) -> Iterator[tuple[int, Group]]:
@@ -299,7 +311,7 @@ class BatchSource:
 
 
 def _step_metrics(seen: list[Group], kept: list[Group], ages: list[int], waited: float) -> dict[str, float]:
-    """Metrics over all groups delivered for a step, under TRL's names where TRL has one."""
+    """Metrics over the groups delivered for a step, under TRL's names where TRL has one."""
     rewards = [reward for group in seen for reward in rollout_rewards(group)]
     flat = [group for group in seen if has_equal_rewards(group)]
     outcomes = [outcome for group in seen for outcome in group.outcomes or []]
@@ -309,7 +321,6 @@ def _step_metrics(seen: list[Group], kept: list[Group], ages: list[int], waited:
         "reward_std": _deviation(rewards),
         "frac_reward_zero_std": len(flat) / len(seen),
         **_zero_std_shares(flat, len(seen)),
-        "groups/delivered": float(len(seen)),
         "groups/trained": float(len(kept)),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/max_length": float(max(lengths)),

@@ -269,7 +269,8 @@ class SteppedRun(LocalRun):
             return super()._make_source(state)
         client = self._make_client(self._look_up_api)
         ending, steps = self._member.ending, self._config.budget.steps
-        source = BatchSource(client, self._config, ending.is_set, state.cursor, state.rollouts, state.dropped)
+        counted = state.cursor, state.rollouts, state.dropped
+        source = BatchSource(client, self._config, ending.is_set, *counted, tell=self._member.report)
         return PrefetchingSource(source, self._is_ending, lambda: self._step + 1 < steps)
 
     def _gather_weights(self) -> bool:
