@@ -5,6 +5,7 @@ Every function that replaces a file writes a temporary file beside it, readable 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -195,6 +196,10 @@ class _HasPath(Protocol):
     def path(self) -> Path: ...
 
 
+_NO_FULL_SYNC = (errno.ENOTSUP, errno.ENOTTY, errno.EINVAL, errno.ENODEV)
+"""Errors of file systems, such as those of other machines, that cannot do it."""
+
+
 def _full_sync(descriptor: int) -> bool:
     """Empty the disk's own cache too, which fsync does not on macOS; False if that is not possible or not needed."""
     command = getattr(fcntl, "F_FULLFSYNC", None)
@@ -202,6 +207,8 @@ def _full_sync(descriptor: int) -> bool:
         return False
     try:
         fcntl.fcntl(descriptor, command)
-    except OSError:  # file systems of other machines lack it; fsync then reports what is wrong
+    except OSError as error:
+        if error.errno not in _NO_FULL_SYNC:  # it tells of a failed disk once, so fsync might not
+            raise
         return False
     return True

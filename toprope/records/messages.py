@@ -56,10 +56,10 @@ class Progress(msgspec.Struct, tag="progress"):
 
 
 class Skipping(msgspec.Struct, tag="skipping"):
-    """The trainer waits for groups that it can train on, and has left out others; sent every few seconds."""
+    """The trainer waits for groups that it can train on, and leaves out others; sent every few seconds."""
 
     dropped: dict[str, int]
-    """Groups left out so far in the run, by reason."""
+    """Groups left out in a row, by reason: since the last one that is trained on."""
     kept: int
     """Groups that the next step has already."""
     wanted: int

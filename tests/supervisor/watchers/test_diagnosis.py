@@ -107,28 +107,30 @@ def test_notes_are_no_events(told: Told) -> None:
 def test_dropped_groups_are_found_without_a_step(told: Told) -> None:
     watcher = told.watcher()
     watcher.on_report("environment", Evaluated("before", {"accuracy": 0.0}))
-    watcher.on_report("api", CountsReport({"accepted": 4, "dropped": {"zero_signal": 4}}))
-    watcher.on_report("api", CountsReport({"accepted": 12, "dropped": {"zero_signal": 12}}))
+    for count in (4, 12):
+        watcher.on_report("api", CountsReport({"accepted": count, "dropped": {}}))
+        watcher.on_report("trainer", Skipping({"zero_signal": count}, 0, 4))
     assert told.events == []
-    watcher.on_report("api", CountsReport({"accepted": 40, "dropped": {"zero_signal": 40}}))
-    watcher.on_report("api", CountsReport({"accepted": 80, "dropped": {"zero_signal": 80}}))
+    watcher.on_report("trainer", Skipping({"zero_signal": 80}, 0, 4))
     assert told.said == [("all_wrong", "critical")] == told.open
     steps(watcher, 1, 1, {"reward": 0.1})
     assert told.said[-1] == ("all_wrong", "over") and told.open == []
-    # Dropped groups are no standstill while steps go on.
-    for step in range(2, 12):
-        watcher.on_report("api", CountsReport({"accepted": 80 + 20 * step, "dropped": {"zero_signal": 80 + 15 * step}}))
-        steps(watcher, step, step, {"reward": 0.1})
+    # The API hears of them with a checkpoint, which is after a step.
+    for count in (0, 500, 900):
+        watcher.on_report("api", CountsReport({"accepted": 2000, "dropped": {"zero_signal": count}}))
     assert len(told.said) == 2
 
 
-def test_groups_that_the_trainer_leaves_out_are_found_before_a_checkpoint_tells_the_api(told: Told) -> None:
+def test_stale_groups_that_the_api_drops_are_found_without_a_step(told: Told) -> None:
     watcher = told.watcher()
-    watcher.on_report("environment", Evaluated("before", {"accuracy": 0.0}))
-    for count in (40, 80):
-        watcher.on_report("api", CountsReport({"accepted": count, "dropped": {}}))
-        watcher.on_report("trainer", Skipping({"zero_signal": count}, 0, 4))
-    assert told.said == [("all_wrong", "critical")] == told.open
+    for count in (4, 40, 80):
+        watcher.on_report("api", CountsReport({"accepted": count, "dropped": {"stale": count}}))
+    assert told.said == [("dropped_stale", "critical")] == told.open
+    # Dropped groups are no standstill while steps go on.
+    for step in range(1, 12):
+        watcher.on_report("api", CountsReport({"accepted": 80 + 20 * step, "dropped": {"stale": 80 + 15 * step}}))
+        steps(watcher, step, step, {"reward": 0.1})
+    assert len(told.said) == 2
 
 
 def test_resumed_attempt_repeats_no_finding(told: Told) -> None:

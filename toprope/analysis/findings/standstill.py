@@ -1,7 +1,7 @@
 """Detect a run whose groups are all dropped: no step happens, so no metrics row shows it.
 
-The trainer skips groups that are too old or carry no signal. If that is all of them, it waits for ever; only the API's
-counts of groups show it.
+The trainer skips groups that are too old or carry no signal. If that is all of them, it waits for ever; only its own
+reports and the API's counts of groups show it.
 """
 
 from __future__ import annotations

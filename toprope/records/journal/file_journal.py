@@ -24,8 +24,9 @@ import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -45,6 +46,7 @@ from toprope.records.journal.segments import (
     segment_path,
     write_compressed,
 )
+from toprope.records.journal.unsynced import Unsynced
 from toprope.records.run.full_disk import NO_ROOM
 
 _OPEN_SEGMENTS = 32
@@ -60,27 +62,6 @@ Sync = Literal["always", "group", "os"]
 _notes = msgspec.json.Decoder(GroupNote)
 _marks: msgspec.json.Decoder[Mark] = msgspec.json.Decoder(Mark)
 _encode = msgspec.json.Encoder().encode
-
-
-class Unsynced(NamedTuple):
-    """Files to sync so that the first `upto` records are on disk. `flush` may run in any thread."""
-
-    upto: int
-    files: tuple[int, ...]
-    folder: Path | None
-    newest: int = 0
-    """The newest segment, whose name is on disk once the folder is flushed."""
-
-    def flush(self) -> None:
-        """Wait for the disk.
-
-        Raises:
-            OSError: It failed; records may be lost.
-        """
-        for descriptor in self.files:
-            sync(descriptor)
-        if self.folder is not None:
-            fsync(self.folder)
 
 
 class FileJournal:
@@ -215,19 +196,27 @@ class FileJournal:
 
     def unsynced(self) -> Unsynced | None:
         """The files to sync; None if there are none, or if nobody waits for the disk."""
-        if self._sync != "group" or self.durable == self.appended or self._writer is None:
+        if self._sync != "group" or self.durable == self.appended:
             return None
-        files = (*(descriptor for descriptor, _ in self._retired), self._writer)
+        writers = [] if self._writer is None else [self._writer]  # none after a full disk refused the next segment
+        files = (*(descriptor for descriptor, _ in self._retired), *writers)
         return Unsynced(self.appended, files, self._folder if self._new_segment else None, self._newest)
 
+    def refusal(self) -> NotPossibleNow | None:
+        """The error of a journal whose disk failed: a later flush that succeeds says nothing of what was lost."""
+        return self._unwritable() if self._broken else None
+
     def synced(self, done: Unsynced) -> None:
-        """Record that `done` was flushed."""
+        """Record that `done` was flushed, unless the disk failed meanwhile."""
+        if self._broken:
+            return
         self.durable = max(self.durable, done.upto)
         # By records, not by descriptors: one that was closed meanwhile may be another file's now.
-        for descriptor, upto in self._retired:
-            if upto <= done.upto:
+        flushed = [descriptor for descriptor, upto in self._retired if upto <= done.upto]
+        self._retired = self._retired[len(flushed) :]
+        for descriptor in flushed:
+            with suppress(OSError):
                 os.close(descriptor)
-        self._retired = [one for one in self._retired if one[1] > done.upto]
         if done.folder is not None and done.newest == self._newest:
             self._new_segment = False
 
@@ -309,10 +298,10 @@ class FileJournal:
         found = ordinals(self._folder)
         for ordinal in found[found.index(start) if start in found else 0 :]:
             self._open_segment(ordinal)
-            if (
-                self._sync != "os"
-            ):  # a killed writer's last records may be in memory only: what is found here is to last
+            if self._sync != "os":  # a killed writer's last records may be in memory only: what is found is to last
                 fsync(self._path(ordinal))
+        if found and self._sync != "os":
+            fsync(self._folder)
         self._recovered = self.last
 
     def _open_segment(self, ordinal: int) -> None:
@@ -397,7 +386,11 @@ class FileJournal:
         if reader is None:
             if len(self._readers) >= _OPEN_SEGMENTS:
                 self._readers.popitem(last=False)[1].close()
-            reader = self._readers[ordinal] = _Reader(self._path(ordinal))
+            try:
+                reader = _Reader(self._path(ordinal))
+            except FileNotFoundError:  # compressed between the look and the opening
+                reader = _Reader(self._path(ordinal))
+            self._readers[ordinal] = reader
         self._readers.move_to_end(ordinal)
         return reader
 

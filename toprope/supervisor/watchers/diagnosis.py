@@ -7,7 +7,6 @@ A resumed attempt first reads the rows on disk, so that no finding is recorded t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from toprope.analysis.findings import Diagnosis
 from toprope.analysis.findings.diagnosis import severity
@@ -17,6 +16,9 @@ from toprope.records.messages import CountsReport, Evaluated, Making, Report, Sk
 from toprope.records.run.metrics import read_history
 from toprope.records.run.status import Finding
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
+
+_OF_TRAINER = ("zero_signal", "empty")
+"""Reasons for which the trainer leaves out groups, which it tells itself."""
 
 
 class DiagnosisWatcher(Watcher):
@@ -29,8 +31,8 @@ class DiagnosisWatcher(Watcher):
         self._failed_groups = FailedGroups()
         self._failing: Finding | None = None
         self._step = 0
-        self._dropped: dict[str, Counter[str]] = {}
-        """Groups dropped before the first counts after the last step, by reason, as the API and the trainer count."""
+        self._dropped: Counter[str] | None = None
+        """Groups that the API had dropped at its first counts after the last step, by reason."""
         before = control.status().evaluations.get("before", {}).get("accuracy")
         self._accuracy: float | None = before
         if control.status().attempt > 1:
@@ -44,9 +46,9 @@ class DiagnosisWatcher(Watcher):
             case Stepped():
                 self._check_step(report)
             case CountsReport():
-                self._check_dropped("api", report.counts.get("dropped", {}))
+                self._check_counts(report)
             case Skipping():
-                self._check_dropped("trainer", report.dropped)
+                self._check_dropped(Counter(report.dropped))
             case Making():
                 self._check_groups(report)
             case Evaluated() if report.label == "before":
@@ -67,19 +69,23 @@ class DiagnosisWatcher(Watcher):
     def _check_step(self, report: Stepped) -> None:
         self._step = report.step
         findings = self._diagnosis.see({"step": report.step} | report.values)
-        self._dropped.clear()
+        self._dropped = None
         if self._standstill is not None:
             findings.append(self._standstill.model_copy(update={"level": "over", "next": "", "step": report.step}))
             self._standstill = None
         self._record(findings)
 
-    def _check_dropped(self, counter: str, counts: Mapping[str, int]) -> None:
-        dropped = Counter({reason: int(count) for reason, count in counts.items()})
-        if counter not in self._dropped:  # later counts are compared with the first ones after a step
-            self._dropped[counter] = dropped
-            return
+    def _check_counts(self, report: CountsReport) -> None:
+        counts = report.counts.get("dropped", {})
+        # The API hears of those that the trainer leaves out with a checkpoint only, of all at once.
+        dropped = Counter({reason: int(count) for reason, count in counts.items() if reason not in _OF_TRAINER})
+        if self._dropped is None:  # later counts are compared with the first ones after a step
+            self._dropped = dropped
+        else:
+            self._check_dropped(dropped - self._dropped)
+
+    def _check_dropped(self, since: Counter[str]) -> None:
         if self._standstill is None:
-            since = dropped - self._dropped[counter]
             self._standstill = standstill(since, self._config, step=self._step, accuracy=self._accuracy)
             if self._standstill is not None:
                 self._record([self._standstill])

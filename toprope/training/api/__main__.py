@@ -149,7 +149,7 @@ async def run(member: ApiMember) -> None:
         if broken:
             raise broken[0]
         journal.close()
-        for ordinal in journal.compressible():
+        for ordinal in _compressible(journal):
             _compress(journal, ordinal)
     finally:
         journal.close()
@@ -159,7 +159,7 @@ async def _compress_segments(journal: FileJournal, ending: asyncio.Event) -> Non
     """Compress closed segments of the journal in a thread, one after another."""
     while not ending.is_set():
         wait_s = _COMPRESS_EVERY_S
-        for ordinal in journal.compressible():
+        for ordinal in _compressible(journal):
             if ending.is_set():
                 return
             if not await asyncio.to_thread(_compress, journal, ordinal):
@@ -167,6 +167,14 @@ async def _compress_segments(journal: FileJournal, ending: asyncio.Event) -> Non
                 break
         with suppress(TimeoutError):
             await asyncio.wait_for(ending.wait(), wait_s)
+
+
+def _compressible(journal: FileJournal) -> list[int]:
+    try:
+        return journal.compressible()
+    except OSError as error:
+        print(f"the journal's segments stay uncompressed: {error}", file=sys.stderr, flush=True)
+        return []
 
 
 def _compress(journal: FileJournal, ordinal: int) -> bool:

@@ -22,6 +22,9 @@ _MAX_SERVER_ERRORS = 5
 """Server errors after which a request fails: the request itself may be their cause."""
 
 
+_SHORTER = "Raise policy.max_context if the policy reads more, or take shorter tasks by the environment's knobs."
+
+
 class PromptTooLong(InvalidValue):
     """The conversation leaves no room for an answer within the policy's context."""
 
@@ -232,7 +235,7 @@ class PolicyClient:
             if response.status == 404 and missing is not None:
                 return missing
             if response.status == 400 and "no room for an answer" in message:
-                raise PromptTooLong(message)
+                raise PromptTooLong(message, hint=_SHORTER)
             if response.status == 409:
                 raise SessionLost(message)
             errors += 1

@@ -219,7 +219,9 @@ class BatchSource:
         dropped: Mapping[str, int] | None = None,
         tell: Callable[[Skipping], None] = lambda skipping: None,
     ) -> None:
-        self._client, self._config, self._is_ending, self._tell = client, config, is_ending, tell
+        self._client, self._config, self._is_ending, self.tell = client, config, is_ending, tell
+        self._in_row: Counter[str] = Counter()
+        """Groups left out since the last one that was kept, by reason."""
         self.cursor = cursor
         """Position after the last complete batch; groups read for an unfinished batch lie behind it."""
         self._position = cursor
@@ -250,6 +252,7 @@ class BatchSource:
         unused: list[tuple[int, str]] = []
         began = told = time.monotonic()
         self._position, self._client.policy_version = self.cursor, version
+        self._in_row.clear()
         while len(kept) < rollout.groups_per_step:
             # Waiting for more groups at once than the queue holds would block both sides.
             wanted = min(rollout.groups_per_step - len(kept), max(1, rollout.queue_groups // 2))
@@ -262,12 +265,14 @@ class BatchSource:
                 ages.append(age)
                 if (reason := self._reason_to_drop(group, age)) is None:
                     kept.append(group)
+                    self._in_row.clear()
                 else:
                     self.dropped[reason] += 1
+                    self._in_row[reason] += 1
                     unused.append((number, reason))
-            if time.monotonic() - told > _TELL_S:
+            if self._in_row and len(kept) < rollout.groups_per_step and time.monotonic() - told > _TELL_S:
                 told = time.monotonic()
-                self._tell(Skipping(dict(self.dropped), len(kept), rollout.groups_per_step))
+                self.tell(Skipping(dict(self._in_row), len(kept), rollout.groups_per_step))
         waited = time.monotonic() - began
         self.rollouts += rollouts
         self._pace.append((time.monotonic(), self.rollouts))

@@ -11,7 +11,9 @@ import pytest
 from tests.support.trainer_stand_ins import PreparedGroups, group, rollout_group, small_config
 from tests.support.training_api_server import SECRET, served, until
 from toprope.records.journal.groups import Batch
+from toprope.records.messages import Skipping
 from toprope.training.api.clients.sync_client import SyncApiClient
+from toprope.training.trainer import batch_source
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining
 from toprope.training.trainer.step.prefetch import PrefetchingSource
 
@@ -87,3 +89,31 @@ def test_errors_reach_the_thread_that_trains(error: type[Exception]) -> None:
     source = PrefetchingSource(BatchSource(Api([]), small_config(), lambda: False), lambda: False)
     with pytest.raises(error):
         source.next(0)
+
+
+def test_groups_left_out_are_told_only_while_a_step_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_source, "_TELL_S", -1.0)
+    told: list[Skipping] = []
+    looked, go = threading.Event(), threading.Event()
+
+    class Api(PreparedGroups):
+        calls = 0
+
+        def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
+            self.calls += 1
+            if self.calls == 4:  # the second step has left one group out, while the first is trained
+                looked.set()
+                assert go.wait(10)
+            return super().next_batch(cursor, 4, wait_s)
+
+    flat, useful = [0.0] * 4, [1.0, 0.0, 0.0, 0.0]
+    kinds = [flat, useful, flat, flat, useful]
+    groups = Api(iter([rollout_group(rewards, task=str(n)) for n, rewards in enumerate(kinds)]))
+    config = small_config(rollout__groups_per_step=1)
+    source = PrefetchingSource(BatchSource(groups, config, lambda: False, tell=told.append), lambda: False)
+    source.next(0)
+    assert told == [Skipping({"zero_signal": 1}, 0, 1)]
+    assert looked.wait(10) and len(told) == 1
+    threading.Timer(0.1, go.set).start()
+    source.next(1)
+    assert told[1:] == [Skipping({"zero_signal": 2}, 0, 1)]

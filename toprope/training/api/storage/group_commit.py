@@ -10,13 +10,13 @@ all waiting requests are refused, and so is every later record.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from toprope.errors import NotPossibleNow
-from toprope.records.journal.file_journal import FileJournal, Unsynced
+from toprope.records.journal.file_journal import FileJournal
+from toprope.records.journal.unsynced import Unsynced
 
 _TURNS = 3
 """Turns of the event loop without a new waiter before a flush: one finds readable sockets, one starts their requests,
@@ -53,6 +53,9 @@ class GroupCommit:
         Raises:
             NotPossibleNow: The disk failed.
         """
+        if (refusal := self._journal.refusal()) is not None:  # a checkpoint's commit may have met the failed disk
+            self._tell_failed(refusal)
+            raise refusal
         if self._journal.unsynced() is None:
             return
         loop = asyncio.get_running_loop()
@@ -83,20 +86,18 @@ class GroupCommit:
 
     def _flush(self) -> None:
         pending = self._journal.unsynced()
-        if pending is None:
+        if pending is None or self._journal.refusal() is not None:
             self._settle()
             return
         self.rounds += 1
-        if self._thread_rounds:
+        if self._thread_rounds and (held := pending.held()) is not None:
             self._thread_rounds -= 1
-            # The commit of a checkpoint may flush and close the journal's own files before the thread has.
-            held = pending._replace(files=tuple(map(os.dup, pending.files)))
             self._thread_flush = asyncio.get_running_loop().create_task(self._flush_in_thread(held))
             return
         began = time.monotonic()
         try:
             pending.flush()
-        except OSError as error:
+        except Exception as error:
             self._fail(error)
             return
         if time.monotonic() - began > _QUICK_S:
@@ -110,16 +111,18 @@ class GroupCommit:
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, held.flush)
         except Exception as error:  # nobody awaits this task, so its waiters would wait for ever
-            self._fail(error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}"))
+            self._fail(error)
             return
         finally:
-            for descriptor in held.files:
-                os.close(descriptor)
+            held.close()
         self._journal.synced(held)
         self._settle()
 
     def _settle(self) -> None:
         """Release the waiters whose records are on disk; schedule another flush for the others."""
+        if (refusal := self._journal.refusal()) is not None:  # since this flush began
+            self._refuse(refusal)
+            return
         durable, waiters, self._waiters = self._journal.durable, self._waiters, []
         for upto, future in waiters:
             if upto > durable:
@@ -130,11 +133,17 @@ class GroupCommit:
         if self._waiters:
             self._schedule()
 
-    def _fail(self, error: OSError) -> None:
-        refusal = self._journal.fail(error)
+    def _fail(self, error: Exception) -> None:
+        known = error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
+        self._refuse(self._journal.fail(known))
+
+    def _refuse(self, refusal: NotPossibleNow) -> None:
         waiters, self._waiters, self._scheduled = self._waiters, [], False
         for _, future in waiters:
             if not future.done():
                 future.set_exception(refusal)
+        self._tell_failed(refusal)
+
+    def _tell_failed(self, refusal: NotPossibleNow) -> None:
         if self._failed is not None:
             self._failed(refusal)

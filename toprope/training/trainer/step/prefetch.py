@@ -31,6 +31,10 @@ class PrefetchingSource:
         self, source: BatchSource, is_ending: Callable[[], bool], wants_more: Callable[[], bool] = lambda: True
     ) -> None:
         self._source, self._is_ending, self._wants_more = source, is_ending, wants_more
+        self._awaited = False
+        tell = source.tell
+        # What it leaves out for the next step is no news, and no sign of life, while the present one is trained.
+        source.tell = lambda skipping: tell(skipping) if self._awaited else None
         self._ahead: Future[GroupBatch] | None = None
         self._asked: SimpleQueue[tuple[int, Future[GroupBatch]]] = SimpleQueue()
         threading.Thread(target=self._work, name="prefetch", daemon=True).start()
@@ -41,13 +45,17 @@ class PrefetchingSource:
         """See `BatchSource.next`. Groups fetched ahead are measured against the version that will train on them."""
         began = time.monotonic()
         ahead, self._ahead = self._ahead or self._fetch(version), None
-        while True:
-            try:
-                batch = ahead.result(_POLL_S)
-                break
-            except NotYet:
-                if self._is_ending():
-                    raise EndOfTraining from None
+        self._awaited = True
+        try:
+            while True:
+                try:
+                    batch = ahead.result(_POLL_S)
+                    break
+                except NotYet:
+                    if self._is_ending():
+                        raise EndOfTraining from None
+        finally:
+            self._awaited = False
         batch.metrics["wait_seconds"] = round(time.monotonic() - began, 4)
         self.cursor, self.rollouts, self.dropped = batch.cursor, batch.rollouts, batch.dropped
         if self._wants_more():
