@@ -191,10 +191,12 @@ def test_gains_are_counted_seed_by_seed(tmp_path):
 
 
 def test_mixture_counts_what_improved_and_judges_its_control(tmp_path):
-    one = mixture.Learned("gym", 0.0, (0.1, 0.05, 0.15), (0.5, 0.4, 0.6), True, 0.3)
+    one = mixture.Learned("gym", 0.0, (0.1, 0.05, 0.15), (0.5, 0.4, 0.6), 0.1, True, 0.3)
     run = Done("run-a", tmp_path, {"steps": 5}, 2.0)
     figures = mixture.Outcome([one], 720, run, run, 1).figures()
     assert figures["mixture_improved"] == 1 and figures["mixture_demonstrations"] == 720
+    one_answer = replace(one, constant=0.45)
+    assert not one_answer.improved and not mixture.Outcome([one_answer], 720, run, run, 0).mixture_improved
     assert "improved 1" in mixture.control_failed(figures)
     assert mixture.control_failed(figures | {"mixture_shuffled_improved": 0}) == ""
 
