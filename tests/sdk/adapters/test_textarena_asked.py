@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.sdk.adapters.test_textarena import CORE, REGISTRY, TWO
+from tests.sdk.adapters.test_textarena import CORE, REAL, REGISTRY, TWO
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from toprope.sdk.adapters import textarena
 from toprope.sdk.worker.client import WorkerClient, worker_environment
@@ -231,3 +231,36 @@ def test_games_that_ask_a_model_are_listed_as_such(packages: Path) -> None:
     assert not any(one.problem or one.needs for one in listed.values())
     assert all("a model as master or jury" in one.description for one in listed.values())
     assert "model-roles" in listed["Asking-v0"].tags and "self-play" in listed["Debate-v0"].tags
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("target", "verdict", "rewards"),
+    [
+        ("TwentyQuestions-v0", "Yes", [0.0, 0.0]),
+        ("GuessWho-v0", "No", [0.0, 0.0]),
+        ("Debate-v0", "Affirmative", [0.0, 0.0]),  # as the jury said before the debate
+        ("ScenarioPlanning-v0", "Player 1", [-1.0, 1.0]),
+        ("ScenarioPlanning-v0", "neither", [0.0, 0.0]),
+    ],
+)
+def test_installed_games_that_ask_a_model_run_to_the_end(target: str, verdict: str, rewards: list[float]) -> None:
+    python = REAL / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no TextArena at {REAL}")
+    policy, judge = OpenAiStandIn(lambda question: "Is it a plant?"), OpenAiStandIn(lambda question: verdict)
+    roles = {"grader": {"base_url": judge.url, "api_key": "of the judge", "model": "large"}}
+
+    async def main() -> Any:
+        async with await WorkerClient.start(str(python), timeout=60) as link:
+            await link.call("open", source={"adapter": "textarena", "target": target}, timeout=60)
+            sessions = [session_of(policy, number, roles=roles) for number in range(2)]
+            return await link.call("run", timeout=60, concurrent=True, split="train", index=0, sessions=sessions)
+
+    try:
+        outcomes = asyncio.run(main())["outcomes"]
+        assert [one["error"] for one in outcomes] == [None, None]
+        assert [one["reward"] for one in outcomes] == rewards and judge.seen
+    finally:
+        policy.close()
+        judge.close()

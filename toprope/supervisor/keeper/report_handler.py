@@ -142,7 +142,7 @@ class ReportHandler:
             case Progress():
                 writer.show_progress(report)
             case Skipping():
-                what = f"gathering groups for a step, {sum(report.dropped.values())} in a row left out"
+                what = f"gathering groups for a step ({sum(report.dropped.values())} in a row left out)"
                 writer.show_progress(Progress(what, report.kept, report.wanted))
             case Finished():
                 self.finished.add(name)
