@@ -78,6 +78,14 @@ def test_rate_far_from_preset_explains_wrong_answers_without_signal() -> None:
     assert [cause.rule for cause in alone.causes] == ["all_wrong"] and "easier" in alone.causes[0].next
 
 
+def test_short_budget_is_not_suspected_where_nothing_is_ever_right() -> None:
+    differs: dict[str, list[Any]] = {"budget.steps": [2400, 500]}
+    never = explained({**NOTHING, "wrong": 1.0, "zero": 1.0}, differs)
+    assert [cause.rule for cause in never.causes] == ["all_wrong"]
+    seldom = explained({**NOTHING, "wrong": 0.96, "zero": 0.96}, differs)
+    assert [cause.rule for cause in seldom.causes] == ["far_from_preset"]
+
+
 def test_harmless_differences_are_never_causes() -> None:
     differs: dict[str, list[Any]] = {
         "optimizer.learning_rate": [1e-3, 8e-4],

@@ -70,6 +70,8 @@ def far_from_preset(history: TrainingHistory) -> Symptom | None:
     if history.gain > history.noise or history.recent("success") >= 0.8 or nothing_scored(history):
         return None
     cleared = _cleared(history)
+    if wrong.start == 1.0 and history.recent("frac_reward_zero_std/all_wrong") == 1.0:
+        cleared |= {"budget.steps", "budget.max_train_seconds"}  # more of what is never right teaches nothing
     fields = [field for field in far_fields(history.config, history.preset) if field not in cleared]
     if not fields:
         return None
