@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.training_api_server import SECRET, served
 from toprope.errors import NotPossibleNow
 from toprope.records.journal.file_journal import FileJournal
+from toprope.records.journal.groups import Group
 from toprope.records.journal.marks import GroupNote
 from toprope.records.journal.unsynced import Unsynced
+from toprope.training.api.clients.sync_client import SyncApiClient
 from toprope.training.api.storage.group_commit import GroupCommit
 from toprope.training.api.storage.store import TrajectoryStore
 
@@ -272,3 +277,52 @@ def test_records_before_a_segment_that_cannot_be_made_are_flushed(
         journal.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("keep", ["all", "none"])
+def test_posts_batches_and_checkpoints_on_a_slow_disk_neither_hang_nor_lose_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: Any
+) -> None:
+    """Flushes take 0 to 12 ms, so they go back and forth between the loop and the thread."""
+    luck, real = random.Random(0), os.fdatasync
+    posted, stop = [0] * 4, threading.Event()
+
+    def slow(descriptor: int) -> None:
+        time.sleep(luck.choice((0.0, 0.0, 0.005, 0.012)))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    with served(tmp_path / "journal", segment_bytes=4000, keep=keep) as api:
+
+        def post(who: int) -> None:
+            with SyncApiClient(api.url, SECRET, patience_s=5.0) as client:
+                while not stop.is_set():
+                    client.post_group(group(100 * who + posted[who] % 100, group_id=f"{who}-{posted[who]}"))
+                    posted[who] += 1
+
+        def group(mark: int, group_id: str) -> Group:
+            return Group(tokens=[[mark, 2, 3]] * 2, masks=[[-100, 2, 3]] * 2, scores=[0.0, 1.0], group_id=group_id)
+
+        posters = [threading.Thread(target=post, args=(who,)) for who in range(4)]
+        for thread in posters:
+            thread.start()
+        cursor, end = 0, time.monotonic() + 4.0
+        with SyncApiClient(api.url, SECRET, patience_s=5.0) as trainer:
+            while time.monotonic() < end:
+                answer = trainer.next_batch(cursor, 8, 1.0)
+                cursor = answer.cursor
+                if luck.random() < 0.5:
+                    trainer.commit(cursor)
+                for ordinal in api.journal.compressible()[:1]:
+                    with suppress(FileNotFoundError):
+                        api.journal.compress(ordinal)
+            stop.set()
+            for thread in posters:
+                thread.join(20)
+                assert not thread.is_alive(), "a post has no answer"
+            counts = trainer.counts()
+        assert counts.balanced() and counts.accepted == sum(posted) > 100 and counts.committed > 20
+    journal = FileJournal(tmp_path / "journal", recent=True)
+    again = TrajectoryStore(journal).queue.counts()
+    assert (again.accepted, again.committed) == (counts.accepted, counts.committed)
+    journal.close()
