@@ -20,7 +20,7 @@ _TOOLS = """\
 tools:
   catalog: {python: models.py:catalog, usd: 0.01, seconds: 1.0, watts: 20.0, description: Looks a part up.}
   small: {python: models.py:small, usd: 0.005, seconds: 0.5, watts: 20.0, description: A small model for sums.}
-  expert: {python: models.py:expert, usd: 0.06, seconds: 3.0, watts: 40.0, description: A large model.}
+  expert: {python: models.py:expert, usd: 0.06, seconds: 2.0, watts: 20.0, description: A large model.}
 """
 _MODELS = f'''\
 from toprope.sdk.adapters.orchestrator import made_up_facts
@@ -55,8 +55,6 @@ ALL: dict[str, Any] = {
     "environment.knobs.usd": {"calculator": 0.02, "think": 0.02},
     "environment.knobs.seconds": {"calculator": 1.0, "think": 3.0},
     "environment.knobs.watts": {"calculator": 20.0, "think": 20.0},
-    "environment.knobs.scale_usd": 0.05,
-    "environment.knobs.scale_joules": 50.0,
     "rollout.max_new_tokens": 80,
     "policy.max_context": 512,
     "sft.max_length": 512,
@@ -65,8 +63,9 @@ ALL: dict[str, Any] = {
 }
 """The preset's arithmetic (three digits, + - *), and facts. Each tool pays for one kind of question: the small model
 for sums, the calculator for products, the catalog for common parts, the dear model for rare ones, which it lacks;
-their names begin with other letters. Demonstrations use tools at random. Steps are counted, not seconds: results do not
-depend on the machine's load.
+their names begin with other letters. At the last weights a right answer earns 0.3, and a call of the dear model costs
+0.20, of the calculator 0.10, of the catalog 0.08, of the small model 0.05. Demonstrations use tools at random. Steps
+are counted, not seconds: results do not depend on the machine's load.
 """
 SFT: dict[str, Any] = {"algorithm.name": "sft", "sft.tasks": 3000, "sft.traces_per_task": 1, "sft.epochs": 6}
 """Teaches the form of calls and the copying of results; which tool to call is left to learn from reward."""
