@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -330,7 +331,8 @@ class Graded(OwnLoop):
     async def rollout(self, session):
         mine = await ask(session, self.task.messages)
         grader = session.roles["grader"]
-        asked = replace(session, base_url=grader["base_url"], api_key=grader["api_key"], model=grader["model"])
+        own = {"base_url": grader["base_url"], "api_key": grader["api_key"], "model": grader["model"]}
+        asked = replace(session, stop=(), **own)
         verdict = await ask(asked, [{"role": "user", "content": mine["content"]}], max_tokens=900)
         return Played({"score": float(verdict["content"] == "good")}, [{"role": "assistant", **mine}])
 '''
@@ -351,9 +353,11 @@ def test_model_with_a_role_is_asked_with_its_own_key_and_room(tmp_path: Path) ->
             grader = EndpointClient(Endpoint(base_url=other.url, model="n"), "sk-grader", None)
             sampler = EnvManagedSampler(worker, own, multi_turn=True, call_timeout_s=30)
             sampler.roles = {"grader": grader}
-            made = await sampler.sample(TaskRef("train", 0), 2, SAMPLING)
+            made = await sampler.sample(TaskRef("train", 0), 2, dataclasses.replace(SAMPLING, stop=("\n",)))
             assert [(outcome.error, outcome.reward) for outcome in made.outcomes] == [(None, 1.0)] * 2
             assert [len(turns) for turns in made.turns] == [1, 1], "verdicts are not recorded"
+            assert all(body["stop"] == ["\n"] for _, _, body in policy.seen)
+            assert not any("stop" in body for _, _, body in other.seen), "the policy's would cut a verdict"
             assert {key for _, key, _ in other.seen} == {"Bearer sk-grader"} and len(other.seen) == 2
             assert {body["max_tokens"] for _, _, body in other.seen} == {900}
             await own.close()

@@ -128,7 +128,9 @@ class EnvManagedSampler(GroupSampler):
             return await self._run(worker, task, sessions)
         from toprope.training.rollouts.endpoint_proxy import EndpointProxy
 
-        verdicts = dataclasses.replace(sampling, max_new_tokens=max(sampling.max_new_tokens, _VERDICT_TOKENS))
+        # The limits and stop texts of the policy would cut a verdict.
+        room = max(sampling.max_new_tokens, _VERDICT_TOKENS)
+        verdicts = dataclasses.replace(sampling, max_new_tokens=room, stop=())
         async with AsyncExitStack() as stack:
             proxies: list[EndpointProxy] = []
             access: dict[str, dict[str, str]] = {}
