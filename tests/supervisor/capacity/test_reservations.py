@@ -17,6 +17,7 @@ import pytest
 from tests.support.run_harness import ended, eventually, until, wait_for_heartbeats
 from toprope.records.messages import ENV_COMPONENT, ENV_FOLDER
 from toprope.records.run.specification import ModelUnderTest
+from toprope.records.run.status import Status
 from toprope.settings.endpoints import Endpoint
 from toprope.supervisor.capacity import budget_ledger
 from toprope.supervisor.capacity.budget_ledger import read_accounts, reserved
@@ -261,6 +262,16 @@ def test_queued_run_starts_when_machine_is_free(harness):
     ended(runs, first)
     assert ended(runs, second).state == "completed"
     assert not list((runs.path / ".reservations").glob("run-*"))
+
+
+def test_share_is_free_once_the_end_is_told(harness):
+    """A keeper that is killed after that frees nothing."""
+    runs, run = harness.start()
+    entry = runs.path / ".reservations" / f"{run.run_id}.json"
+    eventually(entry.exists)
+    seen = []
+    eventually(lambda: Status.read(run).ended_at and seen.append(entry.exists()) is None)
+    assert seen == [False]
 
 
 def test_killed_keeper_frees_its_share(harness):

@@ -265,6 +265,7 @@ class RunLifecycle:
     def _write_final_status(self, state: State, reason: str = "") -> None:
         self._watchers.on_end()
         self._folder.tidy()
+        self._reservations.release(self._spec.run_id)  # nobody does it for a keeper that is killed after the end
         now = time.time()
         if not self._writer.status.ended:
             self._writer.enter(state, reason)
