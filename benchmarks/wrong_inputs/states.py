@@ -238,7 +238,7 @@ def _run(
         answer = await site.call(tool.split()[0], **_ARGUMENTS.get(tool, {"run_id": "old-run"}))
 
         def kept(key: str) -> bool:
-            """What a reader keeps to answer sooner the next time."""
+            """True for a file or row that a reader keeps, to answer sooner the next time."""
             if tool.startswith("get_results"):
                 return key.endswith("/old-run/explanation.json")
             return tool == "check_status" and (key.startswith("row stamps") or key == "index")

@@ -210,7 +210,7 @@ def note_unreachable_hosts() -> None:
             if isinstance(host, str) and "." in host:
                 _unreached.append(host)
                 hub: Any = sys.modules.get("huggingface_hub.constants")
-                known = hub is not None and host == _hub() and error.errno == socket.EAI_NONAME
+                known = hub is not None and host == hub_host() and error.errno == socket.EAI_NONAME
                 if known and not hub.HF_HUB_OFFLINE:
                     hub.HF_HUB_OFFLINE = True  # It asks five times for each file, with waits of 23 s in all.
                     again = threading.Timer(_HUB_AGAIN_S, setattr, (hub, "HF_HUB_OFFLINE", False))
@@ -329,16 +329,16 @@ def _with_host(message: str, error: BaseException) -> str:
         host = host or str(getattr(getattr(request, "url", None), "host", "") or "")
         seen = seen.__cause__ or seen.__context__
     if not host and _HUB.search(message):  # its library drops the cause that has the host
-        host = _hub()
+        host = hub_host()
     if not host and "nltk.download(" in message:  # its downloader only prints that it failed
         host = _NLTK
     ours = isinstance(error, SdkError) and (error.__cause__ or error.__context__) is None
     missing = bool(_MISSING.search(message)) and (not ours or _DATA_MISSING in message)
     constants: Any = sys.modules.get("huggingface_hub.constants")
     offline = missing and getattr(constants, "HF_HUB_OFFLINE", False)  # It is not asked then.
-    unreached = [*([_hub()] if offline else ()), *_unreached]
-    if not host and missing and _hub() in unreached and _DATA.search(message):
-        host = _hub()
+    unreached = [*([hub_host()] if offline else ()), *_unreached]
+    if not host and missing and hub_host() in unreached and _DATA.search(message):
+        host = hub_host()
     besides = ""
     if unreached and host in ("", *unreached) and (refused or missing):
         besides = "" if refused or host else "besides, "
@@ -348,7 +348,8 @@ def _with_host(message: str, error: BaseException) -> str:
     return f"{message[: _LONGEST_MESSAGE - 200].rstrip('.')}; {besides}{host} could not be reached"
 
 
-def _hub() -> str:
+def hub_host() -> str:
+    """The host of the Hugging Face Hub, or of the mirror in its place."""
     return urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or "huggingface.co"
 
 

@@ -41,5 +41,6 @@ def test_games_seat_as_many_as_their_author_names() -> None:
 def test_who_has_the_largest_reward_above_0_wins(
     rewards: dict[int, float], seat: int, reward: float, won: float
 ) -> None:
+    assert match._parts(0, {0: 0.4}, {}, alone=True)["won"] == 0.0 and match._parts(0, {0: 1}, {}, alone=True)["won"]
     parts = match._parts(seat, rewards, {"invalid_move": True})
     assert (parts["reward"], parts["won"], parts["forfeited"], parts["seat"]) == (reward, won, 1.0, float(seat))

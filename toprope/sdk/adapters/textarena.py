@@ -66,7 +66,7 @@ class TextArena(Environment):
 
     def __init__(self, target: str, specification: Any, kind: type) -> None:
         self.name = f"{PACKAGE}/{target}"  # type: ignore[misc]
-        self.__doc__ = _described(target, specification.kwargs)
+        self.__doc__ = _described(target, specification.kwargs, _what(alone=True, asks=False))
         self._specification, self._kind = specification, kind
         self.Knobs = game_knobs(specification.kwargs)  # type: ignore[assignment]
         self.max_turns = answer_limit(specification.kwargs, None)
@@ -270,7 +270,7 @@ def _what(alone: bool, asks: bool) -> str:
     return f"{players} with a model as master or jury" if asks else players
 
 
-def _described(name: str, arguments: Mapping[str, Any], what: str = "a single-player game") -> str:
+def _described(name: str, arguments: Mapping[str, Any], what: str) -> str:
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name.partition("-v")[0])
     said = ", ".join(f"{key} {value}" for key, value in arguments.items() if isinstance(value, int | float | str))
     return f"{words}, {what}" + (f" ({said})" if said else "")

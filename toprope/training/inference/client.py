@@ -20,8 +20,6 @@ _LIFE_PROBE = "~life"
 """The session of requests that only ask for the server's life."""
 _MAX_SERVER_ERRORS = 5
 """Server errors after which a request fails: the request itself may be their cause."""
-
-
 _SHORTER = "Raise policy.max_context if the policy reads more, or take shorter tasks by the environment's knobs."
 
 

@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -220,8 +220,6 @@ class BatchSource:
         tell: Callable[[Skipping], None] = lambda skipping: None,
     ) -> None:
         self._client, self._config, self._is_ending, self.tell = client, config, is_ending, tell
-        self._in_row: Counter[str] = Counter()
-        """Groups left out since the last one that was kept, by reason."""
         self.cursor = cursor
         """Position after the last complete batch; groups read for an unfinished batch lie behind it."""
         self._position = cursor
@@ -252,7 +250,7 @@ class BatchSource:
         unused: list[tuple[int, str]] = []
         began = told = time.monotonic()
         self._position, self._client.policy_version = self.cursor, version
-        self._in_row.clear()
+        in_row: Counter[str] = Counter()  # left out since the last group that was kept, by reason
         while len(kept) < rollout.groups_per_step:
             # Waiting for more groups at once than the queue holds would block both sides.
             wanted = min(rollout.groups_per_step - len(kept), max(1, rollout.queue_groups // 2))
@@ -265,19 +263,19 @@ class BatchSource:
                 ages.append(age)
                 if (reason := self._reason_to_drop(group, age)) is None:
                     kept.append(group)
-                    self._in_row.clear()
+                    in_row.clear()
                 else:
                     self.dropped[reason] += 1
-                    self._in_row[reason] += 1
+                    in_row[reason] += 1
                     unused.append((number, reason))
-            if self._in_row and len(kept) < rollout.groups_per_step and time.monotonic() - told > _TELL_S:
+            if in_row and len(kept) < rollout.groups_per_step and time.monotonic() - told > _TELL_S:
                 told = time.monotonic()
-                self.tell(Skipping(dict(self._in_row), len(kept), rollout.groups_per_step))
+                self.tell(Skipping(dict(in_row), len(kept), rollout.groups_per_step))
         waited = time.monotonic() - began
         self.rollouts += rollouts
         self._pace.append((time.monotonic(), self.rollouts))
         self.cursor = self._position
-        metrics = _step_metrics([*seen], kept, [*ages], waited) | self._environments.add_step([*seen], kept)
+        metrics = _step_metrics(seen, kept, ages, waited) | self._environments.add_step(seen, kept)
         metrics |= self._totals() | {"groups/delivered": float(delivered)}
         return GroupBatch(kept, self.cursor, metrics, version, self.rollouts, dict(self.dropped), unused)
 
@@ -315,7 +313,7 @@ class BatchSource:
         return totals | {f"dropped/{reason}": float(count) for reason, count in sorted(self.dropped.items())}
 
 
-def _step_metrics(seen: list[Group], kept: list[Group], ages: list[int], waited: float) -> dict[str, float]:
+def _step_metrics(seen: Sequence[Group], kept: list[Group], ages: Sequence[int], waited: float) -> dict[str, float]:
     """Metrics over the groups delivered for a step, under TRL's names where TRL has one."""
     rewards = [reward for group in seen for reward in rollout_rewards(group)]
     flat = [group for group in seen if has_equal_rewards(group)]

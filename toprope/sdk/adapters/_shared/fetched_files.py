@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from toprope.sdk.errors import no_hosts_noted
+from toprope.sdk.errors import hub_host, no_hosts_noted, shortened
 
 __all__ = ["with_source"]
 
@@ -96,15 +96,13 @@ def _texts(folder: Path, patterns: tuple[str, ...]) -> Iterator[tuple[str, str]]
 
 
 def _short(step: str) -> str:
-    text = " ".join(step.split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+    return shortened(" ".join(step.split()), _LONGEST)
 
 
 def _host(step: str) -> str:
     if url := _URL.search(step):
         return urlsplit(url[0]).hostname or ""
-    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    return (urlsplit(hub).hostname or "") if _OF_HUB.search(step) else ""
+    return hub_host() if _OF_HUB.search(step) else ""
 
 
 @functools.cache

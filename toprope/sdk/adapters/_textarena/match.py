@@ -180,7 +180,8 @@ class Match(OwnLoop):
             rewards, told = game.close()
         if not self._alone:
             rewards = _as_outcomes(rewards or {}, told or {})
-        return [_parts(number, rewards or {}, (told or {}).get(number) or {}) for number in range(len(seats))]
+        told = told or {}
+        return [_parts(number, rewards or {}, told.get(number) or {}, self._alone) for number in range(len(seats))]
 
     def _stepped(self, game: Any, wrapped: Any, luck: OwnRandom, said: str) -> tuple[Any, Any, OwnRandom, bool]:
         """Take a step on a copy of a game; the copy, and whether the game is over."""
@@ -230,11 +231,11 @@ def _as_outcomes(rewards: Mapping[int, Any], told: Mapping[int, Any]) -> Mapping
     return {seat: 1.0 if named[seat] else -1.0 if any(named.values()) else 0.0 for seat in points}
 
 
-def _parts(seat: int, rewards: Mapping[int, Any], told: Mapping[str, Any]) -> dict[str, float]:
+def _parts(seat: int, rewards: Mapping[int, Any], told: Mapping[str, Any], alone: bool = False) -> dict[str, float]:
     given = rewards.get(seat)  # None: the answers ran out, so that nobody won
     value = min(max(float(given), -1.0), 1.0) if isinstance(given, int | float) else 0.0
     best = max((float(one) for one in rewards.values() if isinstance(one, int | float)), default=0.0)
-    if len(rewards) == 1:
+    if alone:
         best = 1.0  # there is nobody to be better than
     return {
         "reward": value,
