@@ -146,8 +146,10 @@ def keepers_of(folder: RunFolder) -> int:
             # A shell that an engine puts above a keeper has its words too, and short-lived children of its own.
             python = bool(words) and Path(words[0]).name.startswith("python")
             below = process.children() if python and "--foreground" in words else []
-            # A process that an engine puts above a keeper has the same words, and the keeper below it.
-            found += bool(below) and not any("--foreground" in one.cmdline() for one in below)
+            # A process that an engine puts above a keeper has the same words, and the keeper below it. One that ends
+            # or changes its program has none for a moment.
+            started = [one.cmdline() for one in below]
+            found += any(started) and not any("--foreground" in one for one in started)
         except psutil.NoSuchProcess:
             continue
     return found

@@ -71,6 +71,21 @@ def test_shell_that_an_engine_puts_above_a_keeper_is_none(tmp_path):
             one.wait()
 
 
+def test_process_above_a_keeper_that_ends_is_none(tmp_path, monkeypatch):
+    folder = RunFolder.create(tmp_path / "runs", "a-run")
+    code = "import subprocess; subprocess.run(['sleep', '60'])"
+    step = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, "--foreground", str(folder.path)])
+    try:
+        (child,) = eventually(psutil.Process(step.pid).children)
+        eventually(lambda: keepers_of(folder) == 1)
+        words = psutil.Process.cmdline
+        monkeypatch.setattr(psutil.Process, "cmdline", lambda one: [] if one.pid == child.pid else words(one))
+        assert keepers_of(folder) == 0
+    finally:
+        kill_all([child])
+        step.wait()
+
+
 def test_run_that_never_steps_is_doubted(start, monkeypatch):
     monkeypatch.setattr(bench, "_SOON_S", 1.5)
     tally, harness = start({"trainer": {"at": "ready", "do": "hang"}})
