@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import uuid
@@ -34,10 +35,12 @@ from toprope.records.sweep_journal import (
 from toprope.settings.owner import Home
 from toprope.supervisor.launchers.local import LocalLauncher
 from toprope.supervisor.lock import is_held
+from toprope.sweeps import conductor
 from toprope.sweeps.conductor import Conductor
 from toprope.sweeps.members import SweepMembers
 from toprope.sweeps.planning import create_strategy
 from toprope.workbench.launch import open_runs
+from toprope.workbench.launch.budgets.reserve_budget import NoRoomWithin
 from toprope.workbench.launch.start import RunStarter
 
 LIMIT_S = 90.0
@@ -273,3 +276,40 @@ def test_torn_journal_line_is_ignored(tmp_path):
     (folder.path / "sweep.jsonl").write_bytes(whole + b'{"version":1,"what":"dice"}\n')
     with pytest.raises(Corrupt, match="line 2"):
         read_standing(folder)
+
+
+def test_member_waits_while_another_one_is_being_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(conductor, "_RETRY_START_EVERY_S", 0.01)
+    home = Home(tmp_path / "home", tmp_path / "config").ensure()
+    full = NoRoomWithin("all of today's cost is reserved")
+    full.limits = ("per_day.cost_usd",)
+    begun, refused = threading.Event(), threading.Event()
+
+    async def held():
+        return None
+
+    member = SimpleNamespace(
+        spec=sweep_stand_ins.sweep_in(home, population=2, epochs=1), folder=RunFolder.create(tmp_path, "dice"),
+        report=lambda _: None, ending=threading.Event(), hold_async=held,
+    )  # fmt: skip
+
+    def slow():
+        begun.set()
+        assert refused.wait(30)
+
+    def second():
+        assert begun.wait(30)
+        if not refused.is_set():
+            refused.set()
+            raise full
+
+    def never():
+        raise full
+
+    async def both():
+        one = Conductor(member, home)
+        await asyncio.gather(one._start("a", slow), one._start("b", second))
+        with pytest.raises(NoRoomWithin):
+            await Conductor(member, home)._start("c", never)
+
+    anyio.run(both)

@@ -65,6 +65,8 @@ class Conductor:
         self._phase, self._epoch = "init", 1
         self._steps_in_progress: dict[str, int] = {}
         """Steps done so far of candidates that are being measured."""
+        self._live: set[str] = set()
+        """Runs that are being started or are not over."""
         self._last_progress: tuple[Any, ...] = ()
 
     async def run(self) -> None:
@@ -227,11 +229,15 @@ class Conductor:
             self._check_stop()
             await self._member.hold_async()
             try:
+                self._live.add(run_id)
                 await asyncio.to_thread(start)
                 return
-            except NoRoomWithin as error:
+            except TopropeError as error:
+                self._live.discard(run_id)
+                if not isinstance(error, NoRoomWithin):
+                    raise
                 # The budget that live members reserved and do not use is free when they end.
-                if not set(error.limits) <= _TEMPORARY_LIMITS and not self._steps_in_progress:
+                if not set(error.limits) <= _TEMPORARY_LIMITS and not self._live:
                     raise
                 if not warned:
                     warned = True
@@ -256,10 +262,12 @@ class Conductor:
     async def _wait_for_end(self, candidate: str, run_id: str) -> tuple[Status, str]:
         """Wait for the end of a run; return its status, and the reason if it was stopped early."""
         members, why = self._members, ""
+        self._live.add(run_id)
         while True:
             self._check_stop()
             status = await asyncio.to_thread(members.status, run_id)
             if members.is_over(status):
+                self._live.discard(run_id)
                 return status, why
             if self._plan.evaluate == "train":
                 self._steps_in_progress[candidate] = int(status.progress.get("step") or 0)

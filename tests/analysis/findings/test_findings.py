@@ -415,3 +415,25 @@ def test_kl_advice_for_ppo_names_ppo_field() -> None:
         one for one in diagnose(healthy(kl=lambda row: 0.9), made) if one.rule == "kl" and one.level != "over"
     ][:1]
     assert "ppo.kl_coef to 0.04" in reported.next
+
+
+def found(rule: str, settings: Config, **series: Callable[[int], Any] | float | None) -> list[Finding]:
+    return [one for one in diagnose(healthy(**series), settings) if one.rule == rule]
+
+
+@pytest.mark.parametrize("rule, spread", [("constant_reward", 0.0), ("scorer_ignores_answers", 0.2)])
+def test_scorer_that_told_answers_apart_is_not_accused(rule: str, spread: float) -> None:
+    def since(first: int) -> dict[str, Callable[[int], Any]]:
+        alike = {"zero": (0.4, 1.0), "other": (0.0, 1.0), "reward_std": (0.3, spread), "reward": (0.05, 0.1)}
+        return {name: lambda row, pair=pair: pair[row >= first] for name, pair in alike.items()}  # type: ignore[misc]
+
+    assert [one.level for one in found(rule, config(), **since(0))] == ["critical"]
+    [later] = found(rule, config(), **since(40))
+    assert later.level == "warning" and "at the start" in later.what and "fix" not in later.next
+    assert found(rule, config(), **since(0), entropy=0.001) == []
+
+
+def test_fields_are_not_blamed_where_no_task_is_ever_solved() -> None:
+    assert found("group_too_small", config(rollout__group_size=2, rollout__groups_per_step=16), **NOTHING) == []
+    still = {**NOTHING, "kl": 0.001, "loss": 0.001}
+    assert found("kl_weight", config(algorithm__beta=1.0), **still) == []

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support.run_harness import RunHarness, ended
-from toprope.records.messages import CountsReport, Evaluated, Skipping, Stepped
+from toprope.records.messages import CountsReport, Evaluated, Leveled, Skipping, Stepped
+from toprope.records.run.curriculum import Curricula, CurriculumState, LevelMeasurement
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
@@ -160,3 +161,29 @@ def test_keeper_names_kind_of_failure(tmp_path: Path) -> None:
     assert "out of memory" in status.failure.evidence and "micro_batch_size" in status.failure.hint
     [state] = [event.data for event in runs.events(folder.run_id) if event.data.get("to") == "failed"]
     assert state["failure"] == "gpu_out_of_memory"
+
+
+LEVEL = Leveled("dice", "sides", 1, 3, 20, 9, 10, 40)
+EASY = {"reward": 0.9, "success": 0.9, "entropy": 0.2, "frac_reward_zero_std/all_wrong": 0.0}
+HARD = {"reward": 0.2, "success": 0.2, "entropy": 0.5, "frac_reward_zero_std/all_wrong": 0.5}
+
+
+def test_harder_level_of_a_curriculum_is_no_collapse(tmp_path: Path) -> None:
+    for name, report in (("none", Evaluated("before", {})), ("level", LEVEL)):
+        told = Told(tmp_path / name)
+        watcher = told.watcher()
+        steps(watcher, 1, 40, EASY)
+        watcher.on_report("environment", report)
+        steps(watcher, 41, 70, HARD)
+        assert (("collapse", "critical") in told.said) == (name == "none")
+
+
+def test_resumed_attempt_knows_where_levels_began(told: Told) -> None:
+    rows = [{"step": step, **(EASY if step <= 40 else HARD)} for step in range(1, 71)]
+    told.folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    measure = LevelMeasurement(step=40, level=0, successes=9, tasks=10, moved=True)
+    state = CurriculumState(knob="sides", levels=[6, 20, 100], level=1, since=40, measures=[measure])
+    Curricula(environments={"dice": state}).write(told.folder)
+    told.status = told.status.model_copy(update={"attempt": 2})
+    steps(told.watcher(), 71, 80, HARD)
+    assert "collapse" not in dict([*told.said, *told.open])

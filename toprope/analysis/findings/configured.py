@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from toprope.analysis.findings.history import TrainingHistory
-from toprope.analysis.findings.rewards import nothing_scored
+from toprope.analysis.findings.rewards import nothing_scored, nothing_to_learn
 from toprope.analysis.findings.rules import CHOSEN, MEASURED, Rule, Symptom, mended, share
 
 _ZERO = "frac_reward_zero_std"
@@ -51,7 +51,7 @@ def group_too_small(history: TrainingHistory) -> Symptom | None:
     larger = max(history.towards("rollout.group_size", _USUAL_GROUP), _USUAL_GROUP)
     signal = 1.0 - history.recent(_ZERO)
     expected = expected_signal(size, history.recent("success"), signal, larger)
-    if size * groups >= _FEWEST_ANSWERS and expected < 1.5 * signal:
+    if size * groups >= _FEWEST_ANSWERS and expected <= 1.5 * signal:
         return None
     return mended(
         "warning",
@@ -59,7 +59,7 @@ def group_too_small(history: TrainingHistory) -> Symptom | None:
         f"compares {size * groups} answers.",
         {"group_size": size, "signal_share": signal, "expected_at_larger": expected, "answers_per_step": size * groups},
         {"rollout.group_size": larger},
-        "high" if expected >= 1.5 * signal else "medium",
+        "high" if expected > 1.5 * signal else "medium",
     )
 
 
@@ -85,8 +85,8 @@ def kl_weight(history: TrainingHistory) -> Symptom | None:
     ppo = config.algorithm.name == "ppo"
     field = "ppo.kl_coef" if ppo else "algorithm.beta"
     weight = config.ppo.kl_coef if ppo else config.algorithm.beta
-    if weight < 0.1 or not history.judged(history.window) or _fine(history):
-        return None
+    if weight < 0.1 or not history.judged(history.window) or _fine(history) or nothing_to_learn(history):
+        return None  # without advantages the KL term is all of the loss, however small it is
     distance, loss = history.recent("kl"), history.recent("loss")
     part = weight * distance / max(weight * distance + abs(loss - weight * distance), 1e-9)
     if weight < _PULL and (part < 0.5 or history.gain > history.noise or not history.judged(4 * history.early)):

@@ -9,6 +9,7 @@ after a whole window without symptoms; that window doubles each time the finding
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from toprope.analysis.findings.preset_distance import FAR_FROM_PRESET
 from toprope.analysis.findings.rewards import REWARDS
 from toprope.analysis.findings.rules import Rule, Symptom
 from toprope.analysis.findings.sampling import SAMPLING
+from toprope.records.run.curriculum import Curricula
 from toprope.records.run.status import Finding, FindingLevel
 from toprope.settings.schema import Config
 from toprope.text_format import clip
@@ -139,6 +141,19 @@ class Diagnosis:
                 if symptom is not None:
                     found[rule.id] = _finding(rule, symptom, self.history.step)
         return explanation(self.relate(found.values()), self.differs)
+
+    def see_stored(self, rows: Iterable[Mapping[str, Any]], curricula: Curricula | None) -> None:
+        """Add the rows of a run that has some already.
+
+        Args:
+            curricula: The run's; None if it has none.
+        """
+        opened = deque(sorted(curricula.moved_at() if curricula is not None else ()))
+        for row in rows:
+            while opened and int(row.get("step") or 0) > opened[0]:
+                opened.popleft()
+                self.history.restart()
+            self.see(row)
 
     def see(self, row: Mapping[str, Any]) -> list[Finding]:
         """Add the next row of metrics.jsonl and return the findings to report.

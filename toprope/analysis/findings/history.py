@@ -47,6 +47,11 @@ _SHORTEST, _LONGEST = 5, 20
 BY_ENVIRONMENT = ("reward", "success", "frac_reward_zero_std", "errors_share")
 """Metrics of each environment of a mixture that the rules read."""
 _ENVIRONMENT = "environments/"
+_OF_TASKS = (
+    *("reward", "reward_std", "success", "entropy", "grad_norm", "parse_failures", "completions/clipped_ratio"),
+    *(name for name in TRACKED if name.startswith("frac_reward_zero_std")),
+)
+"""Metrics whose baselines hold for one difficulty of the tasks only."""
 
 
 class Series:
@@ -198,6 +203,11 @@ class TrainingHistory:
         moved = self.moved_per_version
         if moved is not None and self["policy/moved"].count >= _SHORTEST:
             self.peak_move = moved if self.peak_move is None else max(self.peak_move, moved)
+
+    def restart(self) -> None:
+        """Forget the baselines of rewards, because harder tasks follow: a curriculum has opened a level."""
+        self._series |= {name: Series(self.window) for name in _OF_TASKS}
+        self.environments, self.entropy_at_best = {}, None
 
     def _add_environments(self, row: Mapping[str, Any]) -> None:
         for key, value in row.items():

@@ -9,6 +9,7 @@ from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.rules import MEASURED, Grade, Rule, Symptom, share
 
 _ZERO = "frac_reward_zero_std"
+_CERTAIN_NATS, _ALIKE = 0.01, 0.9
 _WRONG, _RIGHT, _OTHER = (f"{_ZERO}/{why}" for why in ("all_wrong", "all_right", "other"))
 
 
@@ -35,9 +36,11 @@ def constant_reward(history: TrainingHistory) -> Symptom | None:
     """Every rollout gets the same reward, neither that of a wrong nor of a right answer."""
     if not _lasting(history, _OTHER, 0.95) or history["reward_std"].mean is None:
         return None
-    if history.recent("reward_std") > 1e-9:
+    if history.recent("reward_std") > 1e-9 or _answers_alike(history):
         return None
     reward = history.recent("reward")
+    if _differed(history):
+        return _no_longer(history, f"every rollout is scored {reward:g} by now")
     return Symptom(
         "critical",
         f"Every rollout is scored {reward:g}: the scorer does not distinguish answers, so nothing can be learned.",
@@ -49,14 +52,39 @@ def constant_reward(history: TrainingHistory) -> Symptom | None:
 
 def scorer_ignores_answers(history: TrainingHistory) -> Symptom | None:
     """Rewards differ between tasks but never within a group: the scorer looks at the task alone."""
-    if not _lasting(history, _OTHER, 0.9) or history.recent("reward_std") <= 1e-9:
+    if not _lasting(history, _OTHER, 0.9) or history.recent("reward_std") <= 1e-9 or _answers_alike(history):
         return None
+    if _differed(history):
+        return _no_longer(history, "answers to the same task always get the same reward by now")
     return Symptom(
         "critical",
         "Answers to the same task always get the same reward, while tasks differ: the scorer ignores the answer.",
         {"reward_std": history.recent("reward_std"), "zero_std_share": history.recent(_ZERO)},
         "test_inference shows answers with their scores; fix the environment's score(), then start_training again",
         "high",
+    )
+
+
+def _answers_alike(history: TrainingHistory) -> bool:
+    """Return True if the policy is certain of every token, so that equal rewards say nothing of the scorer."""
+    entropy = history["entropy"].mean
+    return entropy is not None and entropy < _CERTAIN_NATS
+
+
+def _differed(history: TrainingHistory) -> bool:
+    """Return True if rewards differed within groups at the start, so that the scorer does look at answers."""
+    start = history[_ZERO].start
+    return start is not None and start < _ALIKE
+
+
+def _no_longer(history: TrainingHistory, what: str) -> Symptom:
+    return Symptom(
+        "warning",
+        f"Rewards differed within groups at the start, but {what}: there is nothing left to learn from.",
+        {"reward": history.recent("reward"), "zero_std_share": history.recent(_ZERO)},
+        "test_inference(group_size=16) shows whether answers still differ; reward partial progress, make the tasks "
+        "easier, or raise rollout.temperature",
+        "medium",
     )
 
 

@@ -20,6 +20,7 @@ from toprope.analysis.findings.diagnosis import Diagnosis
 from toprope.analysis.statistics.intervals import Proportion, rose, wilson
 from toprope.atomic import read_plain, write_text
 from toprope.errors import Corrupt
+from toprope.records.run.curriculum import Curricula
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import read_history
 from toprope.records.run.specification import Specification
@@ -55,12 +56,11 @@ def explain_run(folder: RunFolder, specification: Specification, status: Status)
             if stored.made_of == made_of:
                 return stored.explanation
     try:
-        rows = read_history(folder.metrics).rows
+        rows, curricula = read_history(folder.metrics).rows, Curricula.read(folder)
     except Corrupt:
-        rows, made_of = [], None
+        rows, curricula, made_of = [], None, None
     diagnosis = Diagnosis(specification.config, differs=specification.beside_preset)
-    for row in rows:
-        diagnosis.see(row)
+    diagnosis.see_stored(rows, curricula)
     found = diagnosis.explain(status.findings, ended=status.ended)
     if learned(status):
         kept = [cause for cause in found.causes if cause.rule not in _HARMLESS_AFTER_GAIN or cause.level == "critical"]

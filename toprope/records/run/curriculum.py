@@ -70,6 +70,10 @@ class Curricula(BaseModel):
         """
         return find_record(folder.path / _NAME, CURRICULUM_VERSION, cls)
 
+    def moved_at(self) -> list[int]:
+        """Return the steps after which a level opened, in any environment."""
+        return [one.step for state in self.environments.values() for one in state.measures if one.moved]
+
     def write(self, folder: RunFolder) -> None:
         """Replace the file. Raises: OSError."""
         kept = {

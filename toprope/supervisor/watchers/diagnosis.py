@@ -12,7 +12,8 @@ from toprope.analysis.findings import Diagnosis
 from toprope.analysis.findings.diagnosis import severity
 from toprope.analysis.findings.failed_groups import FailedGroups
 from toprope.analysis.findings.standstill import standstill
-from toprope.records.messages import CountsReport, Evaluated, Making, Report, Skipping, Stepped
+from toprope.records.messages import CountsReport, Evaluated, Leveled, Making, Report, Skipping, Stepped
+from toprope.records.run.curriculum import Curricula
 from toprope.records.run.metrics import read_history
 from toprope.records.run.status import Finding
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
@@ -36,9 +37,9 @@ class DiagnosisWatcher(Watcher):
         before = control.status().evaluations.get("before", {}).get("accuracy")
         self._accuracy: float | None = before
         if control.status().attempt > 1:
-            for row in read_history(control.folder.metrics).rows:
-                self._diagnosis.see(row)
-                self._step = self._diagnosis.history.step
+            rows = read_history(control.folder.metrics).rows
+            self._diagnosis.see_stored(rows, Curricula.read(control.folder))
+            self._step = self._diagnosis.history.step
             self._show_open()
 
     def on_report(self, component: str, report: Report) -> None:
@@ -51,6 +52,8 @@ class DiagnosisWatcher(Watcher):
                 self._check_dropped(Counter(report.dropped))
             case Making():
                 self._check_groups(report)
+            case Leveled():
+                self._diagnosis.history.restart()
             case Evaluated() if report.label == "before":
                 self._accuracy = report.summary.get("accuracy")
             case _:
