@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import subprocess
@@ -19,6 +20,8 @@ from toprope.records.journal.demonstrations import Trace, append_traces
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import MASKED, Outcome
 from toprope.records.journal.marks import GroupNote, Snapshot
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import DatasetSource, Specification
 from toprope.training.component.time_limit import TemplateTooSlow, render_limit
 from toprope.trajectories.capture import templates
 from toprope.trajectories.capture.run_reader import RunReader
@@ -28,6 +31,9 @@ from toprope.trajectories.capture.templates import ChatTemplate
 from toprope.trajectories.datasets.dataset import TrajectoryDataset, read_items
 from toprope.trajectories.datasets.writers import writing
 from toprope.trajectories.items import TrajectoryItem, item_from
+from toprope.trajectories.jobs.execute import Work
+from toprope.trajectories.jobs.orders import Order
+from toprope.trajectories.synthesis.generators import add_noise
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +173,19 @@ def test_reader_includes_teacher_demonstrations(home: Path):
     [item] = RunReader(folder)
     assert item.state == [{"role": "user", "content": "q"}] and len(item.action) == 3
     assert (item.metadata["teacher"], item.metadata["text"]) == ("solver", "messages")
+    assert item.metadata["success"] is True
+
+
+def test_items_of_a_data_set_keep_their_verdict(home: Path):
+    folder = make_run(home / "runs", "learned", kind="sft")
+    source = DatasetSource(name="best@v1", file="/nowhere.jsonl", sha256="0", items=4)
+    Specification.read(folder).model_copy(update={"dataset": source}).write(folder)
+    given = [(1.0, {}), (0.0, {}), (0.0, {"unscored": True}), (0.5, {"success": True})]
+    traces = [Trace("t", n, asked("q", "a"), reward, verdict=said) for n, (reward, said) in enumerate(given)]
+    append_traces(folder.path / "traces.jsonl", traces)
+    found = list(RunReader(folder))
+    assert [item.success for item in found] == [True, False, False, True]
+    assert [item.metadata.get("unscored") for item in found] == [None, None, True, None]
 
 
 CHATML = (
@@ -225,6 +244,37 @@ def test_per_task_filter_takes_best_of_any_task_id():
     odd = [rated(0.1, task=["t"]), rated(0.9, task=["t"]), rated(0.2, task="u", group=1), rated(0.3, task="u", group=1)]
     found = list(Query(per_task=1).select(lambda: iter(odd)))
     assert [item.reward for item in found] == [0.9, 0.3]
+
+
+def exported(target: Path, where: dict, runs: list[RunFolder], files: list[Path] | None = None) -> list[TrajectoryItem]:
+    order = Order(
+        kind="export", runs=[str(run.path) for run in runs], files=[str(file) for file in files or []],
+        where=where, target=str(target / "out.jsonl"),
+    )  # fmt: skip
+    outcome = asyncio.run(Work(order, target, lambda *_: None).do())
+    assert outcome.read == outcome.items + sum(outcome.left_out.values())
+    return list(read_items(target / "out.jsonl"))
+
+
+def test_best_of_a_task_pass_all_filters(tmp_path: Path):
+    folder = make_run(tmp_path / "runs")
+    talks = [asked("q", answer) for answer in ("long", "short", "wrong")]
+    journal(folder, [group(1, talks, [1.0, 0.5, 0.0], answers=["lo\n[...]\nng", "short", "wrong"])])
+    [item] = exported(tmp_path, {"whole": True, "per_task": 1}, [folder])
+    assert (item.action, item.reward) == ("short", 0.5)
+
+
+def test_best_of_a_task_come_once(tmp_path: Path, home: Path):
+    folder = words_run(home / "runs", 3, "once")
+    items = list(RunReader(folder))
+    with writing(tmp_path / "set.jsonl", "jsonl") as writer:
+        writer.write([*items, *add_noise(items, 0.2), *add_noise(items, 0.3)])
+    for runs, count in (([], 1), ([folder], 1), ([folder], 2), ([folder], 5)):
+        found = exported(tmp_path, {"per_task": count}, runs, [tmp_path / "set.jsonl"])
+        assert found == [item for item in items if count > 1 or item.reward == 1.0]
+    noisy = TrajectoryDataset()
+    noisy.add_source(lambda: read_items(tmp_path / "set.jsonl"))
+    assert noisy.query(per_task=1).items() == items[::2]
 
 
 def test_dataset_captures_by_strategy():

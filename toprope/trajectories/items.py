@@ -57,6 +57,11 @@ class TrajectoryItem(msgspec.Struct):
         said = json.dumps([_plain(self.state, "user"), _plain(self.action, "assistant")], ensure_ascii=False)
         return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
+    @property
+    def first_id(self) -> str:
+        """Id of the item that this one was made from, possibly its own; items of one first item belong in one split."""
+        return str(self.metadata.get("made_from", self.id))
+
 
 def as_messages(said: str | list[Message], role: str) -> list[Message]:
     """Return the messages of a state (role `user`) or an action (`assistant`).

@@ -105,7 +105,7 @@ def test_heldout_items_of_data_set_are_left_out(tmp_path: Path):
     made(
         tmp_path / "datasets",
         item(1),
-        item(2, environment="add", parts=["odd"]),
+        item(2, environment="add", parts=["odd"], unscored=True, success=False),
         item(103),
         by_id,
         of_mixture,
@@ -115,6 +115,7 @@ def test_heldout_items_of_data_set_are_left_out(tmp_path: Path):
     assert specification.config.sft.dataset == specification.dataset.name == "best@v1"
     traces, seen = taken(tmp_path, specification)
     assert [trace.messages for trace in traces] == [one.messages for one in (item(1), item(2))]
+    assert [trace.verdict for trace in traces] == [{}, {"success": False, "unscored": True}]
     assert {trace.teacher for trace in traces} == {"best@v1"} and traces[0].task_id == Task("1 + 1?").id
     assert seen == [("best@v1", traces[0].task_id), ("add", traces[1].task_id)]
 

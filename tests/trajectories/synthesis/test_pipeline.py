@@ -26,6 +26,7 @@ from toprope.trajectories.synthesis.model_steps import (
     TeacherAnswers,
     TeacherQuestions,
 )
+from toprope.trajectories.synthesis.near_duplicates import split_dataset
 from toprope.trajectories.synthesis.pipeline import SynthesisConfig, SynthesisPipeline, TryAgain
 from toprope.trajectories.synthesis.recipe import parse_recipe
 
@@ -339,3 +340,51 @@ def test_mutation_derives_items_from_seeds():
 def test_invalid_recipe_is_refused(recipe, said):
     with pytest.raises(InvalidValue, match=said):
         parse_recipe(recipe)
+
+
+class Echo:
+    """Answers each question with the question."""
+
+    async def ask(self, messages):
+        return messages[-1]["content"]
+
+
+@pytest.mark.parametrize("first", [[], [TeacherAnswers(Echo())]])
+def test_answered_items_stay_with_their_copies(first):
+    seeds = [TrajectoryItem(state, "", 0.0, {"seed": number}) for number, state in enumerate(texts(40))]
+    made = SynthesisPipeline(SynthesisConfig(target_size=160, dedup_threshold=None))
+    for step in (*first, Mutation("noise", 0.5), TeacherAnswers(Echo(), again=True)):
+        made.add_step(step)
+    split = split_dataset(asyncio.run(made.run(seeds)).items, {"train": 0.5, "validation": 0.5})
+    train, validation = ({item.metadata["seed"] for item in held} for held in split.values())
+    assert train and validation and not train & validation
+
+
+def keep_even(made):
+    return [item for item in made if item.metadata["seed"] % 2 == 0]
+
+
+async def score(made):
+    return [TrajectoryItem(one.state, one.action, 0.0, {**one.metadata, "score": 1.0}) for one in made]
+
+
+def test_mutations_copy_what_passed_the_steps_before(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("toprope.trajectories.synthesis.pipeline.ROUND_SIZE", 16)
+    seeds = [TrajectoryItem(state, "", 0.0, {"seed": number}) for number, state in enumerate(texts(40))]
+
+    def made(state, number=0):
+        config = SynthesisConfig(target_size=120, min_score=0.5, dedup_threshold=None)
+        pipeline = SynthesisPipeline(config, state=tmp_path / state)
+        for step in (keep_even, TeacherAnswers(Echo()), score, Mutation("noise", 0.3), breaking_at(number)):
+            pipeline.add_step(step)
+        return asyncio.run(pipeline.run(seeds))
+
+    whole = made("whole.jsonl")
+    assert whole.complete and not any(item.metadata["seed"] % 2 for item in whole.items)
+    assert all(item.action and item.metadata["score"] == 1.0 for item in whole.items)
+    assert {item.metadata["seed"] for item in whole.items[60:]} > {32, 34, 36, 38}
+    with pytest.raises(Broken):
+        made("state.jsonl", 6)
+    with (tmp_path / "state.jsonl").open("r+b") as state:
+        state.truncate(state.seek(0, 2) - 100)
+    assert made("state.jsonl").items == whole.items

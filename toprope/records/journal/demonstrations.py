@@ -1,4 +1,4 @@
-"""Demonstrations: solved conversations from a teacher, one JSON line each, for `sft` runs to train on.
+"""Demonstrations: conversations of a teacher or a data set, one JSON line each, for `sft` runs to train on.
 
 The first line is the file's version. A file of a newer version is refused; a torn last line is skipped.
 """
@@ -31,6 +31,8 @@ class Trace(msgspec.Struct, omit_defaults=True):
     parts: dict[str, float] = {}
     turns: int = 1
     teacher: str = ""
+    verdict: dict[str, Any] = {}
+    """`success`, `score` and `unscored` of an item of a data set, as far as it has them."""
 
 
 class _Head(msgspec.Struct):

@@ -22,6 +22,7 @@ from toprope.training.rollouts.environment_host import EnvironmentHost
 
 _FLUSH_EVERY = 1000
 _HELDOUT_PIECE = 256
+_VERDICT = ("success", "score", "unscored")
 
 
 class _Item(msgspec.Struct):
@@ -90,6 +91,7 @@ async def write_dataset_demonstrations(
                     parts=_parts(item.metadata.get("parts")),
                     turns=sum(one.get("role") == "assistant" for one in action),
                     teacher=source.name,
+                    verdict={name: item.metadata[name] for name in _VERDICT if name in item.metadata},
                 )
             )
             if len(traces) >= _FLUSH_EVERY:

@@ -1,8 +1,8 @@
 """Read every rollout of a run as an item, one journal group at a time.
 
-Demonstrations of a run of kind `sft` are rollouts of its teacher and are included. Held-out tasks are sealed: journals
-do not contain them, and groups that an outside environment posts for a task that the run held out are skipped and
-counted.
+Demonstrations of a run of kind `sft` are included: its teacher's rollouts, or the items of its data set. Held-out tasks
+are sealed: journals do not contain them, and groups that an outside environment posts for a task that the run held out
+are skipped and counted.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class RunReader:
                     "rollout": trace.variant,
                     "version": None,
                     "split": "train",
-                    "success": True,
+                    **({"success": True} if self.specification.dataset is None else trace.verdict),
                     "turns": trace.turns,
                     "truncated": False,
                     "error": None,

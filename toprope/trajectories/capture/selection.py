@@ -19,8 +19,8 @@ class Query:
 
     `run`, `environment`, `split`: exact match. `task`: substring of the task id. `min_reward`, `max_reward`: inclusive.
     `min_version`, `max_version`: policy version of the oldest sampled token, which is a step. `whole`: words are
-    complete (neither cut nor missing). `per_task`: at most this many items per task, the best by reward, then the
-    newest. `limit`: at most this many items, from the beginning.
+    complete (neither cut nor missing). `per_task`: at most this many rollouts per task, each once, the best by reward,
+    then the newest. `limit`: at most this many items, from the beginning.
     """
 
     run: str | None = None
@@ -88,10 +88,10 @@ class Query:
         Args:
             items: Returns all items, the same at each call: `per_task` reads them twice.
         """
-        best = None if self.per_task is None else best_of_tasks(filter(self.matches, items()), self.per_task)
+        best = None if self.per_task is None else BestOfTasks(filter(self.matches, items()), self.per_task)
         count = 0
         for item in filter(self.matches, items()):
-            if best is not None and place_of(item) not in best:
+            if best is not None and not best.take(item):
                 continue
             if self.limit is not None and count >= self.limit:
                 return
@@ -103,21 +103,47 @@ class Query:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def best_of_tasks(items: Iterable[TrajectoryItem], count: int) -> set[tuple[Any, ...]]:
-    """Return the positions of the `count` best items of each task. Memory grows with tasks, not with items."""
-    heaps: dict[tuple[str, str], list[tuple[float, int, tuple[Any, ...]]]] = {}
-    for number, item in enumerate(items):
-        heap = heaps.setdefault((str(item.metadata.get("environment")), str(item.metadata.get("task"))), [])
-        entry = (item.reward, number, place_of(item))
-        if len(heap) < count:
-            heapq.heappush(heap, entry)
-        else:
-            heapq.heappushpop(heap, entry)
-    return {place for heap in heaps.values() for _, _, place in heap}
+class BestOfTasks:
+    """The `count` best rollouts of each task.
+
+    A rollout may come from its run, from data sets, and as mutated copies: the first row with its best reward counts.
+    Memory grows with tasks, not with items.
+    """
+
+    def __init__(self, items: Iterable[TrajectoryItem], count: int) -> None:
+        tasks: dict[tuple[str, str], dict[tuple[Any, ...], tuple[float, int]]] = {}
+        for number, item in enumerate(items):
+            task, place = _task_of(item), _place_of(item)
+            best = tasks.setdefault(task, {})
+            if place not in best or item.reward > best[place][0]:
+                best[place] = item.reward, number
+            if len(best) > 2 * count:  # seldom, because it sorts
+                tasks[task] = _best(best, count)
+        self._left = {
+            (task, place): reward for task, best in tasks.items() for place, (reward, _) in _best(best, count).items()
+        }
+
+    def take(self, item: TrajectoryItem) -> bool:
+        """Return True for one row of each of these rollouts; the items come in the same order again."""
+        key = _task_of(item), _place_of(item)
+        if self._left.get(key) != item.reward:
+            return False
+        del self._left[key]
+        return True
 
 
-def place_of(item: TrajectoryItem) -> tuple[Any, ...]:
-    """Return what identifies an item: its position in its run, otherwise its content."""
+def _best(
+    rollouts: Mapping[tuple[Any, ...], tuple[float, int]], count: int
+) -> dict[tuple[Any, ...], tuple[float, int]]:
+    return dict(heapq.nlargest(count, rollouts.items(), key=lambda one: one[1]))
+
+
+def _task_of(item: TrajectoryItem) -> tuple[str, str]:
+    return str(item.metadata.get("environment")), str(item.metadata.get("task"))
+
+
+def _place_of(item: TrajectoryItem) -> tuple[Any, ...]:
+    """Return what identifies a rollout: its position in its run, otherwise its content."""
     told = item.metadata
     run, group, rollout = told.get("run"), told.get("group"), told.get("rollout")
     if isinstance(run, str) and isinstance(group, int) and isinstance(rollout, int):

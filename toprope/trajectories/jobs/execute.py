@@ -27,7 +27,7 @@ from toprope.training.rollouts.workers.environment_worker import EnvironmentWork
 from toprope.training.rollouts.workers.walls import environment_wall, passed_on
 from toprope.training.rollouts.workers.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
 from toprope.trajectories.capture.run_reader import RunReader
-from toprope.trajectories.capture.selection import Query, best_of_tasks, place_of
+from toprope.trajectories.capture.selection import BestOfTasks, Query
 from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, batched, worker
 from toprope.trajectories.datasets.dataset import read_items
 from toprope.trajectories.datasets.dataset_card import card_of
@@ -110,10 +110,10 @@ class Work:
 
     # Reading
 
-    def _all(self, *, words: bool = True) -> Iterator[TrajectoryItem]:
+    def _all(self, *, words: bool = True, counted: bool = True) -> Iterator[TrajectoryItem]:
         for run in self._order.runs:
             reader = RunReader(RunFolder(Path(run)), words=words)
-            if words:
+            if counted:
                 self._readers.append(reader)
             yield from reader
         for path in self._files():
@@ -132,18 +132,17 @@ class Work:
             yield Path(file)
 
     def _selected(self) -> Iterator[TrajectoryItem]:
-        """Yield the items that pass the filters. The best of each task are found without decoding words."""
+        """Yield the items that pass the filters. Only `whole` decodes words to find the best of each task."""
         query, best = self._query, None
         if query.per_task is not None:
-            plain = Query(**{**query.asked(), "per_task": None, "limit": None, "whole": None})
-            wordless = (item for item in self._all(words=False) if plain.matches(item))
-            best = best_of_tasks(wordless, query.per_task)
+            every = self._all(words=query.whole is not None, counted=False)
+            best = BestOfTasks(filter(query.matches, every), query.per_task)
         kept = 0
         for item in self._all():
             self._outcome.read += 1
             if not query.matches(item):
                 self._left_out["filters"] += 1
-            elif best is not None and place_of(item) not in best:
+            elif best is not None and not best.take(item):
                 self._left_out["not among the best of the task"] += 1
             elif query.limit is not None and kept >= query.limit:
                 return

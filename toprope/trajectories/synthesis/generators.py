@@ -113,28 +113,30 @@ class TemplateSynthesiser(DataSynthesiser):
 
 
 class Mutation(DataSynthesiser):
-    """Makes new items from seeds: with noise in the question, or with question and answer swapped.
+    """Makes new items from those of the steps before it: with noise in the question, or question and answer swapped.
 
     Args:
         kind: `noise` or `swap_io`.
         level: Share of the question's characters to mistype, for `noise`.
     """
 
+    mutates = True
+
     def __init__(self, kind: str = "noise", level: float = 0.05) -> None:
         if kind not in ("noise", "swap_io"):
             raise InvalidValue(f"Unknown mutation {kind!r}.", hint="Mutations: noise, swap_io.")
         _check_level(level)
         self._kind, self._level = kind, level
-        self._seeds: list[TrajectoryItem] = []
+        self._former: Sequence[TrajectoryItem] = ()
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
-        self._seeds = [*at.seeds] or list(items)
+        self._former = at.former
         return await super().apply(items, at)
 
     async def generate(self, count: int) -> list[TrajectoryItem]:
-        if not self._seeds:
+        if not self._former:
             return []
-        chosen = [self._seeds[self.random.randrange(len(self._seeds))] for _ in range(count)]
+        chosen = [self._former[self.random.randrange(len(self._former))] for _ in range(count)]
         if self._kind == "swap_io":
             return swap_io(chosen)
         return add_noise(chosen, self._level, seed=self.random.randrange(2**31))
@@ -165,7 +167,7 @@ def add_noise(items: Iterable[TrajectoryItem], level: float, *, seed: int = 0) -
                 else one
                 for one in item.state
             ]
-        told = {**item.metadata, "origin": "noise", "noise": level, "made_from": _first_of(item)}
+        told = {**item.metadata, "origin": "noise", "noise": level, "made_from": item.first_id}
         noisy.append(TrajectoryItem(state, item.action, item.reward, told))
     return noisy
 
@@ -178,7 +180,7 @@ def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
     swapped = []
     for item in items:
         before = [one for one in as_messages(item.state, "user") if one.get("role") == "system"]
-        told = {**item.metadata, "origin": "swap_io", "unscored": True, "made_from": _first_of(item)}
+        told = {**item.metadata, "origin": "swap_io", "unscored": True, "made_from": item.first_id}
         for gone in ("success", "score", "parts", "task"):
             told.pop(gone, None)
         asked = text_of([one for one in as_messages(item.state, "user") if one.get("role") != "system"])
@@ -187,11 +189,6 @@ def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
             state = [*before, {"role": "user", "content": state}]
         swapped.append(TrajectoryItem(state, asked, 0.0, told))
     return swapped
-
-
-def _first_of(item: TrajectoryItem) -> Any:
-    """Return the id of the original item, possibly its own; an item and its mutations belong in one split."""
-    return item.metadata.get("made_from", item.id)
 
 
 def _check_level(level: float) -> None:

@@ -59,7 +59,8 @@ class TeacherAnswers(PipelineStep):
             said = await self._teacher.ask([*before, *asked])
             if not said.strip():
                 raise TryAgain("the teacher's answer is empty")
-            told = {**item.metadata, "answered_by": "teacher", "unscored": True}
+            # The new answer changes the id, by which a split finds the item's mutations.
+            told = {**item.metadata, "answered_by": "teacher", "unscored": True, "made_from": item.first_id}
             for gone in ("score", "success", "parts"):  # metadata of the replaced answer
                 told.pop(gone, None)
             return TrajectoryItem(item.state, said, 0.0, told)

@@ -334,5 +334,5 @@ def _with_tasks(items: Sequence[TrajectoryItem], found: list[int]) -> list[int]:
         if task := told.get("task"):
             joined.join(cluster, first.setdefault((str(told.get("environment")), str(task)), cluster))
         if mutated:
-            joined.join(cluster, first.setdefault((str(told.get("made_from", item.id)),), cluster))
+            joined.join(cluster, first.setdefault((item.first_id,), cluster))
     return [joined.root(cluster) for cluster in found]

@@ -39,7 +39,7 @@ ROUND_SIZE = 256
 _IDLE_ROUNDS = 3
 """Consecutive rounds without a new item after which the pipeline ends."""
 RETRY_PAUSE_S = 0.2
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 class TryAgain(Exception):
@@ -83,6 +83,8 @@ class Round:
         self.random = random.Random(f"{config.seed}:{number}")
         self.generated = 0
         self.dropped: Counter[str] = Counter()
+        self.former: Sequence[TrajectoryItem] = ()
+        """For a step that mutates: the items that reached it in this round and those before."""
 
     async def each(
         self,
@@ -137,6 +139,8 @@ class DataSynthesiser(PipelineStep):
     """Seeds of the pipeline."""
     place: int = 0
     """Position in an ordered sequence of items; kept in the state file."""
+    mutates: bool = False
+    """Makes new items from those that reached the step in any round; the state file keeps these."""
 
     @abstractmethod
     async def generate(self, count: int) -> list[TrajectoryItem]:
@@ -239,7 +243,8 @@ class SynthesisPipeline:
         seeds, result = list(seed_data), SynthesisResult(seeds=len(seed_data))
         threshold = self.config.dedup_threshold
         known = None if threshold is None else Deduplicator(threshold)
-        fed = self._resume(seeds, result, known)
+        former: list[list[TrajectoryItem]] = [[] for _ in self._steps]
+        fed = self._resume(seeds, result, known, former)
         generators = any(isinstance(step, DataSynthesiser | _Function) for step in self._steps)
         idle = 0
         while len(result.items) < self.config.target_size and idle < _IDLE_ROUNDS:
@@ -250,13 +255,16 @@ class SynthesisPipeline:
             wanted = min(ROUND_SIZE, max(len(begun), self.config.target_size - len(result.items)))
             wanted = len(begun) if fed < len(seeds) else wanted
             at = Round(self.config, result.rounds, seeds, wanted)
-            items = list(begun)
-            for step in self._steps:
+            items, reached = list(begun), []
+            for step, own in zip(self._steps, former, strict=True):
+                reached.append(list(items) if isinstance(step, DataSynthesiser) and step.mutates else [])
+                own += reached[-1]
+                at.former = own
                 items = await step.apply(items, at)
             made = self._judged(items, at, known)[: self.config.target_size - len(result.items)]
             idle = 0 if made or fed > fed_from else idle + 1
             self._count(result, at, made)
-            self._write(at, made, fed)
+            self._write(at, made, fed, reached)
             self._progress(result)
         result.complete = len(result.items) >= self.config.target_size
         return result
@@ -284,12 +292,18 @@ class SynthesisPipeline:
                 result.filtered[reason] = result.filtered.get(reason, 0) + count
 
     def _digest(self, seeds: Sequence[TrajectoryItem]) -> str:
-        digest = hashlib.sha256(f"{self.config}\0{self._identity}\0{len(self._steps)}".encode())
+        digest = hashlib.sha256(f"{_STATE_VERSION}\0{self.config}\0{self._identity}\0{len(self._steps)}".encode())
         for seed in seeds:
             digest.update(seed.id.encode())
         return digest.hexdigest()
 
-    def _resume(self, seeds: Sequence[TrajectoryItem], result: SynthesisResult, known: Deduplicator | None) -> int:
+    def _resume(
+        self,
+        seeds: Sequence[TrajectoryItem],
+        result: SynthesisResult,
+        known: Deduplicator | None,
+        former: Sequence[list[TrajectoryItem]],
+    ) -> int:
         """Load the state file; return the number of seeds already processed."""
         if self._state is None:
             return 0
@@ -327,14 +341,17 @@ class SynthesisPipeline:
             for step, place in zip(self._steps, done.places, strict=True):
                 if isinstance(step, DataSynthesiser):
                     step.place = place
+            for items, reached in zip(former, done.reached, strict=True):
+                items += reached
             if known is not None:
                 known.add([whole_text(item) for item in done.items])
         return fed
 
-    def _write(self, at: Round, made: list[TrajectoryItem], fed: int) -> None:
+    def _write(self, at: Round, made: list[TrajectoryItem], fed: int, reached: list[list[TrajectoryItem]]) -> None:
         if self._state is not None:
             places = [step.place if isinstance(step, DataSynthesiser) else 0 for step in self._steps]
-            done = _Done(at.number, at.generated, {why: n for why, n in at.dropped.items() if n}, fed, places, made)
+            dropped = {why: n for why, n in at.dropped.items() if n}
+            done = _Done(at.number, at.generated, dropped, fed, places, made, reached)
             _append(self._state, msgspec.to_builtins(done))
 
 
@@ -345,6 +362,8 @@ class _Done(msgspec.Struct):
     fed: int
     places: list[int]
     items: list[TrajectoryItem]
+    reached: list[list[TrajectoryItem]]
+    """By step that mutates: the items that reached it."""
 
 
 def _append(path: Path, value: Any) -> None:

@@ -54,9 +54,9 @@ class StepPlan(_Plan):
     solve: bool = True
     """For an environment: its own solver answers."""
     noise: float | None = Field(None, ge=0, le=1, strict=False)
-    """Add seeds with mistyped questions: share of the characters."""
+    """Add copies with mistyped questions: share of the characters."""
     swap_io: bool | None = None
-    """Add seeds with question and answer swapped."""
+    """Add copies with question and answer swapped."""
     generate: str | None = None
     """A user's generator: file.py:Attribute."""
     score: str | None = None
