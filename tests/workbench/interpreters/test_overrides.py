@@ -13,6 +13,7 @@ from toprope.sdk.adapters import nemo_gym
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted
 from toprope.workbench.interpreters.overrides import overrides
 from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.uv_for_pip import told_uv
 
 
 def test_uv_is_given_what_a_project_requires_in_place_of_its_dependencies(
@@ -45,17 +46,19 @@ def test_uv_is_installed_for_a_project_whose_overrides_pip_cannot_take(
     monkeypatch.setenv("PATH", str(tmp_path))
 
     class Recorded(Commands):
-        there, has_index = True, False
+        there = True
 
         def run(self, command: Sequence[str], folder: Path) -> tuple[int, list[str]]:
             asked.append([*command])
-            if "--dry-run" in command or "get" in command:
-                return int("--dry-run" in command or not self.has_index), ["ResolutionImpossible"]
+            if "--dry-run" in command:
+                return 1, ["ResolutionImpossible"]
             if command[-1].startswith("uv"):
                 program = tmp_path / "uv" / "bin" / "uv"
                 program.parent.mkdir(parents=True, exist_ok=True)
                 program.touch()
                 return (0 if self.there else 1), []
+            if command[-1] == "list":
+                return 0, [":env:.find-links='/wheels'", "global.find-links='/old'", "global.cert='/certs'"]
             (tmp_path / "resolved").write_text("sockets==15\n")
             return 0, []
 
@@ -63,15 +66,38 @@ def test_uv_is_installed_for_a_project_whose_overrides_pip_cannot_take(
     pins = Installer(tmp_path / "venv", commands).resolve("it", Wanted((str(project), "torch")))
     assert [pin.line for pin in pins] == ["sockets==15"]
     assert asked[-1][0] == str(tmp_path / "uv" / "bin" / "uv") and "--override" in asked[-1]
+    assert [word for word in asked[-1] if "wheels" in word or "index" in word or "old" in word] == [
+        "--find-links=/wheels",
+        "--index-strategy=unsafe-best-match",
+    ]
     both = (str(project), "torch")
-    for commands.there, commands.has_index, wanted in (
-        (False, False, Wanted(both)),
-        (True, True, Wanted(both)),
-        (True, False, Wanted(both, offline=True)),
-        (True, False, Wanted(("torch",))),
+    for commands.there, wanted in (
+        (False, Wanted(both)),
+        (True, Wanted(both, offline=True)),
+        (True, Wanted(("torch",))),
     ):
         with pytest.raises(EnvironmentFailed):
             Installer(tmp_path / "venv", commands).resolve("it", wanted)
+
+
+def test_uv_asks_where_pip_would() -> None:
+    lines = [
+        "global.index-url='https://one.example/simple'",
+        "global.extra-index-url='https://two.example/simple file:///three'",
+        "install.constraint='/c.txt'",
+        "freeze.find-links='/elsewhere'",
+        ":env:.index-url='https://four.example/simple'",
+        "global.timeout='3'",
+        "global.find-links=broken'",
+    ]
+    assert set(told_uv(lines)) == {
+        "--index-url=https://four.example/simple",
+        "--extra-index-url=https://two.example/simple",
+        "--extra-index-url=file:///three",
+        "--constraint=/c.txt",
+        "--index-strategy=unsafe-best-match",
+    }
+    assert told_uv(["global.timeout='3'"]) == []
 
 
 def test_overrides_of_a_project_are_requirements_without_secrets(tmp_path: Path) -> None:

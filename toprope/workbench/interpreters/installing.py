@@ -33,6 +33,7 @@ from toprope.workbench.adapters import Adapter
 from toprope.workbench.interpreters.overrides import overrides
 from toprope.workbench.interpreters.processes import Commands
 from toprope.workbench.interpreters.pythons import better_python, newer_python
+from toprope.workbench.interpreters.uv_for_pip import fetched_uv
 from toprope.workbench.interpreters.words import excerpt, failure
 
 _TORCH_INDEX = "https://download.pytorch.org/whl/"
@@ -89,6 +90,8 @@ class Installer:
     def __init__(self, venv: Path, commands: Commands) -> None:
         self._venv, self._commands = venv, commands
         self._uv = shutil.which("uv")
+        self._of_pip: list[str] = []
+        """Options of a fetched uv for the sources that pip is set to."""
         self._constraint = ""
 
     @property
@@ -192,26 +195,20 @@ class Installer:
             command = [*self._pip(), "install", "--dry-run", "--ignore-installed", "--report", str(out)]
             command += ["--progress-bar", "off", "-r", str(asked), *options]
         code, lines = self._commands.run(command, self._venv.parent)
-        if code and not self._uv and (fetched := self._fetched_uv(wanted)) is not None:
-            self._uv = fetched
+        if code and not self._uv and self._fetched_uv(wanted):
             return self._resolve(what, wanted, constraint)
         if code:
             raise failure(what, lines, offline=wanted.offline, constraint=constraint)
         return _pins_of_uv(out) if self._uv else _pins_of_pip(out)
 
-    def _fetched_uv(self, wanted: Wanted) -> str | None:
-        """Install uv for this environment alone and return its path; None if no project has overrides, which pip does
-        not take, if uv cannot be had, or if pip has an index of its own, which uv would not ask."""
-        asked = [*self._pip(), "config", "get", "global.index-url"]
-        if wanted.offline or "PIP_INDEX_URL" in os.environ or not list(overrides(wanted.requirements)):
-            return None
-        if not self._commands.run(asked, self._venv.parent)[0]:
-            return None
-        place = self._venv.parent / "uv"
-        command = [*self._pip(), "install", "--no-deps", "--only-binary=:all:", f"--target={place}", "uv>=0.9,<1"]
-        code, _ = self._commands.run(command, self._venv.parent)
-        program = place / "bin" / "uv"
-        return str(program) if not code and program.is_file() else None
+    def _fetched_uv(self, wanted: Wanted) -> bool:
+        """Go on with uv if a project has overrides, which pip does not take; False if it cannot be had."""
+        if wanted.offline or not list(overrides(wanted.requirements)):
+            return False
+        found = fetched_uv(self._pip(), self._venv.parent / "uv", self._commands)
+        if found is not None:
+            self._uv, *self._of_pip = found
+        return found is not None
 
     def _pip(self) -> list[str]:
         if _has_pip():
@@ -220,13 +217,13 @@ class Installer:
 
     def _sources(self, wanted: Wanted) -> list[str]:
         # With an equals sign, a value may begin with a dash.
-        options = [f"--find-links={place}" for place in wanted.find_links]
+        options = [*self._of_pip, *(f"--find-links={place}" for place in wanted.find_links)]
         options += [f"--extra-index-url={url}" for url in wanted.extra_indexes]
         if wanted.wheels_only:
             options += ["--only-binary=:all:"]
         if wanted.offline:
             options += ["--offline"] if self._uv and not wanted.find_links else ["--no-index"]
-        elif self._uv and wanted.extra_indexes:
+        elif self._uv and wanted.extra_indexes and not self._of_pip:
             options += ["--index-strategy=unsafe-best-match"]  # like pip
         return options
 
