@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from toprope.sdk.adapters import nemo_gym
 from toprope.workbench.interpreters.installing import Installer, Pin, Wanted
 from toprope.workbench.interpreters.overrides import overrides
 from toprope.workbench.interpreters.processes import Commands
-from toprope.workbench.interpreters.uv_for_pip import told_uv
+from toprope.workbench.interpreters.uv_for_pip import fetched_uv
 
 
 def test_uv_is_given_what_a_project_requires_in_place_of_its_dependencies(
@@ -57,8 +58,6 @@ def test_uv_is_installed_for_a_project_whose_overrides_pip_cannot_take(
                 program.parent.mkdir(parents=True, exist_ok=True)
                 program.touch()
                 return (0 if self.there else 1), []
-            if command[-1] == "list":
-                return 0, [":env:.find-links='/wheels'", "global.find-links='/old'", "global.cert='/certs'"]
             (tmp_path / "resolved").write_text("sockets==15\n")
             return 0, []
 
@@ -66,10 +65,7 @@ def test_uv_is_installed_for_a_project_whose_overrides_pip_cannot_take(
     pins = Installer(tmp_path / "venv", commands).resolve("it", Wanted((str(project), "torch")))
     assert [pin.line for pin in pins] == ["sockets==15"]
     assert asked[-1][0] == str(tmp_path / "uv" / "bin" / "uv") and "--override" in asked[-1]
-    assert [word for word in asked[-1] if "wheels" in word or "index" in word or "old" in word] == [
-        "--find-links=/wheels",
-        "--index-strategy=unsafe-best-match",
-    ]
+    assert f"--config-file={tmp_path / 'uv.toml'}" in asked[-1]
     both = (str(project), "torch")
     for commands.there, wanted in (
         (False, Wanted(both)),
@@ -80,24 +76,32 @@ def test_uv_is_installed_for_a_project_whose_overrides_pip_cannot_take(
             Installer(tmp_path / "venv", commands).resolve("it", wanted)
 
 
-def test_uv_asks_where_pip_would() -> None:
-    lines = [
-        "global.index-url='https://one.example/simple'",
-        "global.extra-index-url='https://two.example/simple file:///three'",
-        "install.constraint='/c.txt'",
-        "freeze.find-links='/elsewhere'",
-        ":env:.index-url='https://four.example/simple'",
-        "global.timeout='3'",
-        "global.find-links=broken'",
-    ]
-    assert set(told_uv(lines)) == {
-        "--index-url=https://four.example/simple",
-        "--extra-index-url=https://two.example/simple",
-        "--extra-index-url=file:///three",
-        "--constraint=/c.txt",
-        "--index-strategy=unsafe-best-match",
+def test_uv_asks_where_pip_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, place, log = tmp_path / "pip", tmp_path / "uv", tmp_path / "log"
+    program.write_text(
+        """#!/bin/sh
+case "$1" in install) mkdir -p "$TMPDIR/uv/bin"; touch "$TMPDIR/uv/bin/uv"; exit ;; esac
+cat <<'END'
+:env:.index-url='https://me:secret@four.example/simple'
+freeze.find-links='/elsewhere'
+global.extra-index-url='https://two.example/simple file:///three'
+global.find-links=broken'
+global.index-url='https://one.example/simple'
+global.timeout='3'
+install.constraint='/c.txt'
+END
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    told = fetched_uv([str(program)], place, Commands(log, timeout_s=60))
+    assert told == [str(place / "bin" / "uv"), f"--config-file={tmp_path / 'uv.toml'}", "--constraint=/c.txt"]
+    assert tomllib.loads((tmp_path / "uv.toml").read_text()) == {
+        "index-url": "https://me:secret@four.example/simple",
+        "extra-index-url": ["https://two.example/simple", "file:///three"],
+        "index-strategy": "unsafe-best-match",
     }
-    assert told_uv(["global.timeout='3'"]) == []
+    assert (tmp_path / "uv.toml").stat().st_mode & 0o777 == 0o600 and "secret" not in log.read_text()
 
 
 def test_overrides_of_a_project_are_requirements_without_secrets(tmp_path: Path) -> None:

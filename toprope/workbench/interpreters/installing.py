@@ -91,7 +91,7 @@ class Installer:
         self._venv, self._commands = venv, commands
         self._uv = shutil.which("uv")
         self._of_pip: list[str] = []
-        """Options of a fetched uv for the sources that pip is set to."""
+        """Options of a fetched uv for what pip is set to."""
         self._constraint = ""
 
     @property
@@ -223,7 +223,7 @@ class Installer:
             options += ["--only-binary=:all:"]
         if wanted.offline:
             options += ["--offline"] if self._uv and not wanted.find_links else ["--no-index"]
-        elif self._uv and wanted.extra_indexes and not self._of_pip:
+        elif self._uv and wanted.extra_indexes:
             options += ["--index-strategy=unsafe-best-match"]  # like pip
         return options
 

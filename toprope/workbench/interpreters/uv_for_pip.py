@@ -1,30 +1,30 @@
 """uv in pip's place, for one installation: it takes what a project overrides, which pip does not.
 
 uv reads no settings of pip (https://pip.pypa.io/en/stable/topics/configuration), so it is told those by which pip finds
-packages.
+packages. Addresses may hold passwords, so they are neither logged nor given as arguments.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+import json
+import os
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
-from toprope.workbench.interpreters.processes import Commands
+from toprope.workbench.interpreters.processes import Commands, variables
 
-__all__ = ["fetched_uv", "told_uv"]
+__all__ = ["fetched_uv"]
 
-_OPTIONS = {
-    "index-url": "--index-url",
-    "extra-index-url": "--extra-index-url",
-    "find-links": "--find-links",
-    "constraint": "--constraint",
-}
+_ASK_S = 60.0
+_OF_UV = ("index-url", "extra-index-url", "find-links")
+"""Settings that have one name in both."""
 
 
 def fetched_uv(pip: Sequence[str], place: Path, commands: Commands) -> list[str] | None:
-    """Install uv into a folder of its own and return its path, and the options for pip's sources; None if it cannot be
-    had.
+    """Install uv into a folder of its own and return its path, and the options for what pip is set to; None if it
+    cannot be had.
 
     Args:
         pip: argv of pip before its command.
@@ -34,21 +34,30 @@ def fetched_uv(pip: Sequence[str], place: Path, commands: Commands) -> list[str]
     program = place / "bin" / "uv"
     if code or not program.is_file():
         return None
-    code, lines = commands.run([*pip, "config", "list"], place.parent)
-    return [str(program), *told_uv([] if code else lines)]
+    told = _settings_of(pip)
+    constraints = told.pop("constraint", [])
+    lines = [f"{name} = {json.dumps(one[0] if name == 'index-url' else one)}" for name, one in told.items()]
+    lines += ['index-strategy = "unsafe-best-match"'] if lines else []  # like pip
+    file = place.with_name("uv.toml")
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as written:
+        written.write("".join(f"{line}\n" for line in lines))
+    return [str(program), f"--config-file={file}", *(f"--constraint={one}" for one in constraints)]
 
 
-def told_uv(lines: Iterable[str]) -> list[str]:
-    """Return options of uv from the lines of `pip config list`; a variable precedes a file's setting."""
-    found: dict[str, str] = {}
-    for line in sorted(lines, key=lambda line: line.startswith(":env:")):
+def _settings_of(pip: Sequence[str]) -> dict[str, list[str]]:
+    """Return pip's settings for where it finds packages; a variable precedes a file."""
+    asked = [*pip, "config", "list"]
+    try:
+        printed = subprocess.run(asked, env=variables(), capture_output=True, text=True, timeout=_ASK_S).stdout
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+    found: dict[str, list[str]] = {}
+    for line in sorted(printed.splitlines(), key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
         scope, _, key = name.rpartition(".")
-        if scope not in ("global", "install", ":env:") or key not in _OPTIONS:
-            continue
-        try:
-            found[key] = str(ast.literal_eval(value))
-        except (ValueError, SyntaxError):
-            continue
-    told = [f"{_OPTIONS[key]}={one}" for key, value in found.items() for one in value.split()]
-    return [*told, "--index-strategy=unsafe-best-match"] if told else []  # like pip
+        if scope in ("global", "install", ":env:") and key in (*_OF_UV, "constraint"):
+            try:
+                found[key] = str(ast.literal_eval(value)).split()
+            except (ValueError, SyntaxError):
+                continue
+    return {key: values for key, values in found.items() if values}
