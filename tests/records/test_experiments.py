@@ -44,6 +44,20 @@ def test_entries_are_newest_first_in_latest_version(ledger):
         ledger.get("exp-none")
 
 
+def test_amendments_follow_each_other(ledger):
+    identity = ledger.put(entry(ledger)).id
+
+    def add(run):
+        with ledger.amending():
+            found = ledger.get(identity)
+            ledger.put(found.model_copy(update={"runs": [*found.runs, run]}))
+
+    runs = [f"run-{number}" for number in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(add, runs))
+    assert sorted(ledger.get(identity).runs) == runs
+
+
 def test_lost_index_reads_file_again(ledger):
     kept = ledger.put(entry(ledger, figures={"r": Figures(state="completed", accuracy=0.5, tasks=9)}))
     ledger.set_goal("words", "half of them")

@@ -56,6 +56,8 @@ class StandInLauncher:
         return KeeperState("alive" if folder.run_id in self.held else "gone")
 
     def stop(self, folder, grace_s):
+        if folder.run_id not in self.held:
+            return  # nobody reads the order
         become(folder, "stopping")
         become(folder, "stopped", ended_at=time.time())
         self.leave(folder.run_id)

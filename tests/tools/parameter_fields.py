@@ -83,6 +83,7 @@ SETS_NOTHING: Mapping[str, frozenset[str]] = {
     "read_logs": frozenset({"run_id", "component", "lines", "before"}),
     **{f"rl_{name}": frozenset({"run_id"}) for name in ("check_status", "stop_training", "get_results")},
     "rl_test_inference": frozenset({"models"}),
+    "rl_start_training": frozenset({"again"}),
     "note_experiment": frozenset(
         {"hypothesis", "run_ids", "draft_id", "experiment_id", "outcome", "decision", "question", "goal"}
     ),

@@ -14,20 +14,24 @@ from toprope_tools.experiments.config_history import reproduce_run, undo_edit
 from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environment_check import check_environment
 from toprope_tools.runs.inference import test_inference as start_test
-from toprope_tools.runs.training import resume_training
+from toprope_tools.runs.training import resume_training, start_training
 
 from tests.support.tools_house import become, do, start_run
 from tests.support.ways_past_locks import WAYS, recipe
 from tests.tools.parameter_fields import SETS, SETS_NOTHING
 from toprope.errors import InvalidValue, LockedField, NotPossibleNow
 from toprope.records.purse import FILE, Purse
-from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.specification import EnvironmentSource, RewardSource, Specification, TrainPlan
 from toprope.settings.presets import load_preset
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.budget_ledger import read_accounts
 from toprope.workbench.approvals import Approvals
+from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.data import begin, build_order
+from toprope.workbench.launch.freeze import freeze
+from toprope.workbench.launch.mixture_sources import Ingredients
 from toprope.workbench.launch.open_runs import variables_to_resume
+from toprope.workbench.launch.start import StartRequest
 
 EVERY_TOOL = (*ALL_TOOLS, *hermes_tools)
 MODEL = {"base_url": "http://127.0.0.1:9/v1", "model": "vendor/x"}
@@ -114,6 +118,29 @@ def test_a_newer_lock_holds_for_what_was_made_before(house):
     assert shop.drafts.get(draft).config.optimizer.learning_rate <= 0.001, undone.text
     (shop.home.configuration / "locks.yaml").unlink()
     assert do(resume_training, shop, run_id=run).data.attempt == 2
+
+
+def test_a_withdrawn_tool_is_withdrawn_from_what_was_made_before(house):
+    shop, launcher = house
+    settle(shop, tools={"wiki": {"url": "http://127.0.0.1:9/mcp"}})
+    shop.home.ensure()
+    preset = load_preset("cpu-embedded", shop.home.preset_folders)
+    knobs = [{"name": "tools", "type": "list[str]", "default": ["wiki"]}]
+    source = Catalog.of_home(shop.home).find("orchestrator").environment
+    draft = shop.drafts.create(source, preset, knobs, shop.home.locks())[0].id
+    run = do(start_training, shop, draft_id=draft).data.run_id
+    become(shop.runs.folder(run), "stopped", ended_at=time.time())
+    launcher.leave(run)
+    settle(shop)
+    for attack in (
+        lambda: do(start_training, shop, draft_id=draft),
+        lambda: do(start_training, shop, draft_id=draft, preview=True),
+        lambda: do(reproduce_run, shop, run_id=run),
+        lambda: do(resume_training, shop, run_id=run),
+    ):
+        with pytest.raises(LockedField, match="does not lend the tool 'wiki'"):
+            attack()
+    assert not launcher.held
 
 
 def test_a_lost_run_does_not_resume_by_itself_against_a_newer_lock(house):
@@ -235,6 +262,62 @@ def test_calls_to_priced_models_are_confirmed_like_training(house):
     assert do(start_test, shop, draft_id=draft, models=["mine"]).data.run_id
     with pytest.raises(NotPossibleNow, match="confirmed"):
         do(start_test, shop, draft_id=draft, models=["mine"])
+
+
+def test_an_approval_holds_for_the_code_that_was_there(house, tmp_path):
+    shop, launcher = house
+    limit(shop, "confirm: always\n")
+    files = [tmp_path / f"{name}.py" for name in ("dice", "reward", "helper")]
+    for file in files:
+        file.write_text("import helper\n")
+    preset = load_preset("cpu-embedded", shop.home.preset_folders)
+    source = EnvironmentSource(name="dice", file=str(files[0]), attribute="Dice")
+    source.rewards = [RewardSource(name="r", file=str(files[1]), attribute="r")]
+    shop.home.ensure()
+    draft = shop.drafts.get(shop.drafts.create(source, preset, KNOBS, shop.home.locks())[0].id)
+    specification = freeze(draft, shop.home.locks(), TrainPlan(), policy_cache="", ingredients=Ingredients(source))
+    request = StartRequest(draft, TrainPlan())
+    with pytest.raises(NotPossibleNow, match="confirmed") as asked:
+        shop.starter.start_frozen([specification], request)
+    Approvals(shop.home).approve(asked.value.preview.hash)
+    for file in files:
+        file.write_text("another")
+        with pytest.raises(NotPossibleNow, match="confirmed"):
+            shop.starter.start_frozen([specification], request)
+        file.write_text("import helper\n")
+    assert not launcher.held
+    shop.starter.start_frozen([specification], request)
+
+
+def test_a_start_that_is_refused_for_another_reason_keeps_its_approval(house):
+    shop, _ = house
+    limit(shop, "confirm: always\n")
+    draft = drafted(shop)
+    for options in ({}, {"again": True}):
+        told = do(start_training, shop, draft_id=draft, preview=True).data.preview["hash"]
+        Approvals(shop.home).approve(told)
+        if not options:
+            do(start_training, shop, draft_id=draft)
+            assert not Approvals(shop.home).pending(), "it is used"
+    with pytest.raises(NotPossibleNow, match="running already"):
+        do(start_training, shop, draft_id=draft)
+    assert Approvals(shop.home).has(told)
+    do(start_training, shop, draft_id=draft, again=True)
+    assert not Approvals(shop.home).pending()
+
+
+def test_previews_of_others_undo_no_decision_of_the_owner(house):
+    shop, _ = house
+    approvals = Approvals(shop.home)
+    shop.home.ensure()
+    approved, refused = "a" * 16, "b" * 16
+    for told in (approved, refused):
+        approvals.ask(told, "a run")
+    approvals.approve(approved)
+    approvals.refuse(refused)
+    for number in range(105):
+        approvals.ask(f"{number:016}", "a run")
+    assert approvals.has(approved) and approvals.refused(refused) and len(approvals.pending()) <= 103
 
 
 def test_approvals_expire_and_are_used_once(house, monkeypatch):

@@ -1,4 +1,5 @@
 import sqlite3
+import threading
 
 import pytest
 
@@ -56,6 +57,23 @@ def test_edit_is_atomic_and_recorded_in_history(drafts):
     same, changed_again = drafts.edit(draft.id, {"budget.steps": 9}, NONE)
     assert (same.revision, changed_again) == (2, [])
     assert [edit.changes for edit in drafts.history(draft.id)] == [changed]
+
+
+def test_edit_by_another_session_comes_before_or_after_an_undo(drafts, monkeypatch):
+    draft, _ = drafts.create(SOURCE, preset(), KNOBS, NONE)
+    drafts.edit(draft.id, {"budget.steps": 9}, NONE)
+    adjust, other = Locks.adjust, threading.Thread(target=drafts.edit, args=(draft.id, {"algorithm.seed": 8}, NONE))
+
+    def slowly(*given):
+        other.start()
+        other.join(0.3)
+        return adjust(*given)
+
+    monkeypatch.setattr(Locks, "adjust", slowly)
+    undone, _, _ = drafts.revert(draft.id, 1, NONE)
+    other.join()
+    assert undone.config == draft.config
+    assert (drafts.get(draft.id).revision, drafts.get(draft.id).config.algorithm.seed) == (4, 8)
 
 
 def test_unknown_draft_names_existing_ones(drafts):

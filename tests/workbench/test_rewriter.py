@@ -10,6 +10,7 @@ from toprope.errors import ComponentFailed, InvalidValue, NotFound, NotPossibleN
 from toprope.sdk.candidates import EvolutionConfig, evolve
 from toprope.settings.owner import Home
 from toprope.supervisor.capacity.budget_ledger import read_accounts
+from toprope.supervisor.runs.freezing import freeze
 from toprope.workbench.approvals import Approvals
 from toprope.workbench.rewriter import Rewriter
 
@@ -62,6 +63,16 @@ def test_texts_evolve_by_the_owners_model_and_key(home, model):
     # Its costs stay spent for the day, and the rest is free again.
     [account] = read_accounts(home.runs)
     assert 0 < account.held("cost_usd") < 50
+
+
+def test_a_frozen_home_ends_the_calls(home, model):
+    with Rewriter("writer", home=home) as rewrite:
+        freeze(home.path)
+        with pytest.raises(NotPossibleNow, match="froze"):
+            asyncio.run(rewrite("x"))
+    with pytest.raises(NotPossibleNow, match="froze"):
+        Rewriter("writer", home=home)
+    assert not model.seen
 
 
 def test_the_owners_limit_ends_the_calls(home, model):

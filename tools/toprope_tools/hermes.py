@@ -13,15 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import anyio
 from anyio import to_thread
 
 from toprope.analysis.reports.report import trackers_of
 from toprope.errors import InvalidValue, NotFound, NotPossibleNow
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.specification import Specification
 from toprope.records.run.status import LIVE, Status
 from toprope.settings.fields import KNOBS, Field, get_value
-from toprope.text_format import clip, cut
+from toprope.text_format import call, clip, cut
 from toprope.untrusted import marked
 from toprope.workbench.drafts import Draft
 from toprope_tools.answers.answer import TOKEN_BUDGET
@@ -70,6 +71,8 @@ class Selection:
     draft_id: str
     tests: dict[str, str] = field(default_factory=dict)
     """Arguments and revision -> run."""
+    starting: anyio.Lock = field(default_factory=anyio.Lock)
+    """Held while a test starts, so that an equal call waits for its run."""
 
 
 def selected(workshop: Workshop, caller: str) -> Selection:
@@ -92,7 +95,7 @@ async def rl_list_environments(workshop: Workshop) -> dict[str, Any]:
             {
                 "name": one.name,
                 "class_name": one.environment.attribute or one.ecosystem,
-                "file_path": _file(one.environment),
+                "file_path": one.environment.place,
                 "description": marked(one.description, length) if length else "",
             }
             for one in entries
@@ -111,7 +114,7 @@ async def rl_select_environment(workshop: Workshop, who: str, *, name: str, call
     return {
         "message": f"Selected environment: {draft.environment.name}",
         "environment": draft.environment.name,
-        "file_path": _file(draft.environment),
+        "file_path": draft.environment.place,
         "draft_id": draft.id,
     }
 
@@ -171,10 +174,17 @@ async def rl_edit_config(workshop: Workshop, who: str, *, field: str, value: Any
     return {"message": f"Updated {field} = {cut(value, 200)}", "field": field, "value": value, "config": now}
 
 
-async def rl_start_training(workshop: Workshop, who: str, *, agreed: str | None = None) -> dict[str, Any]:
-    """Start training from the selected draft. Raises: see `toprope_tools.runs.training.start_training`."""
+async def rl_start_training(
+    workshop: Workshop, who: str, *, again: bool = False, agreed: str | None = None
+) -> dict[str, Any]:
+    """Start training from the selected draft. See `toprope_tools.runs.training.start_training`."""
     draft = await _draft(workshop, who)
-    answer = await training.start_training(workshop, draft_id=draft.id, agreed=agreed)
+    try:
+        answer = await training.start_training(workshop, draft_id=draft.id, again=again, agreed=agreed)
+    except NotPossibleNow as refused:
+        if call("start_training", draft_id=draft.id, again=True) in refused.hint:
+            refused.hint = "rl_check_status follows it; rl_start_training(again=true) starts another beside it."
+        raise
     run_id = str(answer.data.model_dump()["run_id"])
     folder = workshop.runs.folder(run_id)
     now = {name: _shown(name, get_value(draft.config, one), draft) for name, one in _fields(draft).items()}
@@ -301,12 +311,13 @@ async def rl_test_inference(
     draft, mine = await _draft(workshop, who), selected(workshop, who)
     names = [f"openrouter:{one}" if "/" in one and ":" not in one.partition("/")[0] else one for one in models or []]
     key = json.dumps([draft.revision, num_steps, group_size, names])
-    if key not in mine.tests:
-        answer = await inference.test_inference(
-            workshop, draft_id=draft.id, models=names or ["hermes"], tasks=num_steps, group_size=group_size
-        )
-        mine.tests[key] = str(answer.data.model_dump()["run_id"])
-    run_id = mine.tests[key]
+    async with mine.starting:
+        if key not in mine.tests:
+            answer = await inference.test_inference(
+                workshop, draft_id=draft.id, models=names or ["hermes"], tasks=num_steps, group_size=group_size
+            )
+            mine.tests[key] = str(answer.data.model_dump()["run_id"])
+        run_id = mine.tests[key]
     await states.check_status(
         workshop, run_ids=[run_id], wait_s=LONGEST_S, until=["end"], client=client, progress=progress
     )
@@ -315,12 +326,13 @@ async def rl_test_inference(
     told: dict[str, Any] = {
         "run_id": run_id,
         "environment": draft.environment.name,
-        "environment_file": _file(draft.environment),
+        "environment_file": draft.environment.place,
         "test_config": plan,
     }
     if not status.ended:
         return told | {"status": "running", "message": "Call rl_test_inference with the same arguments to wait on."}
-    del mine.tests[key]  # the next call measures again
+    if mine.tests.get(key) == run_id:  # an equal call may have told the end before
+        del mine.tests[key]  # the next call measures again
     found = (await results.get_results(workshop, run_id=run_id, detail="detailed")).data.model_dump()["results"]
     tested = [_tested(one) for one in (found.get("tested") or {}).get("models", [])]
     if status.failure is not None:
@@ -386,10 +398,6 @@ def _shown(name: str, value: Any, draft: Draft) -> Any:
 
 def _state(status: Status) -> str:
     return "running" if status.state in _RUNNING else _STATES.get(status.state, status.state)
-
-
-def _file(environment: EnvironmentSource) -> str:
-    return environment.file or f"{environment.adapter}:{environment.target}"
 
 
 def _logs(folder: RunFolder) -> dict[str, str]:

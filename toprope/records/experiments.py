@@ -12,10 +12,11 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock
 from pydantic import BaseModel, ValidationError
 
 from toprope.atomic import append
@@ -25,6 +26,7 @@ from toprope.records.index.database import Index
 Decision = Literal["keep", "discard", "repeat", "undecided"]
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 _GOAL = "goal:"
+_LOCK_WITHIN_S = 20.0
 
 
 class Figures(BaseModel):
@@ -79,6 +81,21 @@ class Ledger:
 
     def __init__(self, index: Index, path: Path) -> None:
         self._index, self.path = index, path
+
+    @contextmanager
+    def amending(self) -> Iterator[None]:
+        """Hold the lock under which an entry is read and stored again, so that no amendment is lost.
+
+        Raises:
+            NotPossibleNow: Another process holds it for too long, or its file cannot be created.
+        """
+        lock = FileLock(f"{self.path}.lock", timeout=_LOCK_WITHIN_S, mode=0o600)
+        try:
+            held = lock.acquire()
+        except OSError as error:
+            raise NotPossibleNow(f"{lock.lock_file} cannot be locked: {error}.", hint="Call again.") from None
+        with held:
+            yield
 
     def put(self, entry: Experiment) -> Experiment:
         """Store a new or amended entry."""

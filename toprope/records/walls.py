@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +15,9 @@ from toprope.settings.owner import EnvironmentRights, Home
 
 ENV_WALLS = "TOPROPE_WALLS"
 """Carries `Walls` as JSON to keepers, to those of their components that start workers, and to data programs."""
+
+RESERVED = ("standard-tasks",)
+"""Names of Toprope's own workers; no environment of an agent may have one."""
 
 
 NetworkName = Literal["allow", "own", "deny"]
@@ -39,13 +44,26 @@ class Walls:
     """Folder with the HOME of each environment; None: it lasts as long as the worker."""
     rights: dict[str, dict[str, Any]] = field(default_factory=dict)
     """`EnvironmentRights` by name, with absolute paths."""
+    agents: tuple[str, ...] = ()
+    """Folders of files that agents wrote. Agents choose the names in them, so such code has no rights by its name."""
 
-    def home_of(self, name: str) -> str | None:
-        """The HOME of an environment, which is kept; None for environments without a name."""
+    def wrote_agent(self, file: str) -> bool:
+        """True if an agent wrote a file."""
+        real = Path(os.path.realpath(file))
+        return any(real.is_relative_to(os.path.realpath(folder)) for folder in self.agents)
+
+    def home_of(self, name: str, *, of_agent: bool = False) -> str | None:
+        """The HOME of an environment, which is kept and no other has; None for environments without a name.
+
+        Args:
+            of_agent: An agent wrote its code.
+        """
         if self.homes is None or not name:
             return None
         plain = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name).strip(".")
-        return str(Path(self.homes) / (plain or "-"))
+        if plain != name:  # otherwise `a/b` would share that of `a-b`
+            plain += f"@{hashlib.sha256(name.encode(errors='surrogatepass')).hexdigest()[:16]}"
+        return str(Path(self.homes) / (f"{plain}@agent" if of_agent else plain))
 
     @classmethod
     def of_home(cls, home: Home) -> Walls:
@@ -56,6 +74,7 @@ class Walls:
             closed=(str(home.path), str(home.configuration)),
             homes=str(home.worker_homes),
             rights={name: _absolute(rights, home) for name, rights in settings.environment.items()},
+            agents=(str(home.agent_environments),),
         )
 
     def encode(self) -> str:
@@ -69,7 +88,8 @@ class Walls:
         if not given:
             return cls()
         said = json.loads(given)
-        return cls(said["required"], tuple(said["closed"]), said["homes"], said["rights"])
+        agents = tuple(said.get("agents", ()))  # a keeper of an earlier version names none
+        return cls(said["required"], tuple(said["closed"]), said["homes"], said["rights"], agents)
 
 
 def _absolute(rights: EnvironmentRights, home: Home) -> dict[str, Any]:

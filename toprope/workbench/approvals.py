@@ -50,8 +50,9 @@ class Approvals:
     def ask(self, hash: str, text: str, details: Mapping[str, Any] | None = None) -> bool:
         """Note a start that waits for a person; return whether nobody was asked about it yet."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for old in self._read()[_MOST_REQUESTS:]:
-            self._path(old.hash).unlink(missing_ok=True)
+        # What a person decided stays: other agents' previews must not undo it.
+        for old in [one for one in self._read() if not (one.approved or one.refused)][_MOST_REQUESTS:]:
+            self.forget(old.hash)
         known = self._find(hash)
         if known is None or not (known.approved or known.refused):
             write_json(
@@ -109,6 +110,10 @@ class Approvals:
         except FileNotFoundError:  # another start was faster
             return False
         return True
+
+    def forget(self, hash: str) -> None:
+        """Remove the request or approval with this hash, as after its start."""
+        self._path(hash).unlink(missing_ok=True)
 
     def _find(self, hash: str) -> Request | None:
         return next((one for one in self._read() if one.hash == hash), None)

@@ -7,7 +7,7 @@ that a run would get. An edit is validated as a whole, makes the next revision a
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,11 +143,17 @@ class Drafts:
         Raises:
             NotFound, LockedField, InvalidValue: See `fields.apply`; nothing was changed.
         """
+        return self._edit(draft_id, lambda _: changes, locks)
+
+    def _edit(
+        self, draft_id: str, changes: Callable[[Draft], Mapping[str, Any]], locks: Locks
+    ) -> tuple[Draft, list[Change]]:
+        """See `edit`. `changes` is called within the transaction, with the draft that is edited."""
         done: list[Change] = []
 
         def edit(row: DraftRow) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             draft = _draft(row)
-            config, changed = apply_changes(draft.config, changes, draft.knobs, locks)
+            config, changed = apply_changes(draft.config, changes(draft), draft.knobs, locks)
             done.extend(changed)
             records = [{"field": one.field, "before": one.before, "after": one.after} for one in changed]
             return config.model_dump(mode="json"), records
@@ -162,8 +168,10 @@ class Drafts:
             NotFound: Unknown draft or revision.
             Corrupt: The draft cannot be read.
         """
-        draft = self.get(draft_id)
-        edits = [(edit.revision, edit.changes) for edit in self.history(draft_id)]
+        return self._at(self.get(draft_id), revision)
+
+    def _at(self, draft: Draft, revision: int) -> Config:
+        edits = [(edit.revision, edit.changes) for edit in self.history(draft.id)]
         return taken_back(draft.config, edits, revision, draft.knobs)
 
     def revert(self, draft_id: str, revision: int, locks: Locks) -> tuple[Draft, list[Change], list[Change]]:
@@ -177,12 +185,16 @@ class Drafts:
             NotFound: Unknown draft or revision.
             InvalidValue: Under the present locks the fields contradict each other; nothing was changed.
         """
-        draft = self.get(draft_id)
-        wanted = self.at(draft_id, revision)
-        values = {change.field: change.after for change in difference(draft.config, wanted)}
-        allowed, moved = locks.adjust(wanted, draft.fields)
-        edited, changed = self.edit(draft_id, values | allowed, locks)
-        return edited, changed, moved
+        overridden: list[Change] = []
+
+        def former(draft: Draft) -> dict[str, Any]:
+            wanted = self._at(draft, revision)
+            allowed, moved = locks.adjust(wanted, draft.fields)
+            overridden.extend(moved)
+            return {change.field: change.after for change in difference(draft.config, wanted)} | allowed
+
+        edited, changed = self._edit(draft_id, former, locks)
+        return edited, changed, overridden
 
     def fork(
         self, run: Specification, environment: EnvironmentSource, knobs: Iterable[Mapping[str, Any]], locks: Locks

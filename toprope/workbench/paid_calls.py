@@ -17,6 +17,7 @@ from toprope.settings.endpoints import Endpoint
 from toprope.settings.owner import Home
 from toprope.supervisor.capacity.budget_ledger import enter_program, ledger_lock
 from toprope.supervisor.notices import tell
+from toprope.supervisor.runs.freezing import require_thawed
 from toprope.workbench.approvals import Approvals
 from toprope.workbench.launch.budgets.reserve_budget import reserve_calls
 from toprope.workbench.launch.preview import HASH_LENGTH
@@ -38,8 +39,9 @@ def reserve_paid_calls(
 
     Raises:
         NoRoomWithin: A limit on cost leaves nothing, or a model has no price.
-        NotPossibleNow: A person must confirm it first.
+        NotPossibleNow: The home is frozen, or a person must confirm it first.
     """
+    require_thawed(home.path)
     limits, file = home.limits(), folder / LIMITS
     with ledger_lock(home.ensure().runs):
         frozen = reserve_calls(models, limits, home.runs, name)

@@ -21,6 +21,7 @@ from toprope.errors import ComponentFailed, InvalidValue, shown
 from toprope.settings.owner import Home
 from toprope.supervisor.capacity.budget_ledger import enter_program, ledger_lock
 from toprope.supervisor.lock import RunLock, is_held
+from toprope.supervisor.runs.freezing import require_thawed
 from toprope.trajectories.synthesis.pipeline import TryAgain
 from toprope.trajectories.synthesis.teacher import EndpointTeacher, purse_of
 from toprope.workbench.endpoints import keys_for, require_keys, resolve_models
@@ -44,7 +45,7 @@ class Rewriter:
     Raises:
         NotFound, InvalidValue: There is no such model, it is several, or its key is missing.
         NoRoomWithin: A limit on cost leaves nothing, or the model has no price.
-        NotPossibleNow: A person must confirm it first.
+        NotPossibleNow: The home is frozen, or a person must confirm it first.
     """
 
     def __init__(
@@ -79,10 +80,12 @@ class Rewriter:
         """The rewritten text.
 
         Raises:
+            NotPossibleNow: The home is frozen.
             ComponentFailed: The model does not answer, or the owner's limit is reached. The key is in no message.
         """
         if self._lock is None:
             raise ComponentFailed("The rewriter is closed.", hint="Make a new one.")
+        require_thawed(self._runs.parent)
         # A client belongs to one event loop, and a search may have several.
         teacher = EndpointTeacher(self._endpoint, self._key, self._temperature, self._max_new_tokens, self._purse)
         try:

@@ -14,7 +14,12 @@ import typer
 from toprope_server.cli.context import open_workshop, reporting_errors
 
 if TYPE_CHECKING:
+    from toprope_tools.workshop import Workshop
+
+    from toprope.trajectories.jobs.jobs import Job
     from toprope_server.http.principals import Tokens
+
+_JOB_ENDS_S = 10.0
 
 
 def audit(
@@ -65,7 +70,7 @@ def _shown(entry: dict[str, object]) -> str:
 def freeze(
     reason: Annotated[str, typer.Argument(help="Shown to those whose start is refused.")] = "",
 ) -> None:
-    """Refuse every start and resume, and stop every run, until 'toprope thaw'."""
+    """Refuse every start and resume, and stop every run, export and build, until 'toprope thaw'."""
     with open_workshop() as workshop:
         import anyio
 
@@ -73,20 +78,35 @@ def freeze(
         from toprope.text_format import plural
 
         write_freeze(workshop.home.ensure().path, reason)
-        stopped: dict[str, str] = {}
+        runs, jobs = set[str](), set[str]()
 
         async def stop_all() -> None:
             # A start that was checked just before may appear a moment later.
-            while live := [one.run_id for one in workshop.statuses() if not one.ended and one.run_id not in stopped]:
-                for run_id in live:
+            while any(going := _going(workshop, {*runs, *jobs})):
+                for run_id in going[0]:
                     workshop.runs.stop(run_id)
-                for run_id in live:
-                    stopped[run_id] = (await workshop.stop(run_id)).state
-                    typer.echo(f"{run_id}: {stopped[run_id]}")
+                told = [job for job in going[1] if job.stop()]  # the next look finds one that is still starting
+                for run_id in going[0]:
+                    typer.echo(f"{run_id}: {(await workshop.stop(run_id)).state}")
+                    runs.add(run_id)
+                for job in told:
+                    typer.echo(f"{job.id}: {'stopped' if job.wait(_JOB_ENDS_S).ended else 'stopping'}")
+                    jobs.add(job.id)
                 await anyio.sleep(0.2)
 
         anyio.run(stop_all)
-        typer.echo(f"Frozen; stopped {plural(len(stopped), 'run')}. 'toprope thaw' allows starts again.")
+        stopped = " and ".join([plural(len(runs), "run"), *([plural(len(jobs), "data job")] if jobs else [])])
+        typer.echo(f"Frozen; stopped {stopped}. 'toprope thaw' allows starts again.")
+
+
+def _going(workshop: Workshop, told: set[str]) -> tuple[list[str], list[Job]]:
+    """The runs that are live or lost and about to go on by themselves, and the data jobs, without those in `told`."""
+    from toprope.workbench.data import live_jobs
+
+    runs = [one.run_id for one in workshop.statuses() if not one.ended or one.resume_at is not None]
+    return [run_id for run_id in runs if run_id not in told], [
+        job for job in live_jobs(workshop.home) if job.id not in told
+    ]
 
 
 def thaw() -> None:

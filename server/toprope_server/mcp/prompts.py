@@ -182,12 +182,12 @@ def _presets(workshop: Workshop, _: Mapping[str, str]) -> list[str]:
 
 def _components(workshop: Workshop, given: Mapping[str, str]) -> list[str]:
     """All components, or those with a log if the run is known."""
-    from toprope_tools.runs.logs import COMPONENTS
+    from toprope_tools.runs.logs import COMPONENTS, components_of
 
     if not given.get("run_id"):
         return list(COMPONENTS)
     folder = workshop.runs.folder(given["run_id"])
-    return [name for name in COMPONENTS if folder.log(name).is_file()]
+    return [name for name in components_of(folder) if folder.log(name).is_file()]
 
 
 def _pages(workshop: Workshop, _: Mapping[str, str]) -> list[str]:

@@ -26,7 +26,8 @@ SETS = {
     "read": "everything that changes nothing",
     "hermes": "the ten rl_* tools of Hermes Agent, which no other set has",
 }
-_HAS_ROLE = re.compile(r"^\s*[\"']?(serve|installs|saves)[\"']?\s*:", re.MULTILINE)
+_MAY_HAVE_ROLE = re.compile(r"\b(serve|installs|saves)\b|\\")
+"""The names of the role's settings, or an escape, in which YAML can hide any letter."""
 _PERMITTED = {"add_environment": "installs", "save_environment": "saves"}
 """Tools that are offered only if the owner's setting of this name is `allow`."""
 
@@ -138,7 +139,7 @@ def role_of_settings(settings: OwnerSettings) -> Role:
 def owners_role() -> Role:
     """The owner's role for every server. Unreadable settings allow only reading, and say why.
 
-    Clients wait for a server's start, so the file is parsed only if it mentions a role.
+    Clients wait for a server's start, so the file is parsed only if it can have a role.
     """
     named = os.environ.get("TOPROPE_CONFIG")
     if named:
@@ -149,7 +150,7 @@ def owners_role() -> Role:
         folder = platformdirs.user_config_path("toprope", appauthor=False)
     path = folder / "settings.yaml"
     try:
-        if not _HAS_ROLE.search(path.read_text(encoding="utf-8")):
+        if not _MAY_HAVE_ROLE.search(path.read_text(encoding="utf-8")):
             return Role()
     except FileNotFoundError:
         if not path.is_symlink():

@@ -103,6 +103,7 @@ async def rl_start_training(
     ctx: Context,
     shown: Annotated[Preview | None, Resolve(selected_preview_to_show)],
     consent: Annotated[ElicitationResult[Consent], Resolve(ask_selected_consent)],
+    again: Annotated[bool, Field(description="Start although a run of this configuration is live.")] = False,
 ) -> CallToolResult:
     """Starts training with the selected environment and its configuration; returns the run_id at once.
 
@@ -111,7 +112,7 @@ async def rl_start_training(
     from toprope_tools import hermes
 
     agreed = None if shown is None else confirmed_hash(shown, consent)
-    return await _told(hermes.rl_start_training(workshop_of(ctx), name_of(ctx), agreed=agreed))
+    return await _told(hermes.rl_start_training(workshop_of(ctx), name_of(ctx), again=again, agreed=agreed))
 
 
 @hermes_tools.tool("Check a run", READS, toolset="hermes", on_failure=_RUNS)

@@ -244,8 +244,11 @@ async def read_logs(
     ctx: Context,
     run_id: RunId,
     component: Annotated[
-        Literal["keeper", "policy", "api", "inference", "trainer", "environment"],
-        Field(description="The keeper starts the others; environment has the environment's own output."),
+        str,
+        Field(
+            description="keeper (starts the others), policy, api, inference, trainer, tracker, a sweep's conductor, "
+            "environment (with its own output), environment-2."
+        ),
     ],
     lines: Annotated[int, Field(ge=1, le=200, description="Lines, counted from the end.")] = 50,
     before: Annotated[int | None, Field(ge=0, description="before of the last answer, for older lines.")] = None,

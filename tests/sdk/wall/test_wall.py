@@ -22,7 +22,7 @@ import pytest
 
 from benchmarks.hostile.environments import compare
 from tests.sdk.wall.conftest import READS, asked, has_groups, landlock
-from toprope.records.run.specification import EnvironmentSource
+from toprope.records.run.specification import EnvironmentSource, RewardSource
 from toprope.records.walls import ENV_WALLS, Walls
 from toprope.sdk.errors import WorkerDied
 from toprope.sdk.wall import Wall, enclosure, kernel, level_here, namespaces_refusal, network_refusal, plan
@@ -264,8 +264,32 @@ def test_owners_exceptions_reach_the_wall_by_name(tmp_path: Path) -> None:
     old, corpus, other = (environment_wall(walls, EnvironmentSource(name=name)) for name in ("old", "corpus", "a/b"))
     assert old.trusted and not corpus.trusted and not other.trusted and other.required
     assert corpus.reads == (str(tmp_path / "config" / "data"),) and corpus.writes == ("/srv/cache",)
-    assert other.home == str(tmp_path / "home" / "homes" / "a-b") and str(tmp_path / "home") in other.closed
+    assert old.home == str(tmp_path / "home" / "homes" / "old") and str(tmp_path / "home") in other.closed
     assert environment_wall(Walls(), EnvironmentSource(name="old")).home is None
+
+
+def test_environments_of_different_names_share_no_home() -> None:
+    walls, names = Walls(homes="/homes"), ("a/b", "a-b", "a:b", "..", ".", "-", "a-b.", "standard-tasks")
+    homes = [walls.home_of(name, of_agent=agent) for name in names for agent in (False, True)]
+    assert len(set(homes)) == len(homes) and "/homes/a-b" in homes
+    assert all(home is not None and os.path.dirname(os.path.normpath(home)) == "/homes" for home in homes)
+
+
+def test_code_of_an_agent_takes_over_no_rights_and_no_home(tmp_path: Path) -> None:
+    written, own = tmp_path / "environments", tmp_path / "own"
+    (tmp_path / "link").symlink_to(written)
+    walls = Walls(homes="/homes", rights={"old": {"trust": True, "reads": ["/corpus"]}}, agents=(str(written),))
+    walls = Walls.from_variables({ENV_WALLS: walls.encode()})
+    reward = RewardSource(name="r", file=str(written / "x.py"), attribute="r")
+    for source in (
+        EnvironmentSource(name="old", file=str(written / "x.py")),
+        EnvironmentSource(name="old", file=str(tmp_path / "link" / "x.py")),
+        EnvironmentSource(name="old", file=str(own / "x.py"), rewards=[reward]),
+    ):
+        wall = environment_wall(walls, source)
+        assert not wall.trusted and not wall.reads and wall.home == "/homes/old@agent"
+    wall = environment_wall(walls, EnvironmentSource(name="old", file=str(own / "x.py")))
+    assert wall.trusted and wall.reads == ("/corpus",) and wall.home == "/homes/old"
 
 
 def test_product_starts_no_worker_without_a_wall() -> None:

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,11 +14,13 @@ from toprope_server.cli.app import build
 from typer.testing import CliRunner
 
 from tests.server.cli.test_commands import make_run, toprope, variables
-from tests.support.run_harness import RunHarness, ended
-from tests.support.tools_house import make_workshop, start_run
+from tests.support.run_harness import RunHarness, ended, eventually
+from tests.support.tools_house import become, make_workshop, start_run
 from toprope.errors import NotPossibleNow
 from toprope.settings.owner import Home
 from toprope.supervisor.runs.freezing import freeze, require_thawed, thaw
+from toprope.trajectories.jobs.jobs import Job
+from toprope.trajectories.jobs.orders import Order
 
 
 def test_frozen_home_refuses_starts_and_resumes_until_it_is_thawed(tmp_path):
@@ -50,7 +55,7 @@ def test_freeze_stops_every_live_run(tmp_path, monkeypatch, capsys):
         async def stop(run_id):
             return await runs.wait_end(run_id, 30.0)
 
-        home = SimpleNamespace(path=runs.path.parent, ensure=lambda: home)
+        home = Home(runs.path.parent, tmp_path / "config")
         shop = SimpleNamespace(home=home, runs=runs, statuses=runs.list, stop=stop)
         monkeypatch.setattr(rope, "open_workshop", lambda: nullcontext(shop))
         rope.freeze("enough")
@@ -61,6 +66,29 @@ def test_freeze_stops_every_live_run(tmp_path, monkeypatch, capsys):
         thaw(home.path)
     finally:
         harness.close()
+
+
+def test_freeze_stops_data_jobs_and_runs_about_to_go_on(tmp_path, monkeypatch, capsys):
+    shop, launcher = make_workshop(tmp_path)
+    folder = start_run(shop)
+    become(folder, "lost", ended_at=time.time(), resume_at=time.time() + 60)
+    launcher.leave(folder.run_id)
+    job = Job.of(shop.home.datasets / ".jobs", Order(kind="build"))
+    job.folder.mkdir(parents=True)
+    code = "import pathlib, sys, time; from toprope.trajectories.jobs.jobs import hold; "
+    code += "hold(pathlib.Path(sys.argv[1])); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-P", "-c", code, str(job.folder)], start_new_session=True)
+    try:
+        eventually((job.folder / "pid.json").exists)
+        monkeypatch.setattr(rope, "open_workshop", lambda: nullcontext(shop))
+        rope.freeze()
+        assert process.wait(10) and not job.alive()
+        status = shop.runs.status(folder.run_id)
+        assert (status.state, status.resume_at) == ("stopped", None)
+        assert "stopped 1 run and 1 data job" in capsys.readouterr().out
+    finally:
+        process.kill()
+        launcher.close()
 
 
 def test_commands_leave_a_line_each_without_secrets(tmp_path):

@@ -62,6 +62,7 @@ def test_agreement_starts_the_previewed_run(house, mode):
     assert len(result.structured_content["run_ids"]) == 2
     [question] = asked
     assert "2 runs" in question.message and "time unknown" in question.message and "(hash " in question.message
+    assert not Approvals(house.home).pending(), "nothing waits that would start a second time"
 
 
 @pytest.mark.parametrize("mode", ERAS)
@@ -99,6 +100,47 @@ def test_an_agent_cannot_confirm_itself(house, mode):
     result = talk(house, mode, work)
     assert not result.is_error and result.structured_content["state"] == "queued"
     assert len(house.statuses()) == 1
+
+
+def test_a_refusal_of_the_owner_is_not_asked_about_again(house):
+    draft, asked = drafted(house), []
+
+    async def work(client):
+        shown = await client.call_tool("start_training", {"draft_id": draft, "preview": True})
+        Approvals(house.home).refuse(shown.structured_content["preview"]["hash"])
+        return await client.call_tool("start_training", {"draft_id": draft})
+
+    result = talk(house, "auto", work, **answering("accept", {"start": True}, asked))
+    assert result.is_error and "owner refused" in result.content[0].text
+    assert asked == [] and house.statuses() == []
+
+
+def test_agreement_does_not_overrule_a_refusal_meanwhile(house):
+    draft = drafted(house)
+
+    async def work(client):
+        return await client.call_tool("start_training", {"draft_id": draft})
+
+    async def accepted(context, params):
+        told = params.message.split("(hash ")[1].rstrip(")")
+        Approvals(house.home).ask(told, "a run")
+        Approvals(house.home).refuse(told)
+        return ElicitResult(action="accept", content={"start": True})
+
+    result = talk(house, "auto", work, elicitation_callback=accepted)
+    assert result.is_error and "owner refused" in result.content[0].text and house.statuses() == []
+
+
+def test_agreement_uses_up_what_waited_for_the_owner(house):
+    draft = drafted(house)
+
+    async def work(client):
+        await client.call_tool("start_training", {"draft_id": draft, "preview": True})
+        assert len(Approvals(house.home).pending()) == 1
+        return await client.call_tool("start_training", {"draft_id": draft})
+
+    result = talk(house, "auto", work, **answering("accept", {"start": True}))
+    assert not result.is_error and not Approvals(house.home).pending()
 
 
 SPACE = {"optimizer.learning_rate": {"min": 1e-4, "max": 1e-2, "log": True}}

@@ -10,10 +10,13 @@ from mcp.client import Client
 from mcp.types import Implementation
 from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role
+from toprope_tools.answers.answer import Answer
+from toprope_tools.answers.runs import Started
 from toprope_tools.workshop import Workshop
 
 from tests.support.services.openai_stand_in import OpenAiStandIn
-from tests.support.tools_house import become, make_workshop, step
+from tests.support.tools_house import become, make_workshop, start_run, step
+from toprope.records.run.specification import TestPlan
 from toprope.settings.owner import Home
 
 TEN = {
@@ -21,7 +24,7 @@ TEN = {
     "rl_select_environment": {"name"},
     "rl_get_current_config": set(),
     "rl_edit_config": {"field", "value"},
-    "rl_start_training": set(),
+    "rl_start_training": {"again"},
     "rl_check_status": {"run_id"},
     "rl_stop_training": {"run_id"},
     "rl_get_results": {"run_id"},
@@ -114,6 +117,10 @@ def test_a_training_as_a_skill_for_hermes_does_it(house):
         again = await call("rl_check_status", run_id=run_id)
         assert again["rate_limited"] is True and again["next_check_in_seconds"] > 1
         assert (await call("rl_list_runs"))["runs"][0]["status"] == "running"
+        refused = (await call("rl_start_training"))["error"]
+        assert run_id in refused and " start_training(" not in refused and "rl_start_training(again=true)" in refused
+        twin = (await call("rl_start_training", again=True))["run_id"]
+        assert twin != run_id and (await call("rl_stop_training", run_id=twin))["status"] == "stopped"
         stopped = await call("rl_stop_training", run_id=run_id)
         assert stopped["status"] == "stopped"
         assert "is not running" in (await call("rl_stop_training", run_id=run_id))["message"]
@@ -197,6 +204,51 @@ def test_each_client_of_a_server_has_its_own_selection(house):
     as_client("one", lambda _, call: call("rl_select_environment", name="sort_letters"))
     assert "No environment" in as_client("two", lambda _, call: call("rl_get_current_config"))["error"]
     assert as_client("one", lambda _, call: call("rl_get_current_config"))["environment"] == "sort_letters"
+
+
+def test_keys_of_lent_tools_are_not_shown(tmp_path):
+    home = Home(tmp_path / "home", tmp_path / "config")
+    home.configuration.mkdir()
+    weather = {"command": ["weather"], "variables": {"API_KEY": "weather-4711-key"}}
+    home.settings_file.write_text(yaml.safe_dump({"tools": {"weather": weather}}))
+    shop = Workshop.open(home)
+
+    async def work(_, call):
+        chosen = await call("rl_select_environment", name="orchestrator")
+        return chosen, await call("rl_list_environments")
+
+    chosen, listed = talk(shop, work)
+    assert chosen["file_path"] == "orchestrator" and "4711" not in json.dumps([chosen, listed])
+
+
+def test_equal_calls_at_once_share_one_test(house, monkeypatch):
+    shop, launcher = house
+    starts = []
+
+    async def start(*_, **__):
+        await anyio.sleep(0.05)
+        starts.append(start_run(shop, "test", test=TestPlan(tasks=1, group_size=1)).run_id)
+        become(shop.runs.folder(starts[-1]), "stopped", ended_at=time.time())
+        launcher.leave(starts[-1])
+        return Answer("", Started(run_id=starts[-1], kind="test", draft_id="d", revision=1, state="queued"))
+
+    monkeypatch.setattr("toprope_tools.runs.inference.test_inference", start)
+
+    async def work(_, call):
+        await call("rl_select_environment", name="sort_letters")
+        told = []
+
+        async def test():
+            told.append((await call("rl_test_inference", num_steps=1, group_size=1))["run_id"])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(test)
+            tasks.start_soon(test)
+        await test()
+        return told
+
+    told = talk(shop, work)
+    assert told[0] == told[1] == starts[0] and told[2] == starts[1] and len(starts) == 2
 
 
 def test_models_are_measured_in_a_real_run(tmp_path, monkeypatch):

@@ -98,6 +98,20 @@ def test_every_resource_has_its_content(talk, house):
     assert plot.mime_type == "image/png"
 
 
+@pytest.mark.parametrize("component", ["environment-2", "tracker", "conductor"])
+def test_log_of_every_component_is_read_by_tool_and_as_resource(talk, house, component):
+    _, folder = house
+    folder.log(component).write_text("said\n")
+
+    async def work(client):
+        called = await client.call_tool("read_logs", {"run_id": folder.run_id, "component": component})
+        read = await client.read_resource(f"toprope://runs/{folder.run_id}/logs/{component}")
+        return called.content[0].text, read.contents[0].text
+
+    for text in talk(work):
+        assert "| said" in text
+
+
 def test_resources_keep_the_limit_on_fresh_numbers(talk, house):
     shop, folder = house
     step(folder, 1)

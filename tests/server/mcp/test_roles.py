@@ -111,6 +111,12 @@ def test_the_owners_role_is_read_from_the_settings(tmp_path, monkeypatch):
     assert owners_role().read_only
     settings.write_text("serve:\n  tools: [plan, read]\n")
     assert owners_role().sets == {"plan", "read"}
+    for written in (
+        "{serve: {read_only: true}}", '{"preset": "x", "serve": {"read_only": true}}', '"s\\x65rve": {read_only: true}',
+        "preset: x\n? serve\n: {read_only: true}", "\ufeffserve: {read_only: true}",
+    ):  # fmt: skip
+        settings.write_text(written)
+        assert owners_role().read_only and not owners_role().why, written
     for wrong in ("serve: {read_only: perhaps}\n", "serve: {tools: [all]}\n"):
         settings.write_text(wrong)
         assert owners_role().read_only

@@ -240,8 +240,15 @@ def test_job_that_nobody_would_answer_is_cancelled(far: FarCluster, monkeypatch:
 
 def test_walls_close_the_folders_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/far/me")
-    here = Walls(closed=("/here/home", "/here/configuration"), homes="/here/home/homes", rights={"dice": {}})
-    made = Walls.from_variables(_walls({ENV_WALLS: here.encode()}, Path("/far/toprope"), Path("~/key")))
+    here = Walls(
+        closed=("/here/home", "/here/configuration"),
+        homes="/here/home/homes",
+        rights={"dice": {}},
+        agents=("/here/home/environments",),
+    )
+    inputs = {"/here/home/environments/a.py": "/far/inputs/0/a.py", "/here/b.py": "/far/inputs/1/b.py"}
+    made = Walls.from_variables(_walls({ENV_WALLS: here.encode()}, Path("/far/toprope"), Path("~/key"), inputs))
+    assert [made.wrote_agent(file) for file in inputs.values()] == [True, False]
     assert made.closed == ("/far/toprope", "/far/me/key") and made.rights == here.rights
     assert (made.homes, made.required) == ("/far/toprope/homes", here.required)
 

@@ -56,6 +56,12 @@ def control_of(folder, run, attempt=1):
     )  # fmt: skip
 
 
+def test_manifest_has_no_target_with_keys(folder, tmp_path):
+    run = specification(tmp_path)
+    run.environment = EnvironmentSource(name="orchestrator", adapter="orchestrator", target='{"API_KEY": "4711"}')
+    assert collect_manifest(folder, run).environment.source == "orchestrator"
+
+
 def test_manifest_names_commit_and_differences(folder, tmp_path, checkout):
     run = specification(tmp_path)
     clean = collect_manifest(folder, run).code

@@ -4,7 +4,8 @@ import time
 
 import pytest
 from toprope_tools.answers.answer import tokens
-from toprope_tools.experiments.ledger import get_handoff, ledger_of, note_experiment
+from toprope_tools.experiments import ledger
+from toprope_tools.experiments.ledger import figures_of, get_handoff, ledger_of, note_experiment
 from toprope_tools.planning.config import edit_config
 from toprope_tools.planning.environments import select_environment
 from toprope_tools.runs.training import start_training
@@ -52,6 +53,22 @@ def test_experiment_is_noted_amended_and_handed_over(house):
         assert piece in handed.text
     assert handed.data.live_runs == [live]
     assert tokens(handed) < 1500
+
+
+def test_two_sessions_that_amend_at_once_lose_nothing(house, monkeypatch):
+    shop, _ = house
+    draft = do(select_environment, shop, name="sort_letters").data.draft_id
+    identity = do(note_experiment, shop, hypothesis="h", draft_id=draft).data.experiment.id
+
+    def slow(workshop, runs):
+        monkeypatch.setattr(ledger, "figures_of", figures_of)
+        do(note_experiment, shop, experiment_id=identity, outcome="by the other", decision="keep")
+        return figures_of(workshop, runs)
+
+    monkeypatch.setattr(ledger, "figures_of", slow)
+    do(note_experiment, shop, experiment_id=identity, question="why?")
+    entry = ledger_of(shop).get(identity)
+    assert (entry.outcome, entry.decision, entry.question) == ("by the other", "keep", "why?")
 
 
 def test_figures_of_run_that_ended_later_are_updated(house):

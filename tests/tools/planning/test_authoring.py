@@ -10,6 +10,8 @@ from toprope_tools.resources.documentation import listing, page
 
 from tests.support.tools_house import do, make_workshop
 from toprope.errors import InvalidValue, LockedField, NotFound, NotPossibleNow
+from toprope.records.walls import Walls
+from toprope.training.rollouts.workers.walls import environment_wall
 from toprope.workbench.authored import MOST_BYTES
 
 CODE = """\
@@ -79,9 +81,12 @@ def test_without_permission_the_file_is_for_the_person_to_save(shop):
         ("twice", f"{CODE}#{'x' * MOST_BYTES}", "bytes"),
         ("twice", CODE + "\0", "not valid Python"),
         ("other", CODE.replace("parts", 'name = "number_guess"\n    parts'), "already"),
+        ("other", CODE.replace("parts", 'name = "standard-tasks"\n    parts'), "reserved"),
+        ("other", CODE.replace("parts", 'name = "corpus"\n    parts'), "reserved"),
     ],
 )
 def test_wrong_file_is_refused_and_nothing_is_saved(shop, name, code, why):
+    shop.home.settings_file.write_text("saves: allow\nenvironment: {corpus: {trust: yes}}\n")
     with pytest.raises(InvalidValue, match=why):
         do(save_environment, shop, name=name, code=code)
     assert not shop.home.agent_environments.exists()
@@ -94,6 +99,13 @@ def test_locks_hold_for_saved_environments(shop):
     assert shop.drafts.get(draft).config.budget.steps == 5
     with pytest.raises(LockedField, match="a test"):
         do(edit_config, shop, draft_id=draft, changes={"budget.steps": 6})
+
+
+def test_saved_environment_gets_no_rights_by_its_name(shop):
+    do(save_environment, shop, name="twice", code=CODE)
+    shop.home.settings_file.write_text("saves: allow\nenvironment: {twice: {trust: yes}}\n")
+    wall = environment_wall(Walls.of_home(shop.home), shop.catalog.find("twice").environment)
+    assert not wall.trusted and wall.home == str(shop.home.worker_homes / "twice@agent")
 
 
 def test_saved_files_are_no_strategies(shop):

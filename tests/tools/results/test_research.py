@@ -86,6 +86,17 @@ def test_seeds_start_group_that_is_stopped_by_its_id(house, draft):
     assert do(stop_training, shop, run_id=group).data.was_live is False
 
 
+def test_stop_of_a_group_stops_a_lost_run_about_to_go_on(house, draft):
+    shop, launcher = house
+    started = do(start_training, shop, draft_id=draft, seeds=2).data
+    lost, live = started.run_ids
+    become(shop.runs.folder(lost), "lost", ended_at=time.time(), resume_at=time.time() + 60)
+    launcher.leave(lost)
+    stopped = do(stop_training, shop, run_id=started.group_id)
+    assert stopped.data.runs == {lost: "stopped", live: "stopped"} and "Stopped 2 of the 2 runs" in stopped.text
+    assert shop.runs.status(lost).resume_at is None
+
+
 def test_repeated_key_returns_same_group(house, draft):
     shop, _ = house
     first = do(start_training, shop, draft_id=draft, seeds=2, key="one")

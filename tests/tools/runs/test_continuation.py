@@ -59,6 +59,19 @@ def test_completed_run_goes_on_with_more_steps_and_stays_as_it_is(completed):
         do(resume_training, shop, run_id=folder.run_id, seconds=5)
 
 
+def test_two_calls_at_once_start_one_successor(completed, monkeypatch):
+    """The moment at which both have found that no other run repeats or continues it."""
+    shop, launcher, folder = completed
+    monkeypatch.setattr("toprope.workbench.launch.continuation._continued_by", lambda *_: None)
+    monkeypatch.setattr("toprope_tools.experiments.config_history._repeats", lambda *_: None)
+    for tool, options in ((resume_training, {"steps": 80}), (reproduce_run, {})):
+        first = do(tool, shop, run_id=folder.run_id, **options).data.run_id
+        with pytest.raises(NotPossibleNow, match=f"already, as {first}"):
+            do(tool, shop, run_id=folder.run_id, **options)
+        do(stop_training, shop, run_id=first)
+        do(stop_training, shop, run_id=do(tool, shop, run_id=folder.run_id, **options).data.run_id)
+
+
 def test_longer_training_keeps_steps_and_obeys_locks_and_limits(completed):
     shop, _, folder = completed
     (shop.home.configuration / "locks.yaml").write_text(

@@ -290,6 +290,30 @@ def test_checkpoint_is_asked_with_its_training_prompt(house, monkeypatch):
     assert "step-000007 cannot be used: state.json is not valid JSON" in asked.ask.asked
 
 
+def test_questions_keep_the_locks_of_the_preset(house, monkeypatch):
+    shop, launcher = house
+    presets = shop.home.configuration / "presets"
+    presets.mkdir()
+    locks = "{field: rollout.max_new_tokens, max: 5, reason: x}, {field: rollout.temperature, min: 0.5, reason: x}"
+    (presets / "short.yaml").write_text(f"config: {{rollout: {{max_new_tokens: 5}}}}\nlocks: [{locks}]\n")
+    monkeypatch.setattr("toprope_tools.runs.ask._WAIT_S", 0.1)
+    draft_id = drafted(shop, preset="short")
+    run_id = do(start_training, shop, draft_id=draft_id).data.run_id
+    step = shop.runs.folder(run_id).path / "checkpoints" / "step-000005"
+    (step / "model").mkdir(parents=True)
+    write_json(step / "state.json", {"step": 5, "cursor": 1})
+    checkpoint = {"step": 5, "path": "checkpoints/step-000005", "cursor": 1}
+    become(shop.runs.folder(run_id), "completed", ended_at=time.time(), checkpoint=checkpoint)
+    launcher.leave(run_id)
+    for source in ({"run_id": run_id}, {"draft_id": draft_id}):
+        for wrong in ({"max_new_tokens": 9}, {"temperature": 0.0}):
+            with pytest.raises(LockedField):
+                do(ask_checkpoint, shop, prompts=["x"], **source, **wrong)
+        asked = do(ask_checkpoint, shop, prompts=["x"], **source).data.run_id
+        plan = Specification.read(shop.runs.folder(asked)).ask
+        assert (plan.max_new_tokens, plan.temperature) == (5, 0.5)
+
+
 def test_data_sets_are_in_the_catalog_by_name(house, tmp_path):
     shop, _ = house
     folder = tmp_path / "config" / "environments"

@@ -377,8 +377,9 @@ def test_logs_are_bounded_cleaned_and_marked(run):
     shop, folder = run
     with pytest.raises(NotFound, match="no log of trainer"):
         do(read_logs, shop, run_id=folder.run_id, component="trainer")
-    with pytest.raises(InvalidValue, match="keeper, policy"):
-        do(read_logs, shop, run_id=folder.run_id, component="../spec")
+    for wrong in ("../spec", "environment-0", "trainer-2"):
+        with pytest.raises(InvalidValue, match="keeper, policy"):
+            do(read_logs, shop, run_id=folder.run_id, component=wrong)
     lines = [f"line {number} \x1b[31mred\x1b[0m \u202egnirts\u200b" for number in range(300)]
     folder.log("trainer").write_text("\n".join(lines) + "\n")
     answer = do(read_logs, shop, run_id=folder.run_id, component="trainer", lines=10)

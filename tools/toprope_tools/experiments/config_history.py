@@ -131,7 +131,7 @@ async def undo_edit(workshop: Workshop, *, draft_id: str, revision: int) -> Answ
             text = f"{draft_id} has the values of revision {revision} again, as revision {after.revision}: "
             text += f"{said_changes(changed)}."
         else:
-            text = f"{draft_id} stays at revision {draft.revision}: it already has the values of revision {revision}."
+            text = f"{draft_id} stays at revision {after.revision}: it already has the values of revision {revision}."
         if moved:
             text += f"\nKept by the owner's locks: {said_changes(moved)}."
         text += f"\nNext: {call('start_training', draft_id=draft_id)}"

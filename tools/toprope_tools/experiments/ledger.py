@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
 
@@ -86,28 +86,33 @@ async def note_experiment(
                 f"An experiment concerns one environment; these are {', '.join(sorted(set(environments)))}.",
                 hint="Note one experiment for each.",
             )
-        all_runs = list(dict.fromkeys([*entry.runs, *runs]))
-        if len(all_runs) > _MOST_RUNS:
-            raise InvalidValue(f"{len(all_runs)} runs are too many for one experiment.", hint=f"At most {_MOST_RUNS}.")
+        figures = figures_of(workshop, _all_runs(entry, runs))
         workshop.home.ensure()
         given = {"hypothesis": hypothesis, "outcome": outcome, "decision": decision, "question": question}
-        amended = {key: one.strip() for key, one in given.items() if one is not None}
-        drafts = [*entry.drafts, *([draft_id] if draft_id is not None and draft_id not in entry.drafts else [])]
-        entry = ledger.put(
-            entry.model_copy(
-                update={
-                    **amended,
-                    "runs": all_runs,
-                    "drafts": drafts,
-                    "figures": entry.figures | figures_of(workshop, all_runs),
-                }
-            )
-        )
+        amended: dict[str, Any] = {key: one.strip() for key, one in given.items() if one is not None}
+        with ledger.amending():
+            if experiment_id is not None:
+                entry = ledger.get(experiment_id)  # another session may have amended it while the figures were read
+            amended["runs"] = _all_runs(entry, runs)
+            amended["drafts"] = list(dict.fromkeys([*entry.drafts, *([] if draft_id is None else [draft_id])]))
+            entry = ledger.put(entry.model_copy(update={**amended, "figures": entry.figures | figures}))
         if goal is not None:
             ledger.set_goal(entry.environment, goal.strip())
         return _noted(ledger, entry, new=experiment_id is None)
 
     return await to_thread.run_sync(work)
+
+
+def _all_runs(entry: Experiment, more: list[str]) -> list[str]:
+    """Return the runs of an experiment with those that are added.
+
+    Raises:
+        InvalidValue: They are too many.
+    """
+    found = list(dict.fromkeys([*entry.runs, *more]))
+    if len(found) > _MOST_RUNS:
+        raise InvalidValue(f"{len(found)} runs are too many for one experiment.", hint=f"At most {_MOST_RUNS}.")
+    return found
 
 
 async def get_handoff(workshop: Workshop) -> Answer:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from anyio import to_thread
 
 from toprope.errors import InvalidValue, NotPossibleNow
+from toprope.records.walls import RESERVED
 from toprope.text_format import call, clip, plural
 from toprope.workbench.authored import declared, save
 from toprope_tools.answers.answer import Answer
@@ -25,12 +26,13 @@ async def save_environment(workshop: Workshop, *, name: str, code: str) -> Answe
 
     Raises:
         NotPossibleNow: The owner does not let agents save, or the folder cannot be written.
-        InvalidValue: Not a valid name or file, or it declares a name that another environment has.
+        InvalidValue: Not a valid name or file, or it declares a reserved name or one that another environment has.
     """
 
     def work() -> Answer:
         module, found = declared(name, code)
-        if workshop.settings().saves != "allow":
+        settings = workshop.settings()
+        if settings.saves != "allow":
             place = workshop.home.configuration / "environments" / f"{module}.py"
             raise NotPossibleNow(
                 "The owner does not let agents save environments.",
@@ -39,6 +41,11 @@ async def save_environment(workshop: Workshop, *, name: str, code: str) -> Answe
         folder = workshop.home.agent_environments
         path = folder / f"{module}.py"
         named = {one.name for one in found}
+        if reserved := sorted(named & {*RESERVED, *settings.environment}):
+            raise InvalidValue(
+                f"The name {reserved[0]!r} is reserved by Toprope or by the owner's settings. Nothing was saved.",
+                hint="Give the class another `name`.",
+            )
         taken = [one for one in workshop.catalog.entries() if one.name in named and one.environment.file != str(path)]
         if taken:
             holder = taken[0].environment.file or taken[0].ecosystem

@@ -35,7 +35,7 @@ from toprope.trajectories.datasets.store import DatasetStore
 from toprope.untrusted import marked, marked_lines
 from toprope_tools.answers.answer import TOKEN_BUDGET
 from toprope_tools.resources import documentation
-from toprope_tools.runs.logs import COMPONENTS, read_logs
+from toprope_tools.runs.logs import COMPONENTS, is_component, read_logs
 from toprope_tools.status.run_list import run_item
 from toprope_tools.status.snapshot import look_at, told_numbers
 
@@ -52,7 +52,7 @@ _EVENTS = 10
 _EVALUATIONS = 20
 """Evaluations along the way in a run's status."""
 _LINES = 100
-_URI = re.compile(r"toprope://runs(?:/([a-z0-9][a-z0-9_-]{0,63})(?:/(config|metrics|plot\.png|logs/([a-z]+)))?)?")
+_URI = re.compile(r"toprope://runs(?:/([a-z0-9][a-z0-9_-]{0,63})(?:/(config|metrics|plot\.png|logs/([a-z0-9-]+)))?)?")
 
 _DATASETS = re.compile(r"toprope://datasets(?:/([a-z0-9][a-z0-9_.-]{0,63}(?:@v?\d{1,6})?))?")
 DATASETS = "datasets"
@@ -83,7 +83,7 @@ def resource_at(uri: str) -> Place:
     if (page := _DOCS.fullmatch(uri)) is not None:
         return Place(None, DOCS, page[1] or "")
     found = _URI.fullmatch(uri)
-    if found is None or (found[3] and found[3] not in COMPONENTS):
+    if found is None or (found[3] and not is_component(found[3])):
         raise NotFound(
             f"There is no resource {uri[:200]!r}.",
             hint="There are toprope://runs, and for each run toprope://runs/RUN_ID, /config, /metrics, /plot.png, "

@@ -20,6 +20,7 @@ from toprope.records.run.checkpoints import (
 from toprope.records.run.specification import AskPlan, Specification
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import AnsweredConversation, read_answers
+from toprope.settings.locks import Locks
 from toprope.settings.schema import Config, PolicySection
 from toprope.text_format import call, clip, plural
 from toprope.untrusted import marked
@@ -73,16 +74,16 @@ async def ask_checkpoint(
             "Give either run_id for a run's trained policy, or draft_id for a draft's untrained policy.",
             hint="list_runs lists runs.",
         )
-    conversations, locks = _conversations(prompts), workshop.home.locks()
-    sampled = float(locks.nearest("rollout.temperature", 0.0)) if temperature is None else temperature
-    if not 1 <= count <= _MOST_ANSWERS or not 0 <= sampled <= 5:
+    conversations = _conversations(prompts)
+    if not 1 <= count <= _MOST_ANSWERS or not 0 <= (temperature or 0) <= 5:
         raise InvalidValue(f"count must be from 1 to {_MOST_ANSWERS}, temperature from 0 to 5.")
-    if count > 1 and sampled == 0:
-        raise InvalidValue(
-            f"At temperature 0 all {count} answers would be the same.", hint="Set temperature to 1, or count to 1."
-        )
 
-    def plan(config: Config, asked: str) -> AskPlan:
+    def plan(config: Config, locks: Locks, asked: str) -> AskPlan:
+        sampled = float(locks.nearest("rollout.temperature", 0.0)) if temperature is None else temperature
+        if count > 1 and sampled == 0:
+            raise InvalidValue(
+                f"At temperature 0 all {count} answers would be the same.", hint="Set temperature to 1, or count to 1."
+            )
         usual = locks.nearest("rollout.max_new_tokens", config.rollout.max_new_tokens)
         limit = usual if max_new_tokens is None else max_new_tokens
         if not 1 <= limit < config.policy.max_context:
@@ -94,22 +95,24 @@ async def ask_checkpoint(
             conversations=conversations, temperature=sampled, max_new_tokens=limit, answers=count, asked=asked
         )
 
-    if run_id is not None:
-        specification = await to_thread.run_sync(lambda: _of_run(workshop, run_id, plan))
-    else:
-        draft = await to_thread.run_sync(workshop.drafts.get, draft_id or "")
-        asked = f"the untrained policy {draft.config.policy.model} of {draft.id}"
-        name = f"ask-{draft.environment.name.rsplit('/', 1)[-1]}"
-        request = StartRequest(draft, plan(draft.config, asked), name)
-        started = await to_thread.run_sync(workshop.starter.start, request)
-        specification = started.specifications[0]
+    start, asked_id = (_of_draft, draft_id) if run_id is None else (_of_run, run_id)
+    specification = await to_thread.run_sync(start, workshop, asked_id or "", plan)
     status = await workshop.runs.wait_end(specification.run_id, _WAIT_S)
     return await to_thread.run_sync(lambda: _answer(workshop, specification, status))
 
 
-def _of_run(workshop: Workshop, named: str, plan: Callable[[Config, str], AskPlan]) -> Specification:
+def _of_draft(workshop: Workshop, draft_id: str, plan: Callable[[Config, Locks, str], AskPlan]) -> Specification:
+    draft = workshop.drafts.get(draft_id)
+    asked = f"the untrained policy {draft.config.policy.model} of {draft.id}"
+    name = f"ask-{draft.environment.name.rsplit('/', 1)[-1]}"
+    request = StartRequest(draft, plan(draft.config, workshop.home.locks(draft.preset), asked), name)
+    return workshop.starter.start(request).specifications[0]
+
+
+def _of_run(workshop: Workshop, named: str, plan: Callable[[Config, Locks, str], AskPlan]) -> Specification:
     run, found, asked = checkpoint_to_use(workshop, named)
-    specification = freeze_question(run, policy_at(run, found), workshop.home.locks(), plan(run.config, asked))
+    locks = workshop.home.locks(run.preset)
+    specification = freeze_question(run, policy_at(run, found), locks, plan(run.config, locks, asked))
     return workshop.starter.start_frozen([specification]).specifications[0]
 
 

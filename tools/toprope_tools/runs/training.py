@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -195,21 +195,18 @@ def _limit(specification: Specification) -> str:
 
 
 async def _stop_group(workshop: Workshop, group: str, run_ids: list[str]) -> Answer:
-    before = {run_id: await to_thread.run_sync(workshop.runs.status, run_id) for run_id in run_ids}
-    live = [run_id for run_id, status in before.items() if not status.ended]
-    async with anyio.create_task_group() as tasks:
-        for run_id in live:
-            tasks.start_soon(workshop.stop, run_id)
-    after = {run_id: await to_thread.run_sync(workshop.runs.status, run_id) for run_id in run_ids}
+    before = await to_thread.run_sync(_statuses, workshop, run_ids)
+    going = await _stop_each(workshop, before)
+    after = await to_thread.run_sync(_statuses, workshop, run_ids)
     told = ", ".join(f"{run_id} {status.state}" for run_id, status in after.items())
     states = {status.state for status in after.values()}
     data = answers.Stopped(
         run_id=group,
         state=states.pop() if len(states) == 1 else "mixed",
-        was_live=bool(live),
+        was_live=any(not status.ended for status in before.values()),
         runs={run_id: status.state for run_id, status in after.items()},
     )
-    head = f"Stopped {len(live)} of the {len(run_ids)} runs" if live else "No run is live"
+    head = f"Stopped {len(going)} of the {len(run_ids)} runs" if going else "No run is live"
     return Answer(f"{head} of the group {group}: {told}.\nNext: {call('get_results', run_id=run_ids[0])}", data)
 
 
@@ -219,11 +216,7 @@ async def _stop_sweep(workshop: Workshop, before: Status) -> Answer:
     after = await workshop.stop(run_id)
     await to_thread.run_sync(stop_members, folder)
     ids = await to_thread.run_sync(members_in, workshop.home.runs, run_id)
-    statuses = await to_thread.run_sync(_statuses, workshop, ids)
-    async with anyio.create_task_group() as tasks:
-        for status in statuses.values():
-            if not status.ended or status.resume_at is not None:
-                tasks.start_soon(workshop.stop, status.run_id)
+    await _stop_each(workshop, await to_thread.run_sync(_statuses, workshop, ids))
     after = await to_thread.run_sync(lambda: workshop.runs.status(run_id, revive=False))
     live = [one for one, status in (await to_thread.run_sync(_statuses, workshop, ids)).items() if not status.ended]
     text = f"{run_id}: {after.state}"
@@ -234,6 +227,15 @@ async def _stop_sweep(workshop: Workshop, before: Status) -> Answer:
         text += " What was measured so far is kept; resume_training continues from there."
     data = answers.Stopped(run_id=run_id, state=after.state, was_live=not before.ended)
     return Answer(f"{text}\nNext: {call('get_results', run_id=run_id)}", data)
+
+
+async def _stop_each(workshop: Workshop, statuses: Mapping[str, Status]) -> list[str]:
+    """Stop the runs that are live, and those that are lost and about to go on by themselves; return their ids."""
+    going = [run_id for run_id, status in statuses.items() if not status.ended or status.resume_at is not None]
+    async with anyio.create_task_group() as tasks:
+        for run_id in going:
+            tasks.start_soon(workshop.stop, run_id)
+    return going
 
 
 def _statuses(workshop: Workshop, run_ids: Sequence[str]) -> dict[str, Status]:

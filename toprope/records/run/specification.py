@@ -60,6 +60,11 @@ class EnvironmentSource(BaseModel, extra="forbid"):
     """The rule for splits of tasks, in `toprope.sdk.worker.splits`. Specifications of earlier versions lack it."""
 
     @property
+    def place(self) -> str:
+        """Its file, or else its adapter, to be shown. The target is left out: it may hold keys of the owner's tools."""
+        return self.file or self.adapter or ""
+
+    @property
     def is_foreign(self) -> bool:
         """True if an adapter reads code of other authors: files with reward functions are the owner's own."""
         own = self.adapter in ("score", "trl") and '"script"' not in (self.target or "")

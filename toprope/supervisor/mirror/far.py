@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
         print(f"{server} did not give the run {run_id}: {error!r}", file=sys.stderr)
         return ALREADY_KEPT
     program.redirect(folder.log("keeper"))
-    os.environ.update(begun["variables"] | os.environ | _walls(begun["variables"], Path(home), Path(key_file)))
+    walls = _walls(begun["variables"], Path(home), Path(key_file), _input_places(folder, begun["inputs"]))
+    os.environ.update(begun["variables"] | os.environ | walls)
     # As in a keeper: signals wait for its event loop, and none reaches the thread.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))
     sender = Sender(folder, wire, begun["attempt"])
@@ -81,11 +82,17 @@ def main(arguments: Sequence[str] | None = None, *, programs: Mapping[str, Seque
     return code
 
 
-def _walls(variables: Mapping[str, str], home: Path, key_file: Path) -> dict[str, str]:
-    """Return the owner's decisions about walls with the folders of this cluster in place of the server's."""
+def _walls(variables: Mapping[str, str], home: Path, key_file: Path, inputs: Mapping[str, str]) -> dict[str, str]:
+    """Return the owner's decisions about walls with the folders of this cluster in place of the server's.
+
+    Args:
+        inputs: Places here of the owner's files, by their places at the server.
+    """
     walls = Walls.from_variables(variables)
     homes = None if walls.homes is None else str(home / "homes")
-    return {ENV_WALLS: replace(walls, closed=(str(home), str(key_file.expanduser())), homes=homes).encode()}
+    agents = tuple(here for file, here in inputs.items() if walls.wrote_agent(file))
+    here = replace(walls, closed=(str(home), str(key_file.expanduser())), homes=homes, agents=agents)
+    return {ENV_WALLS: here.encode()}
 
 
 def _begin(wire: Wire, folder: RunFolder, job: str) -> dict[str, Any]:
@@ -120,12 +127,10 @@ def _fetch(wire: Wire, folder: RunFolder, begun: dict[str, Any]) -> None:
     attempt already, the folder is right, and the server has a part of it."""
     if not folder.path.is_dir():
         RunFolder.create(folder.path.parent, folder.run_id)
-    inputs = folder.path.parent.parent / "inputs"
-    moves: dict[str, str] = {}
-    for number, path in enumerate(begun["inputs"]):
-        moves[path] = str(inputs / folder.run_id / str(number) / Path(path).name)
-        wire.fetch(f"input/{number}", Path(moves[path]))
-    moves |= {begun["environments"]: str(shipped.ENVIRONMENTS), begun["home"]: str(inputs.parent)}
+    moves = _input_places(folder, begun["inputs"])
+    for number, place in enumerate(moves.values()):
+        wire.fetch(f"input/{number}", Path(place))
+    moves |= {begun["environments"]: str(shipped.ENVIRONMENTS), begun["home"]: str(folder.path.parent.parent)}
     try:
         keeps = begun["delivery"] and Status.read(folder).attempt >= begun["attempt"]
     except TopropeError:
@@ -141,6 +146,12 @@ def _fetch(wire: Wire, folder: RunFolder, begun: dict[str, Any]) -> None:
             _replace(wire, folder, name, {})
     if not begun["delivery"]:
         _prepare(folder, begun["files"])
+
+
+def _input_places(folder: RunFolder, inputs: Sequence[str]) -> dict[str, str]:
+    """Return the places here of the owner's files that a run names."""
+    place = folder.path.parent.parent / "inputs" / folder.run_id
+    return {path: str(place / str(number) / Path(path).name) for number, path in enumerate(inputs)}
 
 
 def _replace(wire: Wire, folder: RunFolder, name: str, moves: Mapping[str, str]) -> None:

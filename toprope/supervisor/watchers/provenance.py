@@ -264,7 +264,7 @@ def _environment(source: EnvironmentSource, knobs: Mapping[str, Any]) -> Environ
     files = {name: sha256_of(Path(name)) for name in named if _is_small_file(name)}
     return EnvironmentInputs(
         name=source.name,
-        source=source.file or f"{source.adapter}: {source.target}",
+        source=source.place,
         sha256=sha256_of(path) if path is not None and there else None,
         files=files,
         python=source.interpreter or "",

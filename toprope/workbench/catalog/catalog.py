@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import NotFound, TopropeError, shown, visible
+from toprope.settings.owner import Home
 from toprope.shipped import ENVIRONMENTS
 from toprope.workbench.adapters import Adapter, adapters
 from toprope.workbench.catalog.describe import Describer, Description, Example, WorkerOptions
@@ -80,6 +81,17 @@ class Catalog:
             InstalledSource(self._adapters, self.interpreters),
         ]
 
+    @classmethod
+    def of_home(cls, home: Home) -> Catalog:
+        """Return the catalog under the owner's present settings."""
+        settings = home.settings()
+        return cls(
+            home.environment_folders(settings),
+            datasets=home.dataset_folders(settings),
+            tools=home.lent_tools(settings),
+            registry=Registry(home.environments_file),
+        )
+
     def entries(self) -> list[Entry]:
         """Return all environments: shipped, the owner's files, data sets, added ones, files in the owner's subfolders,
         then packages by ecosystem.
@@ -113,6 +125,18 @@ class Catalog:
         close = _nearest(name, [entry.name for entry in entries])
         hint = f"The nearest: {', '.join(close)}." if close else ""
         raise NotFound(f"There is no environment {shown(name)}.", hint=f"{hint} list_environments shows all.".strip())
+
+    def lent(self, name: str) -> Entry:
+        """Return an environment whose target holds what the owner lends, without listing packages if files tell it.
+
+        Raises: As `find`.
+        """
+        for source in self._sources:
+            if isinstance(source, DatasetSource | OrchestratorSource):
+                for entry in source.entries(Names()):
+                    if entry.name == name:
+                        return entry
+        return self.find(name)
 
     async def describe(self, entry: Entry, options: WorkerOptions | None = None, *, examples: int = 3) -> Description:
         """Describe an environment in a worker: see `Describer.describe`."""

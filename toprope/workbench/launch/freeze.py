@@ -36,7 +36,6 @@ from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft
 from toprope.workbench.endpoints import resolve_helpers, resolve_teacher
 from toprope.workbench.interpreters.engines import engine_python
-from toprope.workbench.interpreters.registry import Registry
 from toprope.workbench.launch.custom_trainers import trainer_of
 from toprope.workbench.launch.hold import hold_run, plan_values
 from toprope.workbench.launch.hosted import with_service
@@ -140,14 +139,7 @@ def _ingredients(home: Home, draft: Draft) -> Ingredients | None:
     section = draft.config.environment
     if not (section.mixture or section.rewards):
         return None
-    settings = home.settings()
-    catalog = Catalog(
-        home.environment_folders(settings),
-        datasets=home.dataset_folders(settings),
-        tools=home.lent_tools(settings),
-        registry=Registry(home.environments_file),
-    )
-    return blend(draft, catalog.find, home.environment_folders(settings))
+    return blend(draft, Catalog.of_home(home).find, home.environment_folders(home.settings()))
 
 
 def freeze(

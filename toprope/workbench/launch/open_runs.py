@@ -81,7 +81,10 @@ def variables_to_resume(home: Home, specification: Specification) -> Mapping[str
         TopropeError: The owner's limits leave it nothing, or a file of the owner cannot be read; the caller asks again
             the next time somebody looks at the run.
     """
+    from toprope.workbench.launch.lent import renewed  # it imports the catalog, which most callers do not need
+
     hold_run(specification, home.locks(specification.preset), home.runs)
+    renewed([specification], home)  # refuses what the owner has withdrawn
     if specification.ask is not None and specification.ask.serve_s is not None:
         require_policies(home.settings())
     may_go_on(specification, home.limits(), home.runs)

@@ -32,6 +32,7 @@ from toprope.workbench.launch.budgets.reserve_budget import demand, reserve
 from toprope.workbench.launch.budgets.sweep_budget import require_room_for_members
 from toprope.workbench.launch.budgets.token_costs import token_costs
 from toprope.workbench.launch.freeze import freeze_drafts
+from toprope.workbench.launch.lent import renewed
 from toprope.workbench.launch.open_runs import variables_of
 from toprope.workbench.launch.preview import Preview, details_of, needs_confirmation, preview, summarize
 from toprope.workbench.launch.requirements import describe_job, require_memory
@@ -128,6 +129,8 @@ class RunStarter:
             request: The draft's, if they come from a draft: the start is recorded with it.
         """
         require_thawed(self._home.path)
+        if request is None:  # frozen from another run
+            specifications = renewed(specifications, self._home)
         if specifications[0].config.is_hosted:
             require("A run at a service", *HOSTED, extra="tinker")
         else:
@@ -136,8 +139,11 @@ class RunStarter:
         with ExitStack() as stack:
             with ledger_lock(self._home.ensure().runs):
                 specifications, make_preview = self._reserve(specifications, request, stack)
-                self._require_confirmation(specifications, make_preview, request)
-            if request is not None and (taken := self._record(specifications, request)) is not None:
+                confirmed = self._require_confirmation(specifications, make_preview, request)
+                taken = self._record(specifications, request)
+                if taken is None and confirmed is not None:  # an approval is for one start that takes place
+                    self._approvals.forget(confirmed)
+            if taken is not None:
                 stack.close()
                 return self._await_runs(taken)
             begun: list[str] = []
@@ -157,11 +163,14 @@ class RunStarter:
                 begun.append(one.run_id)
         return Started(list(specifications))
 
-    def preview(self, request: StartRequest, *, with_keys: bool = True) -> tuple[Preview, str, list[Specification]]:
+    def preview(
+        self, request: StartRequest, *, with_keys: bool = True, ask: bool = True
+    ) -> tuple[Preview, str, list[Specification]]:
         """Return what a start would take, why the owner wants it confirmed (empty if not), and what would start.
 
         Args:
             with_keys: Require the keys that the runs need, as a start does.
+            ask: Have a start that must be confirmed wait for the owner's approval.
 
         Raises: As `start`; a limit that forbids the start is found here, too.
         """
@@ -171,24 +180,29 @@ class RunStarter:
             specifications, make_preview = self._reserve(specifications, request, stack)
             found = make_preview()
             why = needs_confirmation(self._home.limits(), found)
-            if why:
+            if why and ask:
                 self._ask(specifications, found, why)
         return found, why, specifications
 
     def consent_wanted(self, request: StartRequest) -> Preview | None:
-        """Return what the client must show a person before this start; None if it must ask nobody."""
+        """Return what the client must show a person before this start; None if it must ask nobody.
+
+        Raises: As `start`; the owner's refusal holds without a question.
+        """
         if self._home.limits().confirm == "never" or self._home.settings().confirm_by != "client":
             return None
         if request.key is not None and self._index and idempotency_keys.taken(self._index, request.key) is not None:
             return None
-        found, why, _ = self.preview(request)
+        found, why, _ = self.preview(request, ask=False)
+        self._require_not_refused(found)
         return found if why and not self._approvals.has(found.hash) else None
 
     def _frozen(self, request: StartRequest, *, with_keys: bool = True) -> list[Specification]:
         locks, draft = self._home.locks(request.draft.preset), request.draft
         drafts = seeded(draft, check_seeds(request.seeds), locks) if request.seeds != 1 else [draft]
         plan, name = request.plan, request.name
-        return as_group(freeze_drafts(self._home, drafts, plan, name=name, locks=locks, with_keys=with_keys))
+        frozen = freeze_drafts(self._home, drafts, plan, name=name, locks=locks, with_keys=with_keys)
+        return as_group(renewed(frozen, self._home))
 
     def _reserve(
         self, specifications: Sequence[Specification], request: StartRequest | None, stack: ExitStack
@@ -212,38 +226,48 @@ class RunStarter:
         specifications: Sequence[Specification],
         make_preview: Callable[[], Preview],
         request: StartRequest | None,
-    ) -> None:
-        """Pass a start that needs no confirmation, or that a person confirmed as it would be now."""
+    ) -> str | None:
+        """Pass a start that needs no confirmation, or that a person confirmed as it would be now.
+
+        Returns:
+            The hash of what a person may have been asked about; None if nobody was.
+        """
         first, limits = specifications[0], self._home.limits()
         confirm, agreed = (request.confirm, request.agreed) if request else (None, None)
         if limits.confirm == "never" and confirm is None:
-            return
+            return None
         # A repeated member of a sweep is a start of its own: nobody agreed to it with the sweep.
         kind, costs = first.run_kind, token_costs(first)
         is_asked_for = first.reproduces or (first.member is None and (kind.trains or kind.starts_runs))
         if not is_asked_for and costs.free:
-            return
+            return None
         found = make_preview()
         if confirm not in (None, found.hash):
             raise ConfirmationNeeded(found, "", confirm, limits.source)
-        if not (why := needs_confirmation(limits, found)) or agreed == found.hash:
-            return
+        self._require_not_refused(found)
+        why = needs_confirmation(limits, found)
+        if why and agreed != found.hash and not self._approvals.has(found.hash):
+            self._ask(specifications, found, why)
+            raise ConfirmationNeeded(found, why, None, limits.source)
+        return found.hash
+
+    def _require_not_refused(self, found: Preview) -> None:
         if self._approvals.refused(found.hash):
             raise NotPossibleNow(
                 f"Nothing was started: the owner refused this start ({found.hash}).",
                 hint="Ask the owner what to change; another draft, or an edited one, is another start.",
             )
-        if not self._approvals.use(found.hash):
-            self._ask(specifications, found, why)
-            raise ConfirmationNeeded(found, why, None, limits.source)
 
     def _ask(self, specifications: Sequence[Specification], found: Preview, why: str) -> None:
         text, specifications = summarize(specifications, found), [self._beside_preset(one) for one in specifications]
         if self._approvals.ask(found.hash, text, details_of(specifications, found, why)):
             tell(self._home, "waiting", f"A start waits for you: {text}. toprope approve {found.hash}", hash=found.hash)
 
-    def _record(self, specifications: Sequence[Specification], request: StartRequest) -> StartKey | None:
+    def _record(self, specifications: Sequence[Specification], request: StartRequest | None) -> StartKey | None:
         """Take the request's key and record the starts; record nothing and return the key if another run holds it."""
+        if request is None:
+            self._record_successor(specifications[0])
+            return None
         assert self._index is not None
         draft, first = request.draft, specifications[0]
         if request.key is not None:
@@ -265,6 +289,19 @@ class RunStarter:
                 )
         return None
 
+    def _record_successor(self, first: Specification) -> None:
+        """Record a run that repeats or continues another, unless one that does the same is live."""
+        origin = first.reproduces or (first.continues.run if first.continues else None)
+        if self._index is None or origin is None:
+            return
+        does = "repeated" if first.reproduces else "continued"
+        row = StartRow(first.run_id, origin, 0, does, first.created_at)
+        if (live := self._index.record_start(row, self._is_live)) is not None:
+            raise NotPossibleNow(
+                f"{origin} is being {does} already, as {live.run_id}; nothing was started.",
+                hint=f"{call('check_status', run_ids=[live.run_id], wait_s=45)} follows it.",
+            )
+
     def _beside_preset(self, specification: Specification) -> Specification:
         """Add the fields that differ from the preset, for the run's manifest."""
         if specification.beside_preset or not specification.preset:
@@ -278,10 +315,10 @@ class RunStarter:
 
     def _give_up(self, never: Sequence[Specification], begun: Sequence[str], request: StartRequest | None) -> None:
         """Take back the records of runs that did not start, and stop those that did."""
-        if request is not None and self._index is not None:
+        if self._index is not None:
             for one in never:
                 self._index.forget_start(one.run_id)
-            if request.key is not None and never and not begun:
+            if request is not None and request.key is not None and never and not begun:
                 idempotency_keys.forget(self._index, request.key, never[0].run_id)
         for run_id in begun:
             self._runs.stop(run_id)

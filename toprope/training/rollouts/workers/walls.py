@@ -19,7 +19,7 @@ def environment_wall(
     network: Network = "allow",
     memory_mb: int = 0,
 ) -> Wall:
-    """The wall around an environment.
+    """The wall around an environment. If an agent wrote any of its code, it has no rights and a HOME of its own.
 
     Args:
         walls: The owner's decisions.
@@ -27,16 +27,17 @@ def environment_wall(
         network: Its network.
         memory_mb: Memory that one process may allocate in MB; 0: no limit.
     """
-    rights = walls.rights.get(source.name, {})
     code = [*([source.file] if source.file else []), *(reward.file for reward in source.rewards)]
     data = tuple(data_paths(source.target, walls.closed))
+    of_agent = any(walls.wrote_agent(file) for file in (*code, *data))
+    rights = {} if of_agent else walls.rights.get(source.name, {})
     is_data_alone = source.adapter == "harbor"  # tasks may have hidden files, and no code that runs behind this wall
     return Wall(
         sources=(*_sources(code, walls), *(() if is_data_alone else data)),
         reads=(*rights.get("reads", ()), *(data if is_data_alone else ())),
         writes=tuple(rights.get("writes", ())),
         closed=walls.closed,
-        home=walls.home_of(source.name),
+        home=walls.home_of(source.name, of_agent=of_agent),
         network=network,
         memory_mb=memory_mb,
         trusted=bool(rights.get("trust")),

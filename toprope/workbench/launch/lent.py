@@ -1,0 +1,92 @@
+"""The tools and data that the owner lends, as they are now.
+
+The targets of `orchestrator` and of data sets hold what the owner allowed when a draft was made or a run began; what
+the owner has withdrawn since must not be used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toprope.errors import LockedField, NotFound, shown
+from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.sdk.adapters._shared.rows import HUB, allowed_file
+from toprope.sdk.errors import InvalidRequest
+from toprope.settings.owner import Home
+from toprope.settings.sections.environment import members_of
+from toprope.workbench.catalog.catalog import Catalog
+
+_LENDING = ("dataset", "orchestrator")
+"""Adapters whose targets hold the owner's permissions."""
+_PERMISSIONS = ("folders", "files", "tools")
+
+
+def renewed(specifications: Sequence[Specification], home: Home) -> list[Specification]:
+    """Return specifications with the tools and folders that the owner lends now.
+
+    Args:
+        specifications: Of runs that differ in their seed alone.
+        home: The owner's.
+
+    Raises:
+        LockedField: They use a tool or a file that the owner has withdrawn, or the environment is gone.
+    """
+    first = specifications[0]
+    sources = [first.environment, *first.mixture]
+    if first.ask is not None or not any(map(_allowed, sources)):
+        return list(specifications)
+    catalog, plans = Catalog.of_home(home), members_of(first.config.environment)
+    environment, *mixture = [
+        _renewed(source, plan.section.knobs, catalog) if _allowed(source) else source
+        for source, plan in zip(sources, plans, strict=True)
+    ]
+    return [one.model_copy(update={"environment": environment, "mixture": mixture}) for one in specifications]
+
+
+def _allowed(source: EnvironmentSource) -> dict[str, Any]:
+    """Return what the owner allowed an environment; empty for those that take no permissions."""
+    target = json.loads(source.target or "{}") if source.adapter in _LENDING else {}
+    return target if any(target.get(key) for key in _PERMISSIONS) else {}
+
+
+def _renewed(source: EnvironmentSource, knobs: Mapping[str, Any], catalog: Catalog) -> EnvironmentSource:
+    try:
+        entry = catalog.lent(source.name)
+    except NotFound as gone:
+        raise LockedField(f"{gone.message} The owner has removed it.", hint=gone.hint) from None
+    now = entry.environment
+    if now.adapter != source.adapter or not entry.usable:
+        raise LockedField(
+            f"{source.name} is not what it was: {entry.problem.rstrip('.') or 'the owner put another in its place'}.",
+            hint="select_environment makes a draft of what it is now.",
+        )
+    if now.target == source.target:
+        return source
+    former, lent = _allowed(source), _allowed(now)
+    for tool in knobs.get("tools") or ():
+        is_made_up = tool == "web_search" and knobs.get("facts")
+        if tool in former.get("tools", {}) and tool not in lent.get("tools", {}) and not is_made_up:
+            raise LockedField(
+                f"{source.name}: the owner does not lend the tool {shown(tool)} any more.",
+                hint="edit_config takes it out of environment.knobs.tools, or ask the owner.",
+            )
+    path = str(knobs.get("path") or former.get("knobs", {}).get("path") or "")
+    if path and not path.startswith(HUB) and _reads(former, path) and not _reads(lent, path):
+        raise LockedField(
+            f"{source.name}: the owner does not lend {shown(path)} any more.",
+            hint="edit_config names another file in environment.knobs.path, or ask the owner.",
+        )
+    return source.model_copy(update={"target": now.target})
+
+
+def _reads(target: Mapping[str, Any], path: str) -> bool:
+    """Return True if a target lets an environment read a file."""
+    folders, files = ([Path(one) for one in target.get(key, ())] for key in ("folders", "files"))
+    try:
+        allowed_file(path, folders, files)
+    except (InvalidRequest, OSError, RuntimeError, ValueError):
+        return False
+    return True
