@@ -43,6 +43,8 @@ class Figures(BaseModel):
     seed: int = 0
     configuration: str = ""
     """Hash of the configuration without its seed; runs with the same hash differ by chance alone."""
+    measured: str = ""
+    """Hash of what decides the measured tasks; accuracies on other tasks say nothing of each other. Empty: unknown."""
 
 
 class Experiment(BaseModel):

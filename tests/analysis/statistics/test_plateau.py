@@ -6,10 +6,14 @@ from toprope.analysis.statistics.plateau import noise_floor, plateau
 from toprope.records.experiments import Experiment, Figures
 
 
-def trial(number, *accuracies, tasks=200, configuration=None):
+def trial(number, *accuracies, tasks=200, configuration=None, measured=""):
     figures = {
         f"run-{number}-{place}": Figures(
-            state="completed", accuracy=accuracy, tasks=tasks, configuration=configuration or f"c{number}"
+            state="completed",
+            accuracy=accuracy,
+            tasks=tasks,
+            configuration=configuration or f"c{number}",
+            measured=measured,
         )
         for place, accuracy in enumerate(accuracies)
     }
@@ -46,3 +50,11 @@ def test_too_few_experiments_give_no_plateau():
     assert plateau([trial(number, 0.5) for number in (1, 2, 3)]) is None
     assert plateau([trial(number) for number in range(9)]) is None
     assert plateau([]) is None
+
+
+def test_experiments_on_other_tasks_are_left_out():
+    easy = [trial(number, 0.98) for number in range(1, 5)]
+    hard = [trial(4 + number, 0.3 + number / 10, measured="hard") for number in range(1, 4)]
+    assert plateau([*easy, *hard]) is None
+    found = plateau([*easy, *hard, trial(9, 0.9, measured="hard")])
+    assert not found.stands and found.best_before == 0.4 and "(4 experiments on other tasks left out)" in found.says

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -12,6 +13,7 @@ from anyio import to_thread
 from toprope.analysis.reports.handoff import LIVE, Standing, handoff
 from toprope.analysis.statistics.intervals import wilson
 from toprope.analysis.statistics.plateau import plateau
+from toprope.analysis.statistics.run_samples import measured_tasks
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.experiments import Decision, Experiment, Figures, Ledger
 from toprope.records.run.specification import Specification
@@ -182,6 +184,7 @@ def _figures(specification: Specification, status: Status) -> Figures:
         steps=int(status.progress.get("step") or 0),
         seed=specification.config.algorithm.seed,
         configuration=_digest(specification),
+        measured=_hash(measured_tasks(specification)),
     )
     accuracy, tasks = after.get("accuracy"), after.get("tasks")
     if accuracy is not None and tasks:
@@ -196,7 +199,11 @@ def _digest(specification: Specification) -> str:
     """Return a digest that is equal for runs that differ in their seed alone."""
     config = specification.config.model_dump(mode="json")
     config["algorithm"].pop("seed")
-    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
+    return _hash(config)
+
+
+def _hash(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _specification(workshop: Workshop, run_id: str) -> Specification:

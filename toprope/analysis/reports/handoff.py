@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from toprope.analysis.reports.headline import HELDOUT, accuracy_on, headline
-from toprope.analysis.statistics.plateau import noise_floor, plateau
+from toprope.analysis.statistics.plateau import comparable, noise_floor, plateau
 from toprope.records.experiments import Experiment
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import sweep_of
@@ -116,10 +116,10 @@ def _learned(standing: Standing) -> list[str]:
         lines.append(f"- and {len(standing.experiments) - _LEARNED} earlier experiments")
     for name in list(dict.fromkeys(entry.environment for entry in standing.experiments))[:_ENVIRONMENTS]:
         own = [entry for entry in standing.experiments if entry.environment == name]
-        measured = [entry for entry in own if entry.accuracy is not None]
+        measured = comparable(own)
         if measured:
             best = max(measured, key=lambda entry: entry.accuracy or 0.0)
-            floor = noise_floor(own)
+            floor = noise_floor(measured)
             said = f"Best experiment in {name}: {percent(best.accuracy)}, {best.id}"
             if best.runs:
                 said += f" ({best.runs[0]})"

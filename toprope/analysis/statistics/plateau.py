@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from toprope.analysis.statistics.intervals import t_quantile
 from toprope.records.experiments import Experiment
+from toprope.text_format import plural
 
 _Z = 1.96
 
@@ -31,6 +32,8 @@ class Plateau:
     """True if the spread between seeds sets the floor, False if the number of tasks does."""
     stands: bool
     """True if the gain stays below the floor."""
+    left_out: int = 0
+    """Experiments of the environment that were measured on other tasks."""
 
     @property
     def says(self) -> str:
@@ -40,6 +43,7 @@ class Plateau:
             f"{self.environment}: the best of the last {self.count} measured experiments is "
             f"{100 * self.best_since:.1f}%, the best before {100 * self.best_before:.1f}%"
         )
+        head += f" ({plural(self.left_out, 'experiment')} on other tasks left out)" if self.left_out else ""
         if self.stands:
             return (
                 f"Plateau. {head}: no more than the {100 * self.floor:.1f} points that {why}. Try something of another "
@@ -79,6 +83,16 @@ def noise_floor(experiments: Sequence[Experiment]) -> tuple[float, bool] | None:
     return max(by_tasks, by_seeds), by_seeds > by_tasks
 
 
+def comparable(experiments: Sequence[Experiment]) -> list[Experiment]:
+    """Return the measured experiments of an environment whose tasks are those of the newest one, oldest first."""
+    measured = sorted((one for one in experiments if one.accuracy is not None), key=lambda one: (one.at, one.id))
+    return [one for one in measured if _tasks_of(one) == _tasks_of(measured[-1])]
+
+
+def _tasks_of(experiment: Experiment) -> set[str]:
+    return {one.measured for one in experiment.figures.values() if one.accuracy is not None}
+
+
 def plateau(experiments: Sequence[Experiment], count: int = 3) -> Plateau | None:
     """Compare the last experiments of an environment with those before; None if too few were measured.
 
@@ -86,7 +100,7 @@ def plateau(experiments: Sequence[Experiment], count: int = 3) -> Plateau | None
         experiments: Experiments of one environment, in any order.
         count: Number of last experiments.
     """
-    measured = sorted((one for one in experiments if one.accuracy is not None), key=lambda one: (one.at, one.id))
+    measured = comparable(experiments)
     floor = noise_floor(measured)
     if len(measured) <= count or floor is None:
         return None
@@ -101,4 +115,5 @@ def plateau(experiments: Sequence[Experiment], count: int = 3) -> Plateau | None
         floor=floor[0],
         from_seeds=floor[1],
         stands=best_since - best_before <= floor[0],
+        left_out=sum(one.accuracy is not None for one in experiments) - len(measured),
     )

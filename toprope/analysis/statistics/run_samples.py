@@ -15,6 +15,7 @@ from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
 from toprope.settings.sections.environment import EnvironmentSection, members_of, rewards_of
+from toprope.text_format import clip
 
 
 def measured(folder: RunFolder, state: str) -> Measured:
@@ -152,20 +153,32 @@ def _answers(content: dict[str, Any] | None) -> Answers | None:
 
 def _conditions(specification: Specification, evaluation: dict[str, Any]) -> dict[str, str]:
     """Return the conditions that must be equal, by a name for messages."""
-    section = specification.config.environment
     loaded = (evaluation.get("evaluator") or {}).get("loaded") or {}
     versions = (evaluation.get("evaluator") or {}).get("versions") or {}
     trains = specification.run_kind.trains
     split = (evaluation.get("sampled") or {}).get("split") or (HELDOUT if trains else "validation")
     return {
         "kind of measurement": f"{named_split(split)} tasks {'after training' if trains else 'of a test'}",
-        "environment": specification.environment.name,
-        "environment.knobs": json.dumps(section.knobs, sort_keys=True, ensure_ascii=False)[:200],
-        "environment.max_turns": str(section.max_turns),
-        **_measured_beside(section),
+        **{name: _short(said) for name, said in measured_tasks(specification).items()},
         "the environment's source (hash)": str(loaded.get("environment", "unknown")),
         "the environment's packages": ", ".join(f"{name} {one}" for name, one in sorted(versions.items())) or "none",
         "the evaluator's source (hash)": str(loaded.get("toprope", "unknown")),
+    }
+
+
+def _short(said: str) -> str:
+    """Cut a long text; a digest of the whole keeps unequal ones apart."""
+    return said if len(said) <= 200 else f"{clip(said, 180)} {hashlib.sha256(said.encode()).hexdigest()[:12]}"
+
+
+def measured_tasks(specification: Specification) -> dict[str, str]:
+    """Return the settings that decide which tasks are measured, by a name for messages."""
+    section = specification.config.environment
+    return {
+        "environment": specification.environment.name,
+        "environment.knobs": json.dumps(section.knobs, sort_keys=True, ensure_ascii=False),
+        "environment.max_turns": str(section.max_turns),
+        **_measured_beside(section),
     }
 
 
@@ -179,7 +192,7 @@ def _measured_beside(section: EnvironmentSection) -> dict[str, str]:
             found[f"level of {plan.label} that is measured"] = f"{curriculum.knob} {measured!r}"
     if others:
         told = [[plan.label, plan.name, plan.section.knobs, plan.section.max_turns] for plan in others]
-        found["environment.mixture"] = json.dumps(told, sort_keys=True, ensure_ascii=False)[:400]
+        found["environment.mixture"] = json.dumps(told, sort_keys=True, ensure_ascii=False)
     return found
 
 
