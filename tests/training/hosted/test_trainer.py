@@ -20,7 +20,7 @@ from tests.support.training_api_server import until
 from tests.training.hosted.tinker_stand_in import KEY, MODEL, TinkerStandIn
 from toprope.errors import ComponentFailed, InvalidValue, NotFound, TopropeError
 from toprope.records.journal.groups import Outcome
-from toprope.records.messages import Finished, Stepped
+from toprope.records.messages import Finished, Stepped, Warned
 from toprope.records.purse import LimitReached
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.usage import spending_in
@@ -182,7 +182,8 @@ def test_unknown_model_names_the_models(attempt: Attempt, tmp_path: Path, tinker
 
 
 def test_steps_are_paid_and_capped(attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn) -> None:
-    """Each step costs its tokens and itself; the step that the limit does not leave room for is not taken."""
+    """Each step costs its tokens and itself; the step that the limit does not leave room for is not taken, and those
+    before it are kept."""
     prices = HostedPrices(prompt_usd=0, completion_usd=0, train_usd=1e3, step_usd=0.5)
     folder = RunFolder.create(tmp_path, "run-1")
     attempt(folder, hosted_config(), hosted=prices)
@@ -192,10 +193,56 @@ def test_steps_are_paid_and_capped(attempt: Attempt, tmp_path: Path, tinker_serv
     limits = FrozenLimits(source="a test", caps={"cost_usd": Cap(value=1.2, limit="per_run.cost_usd")})
     capped = RunFolder.create(tmp_path, "run-2")
     before = tinker_service.seen.count("forward_backward")
-    with pytest.raises(LimitReached, match="per_run.cost_usd"):
-        attempt(capped, hosted_config(), hosted=prices, limits=limits)
+    config = hosted_config()
+    config.logging.save_steps = 5
+    member, _ = attempt(capped, config, hosted=prices, limits=limits)
     assert len(rows(capped)) == 2 == tinker_service.seen.count("forward_backward") - before
     assert sum(spending_in(capped.path).values()) <= 1.2
+    [warned] = member.of(Warned)
+    assert "ends with step 2: per_run.cost_usd" in warned.what and member.of(Finished)[0].detail["step"] == 2
+    assert capped.newest_checkpoint().name == "step-000002" and (capped.path / "weights").is_dir()
+    limits = FrozenLimits(source="a test", caps={"cost_usd": Cap(value=0.1, limit="per_run.cost_usd")})
+    with pytest.raises(LimitReached, match="per_run.cost_usd"):  # there is nothing to keep
+        attempt(RunFolder.create(tmp_path, "run-3"), hosted_config(), hosted=prices, limits=limits)
+
+
+def test_step_without_a_finite_gradient_is_not_published(
+    attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, wait = RunFolder.create(tmp_path, "run-1"), Service.wait
+
+    def spoilt(service: Service, doing: str, call: Callable[[], Any]) -> Any:
+        found = wait(service, doing, call)
+        is_third = doing == "take an optimizer step" and trained(tinker_service).steps == 3
+        return SimpleNamespace(metrics={"grad_norm": float("nan")}) if is_third else found
+
+    monkeypatch.setattr(Service, "wait", spoilt)
+    with pytest.raises(TopropeError, match="gradients' norm at step 3 is not a number"):
+        attempt(folder, hosted_config())
+    assert json.loads((folder.crew / "sampler.json").read_bytes())["version"] == 2
+    assert folder.newest_checkpoint().name == "step-000002" and rows(folder)[-1]["grad_norm"] is None
+
+
+def test_answers_without_logprobs_are_left_out_or_refused(
+    attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service would take 0 for the sampler's certainty."""
+    asked, bare = StandInApi.next_batch, [0]
+
+    def next_batch(api: StandInApi, cursor: int, sequences: int, wait_s: float) -> Any:
+        batch = asked(api, cursor, sequences, wait_s)
+        for place in bare:
+            batch.batch[place].inference_logprobs = None
+        return batch
+
+    monkeypatch.setattr(StandInApi, "next_batch", next_batch)
+    folder = RunFolder.create(tmp_path, "run-1")
+    member, _ = attempt(folder, hosted_config(budget__steps=2))
+    assert rows(folder)[1]["tokens/trained"] == 2 * 4 * 5, "one group of two"
+    assert ["4 of 8 answers" in one.what for one in member.of(Warned)] == [True]
+    bare.append(1)
+    with pytest.raises(InvalidValue, match="8 of 8 answers .* without log-probabilities"):
+        attempt(RunFolder.create(tmp_path, "run-2"), hosted_config(budget__steps=2))
 
 
 def test_key_stays_out_of_variables_and_files(attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn) -> None:

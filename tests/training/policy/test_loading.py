@@ -8,13 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support.trainer_stand_ins import small_run_config
 from toprope.errors import InvalidValue
 from toprope.settings.changes import apply_changes
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.schema import Config, PolicySection
 from toprope.training.policy import tiny_model
-from toprope.training.policy.loading import embedded_folder, kept_variables, load_tokenizer, place, with_variables
+from toprope.training.policy.loading import (
+    embedded_folder,
+    kept_variables,
+    load_model,
+    load_tokenizer,
+    place,
+    with_variables,
+)
+from toprope.training.policy.weight_sync import check_weights
 
 
 @pytest.fixture
@@ -137,3 +147,50 @@ def test_tokenizer_without_end_or_padding_pads_with_a_special_token_or_is_refuse
     file.write_text(json.dumps(settings))
     with pytest.raises(InvalidValue, match="no special token"):
         load_tokenizer(bare)
+
+
+@pytest.fixture
+def adapters(tiny_policy: Path, tmp_path: Path) -> Path:
+    """Adapters of rank 4 that change the policy, as a run saves them."""
+    model = load_model(tiny_policy, small_run_config(policy__lora=True), trained=True)
+    for value in model.parameters():
+        if value.requires_grad:
+            value.data += 0.1 * torch.randn_like(value)
+    model.save_pretrained(tmp_path / "adapters")
+    return tmp_path / "adapters"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_adapters_are_trained_on(adapters: Path, tiny_policy: Path, tmp_path: Path, dtype: str) -> None:
+    config = small_run_config(policy__lora=True, policy__dtype=dtype)
+    saved = check_weights(load_model(adapters, small_run_config(policy__dtype=dtype)))
+    trained, served = load_model(adapters, config, trained=True), load_model(adapters, config)
+    assert {*dict(trained.named_parameters())} == {*dict(served.named_parameters())}
+    for model in (trained, served):
+        assert saved.largest_error(check_weights(model).logprobs) < (1e-5 if dtype == "float32" else 0.1)
+    base = check_weights(load_model(tiny_policy, small_run_config(policy__dtype=dtype)))
+    assert saved.largest_error(base.logprobs) > 0.2
+    assert [name for name, value in trained.named_parameters() if value.requires_grad and "lora_" not in name] == []
+    assert any(value.requires_grad for value in trained.parameters())
+    trained.save_pretrained(tmp_path / "again")
+    named = json.loads((tmp_path / "again" / "adapter_config.json").read_bytes())
+    assert named["base_model_name_or_path"] == str(tiny_policy)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"policy__lora": False}, "policy.lora is false.* set policy.lora to true"),
+        ({"policy__lora_rank": 8}, "lora_rank 8.* set policy.lora_rank to 4, lora_alpha to 32"),
+        ({"policy__lora_alpha": 16.0}, "lora_alpha 16"),
+        ({"policy__lora_target_modules": "q_proj"}, "lora_target_modules q_proj.* all-linear or down_proj,"),
+    ],
+)
+def test_other_adapters_than_the_saved_ones_are_refused(adapters: Path, changes: dict[str, Any], said: str) -> None:
+    config = small_run_config(**{"policy__lora": True, **changes})
+    with pytest.raises(InvalidValue, match=said) as refused:
+        load_model(adapters, config, trained=True)
+    assert "export_policy" in str(refused.value)
+    own = check_weights(load_model(adapters, small_run_config()))
+    found = check_weights(load_model(adapters, config)).logprobs
+    assert own.largest_error(found) < 1e-5, "what is not trained, such as an opponent, is sampled as it was saved"

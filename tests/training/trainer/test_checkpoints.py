@@ -111,6 +111,35 @@ def test_damaged_checkpoint_is_refused_and_kept(tiny_policy: Path, tmp_path: Pat
     assert (path / broken).read_bytes() == content
 
 
+class NestedMoments(torch.optim.AdamW):
+    """Nests its state as bitsandbytes does, beside a number that is no tensor."""
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        state = {place: {"step": 7, "quantized": entry} for place, entry in found["state"].items()}
+        return found | {"state": state}
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        assert all(entry["step"] == 7 for entry in given["state"].values())
+        super().load_state_dict(given | {"state": {n: entry["quantized"] for n, entry in given["state"].items()}})
+
+
+def test_nested_moments_are_restored(tiny_policy: Path, tmp_path: Path) -> None:
+    model, _, _ = make(tiny_policy)
+    optimizer = NestedMoments(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    train(model, optimizer, scheduler, 2)
+    state, parts = CheckpointState(2, 8, 2, 0.0), {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    path = save_checkpoint(tmp_path, state, keep=1, tokenizer=load_tokenizer(tiny_policy), **parts)
+    expected = torch.optim.AdamW.state_dict(optimizer)["state"]
+    again = NestedMoments(model.parameters(), lr=1e-2)
+    load_checkpoint(path, model=model, optimizer=again, scheduler=scheduler)
+    found = torch.optim.AdamW.state_dict(again)["state"]
+    assert found.keys() == expected.keys() and len(found) > 10
+    for place, entry in expected.items():
+        assert all(torch.equal(value, found[place][key]) for key, value in entry.items())
+
+
 def test_checkpoint_state_has_version(tiny_policy: Path, tmp_path: Path) -> None:
     path, *_ = after_one_step(tiny_policy, tmp_path)
     assert json.loads((path / "state.json").read_text())["version"] == 2

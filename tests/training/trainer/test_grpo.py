@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from itertools import product
@@ -72,6 +73,27 @@ def test_garbage_logprobs_change_the_loss(tiny_policy: Path) -> None:
     assert honest[0]["loss"] != pytest.approx(garbage[0]["loss"], abs=1e-2)
     assert honest[0]["clip_ratio/region_mean"] == 0.0
     assert garbage[0]["clip_ratio/region_mean"] > 0.2
+
+
+def test_answers_without_logprobs_count_as_sampled_by_the_policy(tiny_policy: Path) -> None:
+    """As 0 they would be certain: every ratio far below 1, and the drift enormous."""
+    known, unknown = rollout_group([0.0, 0.0, 1.0, 0.0]), rollout_group([1.0, 0.0, 1.0, 0.0], task="u")
+    unknown.versions = None
+    model = load_model(tiny_policy, small_config())
+    with torch.no_grad():
+        ids = torch.tensor(unknown.tokens)
+        true = torch.log_softmax(model(ids).logits[:, 1:-1], -1).gather(2, ids[:, 2:].unsqueeze(2)).squeeze(2)
+    unknown.inference_logprobs = [[PROMPT_LOGPROB] * 2 + row for row in true.tolist()]
+    for changes in ({}, {"algorithm__importance_sampling_mode": "token_truncate"}):
+        config = small_config(budget__steps=1, optimizer__micro_batch_size=3, **changes)
+        told, expected = trained_loss(tiny_policy, [known, unknown], config)
+        drift, _ = trained_loss(tiny_policy, [known], config)
+        bare = copy.copy(unknown)
+        bare.inference_logprobs = None
+        found, weights = trained_loss(tiny_policy, [known, bare], config)
+        assert found[0]["loss"] == pytest.approx(told[0]["loss"], abs=1e-5)
+        assert all(torch.allclose(value, expected[name], atol=1e-5) for name, value in weights.items())
+        assert found[0]["policy/approx_kl"] == pytest.approx(drift[0]["policy/approx_kl"], rel=1e-4)
 
 
 def test_every_step_has_one_row_with_trl_names(tiny_policy: Path) -> None:

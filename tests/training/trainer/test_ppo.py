@@ -172,6 +172,35 @@ def test_ppo_learns_rewarded_answer_and_value(tiny_policy):
     assert told[-1]["clip_ratio/region_mean"] > 0, "the repeated batch becomes off-policy"
 
 
+def test_answers_without_logprobs_count_as_sampled_by_the_policy(tiny_policy):
+    one = group(1)
+    one.inference_logprobs = None
+    config = ppo(budget__steps=1, ppo__epochs=1, ppo__minibatches=1)
+    model, head = load_model(tiny_policy, config), ValueHead(32)
+    [told] = learn(config, model, head, [one], torch.optim.SGD(model.parameters(), lr=0.1))
+    assert told["clip_ratio/region_mean"] == 0.0 and "policy/approx_kl" not in told
+
+
+def test_mixture_of_experts_adds_its_load_balancing_loss():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 180, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4}
+    losses, gates = [], []
+    for weight, micro in ((0.0, 0), (5.0, 0), (5.0, 2)):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, router_aux_loss_coef=weight))
+        config = ppo(budget__steps=1, ppo__epochs=1, ppo__minibatches=1, optimizer__micro_batch_size=micro)
+        torch.manual_seed(0)
+        head = ValueHead(16)
+        [told] = learn(config, model, head, [group(1)], torch.optim.SGD(model.parameters(), lr=0.1))
+        losses.append(told["loss"])
+        gates.append(next(value for name, value in model.named_parameters() if "gate.weight" in name).detach())
+    aux = (losses[1] - losses[0]) / 5.0
+    assert aux > 0.5 and (losses[2] - losses[0]) / 5.0 == pytest.approx(aux, rel=0.2)
+    assert not torch.allclose(gates[0], gates[1], atol=1e-5)
+
+
 def learn(config: Config, model: Any, head: ValueHead, groups: list[Group], optimizer: Any) -> list[dict[str, Any]]:
     told: list[dict[str, Any]] = []
     PpoLearner(

@@ -36,11 +36,12 @@ def attempt(tiny_policy: Path) -> Any:
 
 
 class UnevenApi(StandInApi):
-    """One row of each batch has no sampled token, so there are seven rows."""
+    """One row of each batch has no sampled token, so there are seven rows, and one group has no log-probabilities."""
 
     def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Any:
         batch = super().next_batch(cursor, sequences, wait_s)
         batch.batch[0].masks[1] = [MASKED] * 5
+        batch.batch[1].inference_logprobs = None
         return batch
 
 

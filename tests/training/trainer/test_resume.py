@@ -16,9 +16,10 @@ from toprope.records.run.checkpoints import seal
 from toprope.records.run.folder import RunFolder
 from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
+from toprope.training.policy.export import export_policy
 from toprope.training.policy.loading import load_model, load_tokenizer
-from toprope.training.policy.weight_sync import WeightReader
-from toprope.training.trainer.batch_source import BatchSource
+from toprope.training.policy.weight_sync import WeightReader, check_weights
+from toprope.training.trainer.batch_source import BatchSource, EndOfTraining
 from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
 from toprope.training.trainer.checkpoints.checkpoint_io import load_checkpoint, load_weights, save_checkpoint
 from toprope.training.trainer.grpo import GrpoRun
@@ -72,6 +73,32 @@ def test_resume_equals_uninterrupted_run(attempt, tmp_path, changes):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.allclose(ours[name], value, atol=1e-5), name
+
+
+def test_run_goes_on_with_the_adapters_of_another(attempt, tmp_path, capsys):
+    """Its reference for the KL term is the policy that it began with, not the model below the adapters."""
+    config = small_run_config(policy__lora=True, algorithm__beta=0.5)
+    first, second = (RunFolder.create(tmp_path, name) for name in ("first", "second"))
+    attempt(first, config)
+    assert rows(first)[-1]["kl"] > 1e-3
+    policy = first.newest_checkpoint() / "model"
+    second.crew.mkdir(exist_ok=True)
+    member = StandInMember(second, policy, config, stop_after=1)
+    member.spec.continued_run = "first"
+    GrpoRun(member).run()
+    [row] = rows(second)
+    assert row["kl"] == pytest.approx(0.0, abs=1e-6) and "moments of 28 parameters" in capsys.readouterr().err
+    started = load_model(policy, small_run_config())
+    served = load_model(policy, config)
+    assert WeightReader(second.crew, dict(served.named_parameters()), served).refresh() == 1
+    ended = check_weights(load_model(second.newest_checkpoint() / "model", small_run_config()))
+    assert ended.largest_error(check_weights(served).logprobs) < 1e-5
+    assert 1e-4 < ended.largest_error(check_weights(started).logprobs)
+    export_policy(
+        second.newest_checkpoint() / "model", tmp_path / "merged", "merged", dtype="as saved", base="", converter=[]
+    )
+    merged = check_weights(load_model(tmp_path / "merged", small_run_config()))
+    assert ended.largest_error(merged.logprobs) < 1e-4
 
 
 def test_checkpoint_weights_are_published_before_ready(attempt, tiny_policy, tmp_path):
@@ -294,6 +321,22 @@ def test_killed_trainer_counts_groups_without_signal_again(attempt, tmp_path, mo
     for row in expected:
         for name in ("rollouts", "dropped/zero_signal", "groups/delivered", "reward", "loss"):
             assert found[row["step"]].get(name, 0.0) == pytest.approx(row.get(name, 0.0), rel=1e-4), (row["step"], name)
+
+
+def test_groups_of_a_part_of_a_batch_are_not_counted() -> None:
+    """A stop in the middle of a batch leaves its groups to the next attempt, which counts them."""
+
+    class Flat(StandInApi):
+        def next_batch(self, cursor: int, sequences: int, wait_s: float) -> Batch:
+            batch = super().next_batch(cursor, 4, wait_s)
+            batch.batch[0].scores, batch.batch[0].outcomes, batch.stale = [0.0] * 4, None, 2
+            return batch
+
+    asked = iter([False, False, True])
+    source = BatchSource(Flat(), small_run_config(), lambda: next(asked), 0, 0, {"stale": 1})
+    with pytest.raises(EndOfTraining):
+        source.next(0)
+    assert source.dropped == {"stale": 1} and source.cursor == source.rollouts == 0
 
 
 def test_resume_reads_state_without_counts(attempt, tmp_path):

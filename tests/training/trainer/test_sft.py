@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from trl.trainer.sft_trainer import SFTTrainer
 
 from tests.support.services.openai_stand_in import OpenAiStandIn
 from tests.support.trainer_stand_ins import StandInMember, small_run_config
-from toprope.errors import ComponentFailed, Corrupt
+from toprope.errors import ComponentFailed, Corrupt, InvalidValue
 from toprope.records.journal.demonstrations import Trace, append_traces, read_traces
-from toprope.records.messages import Checkpointed, Finished, Stepped
+from toprope.records.messages import Checkpointed, Finished, Stepped, Warned
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.endpoints import Endpoint
@@ -23,8 +26,16 @@ from toprope.training.demonstrations.from_teacher import DemonstrationCollector,
 from toprope.training.policy.tiny_model import RECIPES, make_tokenizer
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed
 from toprope.training.rollouts.environment_host import EnvironmentHost, environment_plans
-from toprope.training.trainer.demonstration_run import row_order, tokenize_traces, training_config
+from toprope.training.trainer import demonstration_run
+from toprope.training.trainer.batch_source import EndOfTraining
+from toprope.training.trainer.demonstration_run import (
+    TokenizedTraces,
+    row_order,
+    tokenize_traces,
+    training_config,
+)
 from toprope.training.trainer.sft import SftRun
+from toprope.training.trainer.step import learner
 
 KEY = "sk-very-secret-0123456789"
 TALK = [
@@ -37,13 +48,14 @@ TALK = [
 
 def test_labels_cover_assistant_tokens_only():
     tokenizer = make_tokenizer(RECIPES["embedded-tools"])
-    [row], too_long = tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 100)
+    found = tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 100)
+    [row] = found.rows
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0]
     assert tokenizer.decode(learned) == "".join(f"{one['content']}<|end|>" for one in TALK[1::2])
     assert all(label in (-100, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
     whole = tokenizer.apply_chat_template(TALK, tokenize=False)
-    assert tokenizer.decode(row["input_ids"]) == whole and too_long == 0
-    assert tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 10) == ([], 1)
+    assert tokenizer.decode(row["input_ids"]) == whole and found.too_long == found.rewritten == 0
+    assert tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 10) == TokenizedTraces([], 1, 0)
 
 
 def test_words_of_the_tools_are_tokens():
@@ -69,7 +81,7 @@ def test_rewriting_template_splits_sequences():
         "{% else %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    rows, _ = tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 100)
+    rows = tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 100).rows
     learned = [
         tokenizer.decode([t for t, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0])
         for row in rows
@@ -82,6 +94,8 @@ def test_row_order_depends_on_seed_alone():
     assert len(order) == 32 and sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
     assert order == row_order(10, 4, 3, seed=1) != row_order(10, 4, 3, seed=2) and order[:10] != order[10:20]
     assert order[30:] == order[:2]
+    few = row_order(3, 16, 2, seed=1)
+    assert len(few) == 16 and few[6:12] == few[:6], "few rows are repeated until a batch is full"
 
 
 def test_training_config_uses_sft_section():
@@ -223,42 +237,136 @@ def test_refused_key_ends_collection(tmp_path: Path, endpoint: OpenAiStandIn):
 
 
 class _Member(StandInMember):
-    """A member whose environment has written the demonstrations."""
+    """A member whose environment has written the demonstrations, after so many looks; counts its signs of life."""
+
+    looks = beats = holds = 0
 
     def address(self, peer: str) -> str:
         return str(self.folder.path / "traces.jsonl") if peer == "environment" else super().address(peer)
 
+    def peer(self, name: str) -> Any:
+        if name == "environment" and self.looks:
+            self.looks -= 1
+            return None
+        return self.address(name)
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    def hold(self, beat: Any = None) -> float:
+        self.holds += 1
+        return 0.0
+
+
+def said(prompt: str, answer: str = "ab" * 3) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+TRACES = [Trace(str(number), 0, said(f"say {number}")) for number in range(9)]
+
+
+def sft_config(**changes: Any) -> Config:
+    usual = {"sft__epochs": 2, "sft__batch_size": 4, "sft__learning_rate": 1e-2, "sft__max_length": 64}
+    return small_run_config(**usual | changes)
+
+
+def fine_tuned(
+    path: Path, policy: Path, config: Config, traces: list[Trace] = TRACES, stop_after: int = 0, looks: int = 0
+) -> tuple[_Member, RunFolder]:
+    """Fine-tunes in a run folder from its newest checkpoint."""
+    folder = RunFolder(path)
+    if not path.exists():
+        folder = RunFolder.create(path.parent, path.name)
+        append_traces(path / "traces.jsonl", traces)
+    folder.crew.mkdir(exist_ok=True)
+    member = _Member(folder, policy, config, stop_after)
+    member.looks = looks
+    member.spec = SimpleNamespace(config=config, kind="sft", continued_run=None)
+    SftRun(member).run(folder.newest_checkpoint())
+    return member, folder
+
 
 def test_stopped_fine_tuning_resumes(tmp_path: Path, tiny_policy: Path):
-    traces = [
-        Trace(
-            str(number), 0, [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": "ab" * 3}]
-        )
-        for number in range(9)
-    ]
-    config = small_run_config(sft__epochs=2, sft__batch_size=4, sft__learning_rate=1e-2, sft__max_length=64)
-
-    def run(name: str, stop_after: int = 0) -> tuple[_Member, RunFolder]:
-        folder = RunFolder(tmp_path / "runs" / name)
-        if not folder.path.exists():
-            folder = RunFolder.create(tmp_path / "runs", name)
-            append_traces(folder.path / "traces.jsonl", traces)
-        folder.crew.mkdir(exist_ok=True)
-        member = _Member(folder, tiny_policy, config, stop_after)
-        member.spec = SimpleNamespace(config=config, kind="sft", continued_run=None)
-        SftRun(member).run(folder.newest_checkpoint())
-        return member, folder
-
-    whole, folder = run("whole")
+    whole, folder = fine_tuned(tmp_path / "whole", tiny_policy, sft_config())
     losses = [report.values["loss"] for report in whole.of(Stepped)]
     assert len(losses) == 5 and losses[-1] < losses[0] and whole.of(Stepped)[0].total == 5
     assert whole.of(Finished)[0].detail["step"] == 5
-    first, broken = run("broken", stop_after=2)
+    first, broken = fine_tuned(tmp_path / "broken", tiny_policy, sft_config(), stop_after=2)
     assert [report.step for report in first.of(Checkpointed)] == [2]
-    second, _ = run("broken")
+    second, _ = fine_tuned(tmp_path / "broken", tiny_policy, sft_config())
     assert [report.step for report in second.of(Stepped)] == [3, 4, 5]
     together = [report.values["loss"] for report in [*first.of(Stepped), *second.of(Stepped)]]
     assert together == pytest.approx(losses, rel=1e-4)
     rows = [json.loads(line) for line in broken.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows if "step" in row] == [1, 2, 3, 4, 5]
     assert (folder.checkpoints / "step-000005" / "model" / "model.safetensors").is_file()
+
+
+def test_few_rows_fill_a_large_batch(tmp_path: Path, tiny_policy: Path):
+    config = sft_config(sft__epochs=1, sft__batch_size=16)
+    member, _ = fine_tuned(tmp_path / "run", tiny_policy, config, TRACES[:3])
+    assert [report.step for report in member.of(Stepped)] == [1]
+
+
+def test_trainer_gives_signs_of_life_while_it_waits_and_reads(tmp_path: Path, tiny_policy: Path, monkeypatch):
+    monkeypatch.setattr(demonstration_run, "_LOOK_EVERY_S", 0.001)
+
+    def end(*given: Any) -> None:
+        raise EndOfTraining  # as at a service whose costs reach their limit
+
+    monkeypatch.setattr(SftRun, "_train", end)
+    member, _ = fine_tuned(tmp_path / "run", tiny_policy, sft_config(), looks=20)
+    assert member.of(Finished)
+    assert member.looks == 0 and member.beats >= 20 + len(TRACES)
+
+
+def test_answers_that_the_template_rewrites_are_told(tmp_path: Path, tiny_policy: Path):
+    """A prompt ends with an opened thought, which the template drops from answers without one."""
+    policy = shutil.copytree(tiny_policy, tmp_path / "thinking")
+    template = (policy / "chat_template.jinja").read_text()
+    head, end = template.rsplit("<bot>", 1)
+    (policy / "chat_template.jinja").write_text(f"{head}<bot><think>{end}")
+    some = [*TRACES, Trace("t", 0, said("say", "<think>ab"))]
+    member, _ = fine_tuned(tmp_path / "some", policy, sft_config(), some)
+    assert member.of(Finished)[0].detail["rewritten"] == 9 and member.of(Finished)[0].detail["left_out"] == 0
+    assert "prompt of 9 answers" in member.of(Warned)[0].what
+    with pytest.raises(InvalidValue, match="prompt of 9 answers.*chat_template_kwargs") as failed:
+        fine_tuned(tmp_path / "none", policy, sft_config())
+    assert "max_length" not in str(failed.value)
+    with pytest.raises(InvalidValue, match="9 are longer than sft.max_length .8 tokens"):
+        fine_tuned(tmp_path / "long", tiny_policy, sft_config(sft__max_length=8))
+
+
+def test_micro_batches_give_the_steps_of_a_whole_batch(tmp_path: Path, tiny_policy: Path, monkeypatch):
+    """Answers differ in length, so a mean of means would differ. 3 does not divide 4, so passes have 2 rows."""
+    traces = [Trace(str(number), 0, said(f"say {number}", "ab" * (1 + number))) for number in range(8)]
+    passed: list[int] = []
+    step = SFTTrainer.training_step
+
+    def counted(self: Any, model: Any, inputs: Any, *given: Any) -> Any:
+        passed.append(len(inputs["input_ids"]))
+        return step(self, model, inputs, *given)
+
+    monkeypatch.setattr(SFTTrainer, "training_step", counted)
+    config = sft_config(sft__epochs=1)
+    whole, _ = fine_tuned(tmp_path / "whole", tiny_policy, config, traces)
+    config.optimizer.micro_batch_size = 3
+    parts, _ = fine_tuned(tmp_path / "parts", tiny_policy, config, traces)
+    assert passed == [4, 4, 2, 2, 2, 2]
+    for name in ("loss", "grad_norm"):
+        values = [[report.values[name] for report in member.of(Stepped)] for member in (whole, parts)]
+        assert len(values[0]) == 2 and values[1] == pytest.approx(values[0], rel=1e-4)
+
+
+def test_fine_tuning_is_paused_deterministic_and_in_the_precision_asked_for(
+    tmp_path: Path, tiny_policy: Path, monkeypatch
+):
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: asked.append(on))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    config = sft_config(algorithm__deterministic=True)
+    member, _ = fine_tuned(tmp_path / "run", tiny_policy, config)
+    assert asked == [True] and member.holds >= len(member.of(Stepped)) == 5
+    monkeypatch.setattr(learner, "cpu_computes_bfloat16", lambda: False)
+    with pytest.raises(InvalidValue, match="optimizer.precision is bfloat16"):
+        fine_tuned(tmp_path / "half", tiny_policy, sft_config(optimizer__precision="bfloat16"))

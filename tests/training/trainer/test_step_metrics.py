@@ -17,7 +17,8 @@ from toprope.training.trainer.step_metrics import PolicyDrift, StepTimer
 def passed(delta: list[list[float]], age: list[int], mask: list[list[int]]) -> tuple[torch.Tensor, RowTensors]:
     sampled = torch.full((len(delta), len(delta[0])), -1.5)
     shown = torch.tensor(mask).bool()
-    batch = RowTensors(shown, sampled, torch.zeros(len(delta), 1), torch.tensor(age), float(shown.sum()))
+    known = torch.ones(len(delta), dtype=torch.bool)
+    batch = RowTensors(shown, sampled, torch.zeros(len(delta), 1), torch.tensor(age), known, float(shown.sum()))
     return sampled + torch.tensor(delta), batch
 
 

@@ -16,8 +16,9 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from toprope.errors import Corrupt, NotFound, TopropeError
+from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
 from toprope.records.messages import Warned
+from toprope.records.purse import LimitReached
 from toprope.records.run.checkpoints import problem_of
 from toprope.records.run.folder import checkpoints_in
 from toprope.records.run.usage import purse_of
@@ -27,7 +28,7 @@ from toprope.training.hosted.sampler import SamplerPublisher
 from toprope.training.hosted.service import Service, datum
 from toprope.training.policy.loading import load_tokenizer
 from toprope.training.trainer.base import Learner, TrainingRun
-from toprope.training.trainer.batch_source import GroupBatch, TrainingRow, build_rows
+from toprope.training.trainer.batch_source import EndOfTraining, GroupBatch, TrainingRow, build_rows
 from toprope.training.trainer.checkpoints.checkpoint_folder import (
     CheckpointState,
     commit_checkpoint,
@@ -55,6 +56,8 @@ class HostedRun(TrainingRun):
         self._folder = Path()
         self._kept: tuple[int, HostedPolicy] | None = None
         """Last saved state of the service, and its step."""
+        self._grad_norm = 0.0
+        """Of the last step, as the service tells it."""
 
     def _load(self, policy: Path) -> dict[str, Any]:
         self._folder, self._policy = policy, HostedPolicy.read(policy)
@@ -136,6 +139,10 @@ class HostedRun(TrainingRun):
             text = f"The adapters were not downloaded ({error}); they are at {self._policy.sampler}."
             self._member.report(Warned(text))
 
+    def _find_not_finite(self, loss: float | None) -> str | None:
+        found = super()._find_not_finite(loss)
+        return found or (None if math.isfinite(self._grad_norm) else "The gradients' norm")
+
     def _take_step(self, step: int, data: Sequence[Any], tokens: int, loss: str, **settings: float) -> dict[str, Any]:
         """Has the service train on sequences and save the new adapters for sampling.
 
@@ -148,10 +155,20 @@ class HostedRun(TrainingRun):
 
         Returns:
             `logprobs` of each sequence before the step, and metrics.
+
+        Raises:
+            EndOfTraining: A limit on cost leaves no room for the step; it was told, and the steps before are kept.
+            LimitReached: The same for a run that has taken no step.
         """
         section, prices = self._config.optimizer, self._member.spec.hosted
         rate = section.learning_rate * learning_rate_factor(self._config, step - 1, self._elapsed())
-        entry = self._purse.reserve(prices.of_step(tokens)) if prices is not None else None
+        try:
+            entry = self._purse.reserve(prices.of_step(tokens)) if prices is not None else None
+        except LimitReached as error:
+            if self._step == 0:
+                raise
+            self._member.report(Warned(f"The training ends with step {self._step}: {error.message}"))
+            raise EndOfTraining from error
         import tinker
 
         adam = tinker.AdamParams(
@@ -172,7 +189,7 @@ class HostedRun(TrainingRun):
         metrics: dict[str, Any] = {"learning_rate": rate, "tokens/trained": float(self._tokens)}
         norms = [value for name, value in (stepped.metrics or {}).items() if "grad" in name]
         if norms:
-            metrics["grad_norm"] = float(norms[0])
+            self._grad_norm = metrics["grad_norm"] = float(norms[0])
         if prices is not None:
             metrics["cost_usd"] = self._purse.total
         return metrics | {"logprobs": [list(map(float, one["logprobs"].data)) for one in passed.loss_fn_outputs]}
@@ -180,6 +197,8 @@ class HostedRun(TrainingRun):
 
 class HostedGroups(HostedRun):
     """Training on the groups that the trajectory API delivers."""
+
+    _told_unknown = False
 
     def _make_learner(self, policy: Path) -> Learner:
         return _GroupLearner(self)
@@ -200,6 +219,7 @@ class HostedGroups(HostedRun):
         rows = [row for row in build_rows(batch.groups, config) if len(row.prompt) + len(row.completion) > 1]
         if config.algorithm.mask_truncated_completions:
             rows = [replace(row, trained=[False] * len(row.trained)) if row.truncated else row for row in rows]
+        rows = self._with_logprobs(rows)
         count = max(1, sum(sum(row.trained) for row in rows))
         # A row without an advantage has no gradient; sending it would cost and change nothing. Its tokens count.
         rows = [row for row in rows if any(_advantages(row))] or rows[:1]
@@ -223,6 +243,26 @@ class HostedGroups(HostedRun):
         waited = batch.metrics.get("wait_seconds", 0.0)
         metrics |= found | {"step_time": time.perf_counter() - asked + waited}
         self._finish_step(step, metrics | timer.take(metrics, waited) | batch.metrics)
+
+    def _with_logprobs(self, rows: list[TrainingRow]) -> list[TrainingRow]:
+        """The rows whose sampler's log-probabilities are known; the service's losses need them.
+
+        Raises:
+            InvalidValue: No row has them.
+        """
+        known = [row for row in rows if row.has_logprobs]
+        if len(known) == len(rows):
+            return rows
+        text = f"{len(rows) - len(known)} of {len(rows)} answers of a step came without log-probabilities"
+        if not known:
+            raise InvalidValue(
+                f"{text}, which the service needs to train on them.",
+                hint="Set rollout.unmatched to drop, or have the environment send inference_logprobs.",
+            )
+        if not self._told_unknown:
+            self._told_unknown = True
+            self._member.report(Warned(f"{text} and were left out; this is told once."))
+        return known
 
 
 class _GroupLearner:

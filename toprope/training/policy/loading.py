@@ -26,6 +26,7 @@ from toprope.training.policy.preflight import check_hub_model
 from toprope.training.policy.quantization import frozen_weights_config
 
 __all__ = [
+    "ADAPTERS",
     "EMBEDDED",
     "describe_device",
     "embedded_folder",
@@ -37,6 +38,8 @@ __all__ = [
     "place",
 ]
 
+ADAPTERS = "adapter_config.json"
+"""File of a folder that a run with LoRA saved: it has adapters, and names the model below them."""
 _KEPT = re.compile(r"\{% if (\w+) is not defined %\}\{% set \1 = ", re.ASCII)
 _KEPT_END = " %}{% endif %}"
 _READY = "recipe.json"
@@ -65,8 +68,8 @@ def place(policy: PolicySection, cache: Path, report: Callable[[Progress], objec
         return _build_embedded(policy.model, cache, report)
     local = Path(policy.model).expanduser()
     if local.is_dir():
-        adapters = (local / "adapter_config.json").is_file()  # saved by a run with LoRA; names its base model
-        for name in ("tokenizer_config.json",) if adapters else ("config.json", "tokenizer_config.json"):
+        saved = ("tokenizer_config.json",)
+        for name in saved if (local / ADAPTERS).is_file() else ("config.json", *saved):
             if not (local / name).is_file():
                 raise InvalidValue(
                     f"The folder {local} has no {name}, so it is not a saved model with its tokenizer.",
@@ -260,7 +263,8 @@ def load_pretrained(folder: Path, device: str | None, **options: Any) -> Any:
 
 
 def load_model(folder: Path, config: Config, *, trained: bool = False, whole: bool = True) -> Any:
-    """Load the policy as a causal LM on its device, with new LoRA adapters if the configuration asks for them.
+    """Load the policy as a causal LM on its device, with LoRA adapters if the configuration asks for them: those of the
+    folder if it has some, else new ones.
 
     Args:
         folder: The policy's folder.
@@ -269,41 +273,92 @@ def load_model(folder: Path, config: Config, *, trained: bool = False, whole: bo
         whole: False leaves the model on the CPU, for a trainer that splits it between devices.
 
     Raises:
-        InvalidValue: The model cannot be loaded, or the device is missing.
+        InvalidValue: The model cannot be loaded, the device is missing, or the folder has other adapters than the
+            configuration trains.
     """
     import torch
 
-    device = describe_device(config)
-    dtype = config.policy.dtype
+    device, policy = describe_device(config), config.policy
+    has_adapters = (folder / ADAPTERS).is_file()
+    if trained and has_adapters and not policy.lora:
+        raise _unfit_adapters(folder, "policy.lora is false", "set policy.lora to true")
+    dtype = policy.dtype
     if dtype == "auto":
-        in_full = trained and not config.policy.lora
+        in_full = trained and not policy.lora
         dtype = "float32" if device == "cpu" or in_full else "bfloat16"
-    numbers = getattr(torch, dtype)
-    if (frozen := frozen_weights_config(config.policy, numbers)) is None:
-        model = load_pretrained(folder, device if whole else "cpu", dtype=numbers)
+    numbers, source = getattr(torch, dtype), _base_of(folder) if has_adapters and policy.lora else folder
+    if (frozen := frozen_weights_config(policy, numbers)) is None:
+        model = load_pretrained(source, device if whole else "cpu", dtype=numbers)
     else:  # such weights cannot be moved; every process of the trainer has them whole on its GPU
         place = torch.cuda.current_device() if device == "cuda" else device
-        model = load_pretrained(folder, None, dtype=numbers, quantization_config=frozen, device_map={"": place})
-    if config.policy.lora:
-        from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+        model = load_pretrained(source, None, dtype=numbers, quantization_config=frozen, device_map={"": place})
+    if not policy.lora:
+        return model
+    from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 
-        if frozen is not None and trained:
-            model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
-                model, use_gradient_checkpointing=False
-            )
-        targets = config.policy.lora_target_modules
-        torch.manual_seed(config.algorithm.seed)  # trainer and inference start from the same adapters
-        model = get_peft_model(
-            model,
-            LoraConfig(
-                r=config.policy.lora_rank,
-                lora_alpha=config.policy.lora_alpha,  # type: ignore[arg-type] # peft accepts a float
-                lora_dropout=config.policy.lora_dropout,
-                target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
-                task_type="CAUSAL_LM",
-            ),
+    if has_adapters and not trained:  # as they are: an opponent's may differ from those that this run trains
+        with _explain_failure("adapters", folder):
+            return PeftModel.from_pretrained(model, str(folder))
+    if frozen is not None and trained:
+        model = prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
+            model, use_gradient_checkpointing=False
         )
+    targets = policy.lora_target_modules
+    torch.manual_seed(config.algorithm.seed)  # trainer and inference start from the same adapters
+    model = get_peft_model(
+        model,
+        LoraConfig(
+            r=policy.lora_rank,
+            lora_alpha=policy.lora_alpha,  # type: ignore[arg-type] # peft accepts a float
+            lora_dropout=policy.lora_dropout,
+            target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+            task_type="CAUSAL_LM",
+        ),
+    )
+    if has_adapters:
+        _take_over_adapters(folder, model, policy)
     return model
+
+
+def _base_of(folder: Path) -> Path:
+    """The model below the adapters of a folder: a folder, or an id of the Hub."""
+    with _explain_failure("adapters", folder):
+        return Path(json.loads((folder / ADAPTERS).read_bytes())["base_model_name_or_path"])
+
+
+def _take_over_adapters(folder: Path, model: Any, policy: PolicySection) -> None:
+    """Give new adapters the weights of saved ones.
+
+    Raises:
+        InvalidValue: The configuration asks for others: the same weights would mean another policy, or do not fit.
+    """
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    with _explain_failure("adapters", folder):
+        saved = json.loads((folder / ADAPTERS).read_bytes())
+        loaded = load_peft_weights(str(folder), device="cpu")
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    shapes, own_shapes = ({name: value.shape for name, value in one.items()} for one in (loaded, own))
+    scaled = bool(saved.get("use_rslora") or saved.get("alpha_pattern"))  # otherwise than by lora_alpha / r
+    if shapes != own_shapes or saved.get("lora_alpha") != policy.lora_alpha or scaled:
+        targets = saved.get("target_modules") or ()  # all-linear is saved as the whole names of all modules
+        names = [targets] if isinstance(targets, str) else sorted({one.rpartition(".")[2] for one in targets})
+        asked = f"policy.lora_rank {policy.lora_rank}, lora_alpha {policy.lora_alpha:g}"
+        raise _unfit_adapters(
+            folder,
+            f"this run trains others ({asked}, lora_target_modules {policy.lora_target_modules})",
+            f"set policy.lora_rank to {saved.get('r')}, lora_alpha to {saved.get('lora_alpha')} and "
+            f"lora_target_modules to all-linear or {','.join(names)}, as they were trained",
+        )
+    set_peft_model_state_dict(model, loaded)
+
+
+def _unfit_adapters(folder: Path, why: str, cure: str) -> InvalidValue:
+    return InvalidValue(
+        f"policy.model has LoRA adapters ({folder}), and {why}.",
+        hint=f"To train on with them, {cure}. Or merge them (export_policy, toprope export) and set policy.model to "
+        "the folder that this writes.",
+    )
 
 
 def fix_kernels(config: Config) -> None:

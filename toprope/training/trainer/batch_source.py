@@ -54,7 +54,7 @@ class TrainingRow:
     """One sequence of a batch: `prompt` ids, then `completion` ids, some of which were sampled.
 
     `trained[t]` is False where the environment wrote completion[t]; `logprobs[t]` is the sampler's log-probability, 0.0
-    there.
+    there and where `has_logprobs` is False.
     """
 
     prompt: list[int]
@@ -71,6 +71,8 @@ class TrainingRow:
     """Number of the rollout within the batch; the segments of one rollout share it and keep their order."""
     reward: float = 0.0
     """Reward of the rollout."""
+    has_logprobs: bool = True
+    """False if an outside environment sent no log-probabilities and inference knows none."""
 
 
 @dataclass
@@ -191,6 +193,7 @@ def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
                     version=min((version for version, _ in versions), default=None),
                     rollout=before + rollout,
                     reward=own[rollout],
+                    has_logprobs=group.inference_logprobs is not None,
                 )
             )
         before += len(own)
@@ -248,13 +251,14 @@ class BatchSource:
         ages: deque[int] = deque(maxlen=_MOST_SEEN)
         delivered = rollouts = 0
         unused: list[tuple[int, str]] = []
+        dropped: Counter[str] = Counter()  # counted when the batch is whole: groups of a part of one are read again
         began = told = time.monotonic()
         self._position, self._client.policy_version = self.cursor, version
         in_row: Counter[str] = Counter()  # left out since the last group that was kept, by reason
         while len(kept) < rollout.groups_per_step:
             # Waiting for more groups at once than the queue holds would block both sides.
             wanted = min(rollout.groups_per_step - len(kept), max(1, rollout.queue_groups // 2))
-            for number, group in self._read(wanted * rollout.group_size):
+            for number, group in self._read(wanted * rollout.group_size, dropped):
                 seen.append(group)
                 delivered, rollouts = delivered + 1, rollouts + len(rollout_rewards(group))
                 oldest = group.oldest_version()
@@ -265,7 +269,7 @@ class BatchSource:
                     kept.append(group)
                     in_row.clear()
                 else:
-                    self.dropped[reason] += 1
+                    dropped[reason] += 1
                     in_row[reason] += 1
                     unused.append((number, reason))
             if in_row and len(kept) < rollout.groups_per_step and time.monotonic() - told > _TELL_S:
@@ -273,13 +277,14 @@ class BatchSource:
                 self.tell(Skipping(dict(in_row), len(kept), rollout.groups_per_step))
         waited = time.monotonic() - began
         self.rollouts += rollouts
+        self.dropped += dropped
         self._pace.append((time.monotonic(), self.rollouts))
         self.cursor = self._position
         metrics = _step_metrics(seen, kept, ages, waited) | self._environments.add_step(seen, kept)
         metrics |= self._totals() | {"groups/delivered": float(delivered)}
         return GroupBatch(kept, self.cursor, metrics, version, self.rollouts, dict(self.dropped), unused)
 
-    def _read(self, sequences: int) -> Iterator[tuple[int, Group]]:
+    def _read(self, sequences: int, dropped: Counter[str]) -> Iterator[tuple[int, Group]]:
         while True:
             if self._is_ending():
                 raise EndOfTraining
@@ -287,7 +292,7 @@ class BatchSource:
             if answer.batch:
                 self._position, self._waiting = answer.cursor, answer.waiting
                 if answer.stale:  # dropped by the API, which applies the same limit
-                    self.dropped["stale"] += answer.stale
+                    dropped["stale"] += answer.stale
                 yield from zip(answer.sequence_numbers, answer.batch, strict=True)
                 return
 

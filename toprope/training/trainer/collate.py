@@ -18,11 +18,14 @@ class RowTensors:
     mask: torch.Tensor
     """R x C, true where a token was sampled and counts."""
     sampled: torch.Tensor
-    """R x C, log-probabilities of the sampler; 0 elsewhere."""
+    """R x C, log-probabilities of the sampler; 0 elsewhere, and in rows without them until the trainer's take their
+    place."""
     advantages: torch.Tensor
     """R x 1, or R x C if an environment gave them per token."""
     ages: torch.Tensor
     """R, versions since the oldest sampled token of a row; -1 if unknown."""
+    known: torch.Tensor
+    """R, true for rows with the sampler's log-probabilities."""
     tokens: float
     """Number of trained tokens."""
 
@@ -35,7 +38,8 @@ class RowTensors:
         """The tensors of some rows."""
         at = torch.tensor(numbers, dtype=torch.long, device=self.mask.device)
         mask = self.mask[at]
-        return RowTensors(mask, self.sampled[at], self.advantages[at], self.ages[at], float(mask.sum()))
+        own = self.sampled[at], self.advantages[at], self.ages[at], self.known[at]
+        return RowTensors(mask, *own, float(mask.sum()))
 
 
 def collate(rows: Sequence[TrainingRow], version: int | None, device: str | torch.device = "cpu") -> RowTensors:
@@ -65,5 +69,6 @@ def collate(rows: Sequence[TrainingRow], version: int | None, device: str | torc
         sampled=tensor([padded(row.logprobs) for row in rows], numpy.float32),
         advantages=tensor(advantages, numpy.float32),
         ages=tensor(ages, numpy.int64),
+        known=tensor([row.has_logprobs for row in rows], numpy.bool_),
         tokens=float(mask.sum()),
     )

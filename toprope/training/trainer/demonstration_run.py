@@ -8,63 +8,93 @@ from __future__ import annotations
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from toprope.errors import InvalidValue
 from toprope.records.journal.demonstrations import Trace, read_traces
-from toprope.records.messages import Finished, Ready
+from toprope.records.messages import Finished, Ready, Warned
 from toprope.settings.schema import Config
 from toprope.training.component.member import CrewMember
 from toprope.training.component.time_limit import render_limit
 from toprope.training.trainer.base import Learner, TrainingRun
+from toprope.training.trainer.batch_source import EndOfTraining
 from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
 
 IGNORED = -100
 """Label of a token that is not learned."""
 
+_LOOK_EVERY_S = 0.5
+_TEMPLATE = (
+    "Set policy.chat_template_kwargs so that prompts and answers are rendered alike (such as enable_thinking: false), "
+    "or choose a model whose template does."
+)
+
 TokenizedRow = dict[str, list[int]]
 """`input_ids` and `labels` of one sequence, both (tokens,)."""
 
 
-def tokenize_traces(tokenizer: Any, traces: Sequence[Trace], max_length: int) -> tuple[list[TokenizedRow], int]:
-    """Demonstrations as token sequences whose labels are the assistant's tokens.
+@dataclass
+class TokenizedTraces:
+    """Demonstrations as token sequences whose labels are the assistant's tokens."""
+
+    rows: list[TokenizedRow] = field(default_factory=list)
+    too_long: int = 0
+    """Sequences left out because they are longer than the limit."""
+    rewritten: int = 0
+    """Answers left out because the chat template renders the prompt otherwise once they follow it, so that their tokens
+    cannot be told apart."""
+
+
+def tokenize_traces(
+    tokenizer: Any, traces: Sequence[Trace], max_length: int, beat: Callable[[], None] = lambda: None
+) -> TokenizedTraces:
+    """Tokenizes demonstrations.
 
     Turns that extend the rendered conversation before them share a sequence. If the chat template rewrites earlier
     turns (some drop old thoughts), an answer gets a sequence of its own, as the policy will see it.
 
-    Returns:
-        Rows, and the number of sequences left out because they are longer than `max_length` tokens.
+    Args:
+        max_length: Most tokens of a sequence.
+        beat: Called between demonstrations.
     """
-    rows, too_long = [], 0
+    found = TokenizedTraces()
     for trace in traces:
-        for ids, labels in _sequences(tokenizer, trace):
+        beat()
+        sequences, rewritten = _sequences(tokenizer, trace)
+        found.rewritten += rewritten
+        for ids, labels in sequences:
             if len(ids) > max_length:
-                too_long += 1
+                found.too_long += 1
             elif any(label != IGNORED for label in labels):
-                rows.append({"input_ids": ids, "labels": labels})
-    return rows, too_long
+                found.rows.append({"input_ids": ids, "labels": labels})
+    return found
 
 
-def _sequences(tokenizer: Any, trace: Trace) -> list[tuple[list[int], list[int]]]:
-    """Token ids and labels of each sequence of a demonstration."""
+def _sequences(tokenizer: Any, trace: Trace) -> tuple[list[tuple[list[int], list[int]]], int]:
+    """Token ids and labels of each sequence of a demonstration, and the number of answers left out."""
     ids: list[int] = []
     labels: list[int] = []
     sequences: list[tuple[list[int], list[int]]] = []
+    rewritten = 0
     for place, message in enumerate(trace.messages):
         if message["role"] != "assistant":
             continue
         before = _render(tokenizer, trace.messages[:place], prompt=True)
         after = _render(tokenizer, trace.messages[: place + 1], prompt=False)
         if after[: len(before)] != before:
-            continue  # the template replaces the prompt, so the answer's tokens cannot be told apart
+            rewritten += 1
+            continue
         if ids and before[: len(ids)] != ids:
             sequences.append((ids, labels))
             ids, labels = [], []
         labels = [*labels, *[IGNORED] * (len(before) - len(ids)), *after[len(before) :]]
         ids = after
-    return [*sequences, (ids, labels)] if ids else sequences
+    return [*sequences, (ids, labels)] if ids else sequences, rewritten
 
 
 def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> list[int]:
@@ -79,7 +109,8 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> 
 
 
 def row_order(rows: int, batch: int, epochs: int, seed: int) -> list[int]:
-    """Row numbers in training order: every epoch a new permutation; the last batch is filled up from the beginning.
+    """Row numbers in training order: every epoch a new permutation; the last batch is filled up from the beginning,
+    again and again if there are few rows.
 
     It depends on the seed alone, so that a resumed run continues where it was.
     """
@@ -87,7 +118,7 @@ def row_order(rows: int, batch: int, epochs: int, seed: int) -> list[int]:
     order: list[int] = []
     for _ in range(epochs):
         order += chooser.sample(range(rows), rows)
-    return order + order[: -len(order) % batch]
+    return order + list(islice(cycle(order), -len(order) % batch))
 
 
 def training_config(config: Config, steps: int, per_epoch: int) -> Config:
@@ -133,15 +164,10 @@ class DemonstrationRun(TrainingRun):
         member, section = self._member, self._config.sft
         policy = Path(member.address("policy"))
         member.report(Ready(detail=self._load(policy)))
-        # The driver's address is the file of demonstrations; it comes when they are collected.
-        traces = list(read_traces(Path(member.address("environment"))))
-        rows, too_long = tokenize_traces(self._tokenizer, traces, section.max_length)
-        if not rows:
-            raise InvalidValue(
-                f"None of the demonstrations fits into sft.max_length ({section.max_length} tokens); {too_long} are "
-                "longer.",
-                hint="Raise sft.max_length, or shorten the environment's prompts.",
-            )
+        traces = list(read_traces(Path(self._await_demonstrations())))
+        found = tokenize_traces(self._tokenizer, traces, section.max_length, self.beat)
+        rows = found.rows
+        self._require_rows(found)
         order = row_order(len(rows), section.batch_size, section.epochs, self._config.algorithm.seed)
         steps = len(order) // section.batch_size
         self._config = training_config(self._config, steps, math.ceil(len(rows) / section.batch_size))
@@ -154,10 +180,44 @@ class DemonstrationRun(TrainingRun):
         self._publish_restored(state)
         self._first_step = state.step
         if state.step < steps and not self._out_of_time():
-            self._train(rows, order[state.step * section.batch_size :])
+            with suppress(EndOfTraining):
+                self._train(rows, order[state.step * section.batch_size :])
         self._save_final()
-        seconds = round(self._elapsed(), 3)
-        member.report(Finished({"step": self._step, "train_seconds": seconds, "left_out": too_long}))
+        detail = {"step": self._step, "train_seconds": round(self._elapsed(), 3)}
+        member.report(Finished(detail | {"left_out": found.too_long, "rewritten": found.rewritten}))
+
+    def _await_demonstrations(self) -> str:
+        """The file of demonstrations: the driver's address, which comes when they are collected.
+
+        Raises:
+            ComponentFailed: The run is ending.
+        """
+        while self._member.peer("environment") is None and not self._member.ending.wait(_LOOK_EVERY_S):
+            self.beat()
+        return self._member.address("environment")
+
+    def _require_rows(self, found: TokenizedTraces) -> None:
+        """Warns of answers that the chat template keeps from being learned.
+
+        Raises:
+            InvalidValue: Nothing can be learned.
+        """
+        limit = self._config.sft.max_length
+        rewritten = (
+            f"the chat template renders the prompt of {found.rewritten} answers otherwise once they follow it (some "
+            "drop or add thoughts), so their tokens cannot be told apart"
+        )
+        if found.rows and found.rewritten:
+            self._member.report(Warned(f"{rewritten[0].upper()}{rewritten[1:]}: they are not learned. {_TEMPLATE}"))
+        if not found.rows:
+            causes = [f"{found.too_long} are longer than sft.max_length ({limit} tokens)"] if found.too_long else []
+            causes += [rewritten] if found.rewritten else []
+            cures = ["Raise sft.max_length, or shorten the environment's prompts."] if found.too_long else []
+            cures += [_TEMPLATE] if found.rewritten else []
+            raise InvalidValue(
+                f"None of the demonstrations can be learned from: {'; '.join(causes) or 'none has an answer'}.",
+                hint=" ".join(cures) or "Collect or choose others.",
+            )
 
     @abstractmethod
     def _train(self, rows: list[TokenizedRow], order: list[int]) -> None:

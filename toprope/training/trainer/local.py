@@ -50,7 +50,6 @@ class LocalRun(TrainingRun):
         transformers.logging.set_verbosity(logging.ERROR)
 
     def _train_policy(self, policy: Path, checkpoint: Path | None) -> None:
-        fix_kernels(self._config)
         self._start_ranks(policy, checkpoint)
         done = False
         try:
@@ -65,6 +64,7 @@ class LocalRun(TrainingRun):
 
     def _load(self, policy: Path) -> dict[str, Any]:
         """Loads tokenizer and model, and opens the weight file."""
+        fix_kernels(self._config)
         self._tokenizer = load_tokenizer(policy, self._config.policy.chat_template_kwargs)
         # A model that is split moves to the GPUs part by part.
         self._model = load_model(policy, self._config, trained=True, whole=self._ranks.alone)

@@ -139,12 +139,16 @@ class PpoLearner(StepLearner):
                 tokens = batch.tensors.part(rows.tolist()).tokens
                 if not tokens:
                     continue
-                for numbers in self._ranks.shares(rows.tolist(), self._config.optimizer.micro_batch_size):
-                    self._learn_part(batch.part(numbers), targets.part(numbers), tokens, sums, epoch == 0)
+                passes = self._shares(rows.tolist())
+                for numbers in passes:
+                    parts = batch.part(numbers), targets.part(numbers)
+                    self._learn_part(*parts, tokens, sums, epoch == 0, len(passes))
                 sums.finish_update(tokens, self._take_optimizer_step())
         return sums.metrics(section.value_coef, section.entropy_coef) | metrics
 
-    def _learn_part(self, part: StepBatch, targets: Targets, tokens: float, sums: _LossSums, first: bool) -> None:
+    def _learn_part(
+        self, part: StepBatch, targets: Targets, tokens: float, sums: _LossSums, first: bool, passes: int
+    ) -> None:
         scores, tensors = self._score(part), part.tensors
         if scores is None or scores.values is None:
             return
@@ -160,8 +164,12 @@ class PpoLearner(StepLearner):
             self._config.ppo,
             tokens,
         )
-        self._backward(loss.total)
-        sums.add(loss, first=first)
+        total, balance = loss.total, None
+        if scores.aux_loss is not None:
+            balance = self._forward.aux_weight * scores.aux_loss / (passes * self._ranks.count)
+            total = total + balance
+        self._backward(total)
+        sums.add(loss, None if balance is None else balance.detach() * tokens, first=first)
         self._hooks.beat()
 
 
@@ -176,8 +184,10 @@ class _LossSums:
         self._norms: list[torch.Tensor] = []
         self._is_first = True
 
-    def add(self, loss: Losses, *, first: bool) -> None:
+    def add(self, loss: Losses, balance: torch.Tensor | None, *, first: bool) -> None:
+        """Adds a pass; `balance` is the weighted load-balancing loss of a mixture of experts, for all tokens."""
         parts = [loss.policy, loss.value, loss.entropy, loss.clipped_low, loss.clipped_high, loss.value_clipped]
+        parts.append(torch.zeros_like(loss.policy) if balance is None else balance)
         sums = torch.stack([part.double() for part in parts])
         self._sums = sums if self._sums is None else self._sums + sums
         self._is_first = first
@@ -194,10 +204,10 @@ class _LossSums:
         if self._sums is None or self._first is None:
             return {"loss": 0.0, "grad_norm": 0.0}
         sums, first = self._ranks.sum(self._sums), self._ranks.sum(self._first)
-        policy, value, entropy, low, high, value_clipped = (sums / max(self._tokens, 1.0)).tolist()
-        _, _, at_first, first_low, first_high, _ = (first / max(self._first_tokens, 1.0)).tolist()
+        policy, value, entropy, low, high, value_clipped, balance = (sums / max(self._tokens, 1.0)).tolist()
+        _, _, at_first, first_low, first_high, *_ = (first / max(self._first_tokens, 1.0)).tolist()
         return {
-            "loss": policy + value_coef * value - entropy_coef * entropy,
+            "loss": policy + value_coef * value - entropy_coef * entropy + balance,
             "loss/policy": policy,
             "loss/value": value,
             "grad_norm": float(torch.stack(self._norms).mean()),

@@ -15,10 +15,15 @@ from trl.trainer.sft_trainer import SFTTrainer
 from toprope.training.policy.loading import describe_device
 from toprope.training.trainer.demonstration_run import DemonstrationRun, TokenizedRow
 from toprope.training.trainer.local import LocalRun
+from toprope.training.trainer.step.learner import mixed_precision
 
 
 class SftRun(DemonstrationRun, LocalRun):
     """One attempt of supervised fine-tuning in this process."""
+
+    def hold(self) -> None:
+        """Waits while the run is paused."""
+        self._hold()
 
     def log_step(self, step: int, metrics: dict[str, float]) -> None:
         """Finishes step number `step` of this attempt, with metrics as TRL names them."""
@@ -27,14 +32,22 @@ class SftRun(DemonstrationRun, LocalRun):
 
     def _train(self, rows: list[TokenizedRow], order: list[int]) -> None:
         config, device = self._config, describe_device(self._config)
+        optimizer, batch = config.optimizer, config.sft.batch_size
+        size = min(optimizer.micro_batch_size or batch, batch)
+        while batch % size:  # passes of equal size, so that together they are the batch
+            size -= 1
+        in_half = mixed_precision(config, device) == "bf16"
+        if optimizer.precision == "auto":
+            in_half = in_half and is_torch_bf16_gpu_available()
         arguments = SFTConfig(
             output_dir=str(self._member.folder.crew / "trainer"),
-            per_device_train_batch_size=config.sft.batch_size,
-            max_steps=len(order) // config.sft.batch_size,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=batch // size,
+            max_steps=len(order) // batch,
             max_grad_norm=config.optimizer.max_grad_norm,
             activation_checkpointing=config.optimizer.gradient_checkpointing,
             use_cpu=device == "cpu",
-            bf16=device != "cpu" and is_torch_bf16_gpu_available(),
+            bf16=in_half,
             logging_steps=1,
             save_strategy="no",
             report_to=[],
@@ -60,10 +73,13 @@ class SftRun(DemonstrationRun, LocalRun):
 
 
 class _StepCallback(TrainerCallback):
-    """Reports signs of life and ends the training when the run should stop."""
+    """Reports signs of life, waits while the run is paused, and ends the training when it should stop."""
 
     def __init__(self, run: SftRun) -> None:
         self._run = run
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.hold()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.beat()

@@ -25,7 +25,7 @@ class PolicyDrift:
         self._largest: torch.Tensor | None = None
 
     def add(self, logps: torch.Tensor, batch: RowTensors, counts: torch.Tensor | None = None) -> None:
-        """Adds one pass.
+        """Adds one pass; rows without the sampler's log-probabilities have no difference to tell.
 
         Args:
             logps: R x C log-probabilities under the policy before the step.
@@ -34,7 +34,7 @@ class PolicyDrift:
         """
         import torch
 
-        mask = batch.mask
+        mask = batch.mask & batch.known.unsqueeze(1)
         delta = logps - batch.sampled
         ages = batch.ages.unsqueeze(1)
         weight = mask.to(delta.dtype) if counts is None else mask * counts.unsqueeze(1)

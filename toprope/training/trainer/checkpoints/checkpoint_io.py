@@ -39,7 +39,12 @@ from toprope.training.trainer.checkpoints.checkpoint_folder import (
     state_of,
     unusable,
 )
-from toprope.training.trainer.checkpoints.moments import named_parameters, open_moments, read_optimizer_state
+from toprope.training.trainer.checkpoints.moments import (
+    flat_state,
+    named_parameters,
+    open_moments,
+    read_optimizer_state,
+)
 from toprope.training.trainer.optimization import all_finite
 from toprope.training.trainer.ranks import Ranks, Save, from_rows, is_split, local_part, own_rows
 
@@ -98,7 +103,7 @@ def save_part(
 
     Returns:
         On rank 0 the whole weights of model and extra modules (those of a module as NAME/KEY), if they are split
-        between ranks; and the optimizer's state that is no tensor, as NAME/KEY.
+        between ranks; and the optimizer's state that is no tensor, as NAME/KEY or NAME/KEY/INNER.
 
     Raises:
         TopropeError: A moment is not finite.
@@ -115,7 +120,7 @@ def save_part(
     parameters = named_parameters(model, optimizer, extra_modules)
     moments, numbers, finite, failed = {}, {}, True, 0
     for index, entry in optimizer.state_dict()["state"].items():
-        for key, value in entry.items():
+        for key, value in flat_state(entry):
             name = f"{parameters[index][0]}/{key}"
             if torch.is_tensor(value):
                 moments[name] = local_part(value.detach()).cpu().contiguous()
@@ -283,7 +288,7 @@ def load_moments(
                 if (shapes := moments.shapes(name)) and all(shape in ((), tuple(parameter.shape)) for shape in shapes)
             }
         known = {name for name, _ in fits.values()}
-        state = read_optimizer_state(path, fits, {k: v for k, v in numbers.items() if k.rpartition("/")[0] in known})
+        state = read_optimizer_state(path, fits, {k: v for k, v in numbers.items() if k.partition("/")[0] in known})
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise unusable(path, error) from error
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})

@@ -20,7 +20,7 @@ class Moments:
         self._files = files
         self._keys: dict[str, list[str]] = {}
         for key in files[0].keys() if files else ():  # noqa: SIM118 - no mapping
-            self._keys.setdefault(key.rpartition("/")[0], []).append(key)
+            self._keys.setdefault(key.partition("/")[0], []).append(key)
 
     def shapes(self, name: str) -> list[tuple[int, ...]]:
         """Whole shapes of a parameter's moments; () for a number."""
@@ -31,9 +31,9 @@ class Moments:
         return found if any(found) else []
 
     def read(self, name: str, like: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A parameter's moments, split as the parameter is."""
+        """A parameter's moments by KEY or KEY/INNER, split as the parameter is."""
         rows = own_rows(like)
-        return {key.rpartition("/")[2]: self._read(key, rows, like) for key in self._keys.get(name, ())}
+        return {key.partition("/")[2]: self._read(key, rows, like) for key in self._keys.get(name, ())}
 
     def _read(self, key: str, rows: slice, like: torch.Tensor) -> torch.Tensor:
         first = self._files[0].get_slice(key)
@@ -74,9 +74,29 @@ def read_optimizer_state(
     state: dict[int, dict[str, Any]] = {index: dict(entry) for index, entry in read.items() if entry}
     places = {name: index for index, (name, _) in parameters.items()}
     for key, value in numbers.items():
-        name, _, field = key.rpartition("/")
+        name, _, field = key.partition("/")
         state.setdefault(places[name], {})[field] = value
-    return state
+    return {index: _nested(entry) for index, entry in state.items()}
+
+
+def flat_state(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """A parameter's state by KEY, or by KEY/INNER where it nests, as that of bitsandbytes does."""
+    for key, value in entry.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}/{inner}", one) for inner, one in value.items())
+        else:
+            yield key, value
+
+
+def _nested(entry: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in entry.items():
+        outer, _, inner = key.partition("/")
+        if inner:
+            found.setdefault(outer, {})[inner] = value
+        else:
+            found[key] = value
+    return found
 
 
 def named_parameters(

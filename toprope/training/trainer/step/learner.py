@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import nn
 
 from toprope.errors import InvalidValue, TopropeError
 from toprope.settings.schema import Config
-from toprope.training.policy.loading import describe_device, fix_kernels, load_pretrained
+from toprope.training.policy.loading import ADAPTERS, describe_device, load_pretrained
 from toprope.training.policy.quantization import quantization_config
 from toprope.training.policy.weight_sync import CHECK_EVERY, WeightCheck, check_weights
 from toprope.training.trainer.base import BatchReader
@@ -75,8 +75,7 @@ class StepLearner(ABC):
 
     Args:
         model: The policy, with or without adapters.
-        reference: The starting policy for a KL term. None without one, and with adapters, where the reference is the
-            model without them.
+        reference: The starting policy for a KL term, see `load_reference`.
         pad: Id of the padding token.
         device: `cpu` or `cuda`.
         optimizers: The optimizer and its scheduler.
@@ -159,7 +158,11 @@ class StepLearner(ABC):
         rows = build_rows(delivered.groups, self._config)
         if self._config.algorithm.mask_truncated_completions:
             rows = [replace(row, trained=[False] * len(row.trained)) if row.truncated else row for row in rows]
-        return StepBatch(rows, collate(rows, delivered.version, self._forward.device))
+        batch = StepBatch(rows, collate(rows, delivered.version, self._forward.device))
+        if unknown := [number for number, row in enumerate(rows) if not row.has_logprobs]:
+            # Of what nobody scored, the policy before the step is the best guess; 0 would mean that it was certain.
+            batch.tensors.sampled[unknown] = self._ranks.sum(self._logps(batch, unknown, self._model))[unknown]
+        return batch
 
     def _shares(self, rows: Sequence[int]) -> list[list[int]]:
         """Numbers of the rows that this process passes through the model at once, for each of its passes."""
@@ -171,15 +174,34 @@ class StepLearner(ABC):
 
     def _reference_logps(self, batch: StepBatch) -> torch.Tensor:
         """R x C log-probabilities of the starting policy; 0 in the rows of other ranks."""
+        with self._as_reference() as model:
+            return self._logps(batch, range(len(batch.rows)), model)
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[Any]:
+        """The starting policy, which may be the policy itself with other adapters."""
+        if self._reference is None:
+            with self._model.disable_adapter():
+                yield self._model
+        elif isinstance(self._reference, nn.Module):
+            yield self._reference
+        else:
+            adapters = _adapters_of(self._model)
+            present = [value.detach().clone() for value in adapters]
+            try:
+                _copy(self._reference, adapters)
+                yield self._model
+            finally:
+                _copy(present, adapters)
+
+    def _logps(self, batch: StepBatch, rows: Sequence[int], model: Any) -> torch.Tensor:
+        """R x C log-probabilities of some rows, without a gradient; 0 in the others and in those of other ranks."""
         found = torch.zeros_like(batch.tensors.sampled)
+        self._model.eval()
         with torch.no_grad():
-            for numbers in self._shares(range(len(batch.rows))):
+            for numbers in self._shares(rows):
                 part = batch.part(numbers)
-                if self._reference is not None:
-                    scores = self._forward(part.rows, part.tensors.columns, model=self._reference)
-                else:
-                    with self._model.disable_adapter():
-                        scores = self._forward(part.rows, part.tensors.columns)
+                scores = self._forward(part.rows, part.tensors.columns, model=model)
                 if scores is not None:
                     found[numbers] = scores.logps
                 self._hooks.beat()
@@ -221,19 +243,32 @@ def cpu_computes_bfloat16() -> bool:
 
 
 def load_reference(folder: Path, config: Config, model: Any, weight: float) -> Any | None:
-    """The starting policy for a KL term of some weight. None without one, and with adapters, where the reference is the
-    model without them.
+    """The starting policy for a KL term of some weight: a model, or the values of the adapters that the run began with.
+    None without a KL term, and with new adapters, where the reference is the model without them.
 
     Raises:
         InvalidValue: It cannot be loaded, or not in 8 bits.
     """
-    if weight == 0 or hasattr(model, "peft_config"):
+    if weight == 0:
         return None
+    if hasattr(model, "peft_config"):
+        has_adapters = (folder / ADAPTERS).is_file()
+        return [value.detach().clone() for value in _adapters_of(model)] if has_adapters else None
     if config.algorithm.reference_8bit:
         reference = load_pretrained(folder, None, quantization_config=quantization_config("algorithm.reference_8bit"))
     else:
         reference = load_pretrained(folder, str(model.device), dtype=model.dtype)
     return reference.eval().requires_grad_(False)
+
+
+def _adapters_of(model: Any) -> list[torch.Tensor]:
+    return [value for value in model.parameters() if value.requires_grad]
+
+
+def _copy(values: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for value, target in zip(values, targets, strict=True):
+            target.copy_(value)
 
 
 class SteppedRun(LocalRun):
@@ -249,7 +284,6 @@ class SteppedRun(LocalRun):
             super().run(checkpoint)
             return
         self._ranks = ranks
-        fix_kernels(self._config)
         try:
             learner, _ = self._set_up(Path(self._member.address("policy")), checkpoint)
             with suppress(EndOfTraining):
