@@ -47,7 +47,7 @@ def only_environment(sampler: GroupSampler) -> EnvironmentSet:
         label="only",
         sizes={},
         shares_tasks=False,
-        sampler=lambda policy, numbers: sampler,
+        sampler=lambda policy: sampler,
         number=lambda split, place: place,
     )
     policy: Any = None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.rollout_stand_ins import SAMPLING
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.messages import Checked, Making
@@ -204,7 +206,7 @@ def produce(member: Member, api: FullApi, sampler: Any = None) -> Any:
     member.spec.config.environment.name = "echo"
     environments = only_environment(member, sampler or Sampler())
     tasks = TaskSampler(member, environments.hosts)  # type: ignore[arg-type]
-    return GroupProducer(member, environments, api, None, None, tasks).run()  # type: ignore[arg-type]
+    return GroupProducer(member, environments, api, SAMPLING, None, tasks).run()  # type: ignore[arg-type]
 
 
 def test_failed_wait_for_room_ends_production(member: Member) -> None:
@@ -301,6 +303,7 @@ def test_account_is_told_before_each_post_and_soon_after(
 
     class Slow:
         async def sample(self, *arguments: Any) -> Any:
+            assert arguments[2] == replace(SAMPLING, trains=True), "the trainer's temperature stands"
             return await Sampler().sample()
 
     class Api(FullApi):

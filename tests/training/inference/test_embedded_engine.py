@@ -13,6 +13,7 @@ import torch
 from tests.support.trainer_stand_ins import small_config
 from tests.support.training_api_server import until
 from tests.training.inference.conftest import reference_logprobs, sample
+from toprope.training.inference import embedded_engine
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import SamplingRequest
 from toprope.training.policy.loading import load_model, load_tokenizer
@@ -57,6 +58,53 @@ def test_no_pass_makes_a_mask(engine: EmbeddedEngine, model: Any) -> None:
     finally:
         hook.remove()
     assert seen == {4}
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_long_prompts_are_read_in_several_passes_with_the_same_results(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, short: bool
+) -> None:
+    if not short:
+        monkeypatch.setattr(embedded_engine, "make_short_forward", lambda model: None)
+    requests = [
+        SamplingRequest([5 + place] * (length + 1), n=1 + place % 2, max_new_tokens=6, seed=place)
+        for place, length in enumerate([9, 2, 30, 9, 4, 17])
+    ]
+    found, passes = [], list[tuple[int, ...]]()
+    for limit in (32_768, 25):
+        monkeypatch.setattr(embedded_engine, "_PASS_TOKENS", limit)
+        engine = EmbeddedEngine(model, tokenizer, max_context=64, gather_s=0.2)
+        run_model, asked = engine._run_model, passes if limit == 25 else []
+
+        def spied(ids: torch.Tensor, *given: Any, run: Any = run_model, asked: Any = asked) -> Any:
+            asked.append(tuple(ids.shape))
+            return run(ids, *given)
+
+        monkeypatch.setattr(engine, "_run_model", spied)
+        engine.start()
+        try:
+            found.append([one for answers in sample(engine, *requests) for one in answers])
+        finally:
+            engine.stop()
+    assert passes[:4] == [(2, 10), (1, 31), (2, 10), (1, 18)], "at most 25 tokens or one prompt"
+    for whole, parted in zip(*found, strict=True):
+        assert whole.token_ids == parted.token_ids
+        assert torch.allclose(torch.tensor(whole.logprobs), torch.tensor(parted.logprobs), atol=1e-4)
+
+
+def test_batch_of_a_model_that_reads_in_one_pass_is_bounded_by_tokens(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embedded_engine, "_BATCH_TOKENS", 40)
+    monkeypatch.setattr(embedded_engine, "make_short_forward", lambda model: None)
+    monkeypatch.setattr(embedded_engine, "takes_wide_masks", lambda model: False)
+    engine = EmbeddedEngine(model, tokenizer, max_context=64, gather_s=0.2)
+    engine.start()
+    try:
+        sample(engine, *(SamplingRequest([5 + place] * 15, max_new_tokens=2) for place in range(5)))
+    finally:
+        engine.stop()
+    assert engine.batches == 3 and engine.rows == 5
 
 
 def test_temperature_zero_takes_most_likely_token(engine: EmbeddedEngine, model: Any) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import logging
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ from starlette.testclient import TestClient
 from tests.support.training_api_server import until
 from tests.training.inference.conftest import SECRET
 from toprope.records.journal.groups import MASKED
-from toprope.settings.schema import Config
+from toprope.settings.schema import Config, RolloutSection
 from toprope.training.component.http_server import serve
+from toprope.training.component.peer_addresses import Backoff, PeerAway
+from toprope.training.inference import client as client_module
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.client import PolicyClient, Sampling, SessionLost
 from toprope.training.inference.embedded_engine import EmbeddedEngine
-from toprope.training.inference.engine import Cancelled, SamplingRequest
+from toprope.training.inference.engine import Cancelled, Sample, SamplingRequest
+from toprope.training.inference.sessions import UNRECORDED, SessionSampling, session_key
 from toprope.training.rollouts.preview_policy import serve_policy
 
 
@@ -239,6 +244,83 @@ def test_client_that_leaves_cancels_its_request(
     gc.collect()  # asyncio reports results that nobody took when they are collected
     assert not caplog.records
     asked[0][1](Cancelled())  # the loop has ended
+
+
+def test_answer_may_take_longer_than_any_look_but_a_dead_server_is_left(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_LOOK_S", 0.05)
+    monkeypatch.setattr(client_module, "_ALIVE_S", 0.2)
+    monkeypatch.setattr(client_module, "Backoff", lambda peer: Backoff(peer, patience_s=0.1))
+
+    class Slow(EmbeddedEngine):
+        """Answers after half a second."""
+
+        def submit(self, request: SamplingRequest, done: Any) -> None:
+            answer = Sample([5], [-0.5], [(0, 1)], "x", "length")
+            threading.Timer(0.5, done, [[answer]]).start()
+
+    server = InferenceServer(Slow(model, tokenizer), tokenizer, model_name="tiny", secret=SECRET)
+
+    async def ask(url: str) -> str:
+        client = PolicyClient(url, SECRET)
+        try:
+            [answer] = await client.chat([{"role": "user", "content": "hi"}], Sampling(1.0, 1.0, 4))
+            return answer.text
+        finally:
+            await client.close()
+
+    async def main() -> None:
+        ending, address = asyncio.Event(), asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(serve(server.app, address.set_result, ending))
+        assert await ask(await address) == "x"
+        ending.set()
+        await task
+        with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PeerAway):  # the driver may start again
+            await ask(f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_requests_take_the_settings_of_their_session(
+    http: TestClient, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    submit, seen = engine.submit, list[SamplingRequest]()
+    monkeypatch.setattr(engine, "submit", lambda request, done: (seen.append(request), submit(request, done)))
+
+    def sampled(session: str, **own: Any) -> tuple[float, float, int, list[str]]:
+        body, key = {"messages": [{"role": "user", "content": "x"}], **own}, session_key(SECRET, session)
+        http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}).raise_for_status()
+        return seen[-1].temperature, seen[-1].top_p, seen[-1].max_new_tokens, seen[-1].stop
+
+    settings = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 3, "stop": ["!"]}
+    for session, trains in (("train", True), ("test", False)):
+        http.put(f"/v1/sessions/{session}", json={**settings, "trains": trains}).raise_for_status()
+        assert sampled(f"{session}/0") == (0.7, 0.9, 3, ["!"])
+    own = {"temperature": 0.2, "top_p": 0.5, "max_completion_tokens": 2, "stop": []}
+    assert sampled("test/0", **own) == (0.2, 0.5, 2, [])
+    assert sampled(UNRECORDED, **own) == (0.2, 0.5, 2, []) and not capfd.readouterr().err
+    assert [sampled("train/1", **own) for _ in range(2)] == [(0.7, 0.5, 2, [])] * 2
+    assert capfd.readouterr().err.count("asks for 0.2 and gets the trainer's 0.7") == 1
+    http.delete("/v1/sessions/train")
+    assert sampled("train/1", **own)[0] == 0.2
+
+
+def test_outside_environments_inherit_the_temperature_of_the_run(
+    engine: EmbeddedEngine, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    submit, seen = engine.submit, list[float]()
+    monkeypatch.setattr(
+        engine, "submit", lambda request, done: (seen.append(request.temperature), submit(request, done))
+    )
+    server = InferenceServer(engine, tokenizer, model_name="tiny", secret=SECRET)
+    server.outside = SessionSampling.of(RolloutSection(temperature=0.7, max_new_tokens=3))
+    with TestClient(server.app, headers={"authorization": f"Bearer {SECRET}.outside"}) as client:
+        for own in ({}, {"temperature": 0.0}, {"temperature": 0.2}):
+            client.post("/v1/completions", json={"prompt": [5], **own}).raise_for_status()
+            client.post("/generate", json={"input_ids": [5], "sampling_params": own}).raise_for_status()
+    assert seen == [0.7, 0.7, 0.0, 0.0, 0.2, 0.2]
+    assert capfd.readouterr().err.count("temperature: an outside environment asks for 0.2") == 1
 
 
 @pytest.mark.parametrize("tiny", [{"temperature": 1e-45}, {"top_p": 1e-300}])

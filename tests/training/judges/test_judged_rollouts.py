@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -66,7 +65,7 @@ def sampled(
         host = None
         try:
             host = await EnvironmentHost.start(spec, plan, source, lambda report: None, helpers=helpers)
-            sampler = host.sampler(policy, itertools.count())
+            sampler = host.sampler(policy)
             sampler.weights = schedule
             return host, await sampler.sample(TaskRef("train", 0), 2, SAMPLING)
         finally:

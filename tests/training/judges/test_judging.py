@@ -7,6 +7,7 @@ import errno
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,25 @@ def test_judges_spend_no_more_than_the_run_may(server: OpenAiStandIn, tmp_path: 
     with pytest.raises(ModelFailed, match=r"per_run\.cost_usd allows 3 USD"):
         judged(server, tmp_path, groups, part(), purse=lambda: purse, prompt_usd=100.0, completion_usd=1000.0)
     assert 0 < len(server.seen) < 200 and purse.total <= 3.0
+
+
+def test_rollouts_without_a_conversation_are_judged_by_their_last_answer(server: OpenAiStandIn, tmp_path: Path) -> None:
+    group = replace(sampled("12345", "123"), talks=[[], []])
+    [found] = judged(server, tmp_path, [(group, "train")], part())
+    assert [one.parts["style"] for one in found.outcomes] == [0.5, 0.3]
+
+
+def test_each_answer_is_judged_against_its_own_prompt(server: OpenAiStandIn, tmp_path: Path) -> None:
+    server.answer = lambda question: f"Score: {question.partition('Write ')[2][0]}"
+    prompts = [[{"role": "user", "content": f"Write {number}."}] for number in (7, 4, 7)]
+    group = replace(sampled("same", "same", "same"), messages=prompts[0], prompts=prompts)
+    [found] = judged(server, tmp_path, [(group, "train")], part())
+    assert [one.parts["style"] for one in found.outcomes] == [0.7, 0.4, 0.7] and len(server.seen) == 2
+    server.answer = by_length
+    judged(server, tmp_path, [(group, "train")], part(compare=True))
+    question = server.seen[-1][2]["messages"][0]["content"]
+    assert len(server.seen) == 3 and "Write 7.\n\nAnswer:\nsame" in question
+    assert "Write 4.\n\nAnswer:\nsame" in question and "answer 3" not in question
 
 
 def test_errors_of_the_environment_are_not_judged(server: OpenAiStandIn, tmp_path: Path) -> None:

@@ -399,6 +399,26 @@ def test_proxy_accepts_rollout_keys_only_and_streams() -> None:
         stand_in.close()
 
 
+def test_rollouts_have_the_temperature_of_the_run_and_no_turns_of_a_killed_driver(
+    engine: EmbeddedEngine, tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toprope.training.rollouts.env_managed_sampler.outcome_turns", lambda turns, talk: turns)
+    submit, seen = engine.submit, list[float]()
+    monkeypatch.setattr(
+        engine, "submit", lambda request, done: (seen.append(request.temperature), submit(request, done))
+    )
+
+    async def body(sampler: EnvManagedSampler, reports: list[Any], server: InferenceServer) -> None:
+        server.sessions.record("g0/0", turn("another task", "left open"))
+        places = await numbers(sampler)
+        fine = next(index for name, index in places.items() if name.startswith(("task 1", "task 2")))
+        made = await sampler.sample(TaskRef("train", fine), 2, Sampling(0.7, 1.0, 6))
+        assert [len(turns) for turns in made.turns] == [3, 3]
+        assert sorted(seen) == [0.7] * 6 + [1.0] * 2, "judges keep their own"
+
+    run_with_worker(engine, tiny_policy, tmp_path, body)
+
+
 def turn(prompt: str, answer: str) -> Turn:
     return Turn([ord(letter) for letter in prompt], [1], [-0.1], [(0, 1)], "stop", prompt, answer + "<eos>")
 

@@ -15,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 
 from toprope.errors import ComponentFailed, Corrupt
 from toprope.records.journal.groups import Outcome
@@ -146,6 +147,7 @@ class GroupProducer:
     ) -> None:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
         self._environments, self._api, self._sampling = environments, api, sampling
+        self._training = replace(sampling, trains=True)
         self._tasks, self._evaluator, self._validation_tasks = tasks, evaluator, validation_tasks
         self._on_group = on_group
         for label, sampler in environments.samplers.items():
@@ -235,7 +237,7 @@ class GroupProducer:
         is_posting, posted, counts = False, False, True
         try:
             sampler = self._environments.samplers[choice.label]
-            sampled = await sampler.sample(choice.task, self._config.rollout.group_size, self._sampling)
+            sampled = await sampler.sample(choice.task, self._config.rollout.group_size, self._training)
             group = sampled.to_record(choice.label, self._group_id(number))
             if not group.tokens:
                 errors = [outcome.error for outcome in sampled.outcomes if outcome.error]

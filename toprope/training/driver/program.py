@@ -104,8 +104,7 @@ class Driver:
                 await self._compare_models(self._spec.test)
                 return
             policy = await self._connect_policy()
-            drivers = self._config.launcher.driver_count
-            environments = EnvironmentSet(self._hosts, policy, driver=self._member.number, drivers=drivers)
+            environments = EnvironmentSet(self._hosts, policy)
             evaluator = self._create_evaluator(environments)
             if self._spec.test is not None:
                 await self.test(self._spec.test, environments, evaluator)

@@ -8,6 +8,7 @@
     POST /v1/policy/sleep         free the GPU's memory until POST /v1/policy/wake; engines that cannot answer 400
     GET  /v1/sessions/{key}           the recorded turns of a session and its sub-sessions, and their segments
     DELETE /v1/sessions/{key}         forget them
+    PUT  /v1/sessions/{key}           sampling settings for requests in it that name none
     POST /v1/samples/match            versions and log-probabilities of samples for outside environments
     POST /generate                    the dialects of sglang and vLLM; GET /health_generate as in sglang
 
@@ -39,6 +40,7 @@ from toprope.training.component.http_server import serve
 from toprope.training.component.member import CrewMember, send_heartbeats
 from toprope.training.component.time_limit import render_limit
 from toprope.training.inference.dialect import (
+    AnyRequest,
     BadRequest,
     ChatRequest,
     CompletionRequest,
@@ -48,8 +50,10 @@ from toprope.training.inference.dialect import (
     format_events,
     format_response,
     instructed_messages,
+    other_temperature,
     to_request,
     unpromised,
+    with_settings,
 )
 from toprope.training.inference.engine import Engine, Sample, SamplingRequest, without_nul
 from toprope.training.inference.generate import generate_answer, generate_request, parse_generate
@@ -58,6 +62,7 @@ from toprope.training.inference.sessions import (
     LIFE_HEADER,
     OPPONENT,
     UNRECORDED,
+    SessionSampling,
     SessionStore,
     Turn,
     is_session_key,
@@ -85,13 +90,15 @@ class InferenceServer:
         self._life = secrets.token_hex(8)
         self.opponent: InferenceServer | None = None
         """Serves the weights that requests for the model OPPONENT mean; it records nothing."""
+        self.outside: SessionSampling | None = None
+        """Settings for requests of outside environments that name none."""
         self.sessions = SessionStore()
         self.samples = SampleIndex(end_ids=engine.end_ids)
         self._tokenized: OrderedDict[str, list[int]] = OrderedDict()
         self._tokenized_size = 0
         self._delivered: deque[tuple[asyncio.Future[list[Sample]], list[Sample] | Exception]] = deque()
         self._waking = False
-        self._unpromised: set[str] = set()
+        self._told: set[str] = set()
         end_texts = (tokenizer.decode([token]) for token in engine.end_ids)
         self._renderer = MessageRenderer(tokenizer.chat_template, end_texts)
         self._direct = {
@@ -107,7 +114,7 @@ class InferenceServer:
                 Route("/v1/models", self._guarded(self._models, sessions=True)),
                 Route("/v1/policy", self._guarded(self._policy)),
                 Route("/v1/policy/{action}", self._guarded(self._rest), methods=["POST"]),
-                Route("/v1/sessions/{key:path}", self._guarded(self._session), methods=["GET", "DELETE"]),
+                Route("/v1/sessions/{key:path}", self._guarded(self._session), methods=["GET", "DELETE", "PUT"]),
                 *(Route(path, answer, methods=[method]) for (method, path), answer in self._direct.items()),
             ]
         )
@@ -186,6 +193,9 @@ class InferenceServer:
         key = request.path_params["key"]
         if request.method == "DELETE":
             return _json({"closed": self.sessions.close(key)})
+        if request.method == "PUT":
+            self.sessions.open(key, msgspec.json.decode(await _body(request), type=SessionSampling))
+            return _json({"opened": key})
         found = self.sessions.matching(key)
         if not found:
             return _error(404, "not_found_error", f"Nothing was recorded under session {key!r}.")
@@ -198,13 +208,12 @@ class InferenceServer:
         body = msgspec.json.decode(await _body(request), type=ChatRequest)
         if body.model == OPPONENT and session == UNRECORDED and self.opponent is not None:
             return await self.opponent._chat_answer(request, body, session)
-        return await self._chat_answer(request, body, session)
+        return await self._chat_answer(request, self._with_settings(body, session), session)
 
     async def _chat_answer(self, request: HttpRequest, body: ChatRequest, session: str) -> Response:
         tools, asked = allowed_tools(body), instructed_messages(body)
-        if (field := unpromised(body)) and field not in self._unpromised:
-            self._unpromised.add(field)
-            print(f"{field}: asked of the policy, whose sampling is not constrained", file=sys.stderr, flush=True)
+        if field := unpromised(body):
+            self._tell_once(field, "asked of the policy, whose sampling is not constrained")
         known = self.sessions.get(session) if session else None
         for turns in (known.turns, ()) if known else ((),):  # at last with calls as the template itself writes them
             messages = self._renderer.prepare(asked, tools, turns)
@@ -239,7 +248,7 @@ class InferenceServer:
         return self._answer("chat.completion", body, choices, [prompt_ids], [samples])
 
     async def _completions(self, request: HttpRequest, session: str) -> Response:
-        body = msgspec.json.decode(await _body(request), type=CompletionRequest)
+        body = self._with_settings(msgspec.json.decode(await _body(request), type=CompletionRequest), session)
         prompts = completion_prompts(body.prompt)
         if session and not is_outside(session) and len(prompts) != 1:
             raise BadRequest("a session accepts one prompt at a time")
@@ -267,6 +276,7 @@ class InferenceServer:
 
     async def _generate(self, request: HttpRequest, session: str) -> Response:
         body = parse_generate(await _body(request))
+        body.sampling = self._with_settings(body.sampling, session)
         prompt = body.prompt
         ids = self._prompt_ids(prompt, session) if isinstance(prompt, str) else self._check_ids(prompt)
         samples = await self._sample(generate_request(body, ids, self._engine.max_context), request)
@@ -280,6 +290,17 @@ class InferenceServer:
             if any(not 0 <= start < end <= len(row.tokens) for start, end in row.spans):
                 raise BadRequest("spans must lie within their row")
         return _json(MatchAnswer([self.samples.match(row) for row in body.rows]))
+
+    def _with_settings(self, body: AnyRequest, session: str) -> AnyRequest:
+        settings = self.outside if is_outside(session) else self.sessions.sampling(session)
+        if settings is not None and (settings.trains or settings is self.outside):
+            self._tell_once("temperature", other_temperature(body, settings))
+        return with_settings(body, settings)
+
+    def _tell_once(self, field: str, text: str | None) -> None:
+        if text is not None and field not in self._told:
+            self._told.add(field)
+            print(f"{field}: {text}", file=sys.stderr, flush=True)
 
     def _check_ids(self, ids: list[int]) -> list[int]:
         vocabulary = len(self._tokenizer)
@@ -387,6 +408,7 @@ class InferenceServer:
 async def serve_engine(member: CrewMember, server: InferenceServer, engine: Engine, vocabulary: int) -> None:
     """Serve until the run ends, reporting the address and signs of life."""
     ending = asyncio.Event()
+    server.outside = SessionSampling.of(member.spec.config.rollout)
 
     async def watch() -> None:
         while not member.ending.is_set():

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from toprope.errors import ComponentFailed, InvalidValue
-from toprope.training.component.http_client import HttpConnections
+from toprope.training.component.http_client import HttpAnswer, HttpConnections
 from toprope.training.component.peer_addresses import Address, Backoff, resolver
-from toprope.training.inference.sessions import LIFE_HEADER, Turn, session_key
+from toprope.training.inference.sessions import LIFE_HEADER, SessionSampling, Turn, session_key
 
 _encode = msgspec.json.Encoder().encode
 _LIFE_PROBE = "~life"
-"""The session of requests that only ask for the server's life."""
+"""The session of requests that ask for the server's life."""
 _MAX_SERVER_ERRORS = 5
 """Server errors after which a request fails: the request itself may be their cause."""
 _SHORTER = "Raise policy.max_context if the policy reads more, or take shorter tasks by the environment's knobs."
@@ -41,6 +41,8 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     """Makes answers repeatable; None for different answers every time."""
+    trains: bool = False
+    """The answers are trained on: the trainer computes with this temperature, so no request may have another one."""
 
     def greedy(self) -> Sampling:
         """The same settings, but with the most likely token at each position."""
@@ -90,7 +92,11 @@ class _Error(msgspec.Struct):
 
 _MODEL = "policy"
 """Name of the model in requests."""
-_ANSWER_S = 600.0
+_LOOK_S = 60.0
+"""Seconds for which an answer is awaited between two looks whether the server is still there."""
+_ALIVE_S = 600.0
+"""Seconds within which it has to answer that it is."""
+_LONGEST_S = 30 * 86_400.0
 
 _completion = msgspec.json.Decoder(_Completion)
 
@@ -173,7 +179,7 @@ class PolicyClient:
         """The turns of a session and its sub-sessions, by key; empty if nothing was recorded.
 
         Args:
-            life: The server's life when the rollouts began, from `life()`.
+            life: The server's life when the rollouts began, from `open_session`.
 
         Raises:
             SessionLost: The server that recorded the turns is gone.
@@ -182,9 +188,16 @@ class PolicyClient:
         data = await self._call("GET", f"/v1/sessions/{session}", None, "", life, missing=b'{"sessions": {}}')
         return {name: kept.turns for name, kept in msgspec.json.decode(data, type=_RecordedSessions).sessions.items()}
 
-    async def life(self) -> str:
-        """The id of the present server process."""
-        await self._call("GET", "/v1/models", None, _LIFE_PROBE)
+    async def open_session(self, session: str, sampling: Sampling) -> str:
+        """Have the server sample by these settings where a request in the session or a sub-session names none.
+
+        Returns:
+            The server's life.
+        """
+        settings = SessionSampling(
+            sampling.temperature, sampling.top_p, sampling.max_new_tokens, list(sampling.stop), sampling.trains
+        )
+        await self._call("PUT", f"/v1/sessions/{session}", _encode(settings), _LIFE_PROBE)
         return self._lives.pop(_LIFE_PROBE)
 
     async def close_session(self, session: str) -> None:
@@ -217,11 +230,7 @@ class PolicyClient:
                 await asyncio.sleep(backoff.after_absence(time.monotonic()))
                 continue
             try:
-                response = await self._connections.request(
-                    method, url, path, body=data, headers=headers, timeout_s=_ANSWER_S
-                )
-            except TimeoutError:
-                raise ComponentFailed(f"Inference did not answer {path} in time.") from None
+                response = await self._answer(method, url, path, data, headers)
             except OSError as error:
                 await asyncio.sleep(backoff.after_error(error, time.monotonic(), url))
                 continue
@@ -240,6 +249,29 @@ class PolicyClient:
             if response.status < 500 or errors >= _MAX_SERVER_ERRORS:
                 raise ComponentFailed(f"Inference refused {path} with {response.status}: {message}")
             await asyncio.sleep(0.05 * 2**errors)
+
+    async def _answer(
+        self, method: str, url: str, path: str, data: bytes | None, headers: dict[str, str]
+    ) -> HttpAnswer:
+        """The answer to a request, however long the policy samples or others come first: an engine that hangs ends by
+        its heartbeats, and a server that is gone answers no other request either.
+
+        Raises:
+            OSError: The connection broke, or the server is gone.
+        """
+        asked = asyncio.ensure_future(
+            self._connections.request(method, url, path, body=data, headers=headers, timeout_s=_LONGEST_S)
+        )
+        try:
+            while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
+                try:
+                    await self._connections.request("GET", url, "/health", timeout_s=_ALIVE_S)
+                except OSError:
+                    if not asked.done():
+                        raise
+            return asked.result()
+        finally:
+            asked.cancel()
 
 
 def _message(body: bytes) -> str:

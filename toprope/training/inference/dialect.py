@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from toprope.training.inference.engine import Sample, SamplingRequest
+from toprope.training.inference.sessions import SessionSampling
 
 _encode = msgspec.json.Encoder().encode
 _JSON_ONLY = "Answer with JSON only."
@@ -62,6 +63,35 @@ class CompletionRequest(_Sampling, kw_only=True):
 
     prompt: Any
     logprobs: int | None = None
+
+
+AnyRequest = TypeVar("AnyRequest", bound=_Sampling)
+
+
+def with_settings(body: AnyRequest, settings: SessionSampling | None) -> AnyRequest:
+    """A request with its session's settings in place of those that it does not name."""
+    if settings is None:
+        return body
+    keeps = body.temperature is not None and not settings.trains
+    unlimited = body.max_tokens is None and body.max_completion_tokens is None
+    return msgspec.structs.replace(
+        body,
+        temperature=body.temperature if keeps else settings.temperature,
+        top_p=settings.top_p if body.top_p is None else body.top_p,
+        max_tokens=settings.max_tokens if unlimited else body.max_tokens,
+        stop=settings.stop if body.stop is None else body.stop,
+    )
+
+
+def other_temperature(body: _Sampling, settings: SessionSampling) -> str | None:
+    """A line for the log if a request names another temperature than its session has; None if it does not."""
+    if body.temperature is None or body.temperature == settings.temperature:
+        return None
+    if settings.trains:
+        return f"a rollout asks for {body.temperature:g} and gets the trainer's {settings.temperature:g}"
+    if body.temperature == 0:  # the key of an outside environment is also that of its evaluations and judges
+        return None
+    return f"an outside environment asks for {body.temperature:g}; the trainer computes with {settings.temperature:g}"
 
 
 def to_request(body: _Sampling, prompt_ids: list[int], max_context: int) -> SamplingRequest:

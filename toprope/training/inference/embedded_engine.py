@@ -1,9 +1,9 @@
 """The embedded engine: one thread that samples from a transformers model for many requests at once.
 
 Requests that arrive close together form a decode batch, whatever their settings. Equal prompts are read once, and
-their keys and values are repeated for all answers to them. A row leaves the batch when it ends, and a request is
-answered when its last row has ended. New weights are adopted between decode batches, or between tokens: rows then go on
-with the keys and values that they have, or begin again.
+their keys and values are repeated for all answers to them; many long prompts are read in several passes. A row leaves
+the batch when it ends, and a request is answered when its last row has ended. New weights are adopted between decode
+batches, or between tokens: rows then go on with the keys and values that they have, or begin again.
 
 Any causal language model of transformers works. On a GPU see `decode_steps`.
 """
@@ -36,6 +36,10 @@ _GATHER_ROUNDS = 4
 _GATHER_SHARE, _GATHER_MOST_S = 0.02, 0.05
 """The wait for one more request as a share of the last batch's time, and its limit: a batch that comes late by that
 little has the rows of clients that were answered together and come back one by one."""
+_PASS_TOKENS = 32_768
+"""Tokens of several prompts that are read in one pass, padding included: more take memory and are not faster."""
+_BATCH_TOKENS = 8 * _PASS_TOKENS
+"""The same for a batch of a model whose prompts are read in one pass, because its passes cannot be joined."""
 _DELIVER_S = 0.02
 """Seconds for which answers are collected before they are delivered together; each delivery wakes the server."""
 
@@ -122,6 +126,7 @@ class EmbeddedEngine:
 
     def _run(self) -> None:
         self._short = make_short_forward(self._model)
+        self._takes_wide_masks = True if self._short is not None else None
         self._captured = make_captured_steps(self._short, self._model)
         held = None
         while True:
@@ -169,7 +174,7 @@ class EmbeddedEngine:
 
     def _gather(self, first: _Item) -> tuple[list[_Item], _Item | None]:
         """The requests of a batch, and the one that no longer fitted, if any."""
-        batch, rows = [first], first[0].n
+        batch, rows, longest = [first], first[0].n, len(first[0].prompt_ids)
         pause = max(self._gather_s, min(_GATHER_MOST_S, _GATHER_SHARE * self._last_batch_s))
         latest = time.monotonic() + _GATHER_ROUNDS * pause
         while rows < self._max_rows:
@@ -180,7 +185,9 @@ class EmbeddedEngine:
             if item is None:
                 self._queue.put(None)
                 break
-            if rows + item[0].n > self._max_rows:
+            longest = max(longest, len(item[0].prompt_ids))
+            is_large = not self._takes_wide_masks and (len(batch) + 1) * longest > _BATCH_TOKENS
+            if is_large or rows + item[0].n > self._max_rows:
                 return batch, item
             batch.append(item)
             rows += item[0].n
@@ -249,32 +256,57 @@ class EmbeddedEngine:
             for request in requests
             for place in [places.setdefault(tuple(request.prompt_ids), len(places))] * request.n
         ]
-        longest, pad = max(map(len, places)), self._pad_id()
-        padding = [longest - len(prompt) for prompt in places]
-        ids = torch.tensor([[pad] * count + list(prompt) for count, prompt in zip(padding, places, strict=True)])
+        texts = list(places)
+        longest, lengths = max(map(len, texts)), torch.tensor([[len(text)] for text in texts])
+        is_padded, is_large = bool((lengths < longest).any()), len(texts) * longest > _PASS_TOKENS
+        if self._takes_wide_masks is None and (is_padded or is_large):
+            self._takes_wide_masks = takes_wide_masks(self._model)
+        logits, cache = self._read_in_parts(texts) if is_large and self._takes_wide_masks else self._read(texts)
+        index = torch.tensor(source, device=device)
         width = longest + min(self.max_context, max(request.max_new_tokens for request in requests))
-        mask = first = None
-        if any(padding):
-            mask = (torch.arange(width) >= torch.tensor(padding).unsqueeze(1)).to(device)
-            if self._takes_wide_masks is None:
-                self._takes_wide_masks = self._short is not None or takes_wide_masks(self._model)
-            first = _prompt_mask(mask[:, :longest]) if self._takes_wide_masks else mask[:, :longest]
-        positions = (torch.arange(longest) - torch.tensor(padding).unsqueeze(1)).clamp(min=0)
+        mask = None
+        if is_padded:
+            mask = (torch.arange(width) >= longest - lengths).to(device)
+            mask = mask[index, None, None] if self._takes_wide_masks else mask[index]
+        prompts = Prompts(logits, cache, index, mask, lengths.to(device)[index], longest, width)
+        captured = None if self._captured is None else self._captured.begin(prompts)
+        return logits[index], captured or PlainSteps(lambda *given: self._run_model(*given)[0], prompts)
+
+    def _read(self, texts: list[tuple[int, ...]]) -> tuple[torch.Tensor, Any]:
+        """Run the model over prompts; return the logits (prompts, vocabulary) after each, and the cache."""
+        device, longest, pad = self._model.device, max(map(len, texts)), self._pad_id()
+        padding = torch.tensor([[longest - len(text)] for text in texts])
+        ids = torch.tensor([[pad] * (longest - len(text)) + list(text) for text in texts]).to(device)
+        mask = None
+        if padding.any():
+            mask = (torch.arange(longest) >= padding).to(device)
+            mask = _prompt_mask(mask) if self._takes_wide_masks else mask
+        positions = (torch.arange(longest) - padding).clamp(min=0).to(device)
         try:
-            logits, cache = self._run_model(ids.to(device), positions.to(device), first)
+            return self._run_model(ids, positions, mask)
         except torch.OutOfMemoryError:
             if self._captured is None:
                 raise
             self._captured.release()  # buffers of former batches
             torch.cuda.empty_cache()
-            logits, cache = self._run_model(ids.to(device), positions.to(device), first)
-        index = torch.tensor(source, device=device)
-        lengths = positions[:, -1:].to(device) + 1
-        if mask is not None:
-            mask = mask[index, None, None] if self._takes_wide_masks else mask[index]
-        prompts = Prompts(logits, cache, index, mask, lengths[index], longest, width)
-        captured = None if self._captured is None else self._captured.begin(prompts)
-        return logits[index], captured or PlainSteps(lambda *given: self._run_model(*given)[0], prompts)
+            return self._run_model(ids, positions, mask)
+
+    def _read_in_parts(self, texts: list[tuple[int, ...]]) -> tuple[torch.Tensor, Any]:
+        """`_read` in several passes, whose keys and values are joined: only for layers of full attention."""
+        longest, row = max(map(len, texts)), 0
+        logits, joined = list[torch.Tensor](), list[torch.Tensor]()
+        for part in _parts(texts):
+            self._pulse += 1
+            found, cache = self._read(part)
+            logits.append(found)
+            read = [one for layer in cache.layers for one in (layer.keys, layer.values)]
+            joined = joined or [one.new_zeros(len(texts), one.shape[1], longest, one.shape[3]) for one in read]
+            for whole, one in zip(joined, read, strict=True):
+                whole[row : row + len(part), :, -one.shape[2] :] = one
+            row += len(part)
+        for number, layer in enumerate(cache.layers):
+            layer.keys, layer.values = joined[2 * number : 2 * number + 2]
+        return torch.cat(logits), cache
 
     def _run_model(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Any = None
@@ -297,6 +329,19 @@ class EmbeddedEngine:
     def _pad_id(self) -> int:
         pad: int | None = self._tokenizer.pad_token_id
         return pad if pad is not None else next(iter(self.end_ids), 0)
+
+
+def _parts(texts: list[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Prompts in parts of at most `_PASS_TOKENS` tokens each, padding included, or of one prompt."""
+    parts: list[list[tuple[int, ...]]] = [[]]
+    longest = 0
+    for text in texts:
+        longest = max(longest, len(text))
+        if parts[-1] and (len(parts[-1]) + 1) * longest > _PASS_TOKENS:
+            parts.append([])
+            longest = len(text)
+        parts[-1].append(text)
+    return parts
 
 
 def _prompt_mask(real: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,8 @@ from toprope.training.inference.engine import Sample, SamplingRequest
 class _SglangSampling(msgspec.Struct):
     max_new_tokens: int = 128
     n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
 
@@ -47,8 +47,8 @@ class _Body(msgspec.Struct):
     prompt_logprobs: int | None = None
     n: int = 1
     max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
     stream: bool = False

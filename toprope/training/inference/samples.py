@@ -79,14 +79,14 @@ class SampleIndex:
 
     def add(self, prompt_ids: list[int], sample: Sample) -> None:
         """Remember a sample."""
-        token_ids, logprobs = sample.token_ids, array("d", sample.logprobs)
-        prompt = _digest(prompt_ids)
-        self._add(token_ids, _Sample(prompt, logprobs, sample.versions))
+        token_ids = sample.token_ids
+        kept = _Sample(_digest(prompt_ids), array("d", sample.logprobs), sample.versions)
         if len(token_ids) > 1 and token_ids[-1] in self._end_ids:
-            self._add(token_ids[:-1], _Sample(prompt, logprobs[:-1], sample.versions))
+            self._add(token_ids[:-1], kept, 0)  # before the whole sample, so that both are forgotten together
+        self._add(token_ids, kept, len(token_ids))
 
     def match(self, row: SoughtRow) -> MatchedRow | None:
-        """The sampled tokens of a row; None if one of its spans was not sampled here.
+        """The sampled tokens of a row, which may be none at all; None if one of its spans was not sampled here.
 
         Equal samples (short answers) are returned in the order in which they were sampled.
         """
@@ -95,26 +95,26 @@ class SampleIndex:
             sample = self._find(row.tokens[start:end], row.tokens[:start])
             if sample is None:
                 return None
-            found.logprobs.extend(sample.logprobs)
-            left = end - start  # the last run may include an end token that the row leaves out
+            left = end - start  # the row may leave out the end token
+            found.logprobs.extend(sample.logprobs[:left])
             for version, count in sample.versions:
                 if left:
                     extend_runs(found.versions, version, min(count, left))
                     left -= min(count, left)
-        return found if found.versions else None
+        return found
 
-    def _add(self, token_ids: list[int], sample: _Sample) -> None:
+    def _add(self, token_ids: list[int], sample: _Sample, size: int) -> None:
         key = _digest(token_ids)
         self._by_ids.setdefault(key, deque()).append(sample)
-        self._order.append((key, len(token_ids)))
-        self.tokens += len(token_ids)
+        self._order.append((key, size))
+        self.tokens += size
         while self.tokens > self._limit and self._order:
-            oldest, length = self._order.popleft()
+            oldest, size = self._order.popleft()
             samples = self._by_ids[oldest]
             samples.popleft()
             if not samples:
                 del self._by_ids[oldest]
-            self.tokens -= length
+            self.tokens -= size
 
     def _find(self, token_ids: list[int], prompt_ids: list[int]) -> _Sample | None:
         samples = self._by_ids.get(_digest(token_ids))

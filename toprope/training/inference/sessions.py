@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import msgspec
 
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB
+from toprope.settings.schema import RolloutSection
 
 LIFE_HEADER = "x-toprope-life"
 """Identifies one process of the server: its own in answers, the expected one in requests. A restarted server does not
@@ -31,6 +33,11 @@ UNRECORDED = "~"
 
 OPPONENT = "opponent"
 """Model name of a fixed opponent's weights, for unrecorded requests."""
+
+
+def new_session() -> str:
+    """A name for a session. It never was another's, because inference keeps what a driver that was killed left open."""
+    return f"g{secrets.token_hex(8)}"
 
 
 def session_key(secret: str, session: str) -> str:
@@ -45,6 +52,22 @@ def is_session_key(secret: bytes, proof: str, session: str) -> bool:
 
 def _proof(secret: bytes, session: str) -> str:
     return hmac.new(secret, b"session:" + session.encode(), hashlib.sha256).hexdigest()[:40]
+
+
+class SessionSampling(msgspec.Struct):
+    """Sampling settings of a session, for requests that name none."""
+
+    temperature: float
+    top_p: float
+    max_tokens: int
+    stop: list[str]
+    trains: bool = False
+    """The temperature stands even if a request names another one, because the trainer computes with it."""
+
+    @classmethod
+    def of(cls, rollout: RolloutSection) -> SessionSampling:
+        """The settings of a run's rollouts."""
+        return cls(rollout.temperature, rollout.top_p, rollout.max_new_tokens, list(rollout.stop))
 
 
 class Turn(msgspec.Struct):
@@ -110,10 +133,21 @@ class SessionStore:
 
     def __init__(self, limit: int = 8192) -> None:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._sampling: OrderedDict[str, SessionSampling] = OrderedDict()
         self._limit = limit
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def open(self, key: str, sampling: SessionSampling) -> None:
+        """Set the sampling settings of a session and its sub-sessions."""
+        self._sampling[key] = sampling
+        while len(self._sampling) > self._limit:
+            self._sampling.popitem(last=False)
+
+    def sampling(self, key: str) -> SessionSampling | None:
+        """The settings with which a session, or the one that it belongs to, was opened."""
+        return self._sampling.get(key.partition("/")[0])
 
     def get(self, key: str) -> Session | None:
         """The session of that key, or None if nothing was recorded under it."""
@@ -136,6 +170,7 @@ class SessionStore:
 
     def close(self, key: str) -> int:
         """Forget the session of that key and its sub-sessions; returns how many there were."""
+        self._sampling.pop(key, None)
         found = list(self.matching(key))
         for name in found:
             del self._sessions[name]

@@ -154,13 +154,13 @@ class Judges:
         Raises:
             ComponentFailed: A model answers no question, or the run may spend no more.
         """
-        prompt = to_text(group.messages)
-        answers = [to_text(talk) for talk in group.talks] or group.texts
-        places = [place for place, one in enumerate(group.outcomes) if one.error is None]
         outcomes = list(group.outcomes)
-        given = await asyncio.gather(
-            *(self._judged(one, prompt, [answers[place] for place in places], split == _SEALED) for one in self._judges)
-        )
+        prompts = [to_text(one) for one in group.prompts] or [to_text(group.messages)] * len(outcomes)
+        talks = group.talks or [[] for _ in outcomes]
+        answers = [to_text(talk) or text for talk, text in zip(talks, group.texts, strict=True)]
+        places = [place for place, one in enumerate(outcomes) if one.error is None]
+        work = [(prompts[place], answers[place]) for place in places]
+        given = await asyncio.gather(*(self._judged(one, work, split == _SEALED) for one in self._judges))
         in_force = {**self._weights, **(weights or {})}
         for number, place in enumerate(places):
             mine = {judge.function.name: found[number] for judge, found in zip(self._judges, given, strict=True)}
@@ -179,28 +179,28 @@ class Judges:
         return high > low and given >= low + _SOLVED * (high - low) - 1e-9
 
     async def _judged(
-        self, judge: Judge, prompt: str, answers: Sequence[str], sealed: bool
+        self, judge: Judge, work: Sequence[tuple[str, str]], sealed: bool
     ) -> list[tuple[float, str] | Unreadable]:
-        """Value and raw verdict for each answer."""
-        one, distinct = judge.function, list(dict.fromkeys(answers))
-        found: dict[str, tuple[float, str] | Unreadable]
+        """Value and raw verdict for each pair of a prompt and the answer to it."""
+        one, distinct = judge.function, list(dict.fromkeys(work))
+        found: dict[tuple[str, str], tuple[float, str] | Unreadable]
         if one.compare and len(distinct) > 1:
             # The order must not tell who answered first, and must be the same when the question is repeated.
-            random.Random("\0".join(sorted(distinct))).shuffle(distinct)
-            question = ranking_question(one.rubric, prompt, distinct)
+            random.Random("\0".join(sorted(answer for _, answer in distinct))).shuffle(distinct)
+            question = ranking_question(one.rubric, *_side_by_side(distinct))
             try:
                 values, said = await self._asked(
                     judge, question, sealed, lambda text: read_ranking(text, len(distinct))
                 )
-                found = {text: (value, said) for text, value in zip(distinct, values, strict=True)}
+                found = {pair: (value, said) for pair, value in zip(distinct, values, strict=True)}
             except Unreadable as error:
                 found = dict.fromkeys(distinct, error)
         elif one.compare:  # nothing to compare with
             found = dict.fromkeys(distinct, (0.5, ""))
         else:
-            scores = await asyncio.gather(*(self._scored(judge, prompt, text, sealed) for text in distinct))
+            scores = await asyncio.gather(*(self._scored(judge, *pair, sealed) for pair in distinct))
             found = dict(zip(distinct, scores, strict=True))
-        return [_scaled(found[text], one) for text in answers]
+        return [_scaled(found[pair], one) for pair in work]
 
     async def _scored(self, judge: Judge, prompt: str, answer: str, sealed: bool) -> tuple[float, str] | Unreadable:
         question = score_question(judge.function.rubric, prompt, answer)
@@ -251,6 +251,13 @@ def judged_card(card: Card, judges: Sequence[Judge], weights: Mapping[str, float
         parts[name] = replace(parts[name], weight=weight)
     highest = sum(max(part.weight * part.low, part.weight * part.high) for part in parts.values())
     return replace(card, parts=parts, max_reward=highest)
+
+
+def _side_by_side(work: Sequence[tuple[str, str]]) -> tuple[str, list[str]]:
+    """The task and the answers of a ranking; answers to different prompts stand below their own."""
+    if len({prompt for prompt, _ in work}) == 1:
+        return work[0][0], [answer for _, answer in work]
+    return "It stands above each answer.", [f"Task:\n{prompt}\n\nAnswer:\n{answer}" for prompt, answer in work]
 
 
 def _scaled(found: tuple[float, str] | Unreadable, one: RewardFunction) -> tuple[float, str] | Unreadable:

@@ -23,7 +23,7 @@ from toprope.errors import ComponentFailed
 from toprope.records.worker_messages import SampledGroup as WorkerGroup
 from toprope.sdk.errors import WorkerError
 from toprope.training.inference.client import PolicyClient, Sampling
-from toprope.training.inference.sessions import OPPONENT, UNRECORDED, Turn
+from toprope.training.inference.sessions import OPPONENT, UNRECORDED, Turn, new_session
 from toprope.training.inference.tool_calls import answer_id
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
@@ -83,8 +83,8 @@ class EnvManagedSampler(GroupSampler):
         self, policy: PolicyClient, worker: EnvironmentWorker, task: TaskRef, size: int, sampling: Sampling
     ) -> _Sampled:
         """Lets the worker ask inference directly."""
-        group = f"g{next(self._session_numbers)}"
-        life = await policy.life()
+        group = new_session()
+        life = await policy.open_session(group, sampling)
         url, judge = await policy.url(), policy.key(UNRECORDED)
         names = [f"{group}/{number}" for number in range(size)]
         fixed = {"base_url": f"{url}/v1", "api_key": judge, "model": OPPONENT} if self.opponent is True else None

@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from toprope.errors import ComponentFailed, InvalidValue, LockedField
@@ -170,8 +170,8 @@ class EnvironmentHost:
         if self._worker is not None:
             await self._worker.close()
 
-    def sampler(self, policy: Policy, session_numbers: Iterator[int]) -> GroupSampler:
-        """A sampler of this environment's tasks; samplers with the same policy share `session_numbers`."""
+    def sampler(self, policy: Policy) -> GroupSampler:
+        """A sampler of this environment's tasks."""
         kind = EnvManagedSampler if self.card.own_loop else GroupSampler
         sampler = kind(
             self.worker,
@@ -179,7 +179,6 @@ class EnvironmentHost:
             multi_turn=self.card.max_turns > 1,
             call_timeout_s=self.plan.section.call_timeout_s,
             environment="" if self.is_only else self.label,
-            session_numbers=session_numbers,
         )
         if isinstance(sampler, EnvManagedSampler):
             sampler.rollout_timeout_s = self.plan.section.rollout_timeout_s

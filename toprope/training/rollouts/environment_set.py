@@ -6,7 +6,6 @@ contains equally many of every environment that has so many.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -25,13 +24,11 @@ class EnvironmentSet:
 
     Args:
         hosts: The environments, the selected one first, started and checked.
-        driver: Number of this driver, of `drivers`; sessions of all of them have different numbers.
     """
 
-    def __init__(self, hosts: Sequence[EnvironmentHost], policy: Policy, *, driver: int = 1, drivers: int = 1) -> None:
+    def __init__(self, hosts: Sequence[EnvironmentHost], policy: Policy) -> None:
         self.hosts = {host.label: host for host in hosts}
-        numbers = itertools.count(driver - 1, drivers)
-        self.samplers: dict[str, GroupSampler] = {host.label: host.sampler(policy, numbers) for host in hosts}
+        self.samplers: dict[str, GroupSampler] = {host.label: host.sampler(policy) for host in hosts}
         self._order: dict[str, list[tuple[str, int]]] = {}
 
     def count(self, split: str, each: int) -> int:

@@ -8,11 +8,10 @@ sampled. An error within a rollout is data with a reason; an error of the worker
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from toprope.records.journal.groups import Outcome
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.training.inference.client import Answer, PolicyClient, PromptTooLong, Sampling, SessionLost
-from toprope.training.inference.sessions import Turn
+from toprope.training.inference.sessions import Turn, new_session
 from toprope.training.judges.judging import Judges
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.training.rollouts.sampled_group import SampledGroup, excerpt
@@ -73,7 +72,6 @@ class GroupSampler:
         multi_turn: Whether rollouts can have more than one turn; single turns need no sessions.
         call_timeout_s: Seconds that one call into the environment may take.
         environment: Label of the environment if the run has several.
-        session_numbers: Numbers of sessions; samplers that share a policy must share them.
     """
 
     deaths_allowed: float = math.inf
@@ -87,11 +85,9 @@ class GroupSampler:
         multi_turn: bool,
         call_timeout_s: float,
         environment: str = "",
-        session_numbers: Iterator[int] | None = None,
     ) -> None:
         self.worker, self._policy, self._environment = worker, policy, environment
         self._multi_turn, self._timeout = multi_turn, call_timeout_s
-        self._session_numbers = itertools.count() if session_numbers is None else session_numbers
         self.weights: dict[str, float] | None = None
         """Weights of reward parts for rollouts that begin from now on; None: the environment's own."""
         self.check_task: Callable[[TaskRef, str], None] = lambda task, task_id: None
@@ -154,7 +150,7 @@ class GroupSampler:
             _Rollout(handle, number, list(firsts[number]), len(firsts[number]))
             for number, handle in enumerate(start.rollouts)
         ]
-        session = f"g{next(self._session_numbers)}" if self._multi_turn else ""
+        session = new_session() if self._multi_turn else ""
         try:
             self.check_task(task, start.task_id)
             answers: Sequence[Answer | None]
@@ -185,6 +181,7 @@ class GroupSampler:
             seconds=time.monotonic() - began,
             transcripts=[rollout.transcript for rollout in rollouts],
             talks=[rollout.messages[rollout.first_messages :] for rollout in rollouts],
+            prompts=start.per_rollout or [],
             environment=self._environment,
         )
 

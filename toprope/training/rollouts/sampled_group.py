@@ -27,7 +27,9 @@ class SampledGroup:
     transcripts: list[str] = field(default_factory=list)
     """Per rollout an excerpt of what followed the first messages; empty if nothing was sampled."""
     talks: list[list[dict[str, Any]]] = field(default_factory=list)
-    """Per rollout what followed the first messages, whole."""
+    """Per rollout what followed the first messages, whole; nothing if the environment gave no conversation."""
+    prompts: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Per rollout its first messages, if they differ."""
     environment: str = ""
     """Label of the task's environment if the run has several."""
 

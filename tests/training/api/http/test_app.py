@@ -147,6 +147,23 @@ def test_room_request_is_answered_after_a_delivery(api: Served) -> None:
     assert api.refusal("GET", "/room") == (400, "bad_parameter", "below")
 
 
+def test_full_queue_has_room_while_the_trainer_waits_for_more_rows(api: Served) -> None:
+    for mark in range(4):
+        api.post("/scored_data", group(mark, rows=1))
+    room, found = in_background(lambda: api.get("/room?below=4&wait_s=30"))
+    until(lambda: waiters(api) == 1)
+    batch, delivered = in_background(lambda: api.get("/batch?cursor=0&sequences=6&wait_s=30"))
+    room.join(10)
+    assert found == [{"room": True, "waiting": 4}]
+    for mark in (4, 5):
+        api.post("/scored_data", group(mark, rows=1))
+    batch.join(10)
+    assert marks(delivered[0]) == list(range(6))
+    for mark in range(4):
+        api.post("/scored_data", group(mark, rows=1))
+    assert api.get("/room?below=4") == {"room": False, "waiting": 4}, "nobody waits"
+
+
 def test_waiting_requests_are_answered_at_shutdown(api: Served) -> None:
     thread, results = in_background(lambda: api.get("/batch?cursor=0&sequences=16&wait_s=60"))
     until(lambda: waiters(api) == 1)

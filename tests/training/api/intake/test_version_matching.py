@@ -20,7 +20,14 @@ from toprope.records.journal.file_journal import FileJournal
 from toprope.training.api.intake.validation import GroupValidator
 from toprope.training.api.intake.version_matching import InferenceMatcher, sampled_spans
 from toprope.training.inference.engine import Sample
-from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchRequest, SampleIndex, SoughtRow
+from toprope.training.inference.samples import (
+    MATCH_PATH,
+    MatchAnswer,
+    MatchedRow,
+    MatchRequest,
+    SampleIndex,
+    SoughtRow,
+)
 
 
 @contextmanager
@@ -145,8 +152,9 @@ def test_samples_are_found_by_their_ids_and_prompt() -> None:
     cut = index.match(SoughtRow([1, 2, 5, 6], [(2, 4)]))
     assert cut is not None and cut.logprobs == [-1.0, -2.0], "an environment may leave out the end token"
     assert cut.versions == [(3, 2)]
-    for tokens, spans in (([1, 2, 5, 6, 0, 9, 8], [(2, 5), (6, 7)]), ([2, 2, 5, 6, 0], [(2, 5)]), ([1, 2], [])):
+    for tokens, spans in (([1, 2, 5, 6, 0, 9, 8], [(2, 5), (6, 7)]), ([2, 2, 5, 6, 0], [(2, 5)])):
         assert index.match(SoughtRow(tokens, spans)) is None
+    assert index.match(SoughtRow([1, 2], [])) == MatchedRow([], []), "nothing was sampled, so nothing is missing"
     long = list(range(10, 40))
     index.add([1], Sample(long, [-1.0] * 30, [(5, 20), (6, 10)], "", "stop"))
     found = index.match(SoughtRow([3, 3, *long], [(2, 32)]))
@@ -160,6 +168,30 @@ def test_oldest_samples_are_forgotten_first() -> None:
     assert index.tokens == 10
     known = [index.match(SoughtRow([1, token, 50], [(1, 3)])) is not None for token in range(8)]
     assert known == [False] * 3 + [True] * 5
+
+
+def test_answers_that_end_with_an_end_token_take_their_own_room_once() -> None:
+    index = SampleIndex(limit=10, end_ids=frozenset({0}))
+    for token in range(5, 9):
+        index.add([1], Sample([token, 50, 51, 52, 0], [-1.0] * 5, [(token, 5)], "", "stop"))
+    assert index.tokens == 10
+    for end in (5, 6):
+        rows = [SoughtRow([1, token, 50, 51, 52, 0], [(1, end)]) for token in range(5, 9)]
+        found = [index.match(row) for row in rows]
+        assert [one and one.versions for one in found] == [None, None, [(7, end - 1)], [(8, end - 1)]]
+        assert [one and len(one.logprobs) for one in found[2:]] == [end - 1] * 2
+
+
+def test_row_without_sampled_tokens_leaves_its_group_matched(tmp_path: Path) -> None:
+    index, matcher = SampleIndex(), InferenceMatcher(SECRET)
+    index.add([1], Sample([2, 3], [-0.5, -0.25], [(4, 2)], "", "stop"))
+    with inference(index) as url, served(tmp_path / "journal", matcher=matcher) as api:
+        registered(api)
+        matcher.connect(url)
+        api.post("/scored_data", outside(1, masks=[[-100, 2, 3], [-100, -100, -100]]))
+        assert api.get("/counts")["unmatched"] == 0
+        [posted] = api.get("/batch?cursor=0&sequences=2")["batch"]
+    assert posted["versions"] == [[[4, 2]], []]
 
 
 def test_inconsistent_answer_marks_group_as_unmatched(tmp_path: Path) -> None:

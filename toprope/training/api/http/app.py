@@ -243,14 +243,13 @@ class _Endpoints:
                 status=400,
                 field="below",
             )
-        await wait_for(
-            self._store,
-            request.receive,
-            wait_parameter(query),
-            lambda: queue.waiting < below or None,
-            lambda: queue.waiting < below,
-        )
-        return _json({"room": queue.waiting < below, "waiting": queue.waiting})
+
+        def has_room() -> bool:
+            # Groups may have few rows: a trainer that waits for more of them must not meet a driver that waits for it.
+            return queue.waiting < below or self._groups.missing_rows() is not None
+
+        await wait_for(self._store, request.receive, wait_parameter(query), lambda: has_room() or None, has_room)
+        return _json({"room": has_room(), "waiting": queue.waiting})
 
     async def wanted(self, request: Request) -> Response:
         """The rows that the waiting trainer still needs, so that the driver can wait for the trainer."""
