@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from toprope.records.journal.groups import Group, Outcome
 from toprope.text_format import said
 from toprope.training.inference.sessions import Turn, join_turns
@@ -34,9 +36,18 @@ class SampledGroup:
     """Label of the task's environment if the run has several."""
 
     def to_record(self, environment: str, group_id: str) -> Group:
-        """The group in the trajectory API's form: one row per segment, without rollouts that have no token."""
+        """The group in the trajectory API's form: one row per segment, without rollouts that have no token.
+
+        An error earns no more than the worst answer of its group: where all rewards are negative, 0 would teach the
+        policy to fail.
+        """
         tokens, masks, logprobs, versions, scores, owners = [], [], [], [], [], []
-        for index, (turns, outcome) in enumerate(zip(self.turns, self.outcomes, strict=True)):
+        lowest = min((one.reward for one in self.outcomes if one.error is None), default=0.0)
+        outcomes = [
+            one if one.error is None else msgspec.structs.replace(one, reward=min(one.reward, lowest))
+            for one in self.outcomes
+        ]
+        for index, (turns, outcome) in enumerate(zip(self.turns, outcomes, strict=True)):
             for segment in join_turns(turns):
                 tokens.append(segment.tokens)
                 masks.append(segment.masks)
@@ -55,7 +66,7 @@ class SampledGroup:
             environment=environment,
             task_id=f"{self.environment}/{self.task_id}" if self.environment else self.task_id,
             rollouts=None if one_row_each else owners,
-            outcomes=self.outcomes,
+            outcomes=outcomes,
             prompt=_cut("\n".join(said(message) for message in self.messages)),
             answers=self.transcripts or None,
             seconds=round(self.seconds, 4),
