@@ -95,3 +95,31 @@ def test_calls_about_rollouts_may_take_as_long_as_the_environment_s_own_limits(t
             assert worker.allowed_s(7.0, 3) == 3 * 3600, "an hour a rollout"
 
     asyncio.run(main())
+
+
+PATIENT = """
+import time
+from toprope.sdk import Environment, Task
+
+class Patient(Environment):
+    def tasks(self):
+        for number in range(2000):
+            time.sleep(0.002)
+            yield Task(f"Say {number}.")
+
+    def score(self):
+        return 1.0
+"""
+
+
+def test_late_task_of_a_new_worker_may_take_many_calls_to_find(tmp_path: Path) -> None:
+    file = tmp_path / "patient.py"
+    file.write_text(PATIENT)
+
+    async def main() -> None:
+        async with await EnvironmentWorker.start() as worker:
+            await worker.open({"file": str(file), "attribute": "Patient"}, timeout=60)
+            begun = await worker.begin("train", 1200, 1, timeout=2.0)  # all of them take 3 s to find
+            assert begun.messages and (await worker.begin("train", 5000, 1, timeout=2.0)).messages, "the next epochs"
+
+    asyncio.run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,7 +150,8 @@ def test_watch_ends_worker_that_uses_too_much(
         watch = asyncio.create_task(watch_worker(link, poll_s=0.02))
         assert await asyncio.to_thread(looked.wait, 20)
         assert (await said(link, "fine"))["reward"] == 1.0
-        await said(link, answer)
+        with suppress(WorkerDied):  # the watch may see it before the answer comes
+            await said(link, answer)
         free.append(40 << 20)
         async with asyncio.timeout(30):
             await watch

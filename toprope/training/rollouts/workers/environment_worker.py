@@ -7,6 +7,7 @@ sweeps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeVar
 
@@ -20,6 +21,8 @@ from toprope.sdk.worker.client import WorkerClient
 from toprope.sdk.worker.splits import SHARING_RULE
 
 _T = TypeVar("_T")
+_PART = 256
+"""Tasks that a new worker finds in one call."""
 _LONGEST_CALL_S = 3600.0
 """Most seconds that an environment's own limits give a call, per rollout."""
 
@@ -35,6 +38,11 @@ class EnvironmentWorker(WorkerClient):
 
     call_s: float = 0.0
     """Seconds that a rollout's call may take by the own limits of what is open."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._known: dict[tuple[str, str], float] = {}
+        """Tasks that the worker has found, by split and variant; infinite once it has them all."""
 
     def allowed_s(self, timeout: float, rollouts: int = 1) -> float:
         """Return the seconds that a call about rollouts may take: `timeout`, or an environment's own limits for each of
@@ -80,7 +88,7 @@ class EnvironmentWorker(WorkerClient):
             **({"rewards": [dict(one) for one in rewards]} if rewards else {}),
         }
         card = await self._ask(Card, "open", timeout, arguments)
-        self.call_s = card.call_s
+        self.call_s, self._known = card.call_s, {}
         return card
 
     async def vary(self, variant: str, knobs: Mapping[str, Any], *, timeout: float) -> Card:
@@ -114,6 +122,7 @@ class EnvironmentWorker(WorkerClient):
         variant: str = "",
     ) -> Begun:
         """Begin `count` rollouts of a task; `weights` replaces weights of reward parts for them."""
+        await self._reach(split, index, variant, timeout)
         arguments = {"split": split, "index": index, "count": count, **_weighted(weights), **_named(variant)}
         return await self._ask(Begun, "begin", self.allowed_s(timeout, count), arguments)
 
@@ -152,8 +161,17 @@ class EnvironmentWorker(WorkerClient):
         variant: str = "",
     ) -> SampledGroup:
         """Have the environment sample a task itself, once per session, beside other requests."""
+        await self._reach(split, index, variant, timeout)
         arguments = {"split": split, "index": index, "sessions": sessions, **_weighted(weights), **_named(variant)}
         return await self._ask(SampledGroup, "run", timeout, arguments, concurrent=True)
+
+    async def _reach(self, split: str, index: int, variant: str, timeout: float) -> None:
+        """Have a new worker find the tasks before number `index` by parts, each within `timeout`: together they may
+        take longer than a call about one of them."""
+        key = split, variant
+        while index - (known := self._known.get(key, 0)) > _PART:
+            page = await self.tasks(split, int(known) + _PART - 1, 1, timeout=timeout, variant=variant)
+            self._known[key] = math.inf if page.exhausted else max(page.known, known + _PART)
 
     async def make(
         self, file: str, attribute: str, arguments: Mapping[str, Any], *, wanted: Sequence[str], timeout: float
