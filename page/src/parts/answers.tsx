@@ -25,10 +25,16 @@ export function Refused({ refusal, again }: { refusal: Refusal; again?: () => vo
   );
 }
 
-/** The answer drawn by `children`; before it, a word; with a refusal, its reason. */
+/** The answer drawn by `children`; before it, a word; with a refusal, its reason, above the last answer. */
 export function Answered<T>({ of, children }: { of: Asked<T>; children: (answer: T) => ComponentChildren }) {
-  if (!of.answer) return of.refusal ? <Refused refusal={of.refusal} again={of.again} /> : <Loading />;
-  return <>{children(of.answer)}</>;
+  const refused = of.refusal && <Refused refusal={of.refusal} again={of.again} />;
+  if (!of.answer) return refused ?? <Loading />;
+  return (
+    <>
+      {refused}
+      {children(of.answer)}
+    </>
+  );
 }
 
 export function Loading() {

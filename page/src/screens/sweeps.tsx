@@ -74,7 +74,7 @@ function Shown({ sweep }: { sweep: Sweep }) {
       <Card class="verdict">
         <div class="words">
           <p class="big">
-            <span class="accent">{best?.score != null ? percent(best.score) : "no candidate measured"}</span>
+            <span class="accent">{best?.score != null ? (best.score === best.accuracy ? percent : number)(best.score) : "no candidate measured"}</span>
           </p>
           <p class="quiet small">
             {best ? `${best.id}, ${valuesOf(best)}` : "Candidates are measured on validation tasks."}

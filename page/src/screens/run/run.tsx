@@ -24,8 +24,14 @@ export function RunScreen({ runId }: { runId: string }) {
         </p>
       </Card>
     );
-  if (!run.live) return run.refusal ? <Refused refusal={run.refusal} /> : <Loading />;
-  return <Shown run={run} live={run.live} />;
+  const refused = run.refusal && <Refused refusal={run.refusal} />;
+  if (!run.live) return refused ?? <Loading />;
+  return (
+    <>
+      {refused}
+      <Shown run={run} live={run.live} />
+    </>
+  );
 }
 
 function Shown({ run, live }: { run: Followed; live: RunLive }) {
