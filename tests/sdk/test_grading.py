@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from toprope.sdk.grading import extract, extract_answer, is_correct, normalize_number
+from toprope.sdk.grading import extract, extract_answer, is_correct, normalize_number, number_in, numeric
 
 
 @pytest.mark.parametrize("find", [extract_answer, lambda text: extract(text, "boxed")])
@@ -33,6 +35,12 @@ def test_last_box_is_read_with_balanced_braces(find) -> None:
         ("Paris.", "PARIS", True),
         ("", "4", False),
         ("1/0", "4", False),
+        ("it weighs 4 kg", "4 g", False),
+        ("it weighs 4 kg", "4 kg", True),
+        ("$5 million", "$5", False),
+        ("$5 million", "$5,000,000", True),
+        ("it costs 4 dollars", "$4", True),
+        (r"so \boxed{\frac{3}{4}}", "0.75", True),
     ],
 )
 def test_answers_are_graded(answer, reference, right):
@@ -42,3 +50,40 @@ def test_answers_are_graded(answer, reference, right):
 def test_tolerance_is_relative():
     assert is_correct("101", "100", relative=0.02) and not is_correct("103", "100", relative=0.02)
     assert normalize_number("12 %") == 0.12 and normalize_number("twelve") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (r"\frac{3}{4}", 0.75),
+        (r"$-\dfrac{3}{4}$ of it", -0.75),
+        (r"1\frac12", 1.5),
+        (r"5 \times 10^{3}", 5000),
+        ("some 5 × 10^-3 m of it", 0.005),
+        (r"12\text{ cm}^2", 12),
+        ("the volume is 4 cm^3 in total", 4),
+        ("x_1 = 5 and x_{2}", 5),
+        ("so _5_ it is", 5),
+        ("1 000", 1000),
+        (r"1{,}000", 1000),
+        ("\u22125", -5),
+        ("12 %", 12),
+        ("3 of 7 apples", 7),
+        ("**10**\n20 apples", 20),
+        ("x^2", None),
+    ],
+)
+def test_numbers_are_read_as_they_are_written(text, number):
+    assert number_in(text) == number
+
+
+def test_reference_that_is_a_fraction_of_latex_pays_its_value():
+    assert numeric("0.75", r"\frac{3}{4}", 1e-6) == (True, True)
+    assert numeric("4", r"\frac{3}{4}", 1e-6) == (True, False)
+
+
+def test_hostile_answers_take_no_time():
+    began = time.monotonic()
+    assert number_in("1e99999999/3") is None and extract("answer" + " " * 19_000 + "x", "auto") is None
+    assert not is_correct("1e" + "9" * 5000, "4") and not is_correct("a" + " " * 3000 + "b c", "4")
+    assert time.monotonic() - began < 5

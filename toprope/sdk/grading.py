@@ -17,7 +17,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from toprope.sdk.errors import InvalidRequest, LoadError
@@ -31,6 +30,7 @@ __all__ = [
     "extract",
     "extract_answer",
     "is_correct",
+    "letter_of",
     "matches",
     "mathematical",
     "need_math",
@@ -49,21 +49,31 @@ _WORDS_OF_AN_EXPRESSION = 8
 _TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _HASHES = re.compile(r"####\s*(.+)")
 _ANSWER_IS = re.compile(
-    r"\b(?:final[ _]answer|answer|result)\s*(?:\*\*)?\s*(?:is\b|:|=)\s*"
+    r"\b(?:final[ _]answer|answer|result)\s*(?:\*\*\s*)?(?:is\b|:|=)\s*"
     r"(?:approximately\b|about\b|exactly\b|:)?([^\n]+)",
     re.IGNORECASE,
 )
-_PLAIN_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?")
+_PLAIN_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
 _FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _LETTER = re.compile(r"(?<![A-Za-z])\(?([A-Za-z])\)?(?![A-Za-z'])")
-_NUMBER = re.compile(
-    r"(?P<sign>[-+\u2212])?\s*(?P<money>[$€£¥])?\s*"
+_NUMBER = re.compile(  # spaces only behind a sign: two optional runs of them in a row take cubic time
+    r"(?:(?P<sign>[-+])\s*)?(?:(?P<money>[$€£¥])\s*)?"
     r"(?P<whole>\d{1,3}(?:[,\u00a0\u202f'_ ]\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
-    r"(?:\s*(?:[eE]|[x×*]\s*10\s*(?:\^|\*\*))\s*(?P<power>[-+\u2212]?\d+))?"
+    r"(?:\s*[eE]\s*(?P<power>[-+]?\d+))?"
     r"(?:\s*/\s*(?P<below>\d+(?:\.\d+)?))?"
     r"\s*(?P<unit>%|percent\b|°?[A-Za-zµΩ]+(?:/[A-Za-z]+)?(?:\^?[23²³])?)?"
 )
-_MIXED = re.compile(r"(?P<sign>[-+\u2212])?\s*(?P<whole>\d+)\s+(?P<above>\d+)\s*/\s*(?P<below>\d+)")
+_MIXED = re.compile(r"(?P<sign>[-+])?\s*(?P<whole>\d+)\s+(?P<above>\d+)\s*/\s*(?P<below>\d+)")
+_LATEX_TEXT = re.compile(r"\\(?:text\w*|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*([-+]?[\d.]+)\s*\}|(\d))\s*(?:\{\s*([\d.]+)\s*\}|(\d))")
+_LATEX_SIGN = re.compile(r"\{,\}|\\(?:(?:times|cdot|left|right)(?![A-Za-z])|[,;:! %$])")
+_LATEX_MEANT = {"{,}": ",", "\\times": "×", "\\cdot": "×", "\\%": "%", "\\$": "$", "\\!": ""}
+_POWER_OF_TEN = re.compile(
+    r"(?:(?<=\d)\s*[x×*]\s*10\s*(?:\^|\*\*)\s*|(?<![\w.^*])10(?:\s*\^\s*|\*\*))(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d+))"
+)
+_RAISED = re.compile(r"(?<=[A-Za-z0-9)}\]])[\^_](?:\{[^{}]*\}|[-+]?\w+)")
+_MULTIPLIERS = {"thousand": 1e3, "k": 1e3, "million": 1e6, "m": 1e6, "billion": 1e9, "bn": 1e9, "trillion": 1e12}
+_MONEY = {"dollar": "$", "dollars": "$", "usd": "$", "euro": "€", "euros": "€", "eur": "€"}
 _SAID = re.compile(
     r"(?:FINAL[_ ]ANSWER|\banswer|\bresult|\bsolution|\btotal)\s*(?:is|are|=|:|equals|was)?\s*"
     r"(?:approximately|about|roughly|around|exactly|:|=|≈)?\s*(?P<said>.+)",
@@ -120,14 +130,17 @@ def numeric(answer: str | None, reference: Any, tolerance: float) -> Verdict:
 
 
 def number_in(text: str | None) -> float | None:
-    """The last number in a text, such as 1,234.5, -3e4 or 3/4; None if it holds none."""
-    found = _PLAIN_NUMBER.findall(text or "")
+    """The number that a text is, whatever its unit, else the last in it: 1,234.5, -3e4, 3/4; None if it holds none."""
+    text = _without_latex(text or "")
+    if (sole := _sole(text)) is not None:
+        return sole[0]
+    found = _PLAIN_NUMBER.findall(_RAISED.sub(" ", text) if "^" in text or "_" in text else text)
     if not found:
         return None
+    top, _, bottom = found[-1].replace(",", "").partition("/")
     try:
-        top, _, bottom = found[-1].replace(",", "").replace(" ", "").partition("/")
-        value = float(Fraction(top) / Fraction(bottom)) if bottom else float(top)
-    except (ValueError, ZeroDivisionError, OverflowError):
+        value = float(top) / float(bottom or 1)
+    except ZeroDivisionError:
         return None
     return value if math.isfinite(value) else None
 
@@ -144,7 +157,7 @@ def choice(text: str, answer: str | None, reference: Any, options: list[str]) ->
     Raises:
         InvalidRequest: The reference is none of the three.
     """
-    wanted = _letter_of(reference, options)
+    wanted = letter_of(reference, options)
     valid = {chr(65 + index) for index in range(len(options))} if options else {chr(65 + index) for index in range(26)}
     given = answer if answer is not None else text
     for index, option in enumerate(options):
@@ -156,6 +169,30 @@ def choice(text: str, answer: str | None, reference: Any, options: list[str]) ->
     if not letters:
         return False, False
     return True, (letters[0] if answer is not None else letters[-1]) == wanted
+
+
+def letter_of(reference: Any, options: list[str]) -> str:
+    """The letter of the right option.
+
+    Args:
+        reference: A letter, an index from 0, or the text of an option.
+        options: Texts of the options; empty if they are unknown.
+
+    Raises:
+        InvalidRequest: The reference is not one of the three.
+    """
+    if isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < (len(options) or 26):
+        return chr(65 + reference)
+    said = str(reference).strip()
+    for index, option in enumerate(options):
+        if _plain(said, True) == _plain(option, True):
+            return chr(65 + index)
+    bare = said.strip("() .")
+    if len(bare) == 1 and bare.isalpha():
+        return bare.upper()
+    if bare.isdecimal() and int(bare) < len(options):
+        return chr(65 + int(bare))
+    raise InvalidRequest(f"The reference {said[:80]!r} is not a letter, an index from 0 or the text of an option.")
 
 
 def matches(answer: str | None, reference: Any, ignore_case: bool) -> Verdict:
@@ -220,13 +257,8 @@ class Number:
 
 def read_number(text: str) -> Number | None:
     """The number in a text that holds little else: a currency, a unit or a final full stop; None otherwise."""
-    text = text.strip().strip("*_`\"'").rstrip(".!").strip()
-    mixed = _MIXED.fullmatch(text)
-    if mixed is not None and int(mixed["below"]):
-        value = int(mixed["whole"]) + int(mixed["above"]) / int(mixed["below"])
-        return Number(-value if mixed["sign"] in ("-", "\u2212") else value)
-    found = _NUMBER.fullmatch(text)
-    return None if found is None else _number(found)
+    sole = _sole(_without_latex(text))
+    return None if sole is None else _number(*sole)
 
 
 def normalize_number(text: str) -> float | None:
@@ -270,10 +302,10 @@ def is_correct(answer: str, reference: str, *, relative: float = 1e-6, absolute:
     given = read_number(said)
     if given is None:
         # "4 apples are left": the only number of a sentence is meant.
-        found = [one for one in map(_number, _NUMBER.finditer(said)) if one is not None]
+        found = [one for one in map(_read, _NUMBER.finditer(_without_latex(said))) if one is not None]
         if len(found) != 1:
             return False
-        given = Number(found[0].value, found[0].unit if found[0].unit == right.unit else "")
+        given = _number(*found[0])
     if given.unit and right.unit and given.unit != right.unit:
         return False
     return math.isclose(given.value, right.value, rel_tol=relative, abs_tol=absolute)
@@ -287,21 +319,6 @@ def _expression(parse: Callable[[str], list[Any]], text: str) -> list[Any]:
         if found:
             return found
     return []
-
-
-def _letter_of(reference: Any, options: list[str]) -> str:
-    if isinstance(reference, int) and not isinstance(reference, bool) and 0 <= reference < max(len(options), 26):
-        return chr(65 + reference)
-    said = str(reference).strip()
-    for index, option in enumerate(options):
-        if _plain(said, True) == _plain(option, True):
-            return chr(65 + index)
-    bare = said.strip("() .")
-    if len(bare) == 1 and bare.isalpha():
-        return bare.upper()
-    if bare.isdigit() and options and int(bare) < len(options):
-        return chr(65 + int(bare))
-    raise InvalidRequest(f"The reference {said[:80]!r} is not a letter, an index from 0 or the text of an option.")
 
 
 def _plain(text: str, ignore_case: bool) -> str:
@@ -329,28 +346,51 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-def _number(found: re.Match[str]) -> Number | None:
-    value = float(re.sub(r"[,\u00a0\u202f'_ ]", "", found["whole"]))
-    if found["power"]:
-        try:
-            value *= 10.0 ** int(found["power"].replace("\u2212", "-"))
-        except OverflowError:
-            return None
-    if found["below"]:
-        below = float(found["below"])
-        if below == 0:
-            return None
-        value /= below
-    if found["sign"] in ("-", "\u2212"):
-        value = -value
-    unit = (found["unit"] or "").lower()
-    if unit in ("%", "percent"):
-        value, unit = value / 100, ""
-    elif found["money"]:
-        unit = found["money"]
-    if not math.isfinite(value):
+def _without_latex(text: str) -> str:
+    """Write fractions, powers of ten, units and spaces of LaTeX as plain text."""
+    text = text.replace("\u2212", "-")
+    if "\\" in text or "{" in text:
+        text = _LATEX_SIGN.sub(lambda found: _LATEX_MEANT.get(found[0], " "), _LATEX_TEXT.sub(r" \1", text))
+        text = _LATEX_FRACTION.sub(_fraction, text)
+    if "^" in text or "**" in text:
+        text = _POWER_OF_TEN.sub(lambda found: f"{'1' * found[0].startswith('10')}e{found[1] or found[2]}", text)
+    return text
+
+
+def _fraction(found: re.Match[str]) -> str:
+    mixed = found.start() > 0 and found.string[found.start() - 1].isdigit()
+    return f"{' ' if mixed else ''}{found[1] or found[2]}/{found[3] or found[4]}"
+
+
+_Read = tuple[float, str, str]
+"""(value, currency, unit)."""
+
+
+def _sole(text: str) -> _Read | None:
+    """Read the number that a text is; None if it holds more."""
+    text = text.strip().strip("*_`\"'").rstrip(".!").strip()
+    mixed = _MIXED.fullmatch(text)
+    if mixed is not None and float(mixed["below"]):
+        value = float(mixed["whole"]) + float(mixed["above"]) / float(mixed["below"])
+        return (-value if mixed["sign"] == "-" else value), "", ""
+    found = _NUMBER.fullmatch(text)
+    return None if found is None else _read(found)
+
+
+def _read(found: re.Match[str]) -> _Read | None:
+    below = float(found["below"] or 1)
+    whole = float(re.sub(r"[,\u00a0\u202f'_ ]", "", found["whole"]) + f"e{found['power'] or 0}")
+    if not below or not math.isfinite(whole / below):
         return None
-    return Number(value, "" if unit in _FILLER else unit.lstrip("°"))
+    return (-whole if found["sign"] == "-" else whole) / below, found["money"] or "", (found["unit"] or "").lower()
+
+
+def _number(value: float, money: str, unit: str) -> Number:
+    if unit in ("%", "percent"):
+        return Number(value / 100)
+    if money:
+        return Number(value * _MULTIPLIERS.get(unit, 1.0), money)
+    return Number(value, "" if unit in _FILLER else _MONEY.get(unit, unit.lstrip("°")))
 
 
 def _words(text: str) -> str:

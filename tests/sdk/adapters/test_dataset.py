@@ -172,6 +172,29 @@ def test_scorers_of_numbers_choices_patterns_and_math() -> None:
     assert grading.exact("Paris", "paris", False) == (True, False)
 
 
+@pytest.mark.parametrize(("how", "shown"), [("tag", "<answer>{}</answer>"), ("boxed", "\\boxed{{{}}}")])
+def test_references_are_shown_in_the_form_that_is_extracted(tmp_path: Path, how: str, shown: str) -> None:
+    rows = [("2 + 3?", 5, "numeric"), ("1 + 1?", "1 + 1 = 2\n#### 2", "numeric"), ("France?", ["Paris"], "exact")]
+    for (prompt, answer, scorer), bare in zip(rows, ("5", "2", "Paris"), strict=True):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "answer": answer}) + "\n")
+        environment = opened(tmp_path, path="rows.jsonl", scorer=scorer, extract=how)
+        [task] = environment.tasks()
+        assert task.reference == shown.format(bare) and not environment.guessed_reference
+        assert scored(environment, task, task.reference).success and not scored(environment, task, bare).success
+    assert opened(tmp_path, path="rows.jsonl", extract="pattern", extract_pattern="It is (.*)").guessed_reference
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "shown"),
+    [(["4", "2", "3"], 2, "C"), (["x", "y"], "1", "B"), ([10, 20, 30], 20, "B"), ([10, 20, 30], "20", "B")],
+)
+def test_options_are_named_by_index_or_by_text(tmp_path: Path, options: list, answer: object, shown: str) -> None:
+    (tmp_path / "quiz.jsonl").write_text(json.dumps({"prompt": "?", "choices": options, "answer": answer}) + "\n")
+    quiz = opened(tmp_path, path="quiz.jsonl", choices="choices", scorer="multiple_choice")
+    [task] = quiz.tasks()
+    assert task.reference == shown and scored(quiz, task, task.reference).success
+
+
 @pytest.mark.parametrize(
     ("code", "passes"),
     [("```python\ndef f(x):\n    return x + 1\n```", True), ("def f(x): return x", False), ("f = 1/0", False),

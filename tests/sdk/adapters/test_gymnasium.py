@@ -219,6 +219,13 @@ def test_numbered_actions_are_read_and_success_is_told(tmp_path: Path) -> None:
     assert outcome.success and outcome.turns == 4 and outcome.reward == 0
 
 
+@pytest.mark.parametrize("reward", ["nan", "inf", "-inf"])
+def test_reward_that_is_not_finite_fails_the_rollout(tmp_path: Path, reward: str) -> None:
+    environment = opened(tmp_path / "walk.py", WALK.replace("], 0,", f"], float('{reward}'),"))
+    outcome = begun(environment).advance("2").outcome
+    assert not outcome.success and outcome.reward == 0 and "not finite" in outcome.error
+
+
 def test_rows_make_environments_with_init(tmp_path: Path) -> None:
     (tmp_path / "base.py").write_text("class BaseTextEnv: pass\n")
     (tmp_path / "sums.jsonl").write_text(

@@ -89,7 +89,9 @@ def test_lone_rollout_errors_only_warn_for_own_loop() -> None:
         ([Scored(0, "echo", 0.3)], "junk_rewarded", "warning"),
         ([Scored(0, "nan", 0.1)], "junk_rewarded", "note"),
         ([Scored(0, "other", 1.0, True)], "wrong_rewarded", "critical"),
+        ([Scored(0, kind, 1.0, True) for kind in ("other", "near_miss")], "wrong_rewarded", "critical"),
         ([Scored(0, "near_miss", 1.0, True)], "wrong_rewarded", "warning"),
+        ([Scored(0, "several", 1.0, True)], "wrong_rewarded", "warning"),
         ([Scored(0, "appended", 1.0, True)], "lenient", "note"),
         ([Scored(0, "unicode", 0.0, error="ValueError: no digit")], "scoring_raises", "warning"),
         (
@@ -104,6 +106,15 @@ def test_lone_rollout_errors_only_warn_for_own_loop() -> None:
 def test_judge_names_rule_and_level_of_scores(scores: list[Scored], rule: str, level: str) -> None:
     others = [Scored(9, "reference", 1.0, True), Scored(9, "empty", 0.0)] if rule != "reference_fails" else []
     assert named(seen_with(*others, *scores, Scored(0, "empty", 0.0)))[rule] == level
+
+
+def test_prompt_that_wins_by_chance_is_not_junk() -> None:
+    letters = tuple(TaskSeen(str(n), f"Choose {n}: A. x B. y", "AB"[n % 2]) for n in range(40))
+    numbers = tuple(TaskSeen(str(n), f"Say {n}", str(n)) for n in range(40))
+    for tasks, wins, level in ((letters, 4, None), (letters, 6, "critical"), (numbers, 4, "critical")):
+        echoes = [Scored(n, "echo", float(n < wins), n < wins) for n in range(6)]
+        seen = seen_with(*SOUND, *echoes, splits={"train": SplitSeen(tasks, 400, False)})
+        assert named(seen).get("junk_rewarded") == level
 
 
 def test_reward_functions_that_raise_on_every_answer_are_named() -> None:
@@ -157,7 +168,13 @@ def test_judge_names_split_and_process_problems() -> None:
         ("What is 3 + 4?", "what is 3+4", True),
         ("Task 12: What is 3 + 4?", "What is 3 + 4?", True),
         ("Say \u201cyes\u201d", 'Say "yes"', True),
+        ("#7) What is 3 + 4?", "What is 3 + 4?", True),
         ("5 - 3 = ?", "6 - 3 = ?", False),
+        ("Q: 12 + 5 = ?", "Q: 47 + 5 = ?", False),
+        ("Question: 47 * 5 = ?", "5 = ?", False),
+        ("Task 12:  - 5", "Task 13:  - 5", False),
+        ("Problem: 3 boxes of 4", "Problem: 5 boxes of 4", False),
+        ("Number 17 in words", "Number 18 in words", False),
         ("12 + 7", "1 2 + 7", False),
         ("Count: ##  # #", "Count: #  ## #", False),
     ],
@@ -187,7 +204,10 @@ def test_near_miss_and_probes_cover_answer_kinds() -> None:
         None,
         "?",
     ]
+    assert near_miss("<answer>cab</answer>") == "<answer>cai</answer>"
     kinds = [probe.kind for probe in probes("What?", "12 days", ["12 Days", "13 days"])]
     assert kinds[:5] == ["reference", "empty", "junk", "other", "near_miss"] and "first_word" in kinds
     assert next(p.text for p in probes("What?", "12 days", ["12 Days", "13 days"]) if p.kind == "other") == "13 days"
+    several = [p.text for p in probes("What?", "3", ["3", "4", "5"]) if p.kind == "several"]
+    assert several == ["4 3 5"]
     assert "reference" not in [probe.kind for probe in probes("What?", None)]

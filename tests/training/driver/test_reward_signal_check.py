@@ -72,6 +72,7 @@ def test_sound_environment_needs_two_scores(tmp_path: Path) -> None:
         "    def score(self): return 0.5\n",
         "    def score(self): return len(self.task.prompt) % 2\n",
         "    def score(self): raise ValueError('always')\n",
+        "    def reset(self, task): raise OSError('no data')\n    def score(self): return 0.0\n",
     ],
 )
 def test_constant_reward_is_refused_without_unchecked_reason(tmp_path: Path, code: str) -> None:

@@ -71,6 +71,8 @@ def test_check_passes_sound_environment_and_leaves_no_process(tmp_path: Path, ch
             "            yield Task(f'Say {n}', reference=str(n))\n",
             "splits_leak",
         ),
+        ("    def score(self): return float(self.task.reference in self.answer)\n", "wrong_rewarded"),
+        ("    def reset(self, task): raise OSError('no data')\n", "never_varies"),
         ("    def score(self):\n        if not self.answer: os._exit(4)\n        return float(self.answer == self.task.reference)\n", "hangs"),  # noqa: E501
         (
             "    def score(self):\n        subprocess.Popen(['sleep', '60'], start_new_session=True)\n"

@@ -7,6 +7,7 @@ files is an environment whose knobs have the values in the file as defaults.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -28,6 +29,8 @@ _PLACE = re.compile(r"\{([^{}]+)\}")
 _UNSCORED = "unscored"
 _JUDGED = "judged-success"
 """Tag of an environment that has no right answers: the judges' rewards decide on success."""
+_FORMS = {"tag": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
+"""Answers as these extractions want them."""
 _LOOK_AT = 100
 """Number of rows in which columns are searched."""
 
@@ -90,6 +93,7 @@ class Dataset(Environment):
             why = "always 0: environment.rewards adds judges with rubrics"
             self.parts = {_UNSCORED: Part(1.0, description=why)}
             self.tags = (*type(self).tags, _JUDGED)
+        self.guessed_reference = self.knobs.extract == "pattern"  # the text around an answer is unknown
         if self.knobs.scorer == "math":
             grading.need_math()
         if self.knobs.path:
@@ -114,7 +118,7 @@ class Dataset(Environment):
             messages: Messages = [*system, {"role": "user", "content": prompt}]
             yield Task(
                 messages,
-                reference=self._shown(row, reference, number),
+                reference=self._shown(row, reference, options, number),
                 data={"reference": reference, "options": options},
                 source=json.dumps(row, sort_keys=True, ensure_ascii=False, default=str),
             )
@@ -198,13 +202,22 @@ class Dataset(Environment):
             )
         return [str(option) for option in options]
 
-    def _shown(self, row: Mapping[str, Any], reference: Any, number: int) -> Any:
-        """Return a right answer to the task, if known."""
-        if self.knobs.scorer == "unit_tests":
+    def _shown(self, row: Mapping[str, Any], reference: Any, options: list[str], number: int) -> Any:
+        """Return a right answer to the task in the form that the policy has to write, if known."""
+        scorer, how = self.knobs.scorer, self.knobs.extract
+        if scorer == "unit_tests":
             return self._value(self.knobs.solution, row, number) if self.knobs.solution else None
-        if self.knobs.scorer == "regex":
+        if scorer == "regex" or self._is_judged:
             return None
-        return reference[0] if isinstance(reference, list | tuple) and reference else reference
+        shown = reference[0] if isinstance(reference, list | tuple) and reference else reference
+        if scorer == "multiple_choice" and str(shown).strip().isdecimal():
+            with contextlib.suppress(InvalidRequest):  # scoring names the row's mistake
+                shown = grading.letter_of(shown, options)
+        if how not in _FORMS or grading.extract(str(shown), how):
+            return shown
+        if scorer == "numeric":  # a solution that ends in the number
+            shown = grading.extract(str(shown), "auto") or shown
+        return _FORMS[how].format(shown)
 
     def _value(self, given: str, row: Mapping[str, Any], number: int) -> Any:
         """Return the value of a column, or a filled-in template."""

@@ -27,7 +27,8 @@ _STRUCTURES = ('[{"a": [null, {}], "b": "x"}, []]', '{"a": [null, {}], "b": [[1,
 _LONGEST_ECHO = 20_000
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-_LETTER = re.compile(r"[A-Za-z]")
+_LETTER = re.compile(r"[A-Za-z](?![^<>]{0,20}>)")
+"""A letter outside a tag, without which a scorer finds no answer."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ def probes(prompt: str, reference: str | None, others: Sequence[str] = (), *, fu
             found.append(Probe("other", other))
         if (near := near_miss(reference)) is not None:
             found.append(Probe("near_miss", near))
+        if other is not None:  # neither first nor last, which a scorer of free text may read
+            last = next((text for text in others if _plain(text) not in (plain, _plain(other))), other)
+            found.append(Probe("several", f"{other} {reference} {last}"))
     found += [
         Probe("letters", _LETTERS),
         Probe("unicode", _UNICODE),

@@ -198,7 +198,7 @@ class Trial:
             return
         scored = Scored(
             number, probe.kind, float(outcome["reward"]), bool(outcome["success"]), outcome["error"], seconds,
-            raised=float(outcome["parts"].get(REWARD_ERRORS, 0.0)),
+            raised=float(outcome.get("parts", {}).get(REWARD_ERRORS, 0.0)),  # none if reset raised
         )  # fmt: skip
         if twice and probe.kind in _TWICE and not outcome["error"] and not self.late:
             second = await self.score("train", number, probe.text, f"score {probe.kind}")

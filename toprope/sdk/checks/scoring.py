@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 
@@ -16,6 +17,10 @@ _MUCH, _SOME = 0.2, 0.05
 _OFTEN = 0.25
 """Share of tasks above which success of a wrong answer is not chance."""
 _TOLERANCE = 1e-6
+_CHANCE = 0.05
+"""Probability from which wins of one answer to all tasks are chance."""
+_ENOUGH = 12
+"""Right answers whose frequencies are known."""
 
 
 def never_varies(seen: Observed) -> Finding | None:
@@ -149,6 +154,8 @@ def junk_rewarded(seen: Observed) -> Finding | None:
     by_kind: dict[str, list[Scored]] = {}
     for score in seen.of(*WORTHLESS):
         by_kind.setdefault(score.kind, []).append(score)
+    if _is_chance(seen, by_kind.get("echo", [])):  # a scorer may find a letter of a choice in the prompt
+        del by_kind["echo"]
     if not by_kind:
         return None
     means = {kind: statistics.fmean(seen.share(one.reward) for one in scores) for kind, scores in by_kind.items()}
@@ -182,7 +189,11 @@ def wrong_rewarded(seen: Observed) -> Finding | None:
     told = []
     observed: dict[str, float | int | str] = {}
     level: Level = "note"
-    for kind, named in (("other", "another task's right answer"), ("near_miss", "an answer with one wrong character")):
+    for kind, named in (
+        ("other", "another task's right answer"),
+        ("near_miss", "an answer with one wrong character"),
+        ("several", "the right answer between two others"),
+    ):
         scores = seen.of(kind)
         wins = [one for one in scores if one.success or seen.share(one.reward) >= 1 - _TOLERANCE]
         if not wins:
@@ -191,14 +202,15 @@ def wrong_rewarded(seen: Observed) -> Finding | None:
         told.append(f"{named} to {len(wins)} of {len(scores)} tasks")
         observed[kind] = round(share, 3)
         if share >= 0.5:
-            level = "critical" if kind == "other" else "warning"
+            level = "critical" if kind == "other" or level == "critical" else "warning"
     if not told:
         return None
     return Finding(
         "wrong_rewarded",
         level,
         f"Wrong answers count as right: {', and '.join(told)}.",
-        "another task's answer, and one with a changed digit or letter, do not succeed (above half of the tasks)",
+        "another task's answer, one with a changed digit or letter, and a list of answers do not succeed (above half "
+        "of the tasks)",
         seen.advice(
             "compare the whole answer; if several answers are right, this may be one of them",
             "fine if several answers are right; otherwise set stricter knobs, add a reward (environment.rewards), or "
@@ -303,6 +315,17 @@ def score_changes(seen: Observed) -> Finding | None:
         ),
         {"changed": len(other), "twice": len(twice), "largest_share": round(largest, 3)},
     )
+
+
+def _is_chance(seen: Observed, scores: list[Scored]) -> bool:
+    """Return True if the most frequent right answer, given to every task, would win as often as these answers did."""
+    train = seen.splits.get("train")
+    known = Counter(task.reference for task in train.tasks if task.reference is not None) if train else Counter[str]()
+    won = sum(one.success or seen.share(one.reward) >= _FULL for one in scores)
+    if not won or known.total() < _ENOUGH:
+        return False
+    share, tries = max(known.values()) / known.total(), len(scores)
+    return sum(math.comb(tries, n) * share**n * (1 - share) ** (tries - n) for n in range(won, tries + 1)) >= _CHANCE
 
 
 def _of_range(error: str) -> bool:

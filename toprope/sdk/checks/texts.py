@@ -19,9 +19,9 @@ __all__ = ["Overlap", "overlap", "words_of"]
 _WORD = re.compile(r"\w+|(?:([^\w\s])\1*)")
 """A word, or a run of one character: in a drawing the length of the run matters."""
 _LABEL = re.compile(
-    r"^\s*(?:(?:task|question|problem|item|example|exercise|number|no|nr|q)\W{0,3}\d+\W{0,3}\s|#?\d+[.:)]\s)\s*"
+    r"^\s*(?:(?:task|question|problem|item|example|exercise|number|no|nr|q)[ .#]{0,3}|#?)\d+[.:)]\s+(?![-\s+*/=<>^×÷])"
 )
-"""A label in front: `Task 17:`, `#17) `. A number with a minus is not a label."""
+"""A label in front: `Task 17:`, `#17) `. Without a mark behind it, or before an operator, the number is an operand."""
 _QUOTES = str.maketrans({"“": '"', "”": '"', "„": '"', "’": "'", "‘": "'", "–": "-", "—": "-", "−": "-"})
 _NEARLY_ALL = 0.9
 _FEW = 8

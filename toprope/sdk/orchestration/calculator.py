@@ -15,6 +15,14 @@ __all__ = ["calculate", "said"]
 _LONGEST = 1000
 _LARGEST = 10.0**300
 _MOST_BITS = 4000
+_MOST_DIGITS = 400
+
+
+def _rounded(value: Any, digits: Any = 0) -> Any:
+    if abs(digits) > _MOST_DIGITS:  # it would compute that power of ten
+        raise InvalidRequest("Those are too many digits to round to.")
+    return round(value, digits) if digits else round(value)
+
 
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -29,7 +37,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: getattr(math, name)
     for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "asin", "acos", "atan", "floor", "ceil")
-} | {"abs": abs, "round": round, "min": min, "max": max, "gcd": math.gcd, "lcm": math.lcm}
+} | {"abs": abs, "round": _rounded, "min": min, "max": max, "gcd": math.gcd, "lcm": math.lcm}
 _NAMES = {"pi": math.pi, "e": math.e, "tau": math.tau}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,7 +52,7 @@ def stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
     """Observation, reward, done and the dict of a step, in any of the recognised forms.
 
     Raises:
-        EnvironmentMistake: Another form, or the reward is not a number.
+        EnvironmentMistake: Another form, or the reward is not a finite number.
     """
     if isinstance(value, Mapping) and {"reward", "done"} <= value.keys():
         parts = value.get("observations"), value["reward"], value["done"], value.get("metadata") or {}
@@ -66,4 +67,6 @@ def stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
     reward = parts[1]
     if isinstance(reward, str) or not hasattr(type(reward), "__float__"):
         raise EnvironmentMistake(f"step() gave the reward {reward!r:.60}, which is not a number.")
+    if not math.isfinite(reward):  # clipping would make nan the highest reward
+        raise EnvironmentMistake(f"step() gave the reward {float(reward)}, which is not finite.")
     return parts[0], float(reward), bool(parts[2]), parts[3] if isinstance(parts[3], Mapping) else {}

@@ -1,0 +1,48 @@
+"""Answers that an author's code writes in the worker's place."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from toprope.sdk.errors import WorkerDied, WorkerError
+from toprope.sdk.worker.client import WorkerClient
+
+FORGER = """import os
+for descriptor in range(3, 30):
+    try:
+        os.write(descriptor, b'%s' + b'\\n')
+    except OSError:
+        pass
+os.environ["no such variable"]
+"""
+
+
+async def opened(folder: Path, line: str) -> None:
+    (folder / "forger.py").write_text(FORGER % line)
+    async with await WorkerClient.start() as link:
+        source = {"file": str(folder / "forger.py"), "attribute": "Mine"}
+        await asyncio.wait_for(link.call("open", source=source, timeout=60), 30)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"id": 1}',
+        '{"id": 1, "ok": true}',
+        '{"id": 1, "ok": false, "error": "x"}',
+        '{"id": 1, "ok": false, "error": {"kind": "raised", "type": "E"}}',
+        '{"id": 1, "ok": false, "error": {"kind": "raised", "type": "E", "message": "m", "more": "x"}}',
+        '{"id": [1], "ok": true, "result": 1}',
+    ],
+)
+def test_answer_of_the_wrong_form_ends_the_worker(tmp_path: Path, line: str) -> None:
+    with pytest.raises(WorkerDied, match="wrong form"):
+        asyncio.run(opened(tmp_path, line))
+
+
+def test_line_too_deep_to_read_is_ignored(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="no such variable"):
+        asyncio.run(opened(tmp_path, "[" * 200_000))
