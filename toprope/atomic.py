@@ -60,7 +60,7 @@ def write_text(path: Path, text: str, *, mode: int = 0o600, durable: bool = Fals
         temporary.write_bytes(text.encode())
 
 
-def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
+def write_json(path: Path, value: Any, *, indent: int | None = None, durable: bool = False) -> None:
     """Replace the content of `path` by JSON, on one line without `indent`; see `replacing`.
 
     Raises:
@@ -68,7 +68,7 @@ def write_json(path: Path, value: Any, *, indent: int | None = None) -> None:
     """
     separators = (",", ":") if indent is None else None
     text = json.dumps(value, ensure_ascii=False, separators=separators, allow_nan=False, indent=indent)
-    write_text(path, text if indent is None else f"{text}\n")
+    write_text(path, text if indent is None else f"{text}\n", durable=durable)
 
 
 def read_plain(path: Path, most: int, *, links: bool = False) -> bytes:

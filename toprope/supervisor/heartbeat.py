@@ -18,23 +18,20 @@ from contextlib import suppress
 from toprope.errors import TopropeError
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import Status
-from toprope.supervisor.watchers.watcher import Watcher
 
+_BEAT_EVERY_S = 1.0
 SILENT_AFTER_S = 30.0
 """A keeper without a sign of life for so long is called silent."""
 BEATING_S = 10.0
 """A keeper on a cluster that gave no sign of life for so long is gone, if its engine says so too."""
 
 
-class Heartbeat(Watcher):
-    """Sets the time of the lock's file."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-
-    def on_tick(self, now: float) -> None:
+async def beat(folder: RunFolder) -> None:
+    """Set the time of the lock's file once a second, for ever: closing a crew may take minutes."""
+    while True:
         with suppress(OSError):  # a folder that is gone, a read-only disk: others report those
-            os.utime(self._folder.lock)
+            os.utime(folder.lock)
+        await asyncio.sleep(_BEAT_EVERY_S)
 
 
 def describe_silence(folder: RunFolder, status: Status) -> str:

@@ -38,11 +38,15 @@ class RunLock:
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         limit = time.monotonic() + wait_s
-        while not _flock(descriptor, fcntl.LOCK_EX):
-            if time.monotonic() >= limit:
-                os.close(descriptor)
-                return None
-            time.sleep(_RETRY_S)
+        try:
+            while not _flock(descriptor, fcntl.LOCK_EX):
+                if time.monotonic() >= limit:
+                    os.close(descriptor)
+                    return None
+                time.sleep(_RETRY_S)
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            raise
         return cls(descriptor)
 
     @classmethod

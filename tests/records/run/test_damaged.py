@@ -17,7 +17,7 @@ from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.metrics import last_row, last_rows, read_history, read_rows
 from toprope.records.run.series import SeriesFollower
 from toprope.records.run.specification import EnvironmentSource, Specification
-from toprope.records.run.status import Status, read_events
+from toprope.records.run.status import EventLog, Status, read_events
 from toprope.settings.schema import Config
 from toprope.supervisor.keeper.logs import read_page, read_tail
 from toprope.supervisor.mirror.wire import Prefix
@@ -126,6 +126,30 @@ def test_status_of_wrong_types_is_described(tmp_path):
     with pytest.raises(Corrupt, match="cannot be read: it is not a regular file"):
         Status.read(folder)
     late.cancel()
+
+
+@pytest.mark.parametrize("blank", [b"", bytes(700)])
+def test_status_that_a_power_cut_blanked_is_told_by_the_events(tmp_path, blank):
+    folder, _, written = ended(tmp_path)
+    log = EventLog(folder)
+    for before, to in (("queued", "validating"), ("validating", "lost"), ("lost", "queued"), ("queued", "training")):
+        log.append("state", **{"from": before, "to": to, "reason": f"to {to}"})
+        if to in ("lost", "training"):
+            log.append("checkpoint", step=3, path="checkpoints/step-000003", cursor=6)
+            log.append("end" if to == "lost" else "first_step", step=3)
+    folder.status.write_bytes(blank)
+    found = Status.read(folder)
+    assert (found.state, found.attempt, found.reason, found.ended_at) == ("training", 2, "to training", None)
+    assert (found.run_id, found.kind, found.environment) == ("a-run", "train", "e")
+    assert found.created_at == written.created_at and found.checkpoint["path"] == "checkpoints/step-000003"
+    assert folder.status.read_bytes() == blank
+    for data in ('{"to": "flying"}', "{}"):
+        folder.events.write_text(f'{{"seq":1,"at":1.0,"kind":"state","data":{data}}}\n')
+        with pytest.raises(Corrupt, match="not valid JSON"):
+            Status.read(folder)
+    folder.spec.unlink()
+    with pytest.raises(Corrupt, match="not valid JSON"):
+        Status.read(folder)
 
 
 @pytest.mark.parametrize(

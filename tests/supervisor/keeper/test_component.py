@@ -111,7 +111,9 @@ def test_end_of_a_program_that_just_reported_is_read_at_once(tmp_path: Path, mon
     asyncio.run(asyncio.wait_for(live(), 60))
 
 
-def test_silent_component_of_another_node_is_cut_off_and_one_beside_the_keeper_is_not(tmp_path: Path) -> None:
+def test_silent_component_of_another_node_is_cut_off_and_one_beside_the_keeper_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def live() -> None:
         near, far = StandInGuard(), StandInGuard()
         far.silence_limit_s = 0.05
@@ -126,6 +128,15 @@ def test_silent_component_of_another_node_is_cut_off_and_one_beside_the_keeper_i
         far.report(Beat())
         while found[1].is_cut_off:
             await asyncio.sleep(0.005)
+        far.silence_limit_s = 60.0
+        assert not found[1].is_cut_off
+        moment = asyncio.get_running_loop().time
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: moment() + 3600.0)
+        assert found[1].is_cut_off
+        for component in found:
+            component.restart_silence()  # the keeper was suspended for an hour
+        assert not found[1].is_cut_off
+        monkeypatch.undo()
         for guard, component in zip((near, far), found, strict=True):
             guard.ended.set()
             await component.gone.wait()

@@ -187,12 +187,13 @@ def test_find_silent_needs_beats_and_an_awake_keeper():
     # The machine was suspended for an hour, or the keeper stopped.
     detector.record("api", Beat(), now + 1.0)
     now += 3600.0
-    assert detector.find_silent(ALL, now) == {}
+    assert not detector.suspended and detector.find_silent(ALL, now) == {} and detector.suspended
     while now < 3618.0:
         now += 1.0
         detector.record("trainer", Progress("training", 1, 2), now)
         found = detector.find_silent(ALL, now)
-    assert list(found) == [] and detector.find_silent(ALL, now + 4.0) == {"api": pytest.approx(11.0)}
+    assert list(found) == [] and not detector.suspended
+    assert detector.find_silent(ALL, now + 4.0) == {"api": pytest.approx(11.0)}
 
 
 def test_allowance_has_window_and_growing_backoff():

@@ -22,7 +22,8 @@ from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import TRANSITIONS, EventLog, Status, read_events
 from toprope.supervisor.heartbeat import SILENT_AFTER_S
 from toprope.supervisor.lock import RunLock, is_held
-from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume, is_due
+from toprope.supervisor.runs import auto_resume_policy
+from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume, is_due, present_boot
 from toprope.supervisor.runs.cleanup import prepare_attempt, settle_run
 from toprope.supervisor.runs.manager import RunManager
 from toprope.supervisor.runs.orphan_reaper import reap_marked
@@ -280,6 +281,48 @@ def test_suspended_keeper_is_reported_and_keeps_run(harness):
     eventually(lambda: not runs.status(folder.run_id).reason)
     runs.stop(folder.run_id, 0)
     assert ended(runs, folder).state == "stopped"
+
+
+def test_keeper_shows_signs_of_life_until_its_crew_is_closed(harness):
+    runs, folder = harness.start({"trainer": {"endless": True, "deaf": True, "saving": 600}})
+    until(runs, folder, "training")
+    runs.stop(folder.run_id, 600.0)
+    until(runs, folder, "stopping")
+    os.utime(folder.lock, (1.0, 1.0))
+    eventually(lambda: folder.lock.stat().st_mtime > time.time() - SILENT_AFTER_S, 10.0)
+    runs.stop(folder.run_id, 0.0)
+    assert ended(runs, folder).state == "stopped"
+
+
+def test_run_that_a_restart_of_its_machine_stopped_is_lost_and_resumes(harness, monkeypatch):
+    runs, folder = harness.start(ENDLESS)
+    until(runs, folder, "training")
+    harness.keeper(folder).terminate()
+    stopped = ended(runs, folder)
+    assert stopped.state == "stopped" and stopped.signalled_in == present_boot()
+    assert runs.list()[0] == stopped, "the machine may be about to go down"
+    monkeypatch.setattr(auto_resume_policy, "boot_id", lambda: "the-next-boot")
+    [status] = runs.list()
+    assert status.state == "lost" and status.reason.startswith("The machine was restarted.") and is_due(status)
+    assert pairs(folder)[-1] == ("stopped", "lost") and not status.signalled_in
+    monkeypatch.undo()
+    assert owners(harness).status(folder.run_id).attempt == 2
+    until(runs, folder, "training")
+    runs.stop(folder.run_id, 0)
+    status = ended(runs, folder)
+    assert status.state == "stopped" and not status.signalled_in, "an order stopped it"
+
+
+@pytest.mark.parametrize("how", ["later", "elsewhere", "never", "order"])
+def test_run_that_a_person_stopped_by_a_signal_stays_stopped(harness, monkeypatch, how):
+    specification = harness.specification()
+    specification.config.launcher.resume_lost = "never" if how == "never" else "auto"
+    boot = "another-node boot" if how == "elsewhere" else "" if how == "order" else present_boot()
+    at = time.time() - (900 if how == "later" else 0)
+    folder, runs = left(harness, specification, "stopped", ended_at=at, signalled_in=boot), harness.runs()
+    assert runs.status(folder.run_id).state == "stopped"
+    monkeypatch.setattr(auto_resume_policy, "boot_id", lambda: "the-next-boot")
+    assert runs.status(folder.run_id).state == "stopped" and pairs(folder) == [("queued", "stopped")]
 
 
 def test_unfinished_run_of_killed_starter_is_removed(harness):

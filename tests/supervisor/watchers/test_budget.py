@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from types import SimpleNamespace
@@ -9,13 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.run_harness import ended, eventually
+from toprope import atomic
 from toprope.machine import gpu_names
 from toprope.records.messages import Used
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.status import read_events
+from toprope.records.run.status import Status, read_events
 from toprope.records.run.usage import Usage, day_of
 from toprope.settings.limits import Cap, FrozenLimits
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts, reserved
+from toprope.supervisor.keeper import status_writer
+from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.watchers.budget import BudgetWatcher
 from toprope.supervisor.watchers.group import WatcherGroup
 from toprope.supervisor.watchers.watcher import Watcher
@@ -79,6 +83,54 @@ def test_use_of_members_on_other_nodes_counts_as_they_report_it(harness, tmp_pat
     usage = Usage.read(folder)
     assert usage is not None and 80.0 <= usage.cpu_s < 120.0
     assert (1 << 42) <= usage.peak_memory_bytes < (1 << 42) + (1 << 40)
+
+
+@pytest.mark.parametrize("limits", [None, FrozenLimits(source="x", caps={"wall_hours": Cap(value=1.0, limit="wall")})])
+def test_damaged_usage_stops_a_run_with_limits_and_is_told_of_any(harness, tmp_path, limits):
+    folder = RunFolder.create(tmp_path / "runs", "run-1")
+    (folder.path / "usage.json").write_text("")
+    stops, events = [], []
+    control = SimpleNamespace(
+        folder=folder, specification=harness.specification().model_copy(update={"limits": limits}),
+        status=lambda: SimpleNamespace(started_at=None), stop=stops.append,
+        record_event=lambda kind, **data: events.append((kind, data)),
+    )  # fmt: skip
+    watcher = BudgetWatcher(control)
+    for second in range(3):
+        watcher.on_tick(float(second))
+    watcher.on_end()
+    if limits is None:
+        assert not stops and Usage.read(folder) is not None
+        [(_, warning)] = events
+        assert "usage.json is not valid JSON" in warning["what"] and "from zero" in warning["what"]
+    else:
+        assert not events and (folder.path / "usage.json").read_text() == ""
+        assert ["usage.json is not valid JSON" in stop.reason for stop in stops] == [True]
+
+
+def test_usage_and_states_reach_the_disk(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(atomic, "fsync", lambda path: synced.append(path.name.strip(".").partition(".")[0]))
+    folder = RunFolder.create(tmp_path / "runs", "run-1")
+    Usage().write(folder)
+    assert synced == ["usage", "run-1"]
+    monkeypatch.setattr(status_writer, "fsync", atomic.fsync)
+    now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
+
+    async def live():
+        writer = StatusWriter(folder, Status(run_id="run-1", kind="train", environment="e", state="queued", **now))
+        synced.clear()
+        writer.update(reason="waits")
+        writer.write()
+        assert not synced
+        writer.enter("validating")
+        assert Status.read(folder).state == "validating"
+        while len(synced) < 2:
+            await asyncio.sleep(0.01)
+        writer.write_final()
+        assert synced == 2 * ["events", "status"]
+
+    asyncio.run(asyncio.wait_for(live(), 60))
 
 
 def test_account_holds_reservation_then_usage(harness):

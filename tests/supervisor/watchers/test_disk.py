@@ -234,7 +234,7 @@ def test_stop_order_needs_no_room(folder: RunFolder, full: FullDisk) -> None:
     write_stop_order(folder, 3.0)
     full.full = False
     write_stop_order(folder, 3.0)
-    orders = take_orders(folder)
+    orders = take_orders(folder, 1)
     assert sorted(str(stop.grace_s) for stop in orders.stops) == ["3.0", "None"] and not orders.complaints
     assert list(folder.orders.iterdir()) == []
 

@@ -5,6 +5,7 @@
     starting | training | evaluating <-> paused
     stopped | failed | lost -> (resume: same run, next attempt) -> queued
     lost -> stopped (stopped before it resumes by itself)
+    stopped -> lost (a signal stopped it, as a restart of its machine does)
 
 A run without a trainer (kind `test`) goes from `starting` to `evaluating`.
 """
@@ -21,8 +22,9 @@ from typing import Any, Literal
 import msgspec
 from pydantic import BaseModel
 
-from toprope.atomic import write_json
-from toprope.records.run.folder import RunFolder, check_version, open_record, read_record
+from toprope.atomic import read_plain, write_json
+from toprope.errors import Corrupt, NotFound
+from toprope.records.run.folder import RunFolder, check_version, open_record, read_json, read_record
 from toprope.records.run.full_disk import PatientLines
 from toprope.records.run.kinds import RunKind, kind_named
 
@@ -31,6 +33,7 @@ EVENT_VERSION = 1
 """Newest versions of status.json and of an event known here. They rise when an older reader would be misled."""
 
 _TAIL_BYTES = 1 << 15
+_BLANK_BYTES = 1 << 20
 _NUMBERED = re.compile(rb'\{"seq":(\d{1,15}),')
 """Beginning of an event's line; lines of known numbers are skipped without decoding them."""
 
@@ -65,7 +68,7 @@ TRANSITIONS: dict[str, frozenset[str]] = {
     "evaluating": frozenset({"completed", "paused", "stopping", "failed", "lost"}),
     "stopping": frozenset({"stopped", "failed", "lost"}),
     "completed": frozenset(),
-    "stopped": frozenset({"queued"}),
+    "stopped": frozenset({"queued", "lost"}),
     "failed": frozenset({"queued"}),
     "lost": frozenset({"queued", "stopped"}),
 }
@@ -163,6 +166,8 @@ class Status(BaseModel):
     """Time at which a lost run may resume by itself."""
     resumed_lost: int = 0
     """Automatic resumptions in a row, without a checkpoint in between."""
+    signalled_in: str = ""
+    """Machine and boot in which a signal stopped the run, and no order; empty once it is known what that meant."""
 
     @property
     def ended(self) -> bool:
@@ -175,13 +180,18 @@ class Status(BaseModel):
 
     @classmethod
     def read(cls, folder: RunFolder) -> Status:
-        """The status on disk.
+        """The status on disk; what the events tell of it if the file is blank, as a power cut leaves it.
 
         Raises:
             NotFound: The run has none yet.
             Corrupt: It cannot be read; TooNew if a newer version wrote it.
         """
-        return read_record(folder.status, STATUS_VERSION, cls)
+        try:
+            return read_record(folder.status, STATUS_VERSION, cls)
+        except Corrupt:
+            if (found := _rebuilt(folder)) is None:
+                raise
+            return found
 
     def write(self, folder: RunFolder) -> None:
         """Replace the status on disk. While a run lives, only its keeper may."""
@@ -198,6 +208,39 @@ class Event(msgspec.Struct):
     kind: str
     data: dict[str, Any] = {}
     version: int = EVENT_VERSION
+
+
+def _rebuilt(folder: RunFolder) -> Status | None:
+    """Return the status as far as specification and events tell it; None if its file is not blank, or they do not."""
+    try:
+        if read_plain(folder.status, _BLANK_BYTES, links=True).strip(b"\0"):
+            return None
+        given = read_json(folder.spec)
+        at, environment = given["created_at"], given["environment"]["name"]
+        status = Status(
+            run_id=folder.run_id, kind=given["kind"], environment=environment, state="queued",
+            created_at=at, since=at, updated_at=at,
+        )  # fmt: skip
+        for event in read_events(folder.events):
+            match event.kind:
+                case "state":
+                    status.state, status.reason = event.data["to"], event.data.get("reason", "")
+                    status.since, status.ended_at = event.at, None
+                    status.attempt += status.state == "queued"
+                    if status.state == "validating":
+                        status.started_at = event.at
+                case "first_step":
+                    status.training_at = event.at
+                case "checkpoint":
+                    status.checkpoint = event.data | {"at": event.at}
+                case "evaluation":
+                    status.evaluations[event.data["label"]] = event.data["summary"]
+                case "end":
+                    status.ended_at = event.at
+            status.updated_at = event.at
+        return Status.model_validate(status.model_dump(warnings=False))
+    except (Corrupt, NotFound, OSError, LookupError, TypeError, ValueError):
+        return None
 
 
 _encode, _decode = msgspec.json.Encoder().encode, msgspec.json.Decoder(Event).decode

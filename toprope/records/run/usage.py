@@ -78,9 +78,9 @@ class Usage(Spent):
             self.days.setdefault(day, Spent()).tokens_usd = usd
 
     def write(self, folder: RunFolder) -> None:
-        """Replace the file. Only the keeper may."""
+        """Replace the file and wait for the disk: a power cut must not leave an empty one. Only the keeper may."""
         data: dict[str, Any] = self.model_dump(mode="json")
-        write_json(folder.path / "usage.json", data)
+        write_json(folder.path / "usage.json", data, durable=True)
 
 
 def spending_in(folder: Path) -> dict[str, float]:

@@ -9,9 +9,10 @@ reservation stands in a file, so that the ledger lock is held for milliseconds a
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -31,7 +32,7 @@ _FOLDER = ".budget"
 _RESERVED = ".pencilled"
 """Suffix of a reservation file. Older versions write and read the same."""
 _RESERVED_FOR_S = 120.0
-"""A run appears within this time; an older reservation belongs to a front end that was killed."""
+"""An older reservation that nobody holds belongs to a front end that was killed. Older versions hold none."""
 _PROGRAM = ".program"
 """Suffix of the entry of a program that is no run."""
 _STARTS_WITHIN_S = 40.0
@@ -40,14 +41,28 @@ LOCK_WITHIN_S = 20.0
 """Seconds to wait for the ledger lock."""
 
 
+class _Held(threading.local):
+    """The ledgers whose lock this thread holds."""
+
+    def __init__(self) -> None:
+        self.paths: set[Path] = set()
+
+
+_held = _Held()
+
+
 @contextmanager
 def ledger_lock(runs: Path) -> Iterator[None]:
-    """Hold the ledger lock of a folder of runs: check the budget and reserve it within this block.
+    """Hold the ledger lock of a folder of runs: check the budget and reserve it within this block. A thread may enter
+    it again within the block, as a start does that looks at a lost run, which then resumes by itself.
 
     Raises:
         NotPossibleNow: Another front end has held the lock for 20 s, or the folder cannot be created.
     """
     path = runs / _FOLDER
+    if path in _held.paths:
+        yield
+        return
     create_runs_folder(runs)
     create_runs_folder(path)
     lock = RunLock.acquire(path / "lock", LOCK_WITHIN_S)
@@ -56,9 +71,11 @@ def ledger_lock(runs: Path) -> Iterator[None]:
             f"Another front end has been starting a run for {LOCK_WITHIN_S:.0f} s; nothing was started.",
             hint="Try again.",
         )
+    _held.paths.add(path)
     try:
         yield
     finally:
+        _held.paths.discard(path)
         lock.release()
 
 
@@ -66,18 +83,18 @@ def ledger_lock(runs: Path) -> Iterator[None]:
 def reserved(runs: Path, specifications: Sequence[Specification]) -> Iterator[None]:
     """Reserve the budget of runs that have no keeper yet, until the end of the block. Enter it with the ledger lock
     held; the lock may be released before the block ends."""
-    paths = [runs / _FOLDER / f"{one.run_id}{_RESERVED}" for one in specifications]
-    try:
-        for path, one in zip(paths, specifications, strict=True):
+    with ExitStack() as stack:
+        for one in specifications:
+            path = runs / _FOLDER / f"{one.run_id}{_RESERVED}"
+            stack.callback(path.unlink, missing_ok=True)
             write_json(path, one.limits.reserved if one.limits else {})
+            if (lock := RunLock.acquire(path)) is not None:
+                stack.callback(lock.release)
         yield
-    finally:
-        for path in paths:
-            path.unlink(missing_ok=True)
 
 
 def read_accounts(runs: Path, now: float | None = None, *, leave_out: Collection[str] = ()) -> list[Account]:
-    """Return the account of every run.
+    """Return the account of every run; a run that cannot be read counts as live, with unknown use.
 
     Args:
         runs: The folder of runs.
@@ -99,6 +116,8 @@ def read_accounts(runs: Path, now: float | None = None, *, leave_out: Collection
             found.append(_read_account(RunFolder(Path(entry.path)), today))
         except FileNotFoundError:
             continue  # it is being removed
+        except (OSError, Corrupt):  # such as another user's folder
+            found.append(Account(entry.name, True, False, Usage()))
     found += [account for account in _program_accounts(runs, today) if account.run_id not in leave_out]
     known = {account.run_id for account in found if account.live}
     return found + [account for account in begun if account.run_id not in known]
@@ -110,7 +129,7 @@ def _reserved_accounts(runs: Path) -> list[Account]:
     for path in (runs / _FOLDER).glob(f"*{_RESERVED}"):
         try:
             age = time.time() - path.stat().st_mtime
-            if not -1.0 <= age < _RESERVED_FOR_S:
+            if not -1.0 <= age < _RESERVED_FOR_S and not is_held(path):
                 path.unlink(missing_ok=True)
                 continue
             amounts = {str(name): float(value) for name, value in read_json(path).items()}

@@ -212,7 +212,7 @@ class Reservations:
                 if RUN_ID.fullmatch(run_id) and is_held(self._runs / run_id / "keeper.lock"):
                     found[run_id] = read_record(path, RESERVATION_VERSION, _Entry)
                     continue
-            except NotFound:
+            except (NotFound, PermissionError):  # another user's run
                 continue
             except TooNew:
                 raise  # the share of a newer version's run is unknown here and must not be given twice

@@ -104,6 +104,11 @@ class Component:
         silent = limit is not None and self._heard is not None and self._loop.time() - self._heard > limit
         return silent and self.exit is None
 
+    def restart_silence(self) -> None:
+        """Measure its silence from now on, because what it said may be unread."""
+        if self._heard is not None:
+            self._heard = self._loop.time()
+
     async def wait_started(self) -> int | None:
         """Return the program's process id as soon as it is known; None if the guard ended before."""
         await self._started.wait()

@@ -186,8 +186,11 @@ class Crew:
         found = [name for name in self._components if role_of(name) == "environment"]
         return sorted(found, key=lambda name: (len(name), name))
 
-    def cut_off(self) -> list[Component]:
-        """The components whose node cannot be reached any more."""
+    def cut_off(self, *, anew: bool) -> list[Component]:
+        """The components whose node cannot be reached any more; `anew`: measure every silence from now on."""
+        if anew:
+            for component in self._components.values():
+                component.restart_silence()
         return [component for component in self._components.values() if component.is_cut_off]
 
     def announce(self, name: str, address: str) -> None:

@@ -28,6 +28,8 @@ class HangDetector:
         self._last_report: dict[str, float] = {}
         self._beating: set[str] = set()
         self._checked_at: float | None = None
+        self.suspended = False
+        """The keeper did not run for some seconds before the last check."""
 
     def record(self, name: str, report: Report, now: float) -> None:
         """Note that a member has reported."""
@@ -42,9 +44,9 @@ class HangDetector:
     def find_silent(self, serving: Set[str], now: float) -> dict[str, float]:
         """Return the serving members that exceed their limit, with the seconds of their silence. Call this about once
         a second."""
-        suspended = self._checked_at is not None and now - self._checked_at > _SUSPENDED_S
+        self.suspended = self._checked_at is not None and now - self._checked_at > _SUSPENDED_S
         self._checked_at = now
-        if suspended:
+        if self.suspended:
             # Their reports may be unread still, and the members may have been suspended as well.
             self._last_report = dict.fromkeys(self._last_report, now)
             return {}

@@ -30,7 +30,7 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Failure, State, Status
 from toprope.supervisor import guard
 from toprope.supervisor.capacity.reservations import Granted, Reservations, Waiting
-from toprope.supervisor.heartbeat import watch_parent
+from toprope.supervisor.heartbeat import beat, watch_parent
 from toprope.supervisor.keeper.component import Component, Exit
 from toprope.supervisor.keeper.crew import TRACKING_S, Crew
 from toprope.supervisor.keeper.hang_detector import HangDetector
@@ -41,7 +41,7 @@ from toprope.supervisor.keeper.restart_policy import RestartPolicy, failure_of_k
 from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import PLOT, STARTS_RUNS, TRACKER, Programs, members_of
-from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume
+from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume, present_boot
 from toprope.supervisor.runs.orders import StopOrder, take_orders
 from toprope.supervisor.spread.nodes import Spread
 from toprope.supervisor.watchers.group import WatcherGroup, create_watchers
@@ -159,6 +159,7 @@ class RunLifecycle:
             self._read_orders()
             self._run_in_background(self._read_orders_often())
             self._run_in_background(self._watch())
+            self._run_in_background(beat(self._folder))
             await self._reserve_machine()
             self._start_members()
             ending = await self._decision
@@ -179,7 +180,8 @@ class RunLifecycle:
         if not STARTS_RUNS & set(members_of(self._spec)):  # else it would adopt the keepers that a member starts
             guard.become_subreaper()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, StopOrder(reason=f"the keeper got {number.name}"))
+            order = StopOrder(reason=f"the keeper got {number.name}", signalled=True)
+            loop.add_signal_handler(number, self._stop, order)
         loop.add_signal_handler(signal.SIGHUP, lambda: None)
         if self._parent is not None:
             loop.add_signal_handler(signal.SIGUSR1, self._stop, StopOrder(reason=_TAKEN_BACK, lost=True))
@@ -234,6 +236,8 @@ class RunLifecycle:
                 self._writer.update(resume_at=decision.resume_at, resumed_lost=decision.count)
                 self._write_final_status("lost", f"{ending.reason} {decision.explanation}".rstrip())
             case StopOrder():
+                if ending.signalled and self._parent is None and not (self._spec.member or self._spec.sweep):
+                    self._writer.update(signalled_in=present_boot())
                 self._write_final_status("stopped", ending.reason)
             case _Completed():
                 self._pause.leave_pause()
@@ -403,7 +407,7 @@ class RunLifecycle:
                 limit = f"at most {self._silence_limit_s(name):g} are allowed"
                 reason = f"{name} gave no sign of life for {seconds:.0f} s ({limit}) and was ended."
                 self._restarts.kill_hung(self._crew[name], reason)
-            for component in self._crew.cut_off():
+            for component in self._crew.cut_off(anew=self._hangs.suspended):
                 reason = f"Nothing came of {component.name} or its node {component.node} any more."
                 self._restarts.kill_hung(component, reason)
             self._watchers.on_tick(now)
@@ -419,7 +423,7 @@ class RunLifecycle:
             await asyncio.sleep(_READ_ORDERS_EVERY_S)
 
     def _read_orders(self) -> None:
-        orders = take_orders(self._folder)
+        orders = take_orders(self._folder, self._writer.status.attempt)
         if orders.folder_gone:
             self._decide(_FolderGone())
         for complaint in orders.complaints:

@@ -12,9 +12,11 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from toprope.analysis.failures import named
+from toprope.atomic import fsync
 from toprope.records.messages import Leveled, Progress, Stepped
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.full_disk import NO_ROOM, Ballast
@@ -79,6 +81,8 @@ class StatusWriter:
         failure: Failure | None = fields.get("failure")
         detail = {"component": failure.component, "failure": failure.kind} if failure else {}
         self.record_event("state", **{"from": old, "to": state, "reason": reason, **detail})
+        # In a thread and after the write, because readers wait for a state and a busy disk takes seconds.
+        asyncio.get_running_loop().run_in_executor(None, _sync, self._folder)
 
     def advance_to(self, state: State) -> None:
         """Enter `state` by way of the states that a run of this kind passes before it."""
@@ -223,6 +227,7 @@ class StatusWriter:
             try:
                 self.write()
                 if not self._events.behind:
+                    _sync(self._folder)
                     return
                 error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder.events))
             except OSError as caught:
@@ -230,6 +235,13 @@ class StatusWriter:
             if error.errno not in NO_ROOM or time.monotonic() > deadline:
                 raise error
             time.sleep(_FINAL_RETRY_S)
+
+
+def _sync(folder: RunFolder) -> None:
+    """Wait until events and status are on disk; if a power cut blanks a later status, the events tell it."""
+    for path in (folder.events, folder.status):
+        with suppress(OSError):
+            fsync(path)
 
 
 def _values_by_environment(values: Mapping[str, float | None]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from toprope.errors import Corrupt
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.settings.clusters import Cluster
@@ -39,7 +40,10 @@ class LauncherByKind:
 
     def status(self, folder: RunFolder, *, locked: bool = False) -> KeeperState:
         """See `Launcher.status`."""
-        return self._of(folder).status(folder, locked=locked)
+        try:
+            return self._of(folder).status(folder, locked=locked)
+        except (Corrupt, OSError) as error:  # another user's folder, or a damaged launch.json
+            return KeeperState("unknown", f"Nothing is known of its keeper: {error}")
 
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:
         """See `Launcher.stop`."""

@@ -40,11 +40,9 @@ def claimed_by_front_end(folder: RunFolder, attempt: int) -> bool:
 def is_kept(folder: RunFolder) -> bool:
     """True if a keeper or guard holds the run, or a job on a cluster may hold it: it was submitted, and no end is
     written. Asks no engine."""
-    if is_held(folder.lock):
-        return True
-    if not folder.launch.exists():
-        return False
     try:
-        return Status.read(folder).ended_at is None
-    except TopropeError:
+        if is_held(folder.lock):
+            return True
+        return folder.launch.exists() and Status.read(folder).ended_at is None
+    except (TopropeError, OSError):
         return True

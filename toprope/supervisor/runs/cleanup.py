@@ -29,6 +29,7 @@ from toprope.supervisor.runs.auto_resume_policy import (
     ResumeDecision,
     decide_auto_resume,
     describe_keeper_loss,
+    present_boot,
     stop_requested,
 )
 from toprope.supervisor.runs.orders import END_ORDER
@@ -39,6 +40,8 @@ UNFINISHED = ".making-"
 
 _BEFORE = "before"
 _CREATED_WITHIN_S = 10.0
+_RESTARTS_WITHIN_S = 600.0
+"""A machine is down so long after it told its processes to end."""
 _HASH_BYTES = 2 << 30
 """Takes a few seconds, for which the caller of the next attempt waits."""
 
@@ -46,13 +49,17 @@ _HASH_BYTES = 2 << 30
 def settle_runs(
     folders: Iterable[RunFolder], launcher: Launcher, lost: Callable[[RunFolder], object] = lambda folder: None
 ) -> dict[str, Status]:
-    """Write the ends of runs without a keeper; leave out runs whose lock another process took meanwhile, and those that
-    the launcher, asked again under the lock, does not call gone. `lost` is called for each that was lost by that.
+    """Write the ends of runs without a keeper; leave out runs whose lock cannot be taken, and those that the launcher,
+    asked again under the lock, does not call gone. `lost` is called for each that was lost by that.
 
     Processes are looked for on this machine only, and a run on a cluster has none here.
     """
-    locks = {folder: lock for folder in folders if (lock := RunLock.acquire(folder.lock, 0.05))}
+    locks: dict[RunFolder, RunLock] = {}
     try:
+        for folder in folders:
+            with suppress(OSError):
+                if (lock := RunLock.acquire(folder.lock, 0.05)) is not None:
+                    locks[folder] = lock
         states = {folder: launcher.status(folder, locked=True) for folder in locks}
         last = {folder: Status.read(folder) for folder, state in states.items() if state.life == "gone"}
         marks = {
@@ -176,6 +183,37 @@ def _record_end(folder: RunFolder, status: Status, ended_at: float) -> None:
         events.append("end", state=status.state, seconds=round(max(0.0, ended_at - status.created_at), 3))
 
 
+def review_signal(folder: RunFolder, status: Status) -> Status:
+    """Decide what the signal meant that stopped a run. The caller holds the lock.
+
+    If the run's machine was restarted since, the run is lost, and resumes if its policy says so. If somebody looks at
+    it later in the same boot, it stays stopped.
+
+    Args:
+        status: The status on disk.
+
+    Returns:
+        The status on disk afterwards.
+    """
+    now, here = time.time(), present_boot()
+    if status.state != "stopped" or status.ended_at is None or not status.signalled_in or not here:
+        return status
+    update: dict[str, Any] = {"signalled_in": "", "updated_at": now}
+    if status.signalled_in == here:
+        if now - status.ended_at < _RESTARTS_WITHIN_S:
+            return status
+    elif status.signalled_in.partition(" ")[0] != here.partition(" ")[0]:
+        return status  # it ran on another machine
+    elif (decision := decide_auto_resume(folder, status)).resume_at is not None:
+        reason = f"The machine was restarted. {decision.explanation}"
+        update |= {"state": "lost", "reason": reason, "since": now}
+        update |= {"resume_at": decision.resume_at, "resumed_lost": decision.count}
+        EventLog(folder).append("state", **{"from": "stopped", "to": "lost", "reason": reason})
+    status = status.model_copy(update=update)
+    status.write(folder)
+    return status
+
+
 def cancel_auto_resume(folder: RunFolder, status: Status, why: str = "") -> Status:
     """Cancel the automatic resume of a lost run. The caller holds the lock.
 
@@ -254,6 +292,7 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
             "failure": None,
             "resume_at": None,
             "resumed_lost": former.resumed_lost + 1 if by_itself else 0,
+            "signalled_in": "",
         }
     )
     status.write(folder)

@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import anyio
@@ -22,18 +22,20 @@ from toprope.records.run.folder import RUN_ID, RunFolder, not_a_runs_folder
 from toprope.records.run.launch import wanted
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Event, Failure, Status
+from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
 from toprope.supervisor.capacity.reservations import Machine, Reservations
 from toprope.supervisor.environment_variables import OwnerVariables
 from toprope.supervisor.heartbeat import describe_silence
 from toprope.supervisor.keeper.logs import LogPage
 from toprope.supervisor.launchers import Launcher
 from toprope.supervisor.lock import RunLock
-from toprope.supervisor.runs.auto_resume_policy import is_due, stop_requested
+from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume, is_due, stop_requested
 from toprope.supervisor.runs.cleanup import (
     UNFINISHED,
     cancel_auto_resume,
     prepare_attempt,
     remove_unfinished,
+    review_signal,
     settle_run,
     settle_runs,
     write_end,
@@ -184,7 +186,8 @@ class RunManager:
     def _resume(
         self, folder: RunFolder, variables: Mapping[str, Mapping[str, str]] | None, *, by_itself: bool = False
     ) -> Status:
-        """See `resume`. `by_itself`: only if the resume is still due once the lock is held."""
+        """See `resume`. `by_itself`: only if the resume is still due once the lock is held; if the keeper does not
+        start, the run stays lost."""
         require_thawed(self.path.parent)
         run_id, lock = folder.run_id, RunLock.acquire(folder.lock)
         if lock is None:
@@ -212,6 +215,10 @@ class RunManager:
             try:
                 self.launcher.submit(folder, variables or {}, lock)
             except TopropeError as error:
+                if by_itself:  # the obstacle may pass
+                    decision = decide_auto_resume(folder, status)
+                    why = f"It could not resume by itself: {error.message} {decision.explanation}".rstrip()
+                    return write_end(folder, "lost", why, decision=decision)
                 write_end(folder, "failed", failure=Failure(component="keeper", reason=error.message, hint=error.hint))
                 raise
             return status
@@ -268,6 +275,8 @@ class RunManager:
     def _check_status(self, folder: RunFolder, status: Status) -> Status:
         """Return the status, with a warning if the keeper is silent, or settled if the keeper is gone."""
         if _is_over(status):
+            if status.signalled_in:
+                status = self._review_signal(folder)
             if wanted(folder):  # the launcher sees that it comes
                 self.launcher.status(folder)
             return status
@@ -277,25 +286,37 @@ class RunManager:
             return status.model_copy(update={"reason": told}) if told else status
         return settle_runs([folder], self.launcher, self._lost).get(folder.run_id) or Status.read(folder)
 
+    def _review_signal(self, folder: RunFolder) -> Status:
+        lock = RunLock.acquire(folder.lock, 0.05)
+        if lock is None:
+            return Status.read(folder)
+        try:
+            return review_signal(folder, Status.read(folder))
+        finally:
+            lock.release()
+
     def _is_alive(self, folder: RunFolder) -> bool:
         return self.launcher.status(folder).life != "gone"
 
     def _resume_lost(self, folder: RunFolder, lost: Status) -> Status:
         """Start a lost run's next attempt. If that fails, the run stays lost and its status gives the reason."""
         assert self._variables is not None
-        try:
-            specification = Specification.read(folder)
-            variables = self._variables(specification)
-        except LockedField as error:
-            return self._cancel_resume(folder, f"It did not resume by itself: {error}")
-        except TopropeError:
-            return lost  # the owner's settings cannot be read now; the next look may succeed
-        try:
-            return self._resume(folder, variables, by_itself=True)
-        except NotPossibleNow:
-            return Status.read(folder)  # another front end was faster
-        except (TopropeError, OSError) as error:
-            return self._cancel_resume(folder, f"It could not resume by itself: {error}")
+        with ExitStack() as held:
+            try:
+                specification = Specification.read(folder)
+                with ledger_lock(self.path):  # `variables` refuses a run for which the others leave no budget
+                    variables = self._variables(specification)
+                    held.enter_context(reserved(self.path, [specification]))
+            except LockedField as error:
+                return self._cancel_resume(folder, f"It did not resume by itself: {error}")
+            except (TopropeError, OSError):
+                return lost  # the owner's settings cannot be read now; the next look may succeed
+            try:
+                return self._resume(folder, variables, by_itself=True)
+            except NotPossibleNow:
+                return Status.read(folder)  # another front end was faster
+            except (TopropeError, OSError) as error:
+                return self._cancel_resume(folder, f"It could not resume by itself: {error}")
 
     def _cancel_resume(self, folder: RunFolder, why: str = "") -> Status:
         lock = RunLock.acquire(folder.lock)
@@ -335,8 +356,7 @@ class RunManager:
                 else:
                     without_keeper.append(folder)
             except (Corrupt, NotFound, OSError) as error:
-                if folder.path.is_dir() and not self._is_alive(folder):
-                    found.append(unreadable_status(folder, error))
+                found += self._list_unreadable(folder, error)
         found += self._settle_each(without_keeper)
         due = [RunFolder(self.path / status.run_id) for status in found if is_due(status)]
         if due and self._variables is not None and self._resuming.acquire(blocking=False):
@@ -354,9 +374,17 @@ class RunManager:
             try:
                 found.append(settled.get(folder.run_id) or self._read_status(folder))
             except (Corrupt, NotFound, OSError) as error:
-                if folder.path.is_dir() and not self._is_alive(folder):
-                    found.append(unreadable_status(folder, error))
+                found += self._list_unreadable(folder, error)
         return found
+
+    def _list_unreadable(self, folder: RunFolder, error: Exception) -> Sequence[Status]:
+        """Return the status to list for a run that cannot be read; nothing if it is being created or removed."""
+        with suppress(Corrupt, NotFound, OSError):  # then nothing is known of its keeper either
+            if self.launcher.status(folder).life == "alive":
+                return []
+        with suppress(FileNotFoundError):
+            return [unreadable_status(folder, error)]
+        return []
 
     def _resume_due(self, folders: Sequence[RunFolder]) -> None:
         try:

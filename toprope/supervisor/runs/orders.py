@@ -17,6 +17,7 @@ from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.launch import Launch
+from toprope.records.run.status import Status
 from toprope.records.sweep_journal import members_in
 from toprope.supervisor.launchers.claims import claim, is_kept
 from toprope.supervisor.lock import is_held
@@ -27,6 +28,8 @@ class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
 
     grace_s: float | None = None
     reason: str = "stopped on request"
+    signalled: bool = False
+    """A signal to the keeper; if the machine restarts next, that sent it."""
     lost: bool = False
     """Nobody wants the run to stop, but its place is taken away: it ends as lost and may resume elsewhere."""
 
@@ -50,9 +53,11 @@ def write_stop_order(folder: RunFolder, grace_s: float | None) -> None:
 
 
 def write_end_order(folder: RunFolder, attempt: int, reason: str) -> None:
-    """Order the keeper of an attempt to end, because its engine has given up its job. The run ends as lost."""
-    with suppress(OSError):  # the next look repeats it
-        write_json(folder.orders / f"{END_ORDER}{attempt}.json", {"order": "stop", "reason": reason, "lost": True})
+    """Order the keeper of an attempt to end, because its engine has given up its job. The run ends as lost. Does
+    nothing if the run has another attempt by now."""
+    with suppress(OSError, Corrupt, NotFound):  # the next look repeats it
+        if Status.read(folder).attempt == attempt:
+            write_json(folder.orders / f"{END_ORDER}{attempt}.json", {"order": "stop", "reason": reason, "lost": True})
 
 
 def stop_members(sweep: RunFolder) -> list[str]:
@@ -78,8 +83,8 @@ class Orders:
     """The run folder was deleted."""
 
 
-def take_orders(folder: RunFolder) -> Orders:
-    """Read and remove the orders of a run, sorted by file name."""
+def take_orders(folder: RunFolder, attempt: int) -> Orders:
+    """Read and remove the orders of a run, sorted by file name. An order to end another attempt is only removed."""
     found = Orders()
     try:
         names = sorted(os.listdir(folder.orders))
@@ -93,6 +98,9 @@ def take_orders(folder: RunFolder) -> Orders:
         if name.startswith(".") or not name.endswith(".json"):
             continue
         path = folder.orders / name
+        if name.startswith(END_ORDER) and name != f"{END_ORDER}{attempt}.json":
+            path.unlink(missing_ok=True)
+            continue
         try:
             found.stops.append(msgspec.convert(read_json(path), StopOrder))
         except NotFound:

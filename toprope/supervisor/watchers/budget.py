@@ -8,6 +8,7 @@ it has them, the size of its folder. At a cap the run is stopped in order, with 
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +16,7 @@ from toprope.analysis.budget import spent
 from toprope.errors import Corrupt, NotFound
 from toprope.machine import cpu_and_memory
 from toprope.records.messages import Report, Stepped, Used
-from toprope.records.run.folder import folder_bytes, read_json
+from toprope.records.run.folder import RunFolder, folder_bytes, read_json
 from toprope.records.run.status import Finding
 from toprope.records.run.usage import Spent, Usage, day_of, spending_in
 from toprope.settings.limits import UNITS, Cap
@@ -37,10 +38,14 @@ class BudgetWatcher(Watcher):
     def __init__(self, control: RunControl) -> None:
         self._control = control
         self._limits = control.specification.limits
+        self._damage = ""
         try:
             self._usage = Usage.read(control.folder) or Usage()
-        except Corrupt:
-            self._usage = Usage()
+        except Corrupt as error:
+            self._usage, self._damage = Usage(), error.message
+        self._disk = ThreadPoolExecutor(1, "usage")
+        limited = self._limits is not None and (self._limits.caps or self._limits.reserved)
+        self._counts = not (self._damage and limited)
         self._gpus = 0
         self._counted_at: float | None = None
         self._cpu_s = cpu_and_memory()[0]
@@ -57,6 +62,8 @@ class BudgetWatcher(Watcher):
             self._far_memory[component] = report.memory_bytes
 
     def on_tick(self, now: float) -> None:
+        if self._damage:
+            self._tell_damage()
         self._count_time()
         if now - self._measured_at >= _MEASURE_EVERY_S:
             self._measured_at = now
@@ -70,7 +77,7 @@ class BudgetWatcher(Watcher):
             self._check_cap(quantity, used)
         if now - self._written_at >= _WRITE_EVERY_S:
             self._written_at = now
-            self._write()
+            self._write()  # in its thread, because a busy disk takes seconds
 
     def on_end(self) -> None:
         self._count_time()
@@ -78,6 +85,17 @@ class BudgetWatcher(Watcher):
         self._count_tokens()
         self._usage.disk_bytes = folder_bytes(self._control.folder.path)
         self._write()
+        self._disk.submit(lambda: None).result()
+
+    def _tell_damage(self) -> None:
+        """Say that the use of former attempts is unknown, and stop a run with limits: they cannot be kept."""
+        what = f"What the run has used is unknown: {self._damage}"
+        self._damage = ""
+        if self._counts:
+            self._control.record_event("warning", what=f"{what} It is counted from zero.")
+            return
+        why = f"{what} Its limits cannot be kept. The owner repairs the file, or removes it to count from zero."
+        self._control.stop(StopOrder(reason=why))
 
     def _count_time(self) -> None:
         """Add the wall time since the last call, and the same for each GPU that the run has."""
@@ -163,8 +181,11 @@ class BudgetWatcher(Watcher):
             self._control.stop(StopOrder(reason=f"The limit {limit} is reached, set by {self._limits.source}.{why}"))
 
     def _write(self) -> None:
-        self._usage.at = time.time()
-        try:
-            self._usage.write(self._control.folder)
-        except OSError:
-            return  # the disk watcher handles a full disk; the next write may succeed
+        if self._counts:
+            self._usage.at = time.time()
+            self._disk.submit(_write, self._usage.model_copy(deep=True), self._control.folder)
+
+
+def _write(usage: Usage, folder: RunFolder) -> None:
+    with suppress(OSError):  # the disk watcher handles a full disk; the next write may succeed
+        usage.write(folder)

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from toprope.records.messages import Report
-from toprope.supervisor.heartbeat import Heartbeat
 from toprope.supervisor.runs.orders import stop_members
 from toprope.supervisor.watchers.budget import BudgetWatcher
 from toprope.supervisor.watchers.diagnosis import DiagnosisWatcher
@@ -25,7 +24,6 @@ _MOST_FAILURES = 10
 def create_watchers(control: RunControl) -> list[Watcher]:
     """Create the watchers of a run."""
     return [
-        Heartbeat(control.folder),
         DiskWatcher(control),
         ProvenanceWatcher(control),
         DiagnosisWatcher(control),
