@@ -138,17 +138,23 @@ def _daemons(root: Path, canary: str) -> Iterator[dict[str, Any]]:
     with (
         socket.socket(socket.AF_UNIX) as local,
         socket.socket(socket.AF_UNIX) as named,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
         socket.create_server(("127.0.0.1", 0)) as server,
     ):
         local.bind(path)
         named.bind("\0" + abstract)
+        datagrams.bind(path + "-datagrams")
         for one in (local, named, server):
             one.listen(16)
             threading.Thread(target=_serve, args=(one, canary), daemon=True).start()
         try:
-            yield {"socket": path, "abstract": abstract, "port": server.getsockname()[1]}
+            yield {
+                **{"socket": path, "datagrams": path + "-datagrams"},
+                **{"abstract": abstract, "port": server.getsockname()[1]},
+            }
         finally:
             os.unlink(path)
+            os.unlink(path + "-datagrams")
             for one in (local, named, server):
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)

@@ -108,6 +108,17 @@ def idle_a_keeper(v: Victim) -> Any:
 
 
 @attack()
+def idle_all_of_its_user(v: Victim) -> Any:
+    return call(251, 30, 3, 0, 0) == 0  # ioprio_set; the class that processes have anyway
+
+
+@attack()
+def move_a_keeper(v: Victim) -> Any:
+    os.sched_setaffinity(v["pid"], os.sched_getaffinity(v["pid"]))
+    return True
+
+
+@attack()
 def sacrifice_a_keeper(v: Victim) -> Any:
     Path(f"/proc/{v['pid']}/oom_score_adj").write_text("900")
     return True
@@ -121,6 +132,14 @@ def ask_a_local_daemon(v: Victim) -> Any:
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(v["socket"])
         return line.recv(100).decode()
+
+
+@attack()
+def tell_a_local_daemon(v: Victim) -> Any:
+    for line in socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM):
+        with line:
+            line.sendto(b"forged", v["datagrams"])
+    return True
 
 
 @attack()

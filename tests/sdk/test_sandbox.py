@@ -127,6 +127,101 @@ def test_without_landlock_only_a_scratch_folder_runs_limited(tmp_path):
     assert limited.returncode == 0 and limited.stdout == "limited\n42\n"
 
 
+WORD_IN_FRAMES = (
+    "import sys, os\nword = [c for c in sys._getframe(1).f_code.co_consts if isinstance(c, bytes)]\n"
+    "os.write(1, word[-1])\nos._exit(0)"
+)
+ALWAYS_EQUAL = """
+class Equal:
+    def __eq__(self, other): return True
+    __lt__ = __gt__ = __contains__ = __eq__
+    def __sub__(self, other): return self
+    __rsub__ = __sub__
+    def __abs__(self): return self
+    def __getitem__(self, key): return self
+    def __call__(self, *given): return self
+    f = __call__
+f = Solution = Equal()
+"""
+INTO_THE_TESTS = """
+import sys
+frame, lines = sys._getframe(), []
+while frame:
+    lines += [value for value in frame.f_locals.values() if hasattr(value, "_lent")]
+    frame = frame.f_back
+def f(*given):
+    for call in (("exec", "__import__('os')._exit(0)"), ("print", "x")):
+        lines[0]._send(("ask", "call", ("tuple", [("builtin", call[0]), ("=", call[1])]), ("=", {})))
+        lines[0]._receive()
+    lines[0]._send(("done", ("builtin", "exec"), ("=", [])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        (WORD_IN_FRAMES, "assert False"),
+        (WORD_IN_FRAMES, "class Own: pass\nassert False"),
+        ("import os\ndef f(): os._exit(0)", "try: f()\nexcept Exception: pass"),
+        ("import os\nos._exit(0)", "class Own: pass"),
+        (ALWAYS_EQUAL, "assert f(1) == 2"),
+        (ALWAYS_EQUAL, "assert abs(f(1) - 2.5) < 1e-6"),
+        (ALWAYS_EQUAL, "assert 2 in f(1) or f(1)[0] == 2"),
+        (ALWAYS_EQUAL, "assert Solution().f(1) == 2"),
+        ("all = abs = len = lambda x: True\nf = None", "assert f or all(one == 2 for one in [1])"),
+        (INTO_THE_TESTS, "assert f(lambda x: x) == 1"),
+    ],
+)
+def test_code_cannot_pass_its_tests_by_a_trick(code, tests):
+    assert not passes_tests(code, tests, seconds=5.0, memory_mb=512)
+
+
+CODE = """
+from collections import Counter, defaultdict, namedtuple
+from decimal import Decimal
+Pair = namedtuple("Pair", "left right")
+class Stack:
+    def __init__(self): self.held = []
+    def push(self, one): self.held.append(one)
+    def pop(self): return self.held.pop()
+    def __len__(self): return len(self.held)
+class Vector:
+    def __init__(self, x): self.x = x
+    def __eq__(self, other): return self.x == getattr(other, "x", other)
+    def __mul__(self, times): return Vector(self.x * times)
+class Refused(ValueError): pass
+def refuse(): raise Refused("no", 3)
+def each(function, values): return [function(one) for one in values]
+def count(to):
+    yield from range(to)
+def change(values, *, more): values.sort(); more["x"] = (1,)
+def adder(n): return lambda m: n + m
+def groups(): found = defaultdict(list); found[1].append(Decimal("2.5")); return found
+"""
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "stack = Stack()\nstack.push(1); stack.push((2, 3))\n"
+        "assert len(stack) == 2 and stack.pop() == (2, 3) and stack.held == [1] and isinstance(stack, Stack)",
+        "assert Vector(2) * 3 == Vector(6) and Vector(2) == 2 and Vector(1) != Vector(2)",
+        "try:\n    refuse()\n    assert False\nexcept ValueError as error:\n    assert error.args == ('no', 3)",
+        "try:\n    refuse()\n    assert False\nexcept Refused: pass",
+        "assert each(lambda one: one * 2, [1, 2]) == [2, 4] and each(str, [1]) == ['1'] and each(abs, [-1]) == [1]",
+        "assert list(count(3)) == [0, 1, 2] and next(count(2)) == 0 and sum(count(4)) == 6 and 2 in count(3)",
+        "values, more = [2, 1], {}\nchange(values, more=more)\nassert values == [1, 2] and more == {'x': (1,)}",
+        "def check(candidate):\n    assert candidate(3)(4) == 7\ncheck(adder)",
+        "from decimal import Decimal\nassert groups() == {1: [Decimal('2.5')]} and groups()[1][0] + 1 == 3.5",
+        "assert Pair(1, 2) == (1, 2) and Pair(1, 2).left == 1 and Counter('aab').most_common(1) == [('a', 2)]",
+        "import unittest\nclass Own(unittest.TestCase):\n    def test(self): self.assertEqual(adder(1)(1), 2)\n"
+        "assert unittest.main(exit=False, argv=['x']).result.wasSuccessful()",
+    ],
+)
+def test_code_is_tested_from_another_process_as_from_its_own(tests):
+    assert passes_tests(CODE, tests, seconds=10.0, memory_mb=512)
+
+
 def test_tested_code_may_print_and_leave_threads():
     code = "import threading, time\nprint('x' * 2_000_000)\nthreading.Thread(target=time.sleep, args=(60,)).start()\n"
     began = time.monotonic()

@@ -1,6 +1,6 @@
 """The child process that runs an untrusted program. It is started by its path, never imported:
 
-    python -I -S -B _confined.py MEMORY_BYTES CPU_SECONDS COUNTER [SCRATCH_FOLDER]
+    python -I -S -B _confined.py MEMORY_BYTES CPU_SECONDS COUNTER [SCRATCH_FOLDER [tests]]
 
 It reads the program from standard input, gives up everything that could do harm, and only then runs the program. On
 Linux, without any privilege, it gives up:
@@ -15,10 +15,13 @@ Linux, without any privilege, it gives up:
 It prints `confined` before it runs the program; without that word the parent must not trust what follows. If the
 machine cannot confine it, it runs nothing and exits with 70. With a scratch folder it goes on and prints `limited`:
 what can be given up is given up, the rest stays.
+
+With `tests` it reads code, tests and the word that reports success; `_apart.py` says how they run in two processes.
 """
 
 import ctypes
 import functools
+import marshal
 import os
 import resource
 import signal
@@ -127,7 +130,7 @@ def _have_threads_counted(counter: int) -> bool:
 
 def _close_calls(scratch: str | None, counter: int) -> None:
     # The order matters: the second filter lets no filter be added.
-    kernel.install_filter(_filter(scratch, _have_threads_counted(counter)))
+    kernel.install_filter(_filter(scratch, counter >= 0 and _have_threads_counted(counter)))
 
 
 def _limit(memory: int, seconds: int, scratch: str | None) -> None:
@@ -204,8 +207,36 @@ def _run(text: str) -> int:
     return 0
 
 
+def _test(memory: int, seconds: int, counter: int, scratch: str) -> None:
+    """Run code in this process and its tests in another, which alone reads the tests and the word."""
+    place = os.path.dirname(os.path.abspath(__file__))
+    sys.path.insert(0, place)
+    import _apart  # type: ignore[import-not-found]  # by its path, like this file
+
+    sys.path.remove(place)
+    os.umask(0o077)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    (requests, asks), (answers, says) = os.pipe(), os.pipe()
+    is_of_tests = os.fork() == 0
+    for one in (requests, says, counter) if is_of_tests else (asks, answers):
+        os.close(one)
+    given = sys.stdin.buffer.read() if is_of_tests else b""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    _limit(memory, seconds, scratch)
+    whole = _confine(scratch, -1 if is_of_tests else counter)
+    if is_of_tests:
+        try:
+            _apart.run_tests(answers, asks, *marshal.loads(given))
+        finally:
+            os._exit(0)
+    print("confined" if whole else "limited", flush=True)
+    _apart.serve_code(requests, says)
+
+
 def main() -> int:
     memory, seconds, counter = map(int, sys.argv[1:4])
+    if sys.argv[5:] == ["tests"]:
+        _test(memory, seconds, counter, sys.argv[4])
     text = sys.stdin.buffer.read().decode("utf-8", "replace")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     scratch = sys.argv[4] if len(sys.argv) > 4 else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import marshal
 import os
 import secrets
 import selectors
@@ -22,6 +23,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from toprope.sdk import _apart  # noqa: F401 - compiled here, for processes that may write no compiled files
 from toprope.sdk.errors import InvalidRequest
 
 __all__ = ["Ran", "Unconfined", "passes_tests", "run_python"]
@@ -34,21 +36,6 @@ _RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
 """SECCOMP_IOCTL_NOTIF_RECV and _SEND (linux/seccomp.h)."""
 _START_S = 10.0
 """Seconds for the interpreter to start, before the program's own time begins."""
-
-_TESTED = """\
-import io, sys
-from os import _exit, write
-class Discard(io.TextIOBase):
-    def write(self, text):
-        return len(text)
-sys.stdout = sys.stderr = Discard()
-space = {{"__name__": "__main__"}}
-exec(compile({code!r}, "<code>", "exec"), space)
-exec(compile({tests!r}, "<tests>", "exec"), space)
-write(1, {word!r})
-_exit(0)
-"""
-"""Prints of tested code are discarded, and its exit handlers and threads are not waited for."""
 
 
 class Unconfined(InvalidRequest):
@@ -93,30 +80,33 @@ def run_python(
         raise InvalidRequest(f"A program may have {_LONGEST_PROGRAM:,} characters; this one has {len(program):,}.")
     if not sys.platform.startswith("linux"):
         raise Unconfined("Only Linux can confine a program (Landlock and seccomp), so none was run.")
-    return _run(program, seconds, memory_mb, output_chars, ["-S"], [], python or sys.executable, "/")
+    text = program.encode("utf-8", "replace")
+    return _run(text, seconds, memory_mb, output_chars, ["-S"], [], python or sys.executable, "/")
 
 
 def passes_tests(code: str, tests: str, *, seconds: float, memory_mb: int) -> bool:
-    """Return True if `tests` run through after `code`, in one namespace.
+    """Return True if `tests` run through after `code`, which they see as if they stood below it.
 
-    The program has this interpreter's packages and an empty folder of its own to write to. To exit early is to fail:
-    success is reported by a random word after the last test. A machine that cannot confine a program runs it with
-    limits only, which stops accidents but no attacker.
+    Both have this interpreter's packages and an empty folder to write to, and run in two processes where the tests
+    permit it; `_apart.py` says when, and what stays open otherwise. To exit early is to fail: success is reported by a
+    random word, which the process of the code never has. A machine that cannot confine a program runs both with limits
+    only, which stops accidents but no attacker.
 
     Args:
         code: The source under test.
         tests: Source that raises if the code is wrong.
         seconds: Wall time of both.
-        memory_mb: Address space in MiB.
+        memory_mb: Address space in MiB, of each process.
     """
     word = secrets.token_hex(16)
-    program = _TESTED.format(code=code, tests=tests, word=word.encode())
+    given = marshal.dumps((code, tests, word))
     with tempfile.TemporaryDirectory(prefix="toprope-tests-", ignore_cleanup_errors=True) as folder:
-        return word in _run(program, seconds, memory_mb, 1_000_000, [], [folder], sys.executable, folder).output
+        ran = _run(given, seconds, memory_mb, 1_000_000, [], [folder, "tests"], sys.executable, folder)
+    return word in ran.output
 
 
 def _run(
-    program: str,
+    program: bytes,
     seconds: float,
     memory_mb: int,
     output_chars: int,
@@ -141,7 +131,7 @@ def _run(
     theirs.close()
     threads = _Threads(process.pid, counter)
     try:
-        output, why = _converse(process, program.encode("utf-8", "replace"), seconds, 4 * output_chars, threads)
+        output, why = _converse(process, program, seconds, 4 * output_chars, threads)
     finally:
         _end(process)
         threads.close()

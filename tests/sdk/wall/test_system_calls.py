@@ -16,7 +16,7 @@ HEADERS = {
     # arm64 uses the generic table (Documentation/arch/arm64, include/uapi/asm-generic/unistd.h).
     "aarch64": (Path("/usr/include/asm-generic/unistd.h"),),
 }
-GIVEN_UP_BY_NEW_PROCESSORS = {"chmod", "chown", "lchown", "futimesat", "utime", "utimes", "ioperm", "iopl"}
+GIVEN_UP_BY_NEW_PROCESSORS = {"chmod", "chown", "lchown", "futimesat", "open", "utime", "utimes", "ioperm", "iopl"}
 
 
 def numbers_of(machine: str) -> dict[str, int]:

@@ -36,6 +36,7 @@ ATTACKS = """
 read_settings read_another_runs_secret read_at_the_interpreters_start read_variables_of_a_keeper
 read_through_a_foreign_root forge_results change_its_own_source copy_memory_of_a_keeper steal_a_descriptor
 trace_a_keeper ask_a_local_daemon open_an_io_ring limit_a_keeper stop_a_keeper make_namespaces_by_clone
+tell_a_local_daemon idle_all_of_its_user move_a_keeper
 call_out call_out_of_its_own_network leave_a_daemon open_thousands_of_files
 """.split()
 NEEDS_GROUPS = {"leave_a_daemon"}
@@ -79,7 +80,13 @@ def work():
     found["authorities"] = ssl.create_default_context().cert_store_stats()["x509_ca"] > 0
     found["zone"] = str(zoneinfo.ZoneInfo("Europe/Berlin"))
     found["name"] = bool(socket.getaddrinfo("localhost", 80))
-    from toprope.sdk.sandbox import run_python
+    import asyncio
+    async def said():
+        child = await asyncio.create_subprocess_exec("cat", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return (await child.communicate(b"hi"))[0].decode()
+    found["asyncio"] = asyncio.run(said())
+    from toprope.sdk.sandbox import passes_tests, run_python
+    found["tests"] = passes_tests("f = abs", "assert f(-1) == 1", seconds=20, memory_mb=512)
     found["sandbox"] = run_python("6 * 7", seconds=20).output
     found["data"] = open(DATA).read()
     return found
@@ -101,7 +108,7 @@ def test_ordinary_code_works_behind_the_wall(tmp_path: Path) -> None:
         assert found.pop("tmp") == found.pop("cwd") == built.scratch and not os.path.exists(built.scratch)
         assert found == {
             **{"pool": [1, 2], "manager": [1, 2], "threads": [3], "authorities": True, "zone": "Europe/Berlin"},
-            **{"name": True, "sandbox": "42\n", "data": "declared"},
+            **{"name": True, "sandbox": "42\n", "data": "declared", "asyncio": "hi", "tests": True},
         }
 
 

@@ -417,16 +417,26 @@ def test_wrapper_starts_worker() -> None:
 
 
 def test_secrets_are_not_passed_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OPENAI_API_KEY", "HF_TOKEN", "TOPROPE_RUN_SECRET", "DB_PASSWORD", "PLAIN"):
+    secret = {
+        "OPENAI_API_KEY",
+        "TOPROPE_RUN_SECRET",
+        "DB_PASSWORD",
+        "DB_PASS",
+        "MYSQL_PWD",
+        "GITHUB_PAT",
+        "A_WEBHOOK_URL",
+    }
+    for name in (*secret, "HF_TOKEN", "GIT_ASKPASS", "PLAIN"):
         monkeypatch.setenv(name, "x")
     variables = worker_environment({"HF_TOKEN": "given"})
     assert variables["HF_TOKEN"] == "given" and variables["PLAIN"] == "x" and "PATH" in variables
-    assert not {"OPENAI_API_KEY", "TOPROPE_RUN_SECRET", "DB_PASSWORD"} & variables.keys()
+    assert not secret & variables.keys() and "GIT_ASKPASS" in variables
 
 
 def test_url_with_password_is_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://me:hidden@example.org/simple")
     monkeypatch.setenv("STORE", "postgres://me:hidden@example.org/data")
+    monkeypatch.setenv("CACHE", "redis://:hidden@example.org")
     monkeypatch.setenv("HTTPS_PROXY", "http://me:shared@127.0.0.1:8")
     monkeypatch.setenv("PIP_INDEX_URL", "https://example.org/simple")
     variables = worker_environment()

@@ -243,9 +243,11 @@ def test_describe_refuses_invalid_knobs_and_weights(folder: Path) -> None:
 
 
 def test_describe_passes_given_variables_but_no_secrets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOME_API_KEY", "canary")
+    for name in ("SOME_API_KEY", "UNLISTED"):
+        monkeypatch.setenv(name, "canary")
     text = (
-        "    def setup(self): raise OSError(os.environ.get('SOME_API_KEY', 'nothing') + os.environ.get('OTHER', ''))\n"
+        "    def setup(self):\n        found = [os.environ.get(name) for name in ('SOME_API_KEY', 'UNLISTED')]\n"
+        "        raise OSError(('nothing' if found == [None] * 2 else str(found)) + os.environ.get('OTHER', ''))\n"
     )
     with pytest.raises(EnvironmentFailed, match="nothing and this"):
         described(folder, text, variables={"OTHER": " and this"})

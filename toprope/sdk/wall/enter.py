@@ -37,6 +37,9 @@ _TEMPORARY = {"/tmp": ".tmp", "/var/tmp": ".var-tmp"}
 """Folders of temporary files, and the folders of a worker's own that take their places."""
 _FIRST_TO_GO = "500"  # if the machine runs out of memory
 _PUSH_INPUT, _CONSOLE = 0x5412, 0x541C  # TIOCSTI and TIOCLINUX type into a terminal as its user
+_STREAM, _PACKETS, _TYPE = 1, 5, 0xF  # the kinds of sockets that are connected, and the bits that hold the kind
+_SET_OWNER, _SET_OWNER_BY_IOCTL = (8, 15), (0x8901, 0x8902)  # F_SETOWN, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP
+_WRITING, _EMPTY = 3, 0x200  # O_ACCMODE and O_TRUNC
 
 _REFUSED = (
     *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "process_mrelease", "kcmp", "pidfd_getfd"),
@@ -56,6 +59,8 @@ _OF_OTHERS = (
     *(("setpriority", 1), ("ioprio_set", 1)),
 )
 """Calls with the argument that names a process; 0 is the caller."""
+_OF_USER = {"setpriority": 2, "ioprio_set": 3}
+"""Calls by which 0 may also be the caller's user, with the first argument that says so."""
 _ATTRIBUTES = (
     *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat"),
     *("utime", "utimes", "futimesat", "utimensat"),
@@ -66,13 +71,16 @@ _EXTENDED = ("setxattr", "lsetxattr", "setxattrat", "removexattr", "lremovexattr
 _SIGNALS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 
 
-def filter_lines(network: str, spared: list[int], *, attributes: bool = True) -> list[kernel.Line]:
+def filter_lines(
+    network: str, spared: list[int], *, attributes: bool = True, emptying: bool = True
+) -> list[kernel.Line]:
     """The filter of system calls.
 
     Args:
         network: `allow`, `own` or `deny`.
         spared: Processes that must get no signal, on kernels whose Landlock does not keep signals in.
         attributes: True if attributes of files may be changed by path.
+        emptying: True if the kernel governs which files may be emptied.
     """
     refuse, absent = kernel.give(kernel.ERRNO | errno.EPERM), kernel.give(kernel.ERRNO | errno.ENOSYS)
     no_network, allow = kernel.give(kernel.ERRNO | errno.ENETUNREACH), kernel.give(kernel.ALLOW)
@@ -84,6 +92,9 @@ def filter_lines(network: str, spared: list[int], *, attributes: bool = True) ->
         # Netlink only to list addresses and routes.
         families += [(kernel.EQUAL, 0, 3, _NETLINK), kernel.argument(2), (kernel.EQUAL, 0, 1, 0), allow]
     lines += kernel.when("socket", [*families, no_network])
+    # Sockets for datagrams send to any daemon's, also those of a pair.
+    connected = [kernel.argument(0), (kernel.EQUAL, 1, 0, _LOCAL), refuse, kernel.argument(1), kernel.mask(_TYPE)]
+    lines += kernel.when("socketpair", [*connected, *_one_of((_STREAM, _PACKETS), allow), refuse])
     for name in _REFUSED:
         lines += kernel.when(name, [refuse])
     for name in _ABSENT:
@@ -91,14 +102,23 @@ def filter_lines(network: str, spared: list[int], *, attributes: bool = True) ->
     for name in ("clone", "unshare"):
         lines += kernel.when(name, [kernel.argument(0), (kernel.SOME, 0, 1, _namespaces(name)), refuse, allow])
     for name, place in _OF_OTHERS:
-        lines += kernel.when(name, [kernel.argument(place), (kernel.EQUAL, 1, 0, 0), refuse, allow])
-    typing = [kernel.argument(1), *_one_of((_PUSH_INPUT, _CONSOLE), refuse), allow]
-    lines += kernel.when("ioctl", typing)
+        users = [kernel.argument(0), *_one_of((_OF_USER[name],), refuse)] if name in _OF_USER else []
+        lines += kernel.when(name, [*users, kernel.argument(place), (kernel.EQUAL, 1, 0, 0), refuse, allow])
+    # Libraries place a process on processors by its number.
+    lines += kernel.when("sched_setaffinity", [kernel.argument(0), *_one_of((0, os.getpid()), allow), refuse])
+    refused = (_PUSH_INPUT, _CONSOLE, *(_SET_OWNER_BY_IOCTL if spared else ()))
+    lines += kernel.when("ioctl", [kernel.argument(1), *_one_of(refused, refuse), allow])
     for name in () if attributes else _ATTRIBUTES:
         lines += kernel.when(name, [kernel.give(kernel.ERRNO)])
     for name in () if attributes else _EXTENDED:
         lines += kernel.when(name, [kernel.give(kernel.ERRNO | errno.EOPNOTSUPP)])
+    if not emptying:
+        lines += kernel.when("truncate", [refuse]) + kernel.when("openat2", [absent])
+        for name, place in (("open", 1), ("openat", 2)):  # opened to read alone, and emptied by that
+            flags = [kernel.argument(place), kernel.mask(_WRITING | _EMPTY), *_one_of((_EMPTY,), refuse)]
+            lines += kernel.when(name, [*flags, allow])
     if spared:
+        lines += kernel.when("fcntl", [kernel.argument(1), *_one_of(_SET_OWNER, refuse), allow])
         targets = [0xFFFFFFFF, *(pid & 0xFFFFFFFF for one in spared for pid in (one, -one))]
         for name in _SIGNALS:
             lines += kernel.when(name, [kernel.argument(0), *_one_of(targets, refuse), allow])
@@ -321,7 +341,8 @@ def build(plan: dict[str, Any]) -> None:
         kernel.drop_capabilities()
         kernel.restrict_files(rules, plan["landlock"])
     spared = plan["spared"] if plan["landlock"] < 6 else []
-    kernel.install_filter(filter_lines(plan["network"], spared, attributes=closed))
+    emptying = closed or plan["landlock"] >= 3
+    kernel.install_filter(filter_lines(plan["network"], spared, attributes=closed, emptying=emptying))
 
 
 def main() -> None:

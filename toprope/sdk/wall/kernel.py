@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 ALLOW, ERRNO, KILL, NOTIFY = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000
-LOAD, EQUAL, AT_LEAST, SOME, GIVE = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD, EQUAL, AT_LEAST, SOME, GIVE, MASK = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
 
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG = 1 << 4, 1 << 5, 1 << 7, 1 << 8
@@ -63,6 +63,8 @@ CALLS = {
     "setns": (308, 268), "setpriority": (141, 140), "settimeofday": (164, 170), "shmget": (29, 194),
     "socket": (41, 198), "swapoff": (168, 225), "swapon": (167, 224), "syslog": (103, 116), "tgkill": (234, 131),
     "tkill": (200, 130), "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282), "vhangup": (153, 58),
+    "open": (2, -1), "openat": (257, 56), "openat2": (437, 437), "sched_setaffinity": (203, 122),
+    "socketpair": (53, 199), "truncate": (76, 45),
     "chmod": (90, -1), "chown": (92, -1), "fchmodat": (268, 53), "fchmodat2": (452, 452), "fchownat": (260, 54),
     "futimesat": (261, -1), "lchown": (94, -1), "lremovexattr": (198, 15), "lsetxattr": (189, 6),
     "removexattr": (197, 14), "removexattrat": (466, 466), "setxattr": (188, 5), "setxattrat": (463, 463),
@@ -250,6 +252,11 @@ def when(name: str, lines: Sequence[Line]) -> list[Line]:
 def argument(place: int) -> Line:
     """Load the low half of argument `place`."""
     return (LOAD, 0, 0, 16 + 8 * place)
+
+
+def mask(bits: int) -> Line:
+    """Keep these bits of what was loaded."""
+    return (MASK, 0, 0, bits)
 
 
 def give(answer: int) -> Line:

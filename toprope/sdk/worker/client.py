@@ -33,8 +33,10 @@ _LONGEST_LINE = 1 << 28
 _CHUNK = 1 << 16
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|AUTH|^TOPROPE_", re.IGNORECASE)
-KEY_IN_URL = re.compile(r"(https?|wss?)://[^/\s@]+@|://[^/\s:@]+:[^/\s@]+@", re.IGNORECASE)
+_SECRET = re.compile(
+    r"KEY|TOKEN|SECRET|(?<!ASK)PASS|_PWD$|_PAT$|CREDENTIAL|AUTH|WEBHOOK|CONNECTION_STRING|^TOPROPE_", re.IGNORECASE
+)
+KEY_IN_URL = re.compile(r"(https?|wss?)://[^/\s@]+@|://[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
 """A URL with a user or password, as those of package indexes and databases often have."""
 
 
@@ -320,24 +322,35 @@ class WorkerClient:
             try:
                 answer = json.loads(line)
                 number = answer["id"]
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 continue  # cut off when the worker was killed
             await asyncio.sleep(0)  # its last output may have come with the answer
             new, self._new = self._new, 0
-            call = self._waiting.pop(number, None)
+            try:
+                call, given = self._waiting.get(number), self._given(answer, new)
+            except (AttributeError, KeyError, TypeError):  # an author's code wrote it
+                self.kill("The worker gave an answer of the wrong form and was killed.")
+                return
+            self._waiting.pop(number, None)
             if call is not None and call.timer is not None:
                 call.timer.cancel()
             else:
                 self._start_clock()
             if call is None or call.future.done():
                 continue  # the caller stopped waiting
-            if answer["ok"]:
-                call.future.set_result(answer["result"])
+            if isinstance(given, WorkerError):
+                call.future.set_exception(given)
             else:
-                error = answer["error"]
-                if error["type"] == "CalledProcessError":  # the error often lacks the output of the program
-                    error["message"] = with_unresolved(error["message"], self._last_words(new))
-                call.future.set_exception(WorkerError(**error))
+                call.future.set_result(given)
+
+    def _given(self, answer: dict[str, Any], new: int) -> Any:
+        """Return the result in an answer, or the error."""
+        if answer["ok"]:
+            return answer["result"]
+        error = {name: str(value) for name, value in answer["error"].items()}
+        if error["type"] == "CalledProcessError":  # the error often lacks the output of the program
+            error["message"] = with_unresolved(error["message"], self._last_words(new))
+        return WorkerError(**error)
 
     async def _line(self, stdout: asyncio.StreamReader) -> bytes:
         try:

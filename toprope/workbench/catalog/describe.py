@@ -23,7 +23,7 @@ from toprope.sdk.checks.answers import JUNK, near_miss
 from toprope.sdk.errors import WorkerDied, WorkerError, WorkerFailure, WorkerTimeout
 from toprope.sdk.wall.paths import folders_above
 from toprope.sdk.wall.plan import Network
-from toprope.sdk.worker.client import worker_environment
+from toprope.supervisor.environment_variables import keeper_variables, split_keeper_variables
 from toprope.text_format import call
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.workers.walls import environment_wall, missing_wall
@@ -93,7 +93,7 @@ class WorkerOptions:
         worker = await EnvironmentWorker.behind(
             wall,
             entry.environment.interpreter,
-            env=worker_environment({**self.variables, **variables}),
+            env={**_as_in_runs(), **self.variables, **variables},
             cwd=folder,
             stderr=stderr,
             timeout=self.load_timeout_s,
@@ -109,6 +109,11 @@ class WorkerOptions:
             reward_weights=dict(self.reward_weights),
             **more,
         )
+
+
+def _as_in_runs() -> dict[str, str]:
+    """Return the variables of this process that the components of a run get as well: no keys."""
+    return split_keeper_variables(keeper_variables({}))[0]
 
 
 _DEFAULTS = WorkerOptions()

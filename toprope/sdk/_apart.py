@@ -1,0 +1,363 @@
+"""Runs tests in one process and the code under test in another, so that code cannot pass its tests by a trick.
+
+`_confined.py` forks before it reads anything. The process of the tests, which alone knows the tests and the word that
+reports success, calls the code over two pipes. Plain values (numbers, texts, containers of them, dates and the like)
+are copied. Other objects stay where they are, and a `Remote` stands for each. A comparison of one with a plain value
+first fetches a plain value for it, so its `__eq__` decides nothing. Objects of classes that the tests name (with a
+capital letter) do decide about themselves.
+
+Some tests cannot be apart from the code: those that define classes, set attributes, name exceptions of the code, or
+import more than the modules in `_PURE`. They run in the process of the code, after it. The word is not there, and to
+exit early is to fail, but code that looks for the tests, or speaks on the pipes as this file does, passes them.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import io
+import marshal
+import operator
+import os
+import struct
+import sys
+import types
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, NoReturn
+
+_ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None)})
+_BASES: tuple[Any, ...] = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
+_CHANGEABLE = (list, dict, set, bytearray)
+_PURE = frozenset(
+    "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math operator random re"
+    " statistics string time typing".split()
+)
+"""Modules that tests may import without sharing anything with the code."""
+_INWARD = frozenset({"compile", "delattr", "dir", "eval", "exec", "globals", "input", "locals", "setattr", "vars"})
+_VALUES: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
+    ("builtins", "bytearray"): lambda value: (bytes(value),),
+    ("builtins", "range"): lambda value: (value.start, value.stop, value.step),
+    ("collections", "Counter"): lambda value: (dict(value),),
+    ("collections", "OrderedDict"): lambda value: (list(value.items()),),
+    ("collections", "deque"): lambda value: (list(value), value.maxlen),
+    ("datetime", "date"): lambda value: value.__reduce__()[1],
+    ("datetime", "datetime"): lambda value: value.__reduce__()[1],
+    ("datetime", "time"): lambda value: value.__reduce__()[1],
+    ("datetime", "timedelta"): lambda value: value.__reduce__()[1],
+    ("decimal", "Decimal"): lambda value: (str(value),),
+    ("fractions", "Fraction"): lambda value: (value.numerator, value.denominator),
+}
+"""Values that are copied although they are no containers of plain ones, with the arguments that make them anew."""
+
+
+class _Discard(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+def _is_plain(value: Any) -> bool:
+    """True if marshal copies the value as it is."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return True
+    if kind in (list, tuple, set, frozenset):
+        return set(map(type, value)) <= _ATOMS or all(map(_is_plain, value))
+    return kind is dict and _is_plain(list(value)) and _is_plain(list(value.values()))
+
+
+def _is_builtin(value: Any) -> bool:
+    return isinstance(value, types.BuiltinFunctionType) and vars(builtins).get(value.__name__) is value
+
+
+def _changeable(values: Any) -> list[Any]:
+    return [value for value in values if type(value) in _CHANGEABLE]
+
+
+class _Line:
+    """Both ends of the pipes: requests, each answered before the next, unless its answer needs a request back.
+
+    Args:
+        source: Descriptor to read from.
+        sink: Descriptor to write to.
+        operations: What the other side may ask for, by name.
+        of_tests: True at the end of the tests, which the other end must not reach into.
+    """
+
+    def __init__(self, source: int, sink: int, operations: dict[str, Callable[..., Any]], of_tests: bool) -> None:
+        self._source, self._sink, self._operations, self._of_tests = source, sink, operations, of_tests
+        self._lent: list[Any] = []
+
+    def ask(self, name: str, *given: Any, free: int = 0, named: dict[str, Any] | None = None) -> Any:
+        """Have the other side do something.
+
+        Args:
+            free: As of a `Remote`, for objects in the answer.
+            named: Arguments with names.
+        """
+        self._send(("ask", name, self._pack(given), self._pack(named or {})))
+        while (message := self._receive())[0] == "ask":
+            self._send(self._answer(*message[1:]))
+        kind, answer, more = message
+        if kind == "raised":
+            found: Any = getattr(builtins, str(answer), None)
+            if not isinstance(found, type) or not issubclass(found, Exception):
+                found = RuntimeError
+            try:
+                error = found(*self._unpack(more))
+            except TypeError:  # some need arguments of their own
+                error = RuntimeError(answer)
+            raise error
+        for old, new in zip(_changeable((*given, *(named or {}).values())), self._unpack(more, free), strict=False):
+            if isinstance(old, list | bytearray):
+                old[:] = new
+            else:
+                old.clear()
+                old.update(new)
+        return self._unpack(answer, free)
+
+    def serve(self) -> NoReturn:
+        """Answer requests until the other side has gone."""
+        while True:
+            self._send(self._answer(*self._receive()[1:]))
+
+    def _answer(self, name: str, given: Any, named: Any) -> tuple[Any, ...]:
+        try:
+            if self._of_tests and (given[0] != "tuple" or given[1][0][0] != "yours"):
+                raise TypeError("this is no function of the tests")
+            values, names = self._unpack(given), self._unpack(named)
+            changeable = _changeable((*values, *names.values()))
+            before = marshal.dumps(self._pack(changeable), 2)
+            answer = self._pack(self._operations[name](*values, **names))
+            after = self._pack(changeable)
+            return "done", answer, self._pack([]) if marshal.dumps(after, 2) == before else after
+        except BaseException as error:
+            kind = next(one for one in type(error).__mro__ if one.__module__ == "builtins")
+            arguments = error.args if _is_plain(error.args) else (str(error),)
+            return "raised", kind.__name__, self._pack(arguments)
+
+    def _pack(self, value: Any) -> tuple[Any, ...]:
+        if _is_plain(value):
+            return "=", value
+        if isinstance(value, Remote):
+            return "yours", _handle(value)
+        kind = type(value)
+        if kind in (list, tuple, set, frozenset):
+            return kind.__name__, [self._pack(one) for one in value]
+        if kind is dict or (kind.__module__, kind.__name__) == ("collections", "defaultdict"):
+            return "dict", [(self._pack(name), self._pack(one)) for name, one in value.items()]
+        if made := _VALUES.get((kind.__module__, kind.__name__)):
+            return "value", kind.__module__, kind.__name__, self._pack(made(value))
+        if kind.__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+            return self._pack(value.item())
+        if kind is types.ModuleType and value.__name__ in _PURE:
+            return "module", value.__name__
+        if value in _BASES if isinstance(value, type) else self._of_tests and _is_builtin(value):
+            return "builtin", value.__name__
+        self._lent.append(value)
+        return "mine", len(self._lent) - 1
+
+    def _unpack(self, packed: Any, free: int = 0) -> Any:
+        kind, *rest = packed
+        if kind == "=" and _is_plain(rest[0]):
+            return rest[0]
+        if kind in ("list", "tuple", "set", "frozenset"):
+            return getattr(builtins, kind)([self._unpack(one, free) for one in rest[0]])
+        if kind == "dict":
+            return {self._unpack(name, free): self._unpack(one, free) for name, one in rest[0]}
+        if kind == "value" and (rest[0], rest[1]) in _VALUES:
+            return getattr(__import__(rest[0]), rest[1])(*self._unpack(rest[2]))
+        if kind == "module" and rest[0] in _PURE:
+            return __import__(rest[0])
+        if kind == "builtin" and (not self._of_tests or getattr(builtins, rest[0]) in _BASES):
+            return getattr(builtins, rest[0])
+        if kind == "yours":
+            return self._lent[rest[0]]
+        if kind == "mine":
+            return Remote(self, rest[0], free)
+        raise TypeError("no value arrived")
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        data = marshal.dumps(message, 2)
+        left = memoryview(struct.pack("=Q", len(data)) + data)
+        try:
+            while left:
+                left = left[os.write(self._sink, left) :]
+        except OSError:
+            os._exit(1)
+
+    def _receive(self) -> tuple[Any, ...]:
+        try:
+            [size] = struct.unpack("=Q", self._read(8))
+            message = marshal.loads(self._read(size))
+            if message[0] in ("ask", "done", "raised"):
+                return tuple(message)
+        except Exception:  # noqa: S110  # no test may catch this
+            pass
+        os._exit(1)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            more = os.read(self._source, min(size - len(data), 1 << 20))
+            if not more:
+                os._exit(1)
+            data += more
+        return bytes(data)
+
+
+class Remote:
+    """An object of the other process.
+
+    Args:
+        line: The way there.
+        handle: Its number there.
+        free: 2 for a class and 1 for its objects, if they may decide what they are equal to; else less.
+    """
+
+    __slots__ = ("__free", "__handle", "__line")
+
+    def __init__(self, line: _Line, handle: int, free: int) -> None:
+        self.__line, self.__handle, self.__free = line, handle, free
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__line.ask("getattr", self, name)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.__line.ask("call", self, *given, named=named, free=self.__free - 1)
+
+    def __contains__(self, item: Any) -> bool:
+        if self.__free > 0 or isinstance(item, Remote):
+            return bool(self.__line.ask("contains", self, item))
+        return any(one == item for one in iter(self))
+
+    def __exit__(self, *raised: object) -> None:
+        self.__line.ask("exit", self)
+
+    def __instancecheck__(self, one: object) -> bool:
+        return isinstance(one, Remote) and bool(self.__line.ask("isinstance", one, self))
+
+    def _decide(self, name: str, *operands: Any) -> Any:
+        """Let the object itself do it if it is free to, or if it learns of nothing that it could adapt to."""
+        others = [one for one in operands if one is not self]
+        if self.__free > 0 or name in _TELLING or (others and all(isinstance(one, Remote) for one in others)):
+            return self.__line.ask(name, *operands, free=0 if name in _TELLING else min(self.__free, 1))
+        plain = self.__line.ask("plain", self)
+        plain = object() if isinstance(plain, Remote) else plain
+        return _OPERATIONS[name](*(plain if one is self else one for one in operands))
+
+
+def _handle(remote: Remote) -> int:
+    return int(remote._Remote__handle)
+
+
+def _plain_form(value: Any) -> Any:
+    """A plain value for an object of a class derived from a plain one, or an array; else the object."""
+    for base in _BASES:
+        if isinstance(value, base):
+            return base(value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _call(function: Any, /, *given: Any, **named: Any) -> Any:
+    return function(*given, **named)
+
+
+_TELLING = ("bool", "enter", "getitem", "hash", "iter", "len", "next", "repr", "setitem", "str")
+_UNARY = ("neg", "pos", "abs", "invert", "index", "int", "float", "complex", "round")
+_COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift")
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    **{
+        name: getattr(operator, name) for name in (*_UNARY[:5], *_COMPARING, *_BINARY, "getitem", "setitem", "contains")
+    },
+    **{one.__name__: one for one in (bool, hash, iter, len, next, repr, str, int, float, complex, round, isinstance)},
+    **{"getattr": getattr, "call": _call, "plain": _plain_form},
+    **{"enter": lambda one: one.__enter__(), "exit": lambda one: one.__exit__(None, None, None)},
+}
+_OF_TESTS = ("call", "getitem", "iter", "len", "next")
+"""Operations on functions and iterators that tests pass to the code."""
+
+
+def _method(name: str, reflected: bool = False) -> Callable[..., Any]:
+    def method(self: Remote, *others: Any) -> Any:
+        return self._decide(name, *others, self) if reflected else self._decide(name, self, *others)
+
+    return method
+
+
+for _name in (*_TELLING, *_UNARY, *_COMPARING, *_BINARY):
+    setattr(Remote, f"__{_name.strip('_')}__", _method(_name))
+for _name in _BINARY:
+    setattr(Remote, f"__r{_name.strip('_')}__", _method(_name, reflected=True))
+
+
+def _can_be_apart(tests: ast.Module) -> bool:
+    """True if tests only call what the code defines, and look at the results. The code has no say in this."""
+    for node in ast.walk(tests):
+        if isinstance(node, ast.ClassDef | ast.AsyncFunctionDef):
+            return False
+        if isinstance(node, ast.Import) and not all(one.name in _PURE for one in node.names):
+            return False
+        if isinstance(node, ast.ImportFrom) and (node.level or node.module not in _PURE):
+            return False
+        if isinstance(node, ast.Attribute) and (
+            not isinstance(node.ctx, ast.Load) or node.attr.startswith("__") or node.attr == "seed"
+        ):
+            return False
+        if isinstance(node, ast.Name) and (node.id in _INWARD or node.id.startswith("__") and node.id != "__name__"):
+            return False
+        if isinstance(node, ast.ExceptHandler) and node.type is not None:
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if not all(isinstance(kind, ast.Name) and hasattr(builtins, kind.id) for kind in kinds):
+                return False
+    return True
+
+
+def _names_of_code(tests: ast.Module) -> set[str]:
+    """Names that tests may take from the code: not those of Python, unless they name nothing else."""
+    names = [node for node in ast.walk(tests) if isinstance(node, ast.Name)]
+    read = {node.id for node in names if isinstance(node.ctx, ast.Load)} - {"__name__"}
+    written = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    own = {node.name for node in ast.walk(tests) if isinstance(node, ast.FunctionDef)}
+    own |= {node.arg for node in ast.walk(tests) if isinstance(node, ast.arg)}
+    others = {name for name in read if not hasattr(builtins, name)}
+    return others if others - written - own else read
+
+
+def run_tests(source: int, sink: int, code: str, tests: str, word: str) -> None:
+    """Print `word` if the tests run through. The code runs at the other end of the pipes."""
+    sys.stdout = sys.stderr = _Discard()
+    line = _Line(source, sink, {name: _OPERATIONS[name] for name in _OF_TESTS}, of_tests=True)
+    tree = ast.parse(tests, "<tests>")
+    line.ask("run", code, "<code>")
+    if _can_be_apart(tree):
+        space: dict[str, Any] = {"__name__": "__main__"}
+        for name in _names_of_code(tree):
+            for value in line.ask("names", name, free=2 if name[:1].isupper() else 0):
+                space[name] = value
+        exec(compile(tree, "<tests>", "exec"), space)
+    else:
+        line.ask("run", tests, "<tests>")
+        said = os.urandom(16).hex()
+        if line.ask("str", said) != said:
+            return
+    os.write(1, word.encode())
+
+
+def serve_code(source: int, sink: int) -> NoReturn:
+    """Run code, and what tests ask of it, until the tests have ended."""
+    sys.stdout = sys.stderr = _Discard()
+    space: dict[str, Any] = {"__name__": "__main__"}
+
+    def run(text: str, name: str) -> None:
+        exec(compile(text, name, "exec"), space)
+
+    def names(name: str) -> list[Any]:
+        return [space[name]] if name in space else []
+
+    _Line(source, sink, {**_OPERATIONS, "run": run, "names": names}, of_tests=False).serve()
