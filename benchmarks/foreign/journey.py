@@ -55,7 +55,7 @@ _CURES = 5
 """The most cures of an environment that are carried out."""
 _LACKS = re.compile(r"Its text asks for (the package of )?«?([\w.\[\],-]+)»?\. If the owner agrees")
 _ADDS = re.compile(
-    r"(?:The owner adds it|the extras of both): toprope env add "
+    r"The owner adds it: toprope env add "
     r"('[\w.-]+\[[\w,.-]+\]'|[\w.-]+(?= -r))((?: -r [\w-]+)*)"
 )
 _BOUNDS = re.compile(r"(?:is|score) (-?[\d.]+)\b[^«»]*: set the knobs reward_low and reward_high")

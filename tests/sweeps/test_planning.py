@@ -36,8 +36,8 @@ class Astray(Evolution):
 """
 
 
-def planned(tmp_path, space=RATE, locks=None, **changes):
-    draft = Draft("draft-1", EnvironmentSource(name="dice"), "", Config(), [KNOB], 1, 0.0, 0.0)
+def planned(tmp_path, space=RATE, locks=None, config=None, **changes):
+    draft = Draft("draft-1", EnvironmentSource(name="dice"), "", config or Config(), [KNOB], 1, 0.0, 0.0)
     given = {
         "strategy": "evolution",
         "population": 4,
@@ -102,6 +102,22 @@ def test_locked_space_is_refused_with_reason(tmp_path):
 def test_invalid_numbers_and_strategies_are_refused(tmp_path, changes, says):
     with pytest.raises((InvalidValue, NotFound), match=says):
         planned(tmp_path, **changes)
+
+
+def test_candidates_can_begin_with_the_weights_of_earlier_ones(tmp_path):
+    beside_vllm = Config()
+    beside_vllm.policy.lora, beside_vllm.inference.engine = True, "vllm"
+    for strategy in ("pbt", "halving"):
+        with pytest.raises(InvalidValue, match="vLLM begins with a whole model"):
+            planned(tmp_path, config=beside_vllm, strategy=strategy)
+    with pytest.raises(InvalidValue, match="vLLM begins with a whole model"):
+        both = {"policy.lora": [True, False], "inference.engine": ["vllm", "embedded"]}
+        planned(tmp_path, both, strategy="halving")
+    planned(tmp_path, config=beside_vllm)
+    ranks = {"policy.lora_rank": [8, 16]}
+    with pytest.raises(InvalidValue, match="lora_rank cannot be varied by pbt"):
+        planned(tmp_path, ranks, strategy="pbt")
+    planned(tmp_path, ranks, strategy="halving")
 
 
 def test_own_strategy_runs_in_worker(tmp_path):

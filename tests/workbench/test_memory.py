@@ -18,7 +18,7 @@ from toprope.supervisor.environment_variables import hub_variables
 from toprope.training.policy.preflight import look_up
 from toprope.workbench import model_shapes
 from toprope.workbench.launch.start import RunStarter
-from toprope.workbench.memory import CUDA_BASE, estimate, fit
+from toprope.workbench.memory import CUDA_BASE, estimate, fit, fit_here
 from toprope.workbench.model_shapes import ModelShape, read_shape, shape_of
 
 QWEN = {
@@ -101,6 +101,39 @@ def test_settings_change_the_parts_that_they_concern():
     assert handed.total - gpu.total == 2 * shape.parameters
     _, longer = estimate(config_of(policy__max_context=2048), shape)
     assert longer.parts["cache"] > 1.5 * sampler.parts["cache"]
+
+
+def test_fine_tuning_counts_its_rows_micro_batches_and_sampler():
+    shape, fields = ModelShape.of(QWEN), {"policy__max_context": 1024, "algorithm__name": "sft", "sft__batch_size": 6}
+    one, sampler = estimate(config_of(sft__max_length=2048, **fields), shape)
+    assert sampler == estimate(config_of(policy__max_context=1024), shape)[1], "inference stays loaded"
+    half, _ = estimate(config_of(sft__max_length=1024, **fields), shape)
+    assert one.parts["activations"] == 2 * half.parts["activations"]
+    told, _ = estimate(config_of(sft__max_length=4096, **fields), shape, prompt=2048 - 256)
+    assert told == one
+    micro, _ = estimate(config_of(sft__max_length=2048, optimizer__micro_batch_size=4, **fields), shape)
+    assert 2 * micro.parts["activations"] == one.parts["activations"], "passes of three rows, which divide six"
+    assert micro.parts["gradients"] == 4 * shape.parameters
+
+
+def test_second_models_are_counted():
+    shape, fields = ModelShape.of(QWEN), {"policy__max_context": 1024}
+    plain, sampler = estimate(config_of(**fields), shape)
+    ppo, _ = estimate(config_of(algorithm__name="ppo", ppo__kl_coef=0.1, **fields), shape)
+    assert ppo.total - plain.total == 4 * shape.parameters
+    assert estimate(config_of(algorithm__name="ppo", algorithm__beta=0.1, **fields), shape)[0] == plain
+    for opponent, times in (("base", 2), ("run:run-a", 2), ("at-an-endpoint", 1), ("", 1)):
+        _, found = estimate(config_of(environment__opponent=opponent, **fields), shape)
+        held = sampler.total - sampler.parts["libraries"]
+        assert found.total == pytest.approx(sampler.parts["libraries"] + times * held), opponent
+    beside = config_of(environment__opponent="base", inference__engine="vllm", **fields)
+    assert estimate(beside, shape, gpu=True, available=60e9)[1].total > 0.4 * 60e9 + 2 * shape.parameters
+
+
+def test_no_gpu_is_assumed_if_the_owner_lends_none(monkeypatch):
+    monkeypatch.setattr("toprope.workbench.memory.shutil.which", lambda name: name)
+    monkeypatch.setattr("toprope.workbench.memory._memory_here", lambda gpus: (1e9, 2e9))
+    assert [fit_here(Config(), allowed=one).gpus for one in (None, ["0"], [])] == [1, 1, 0]
 
 
 def test_changes_that_make_it_fit_are_named_and_do():

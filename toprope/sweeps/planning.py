@@ -25,6 +25,8 @@ MOST_POPULATION, MOST_EPOCHS, _MOST_RUNS = 64, 50, 999
 OPTUNA = "optuna"
 STRATEGY_METHODS = ("start", "evaluate", "select", "advance", "mutate")
 """Methods of the owner's own strategies, one of which a class must have."""
+_CONTINUING = ("pbt", "halving")
+_SHAPE_OF_ADAPTERS = ("policy.lora", "policy.lora_rank", "policy.lora_alpha", "policy.lora_target_modules")
 _KEYS = ("min", "max", "log", "choices")
 _OWN = re.compile(r"^(?P<file>[A-Za-z0-9_][A-Za-z0-9_-]{0,63}):(?P<name>[A-Za-z_][A-Za-z0-9_]{0,63})$")
 _NOT_VARIED = {
@@ -142,7 +144,7 @@ def make_plan(
         raise InvalidValue("selection_ratio must be above 0 and at most 1, mutation_rate from 0 to 1.")
     if strategy == "halving" and selection_ratio > 0.5:
         raise InvalidValue("Halving with a selection_ratio above 0.5 leaves out too few.", hint="Use 0.5 or 0.33.")
-    if evaluate == "test" and strategy in ("pbt", "halving"):
+    if evaluate == "test" and strategy in _CONTINUING:
         raise InvalidValue(
             f"{strategy} continues from weights; a test has none.", hint="Use evolution, random or optuna."
         )
@@ -188,6 +190,7 @@ def make_plan(
         total_steps=0,
         knobs=draft.knobs,
     )
+    _require_continuable(plan, draft)
     # No user code runs in this process, so the owner's own strategy may use a whole population per epoch.
     stages = [(population, plan.steps)] * epochs if file else create_strategy(plan).plan()
     runs = sum(many for many, _ in stages)
@@ -198,6 +201,32 @@ def make_plan(
         )
     steps_in_all = sum(many * each for many, each in stages) if evaluate == "train" else 0
     return plan.model_copy(update={"runs": runs + 1, "total_steps": steps_in_all})
+
+
+def _require_continuable(plan: SweepPlan, draft: Draft) -> None:
+    """Refuse a strategy whose later candidates could not begin with the weights of earlier ones.
+
+    Raises:
+        InvalidValue: vLLM would begin with adapters, or adapters would change their shape.
+    """
+    if plan.file or plan.strategy not in _CONTINUING:
+        return
+    fixed = [name for name in _SHAPE_OF_ADAPTERS if name in plan.space]
+    if plan.strategy == "pbt" and fixed:
+        raise InvalidValue(
+            f"space: {fixed[0]} cannot be varied by pbt: it continues from adapters of the same shape.",
+            hint="Leave it out, or use evolution, random or optuna.",
+        )
+
+    def possible(name: str, now: Any) -> list[Any]:
+        return (plan.space[name].choices or []) if name in plan.space else [now]
+
+    engines = possible("inference.engine", draft.config.inference.engine)
+    if "vllm" in engines and True in possible("policy.lora", draft.config.policy.lora):
+        raise InvalidValue(
+            f"{plan.strategy} continues from adapters, and vLLM begins with a whole model.",
+            hint="Set inference.engine to embedded or transformers, or use evolution, random or optuna.",
+        )
 
 
 def strategy_arguments(plan: SweepPlan) -> dict[str, Any]:

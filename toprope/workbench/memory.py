@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
 
 from toprope.analysis.findings.rules import said
+from toprope.settings.endpoints import BASE
 from toprope.settings.schema import Config
+from toprope.settings.sections.environment import RUN
 from toprope.workbench.model_shapes import ModelShape, shape_of
 
 MB = 1e6
@@ -109,20 +111,23 @@ def fit_here(
     variables: Mapping[str, str] | None = None,
     *,
     gpus: int | None = None,
+    allowed: Sequence[str] | None = None,
     prompt: int | None = None,
 ) -> Fit | str:
     """Estimate a configuration on this machine; in words, why that is impossible.
 
     Args:
         variables: As `shape_of` takes them.
-        gpus: Number of GPUs; 0: the CPU; None: as launcher.device and this machine say.
+        gpus: Number of GPUs; 0: the CPU; None: as launcher.device, `allowed` and this machine say.
+        allowed: The owner's `machine.gpus`.
         prompt: Tokens of a prompt; the most that policy.max_context allows if None.
     """
     shape = shape_of(config.policy, variables)
     if isinstance(shape, str):
         return shape
     if gpus is None:
-        gpus = 0 if config.launcher.device == "cpu" or not shutil.which("nvidia-smi") else 1
+        lent = config.launcher.device != "cpu" and (allowed is None or len(allowed) > 0)
+        gpus = 1 if lent and shutil.which("nvidia-smi") else 0
     free, installed = _memory_here(gpus)
     return replace(fit(config, shape, free, prompt=prompt, gpus=gpus), installed=installed)
 
@@ -147,14 +152,17 @@ def estimate(
     """Return the peaks of one process of the trainer, and of the sampler.
 
     Args:
-        prompt: Tokens of a prompt; what policy.max_context leaves beside the answer if None.
+        prompt: Tokens of a prompt; what policy.max_context leaves beside the answer if None. Demonstrations are then as
+            long as sft.max_length.
         gpu: Weights, activations and caches lie on a GPU.
         available: Free bytes of a GPU. vLLM takes a share of them with its weights; transformers' cache is a share of
             what weights leave, and a trainer on the same GPU. None: their caches are as the embedded engine's.
     """
-    answer = config.rollout.max_new_tokens
+    answer, longest = config.rollout.max_new_tokens, config.sft.max_length
+    row = longest if prompt is None else min(longest, prompt + answer)
     prompt = max(1, config.policy.max_context - answer) if prompt is None else prompt
-    trainer = _trainer(config, shape, prompt, answer, gpu)
+    trained = (0, row) if config.algorithm.name == "sft" else (prompt, answer)
+    trainer = _trainer(config, shape, *trained, gpu)
     if available and config.inference.engine == "transformers" and not config.launcher.inference_gpus:
         available = max(1.0, available - sum(size for name, size in trainer.parts.items() if name not in _IN_STEPS))
     return trainer, _sampler(config, shape, prompt, answer, gpu, available)
@@ -172,18 +180,20 @@ def _trainer(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
         parts["layers in use"] = (2.0 if gpu else weight) * whole
     if lora:
         parts["adapters"] = 4.0 * trained / ranks
-    if not sft and config.algorithm.beta and not lora:
+    penalty = config.ppo.kl_coef if config.algorithm.name == "ppo" else config.algorithm.beta
+    if not sft and penalty and not lora:
         parts["reference policy"] = (1 if config.algorithm.reference_8bit else weight) * full
     parts["optimizer"] = (2.0 if config.optimizer.eight_bit else 8.0) * trained / ranks
     if not gpu and not sft:  # the mapped file has two slots
         parts["published weights"] = 8.0 * trained
     elif gpu and config.inference.transfer == "gpu" and not lora:  # a copy in the sampler's format
         parts["published weights"] = 2.0 * trained
-    rows = config.sft.batch_size if sft else config.rollout.group_size * config.rollout.groups_per_step
-    rows = -(-rows // ranks)
+    rows = -(-_batch(config) // ranks)
     all_rows, groups = rows, 1 if sft else config.rollout.group_size
-    if not sft and config.optimizer.micro_batch_size:
+    if config.optimizer.micro_batch_size:
         rows = min(rows, config.optimizer.micro_batch_size)
+    while sft and all_rows % rows:  # its passes are of equal size
+        rows -= 1
     tokens = _tokens(shape, rows, min(groups, rows), prompt, answer)
     number = 2.0 if config.optimizer.precision == "bfloat16" or (gpu and config.optimizer.precision == "auto") else 4.0
     layer = (_layer(shape) + (_adapter_copies(shape) if lora and not gpu else 0.0)) * tokens * number
@@ -206,8 +216,6 @@ def _trainer(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
 
 def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: bool, available: float | None) -> Memory:
     weight = _bytes(config, gpu, trained_in_full=False)
-    if config.algorithm.name == "sft":
-        return Memory({})
     rows = min(config.rollout.concurrency * config.rollout.group_size, SAMPLED_AT_ONCE)
     length = prompt + answer
     held, columns = rows, min(1.25 * length, length + 64)
@@ -223,6 +231,9 @@ def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     if config.policy.lora:
         parts["adapters"] = 4.0 * _adapters(config, shape)
     share, others = config.inference.memory_share, sum(parts.values())
+    opponent = config.environment.opponent
+    if opponent == BASE or opponent.startswith(RUN):  # an embedded engine of its own, taken to be as large
+        parts["opponent"] = parts["weights"] + cache + max(reading, sampling)
     if gpu and available and config.inference.engine == "vllm":  # the cache takes what the share leaves
         whole = share * available * max(1, config.launcher.inference_gpus)
         return Memory(parts | {"cache": max(0.0, whole - others)})
@@ -231,6 +242,12 @@ def _sampler(config: Config, shape: ModelShape, prompt: int, answer: int, gpu: b
     parts["cache"] = cache
     parts["reading and sampling"] = max(reading, sampling)
     return Memory(parts)
+
+
+def _batch(config: Config) -> int:
+    """Rows of an optimizer step."""
+    sft = config.algorithm.name == "sft"
+    return config.sft.batch_size if sft else config.rollout.group_size * config.rollout.groups_per_step
 
 
 def _quantized(config: Config) -> bool:
@@ -337,7 +354,7 @@ def _with(config: Config, changes: Mapping[str, Any]) -> Config:
 def _mends(
     config: Config, shape: ModelShape, now: Fit, prompt: int | None, gpus: int
 ) -> tuple[tuple[str, Mapping[str, Any], float], ...]:
-    rows = config.rollout.group_size * config.rollout.groups_per_step
+    rows = _batch(config)
     micro = config.optimizer.micro_batch_size or rows
     smaller = next((size for size in range(max(1, micro // 4), 0, -1) if rows % size == 0), 1)
     tried: list[tuple[str, dict[str, Any]]] = [

@@ -63,7 +63,8 @@ def policy_order(
     Raises:
         LockedField: The owner forbids it.
         NotFound, Corrupt: There is no such run or checkpoint, or it is damaged.
-        InvalidValue: Unknown form or dtype, no adapters, not a repository, or llama.cpp's converter is missing.
+        InvalidValue: Unknown form or dtype, no adapters or some over another run's weights, not a repository, or
+            llama.cpp's converter is missing.
         DiskFull: There is too little room.
         NotPossibleNow: The packages that load models are not installed.
     """
@@ -95,6 +96,8 @@ def policy_order(
         )
     if form == "adapter" and not adapters:
         raise InvalidValue(f"{run_id} trained full weights, so there are no adapters.", hint="Use form merged.")
+    if form == "adapter":
+        _require_public_base(model, home.runs)
     require("An export of a policy", *TRAINING)
     if form == "adapter" and dtype != DTYPES[0]:
         raise InvalidValue("Adapters are exported as they were saved.", hint="dtype is for the other forms.")
@@ -118,6 +121,20 @@ def policy_order(
     )
     keys = _keys(settings) if repository else {}
     return DataOrder(Order(kind="policy", policy=order, target=str(place)), keys)
+
+
+def _require_public_base(model: Path, runs: Path) -> None:
+    """Refuse adapters over weights that another run trained: nobody else has those.
+
+    Raises:
+        InvalidValue: Their base is in the folder of runs.
+    """
+    base = Path(str(read_json(model / "adapter_config.json").get("base_model_name_or_path") or ""))
+    if base.is_absolute() and base.resolve().is_relative_to(runs.resolve()):
+        raise InvalidValue(
+            f"These adapters belong to weights that another run trained ({base}), which they do not include.",
+            hint="Use form merged: it has both.",
+        )
 
 
 def _exported(home: Home, folder: RunFolder, found: Checkpoint, form: str) -> Exported:

@@ -173,5 +173,6 @@ def fit(
             named = RUN + find_checkpoint(workshop, named.removeprefix(RUN))
         if (base := base_of(policy_named(named, home.runs), home.runs)) is not None:
             config.policy.model = base[1]
-        asking = hub_variables(home.settings().variables)
-        typer.echo("\n".join(memory_lines(config, asking, gpus=gpus, prompt=prompt)))
+        settings = home.settings()
+        asking, allowed = hub_variables(settings.variables), settings.machine.gpus
+        typer.echo("\n".join(memory_lines(config, asking, gpus=gpus, allowed=allowed, prompt=prompt)))

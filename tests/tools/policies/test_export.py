@@ -95,6 +95,17 @@ def test_adapters_are_merged_into_their_base_without_changing_the_policy(shop, a
     assert (told.base_model_name_or_path, told.revision) == ("me/model", "a" * 40)
 
 
+def test_adapters_over_weights_of_another_run_are_exported_merged_only(shop, full, owner):
+    import torch
+
+    over = trained(shop, [3], lora=True, base=full.checkpoints / "step-000004" / "model")
+    with pytest.raises(InvalidValue, match="weights that another run trained") as refused:
+        export(shop, over.run_id, form="adapter")
+    assert "form merged" in refused.value.hint
+    merged = export(shop, over.run_id)
+    assert torch.allclose(logits(merged.data.path), logits(over.checkpoints / "step-000003" / "model"), atol=1e-4)
+
+
 def test_half_precision_and_other_folder_by_command(shop, full, owner, tmp_path):
     import torch
     from safetensors.torch import load_file

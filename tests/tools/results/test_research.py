@@ -312,6 +312,28 @@ def test_preview_says_unknown_until_a_run_has_measured(house, draft):
     assert "Unknown" in do(start_training, shop, draft_id=draft, preview=True).text
 
 
+def test_preview_of_fine_tuning_counts_its_own_steps(house, draft):
+    shop, launcher = house
+    sft = {"sft.tasks": 100, "sft.traces_per_task": 1, "sft.epochs": 2, "sft.batch_size": 5}
+    changes = {"algorithm.name": "sft", "budget.steps": 1000, "budget.max_train_seconds": None, **sft}
+    do(edit_config, shop, draft_id=draft, changes=changes)
+    finish(shop, launcher, do(start_training, shop, draft_id=draft).data.run_id, 50)
+    shown = do(start_training, shop, draft_id=draft, preview=True).data.preview
+    # 20 s before, 40 steps of 0.5 s, 30 s after.
+    assert shown["steps"] == 40 and shown["estimates"]["wall_hours"]["value"] == pytest.approx(70 / 3600, rel=1e-3)
+    owner(shop, "confirm: {above: {steps: 40}}")
+    do(start_training, shop, draft_id=draft)
+    for field, own, other in (
+        ("sft.batch_size", 5, 4), ("inference.engine", "embedded", "transformers"),
+    ):  # fmt: skip
+        do(edit_config, shop, draft_id=draft, changes={field: other})
+        assert "Unknown" in do(start_training, shop, draft_id=draft, preview=True).text, field
+        do(edit_config, shop, draft_id=draft, changes={field: own})
+    do(edit_config, shop, draft_id=draft, changes={"sft.max_length": 512, "optimizer.gradient_checkpointing": True})
+    basis = do(start_training, shop, draft_id=draft, preview=True).data.preview["basis"]
+    assert "that differ in optimizer.gradient_checkpointing, sft.max_length" in basis
+
+
 def test_start_and_sweep_warn_if_time_allows_few_steps(house, draft):
     shop, launcher = house
     finish(shop, launcher, do(start_training, shop, draft_id=draft).data.run_id, 50)  # half a second per step

@@ -11,11 +11,13 @@ from toprope_tools.planning.environments import select_environment
 from toprope_tools.runs.training import start_training, stop_training
 from toprope_tools.status.status import check_status
 
-from tests.support.tools_house import StandInLauncher, age_stamp, do, make_workshop, step
+from tests.support.tools_house import StandInLauncher, age_stamp, become, do, make_workshop, step
 from toprope.errors import ComponentFailed, InvalidValue, NotPossibleNow
 from toprope.records.index import idempotency_keys as start_keys
 from toprope.records.index.database import StartRow
+from toprope.records.run.specification import TrainPlan
 from toprope.supervisor.lock import is_held
+from toprope.workbench.launch.start import StartRequest
 
 
 def draft_of(shop):
@@ -43,6 +45,20 @@ def test_repeated_call_with_key_returns_its_run(house):
     # Ended as well: what was asked for with that key has been done.
     do(stop_training, shop, run_id=first)
     assert do(start_training, shop, draft_id=draft, key="k-1").data.state == "stopped"
+
+
+def test_lost_run_counts_as_live_until_it_resumes_and_does_not_resume_under_the_lock(house, monkeypatch):
+    shop, launcher = house
+    draft = draft_of(shop)
+    first = do(start_training, shop, draft_id=draft).data.run_id
+    launcher.leave(first)
+    become(shop.runs.folder(first), "lost", ended_at=time.time(), resume_at=time.time() - 1)
+    monkeypatch.setattr(shop.runs, "_resume_lost", lambda *_: pytest.fail("the ledger is locked"))
+    request = StartRequest(shop.drafts.get(draft), TrainPlan(), again=False)
+    with pytest.raises(NotPossibleNow, match=f"running already, as {first}"):
+        shop.starter.start(request)
+    become(shop.runs.folder(first), "lost", resume_at=None)
+    assert shop.starter.start(request).specifications
 
 
 def test_key_belongs_to_one_draft(house):

@@ -32,6 +32,8 @@ from toprope.records.sweep_journal import (
 from toprope.settings.presets import load_preset
 from toprope.sweeps.members import SweepMembers
 from toprope.workbench.approvals import Approvals
+from toprope.workbench.launch import start
+from toprope.workbench.launch.budgets.token_costs import TokenCosts
 from toprope.workbench.launch.freeze import freeze_again
 
 SPACE = {"optimizer.learning_rate": {"min": 1e-5, "max": 1e-2, "log": True}}
@@ -126,7 +128,7 @@ def test_limits_count_the_sweep_and_all_its_members(house):
     # A day's processor time is the members' to reserve, and not the sweep's.
     limits.write_text("per_run: {wall_hours: 1}\nper_day: {cpu_hours: 20, runs: 8}")
     sweep = Specification.read(shop.runs.folder(started(shop).data.run_id))
-    assert sweep.limits.reserved == {} and set(sweep.limits.caps) == {"wall_hours"}
+    assert sweep.limits.reserved == {} and not sweep.limits.caps, "members have their own hour"
 
 
 def test_repeated_sweep_is_answered_although_space_is_locked_now(house):
@@ -190,6 +192,23 @@ def test_members_are_frozen_as_the_journal_says(house, monkeypatch):
     again = freeze_again(made, shop.home.locks(), shop.home.runs)
     shop.starter.start_frozen([again])
     assert "It is None" not in do(get_results, shop, run_id=again.run_id).text
+
+
+def test_members_were_agreed_to_with_their_sweep(house, monkeypatch):
+    shop, _ = house
+    (shop.home.configuration / "limits.yaml").write_text("confirm: always")
+    monkeypatch.setattr(start, "token_costs", lambda _: TokenCosts(1.0))  # as with a judge at an endpoint
+    draft = draft_of(shop)
+    Approvals(shop.home).approve(started(shop, draft_id=draft, options={"preview": True}).data.preview["hash"])
+    folder = shop.runs.folder(started(shop, draft_id=draft).data.run_id)
+    monkeypatch.setattr("toprope.workbench.launch.open_runs.open_runs", lambda home: shop.runs)
+    members, log = SweepMembers(shop.home, Specification.read(folder)), SweepLog(folder)
+    one = Candidate(id="c001", values={"optimizer.learning_rate": 0.002}, steps=3)
+    log.append(Generation(epoch=1, candidates=[one]))
+    members.start(one, 1, log.standing)
+    made = Specification.read(shop.runs.folder(f"{folder.run_id}-m01"))
+    with pytest.raises(NotPossibleNow, match="confirmed"):
+        shop.starter.start_frozen([freeze_again(made, shop.home.locks(), shop.home.runs)])
 
 
 def test_results_show_candidates_lineage_and_held_out_figure(house, tmp_path):

@@ -87,7 +87,9 @@ freeze.find-links='/elsewhere'
 global.extra-index-url='https://two.example/simple file:///three'
 global.find-links=broken'
 global.index-url='https://one.example/simple'
+global.no-index='true'
 global.timeout='3'
+global.trusted-host='two.example four.example:8080'
 install.constraint='/c.txt'
 END
 """
@@ -99,6 +101,8 @@ END
     assert tomllib.loads((tmp_path / "uv.toml").read_text()) == {
         "index-url": "https://me:secret@four.example/simple",
         "extra-index-url": ["https://two.example/simple", "file:///three"],
+        "allow-insecure-host": ["two.example", "four.example:8080"],
+        "no-index": True,
         "index-strategy": "unsafe-best-match",
     }
     assert (tmp_path / "uv.toml").stat().st_mode & 0o777 == 0o600 and "secret" not in log.read_text()

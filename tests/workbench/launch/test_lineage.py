@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import time
+from dataclasses import replace
 
 import pytest
 
 from toprope.errors import InvalidValue, LockedField, NotFound, NotPossibleNow
 from toprope.records.run.checkpoints import seal
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.specification import EnvironmentSource, Specification, TrainPlan
+from toprope.records.run.specification import EnvironmentSource, Specification, TestPlan, TrainPlan
 from toprope.records.run.status import Status
 from toprope.sdk.worker.splits import PROMPT_RULE, SHARING_RULE, SOURCE_RULE
 from toprope.settings.locks import Lock, Locks
@@ -25,6 +27,7 @@ from toprope.workbench.launch.hold import hold_run
 from toprope.workbench.launch.lineage import base_of, with_split_rule
 
 NONE = Locks({})
+SOURCE = EnvironmentSource(name="dice", adapter="d", target="{}")
 
 
 @pytest.fixture
@@ -136,8 +139,7 @@ def kept(folder):
 
 def test_variables_that_weights_keep_are_in_the_configuration_and_under_its_locks(kept, drafts, tmp_path):
     home, weights = kept
-    source = EnvironmentSource(name="dice", adapter="d", target="{}")
-    draft = drafts.create(source, Preset("p", "", {}, {}), [], NONE)[0]
+    draft = drafts.create(SOURCE, Preset("p", "", {}, {}), [], NONE)[0]
 
     def frozen(locks, **own):
         draft.config.policy.chat_template_kwargs = own
@@ -174,3 +176,28 @@ def test_resumed_and_continued_runs_have_the_variables_that_weights_keep_under_l
         freeze_continuation(run, fixed_at())
     for locks in (fixed_at(**allowed), NONE):
         assert freeze_continuation(run, locks).config.policy.chat_template_kwargs == allowed
+
+
+def test_vllm_does_not_begin_with_adapters_alone(kept, drafts, monkeypatch):
+    home, weights = kept
+    (weights / "chat_template.jinja").unlink()
+    (weights / "adapter_config.json").write_text("{}")
+    seal(weights.parent)
+    monkeypatch.setattr(
+        "toprope.workbench.launch.freeze.engine_python", lambda _, name: {"vllm": sys.executable}.get(name)
+    )
+    draft = drafts.create(SOURCE, Preset("p", "", {}, {}), [], NONE)[0]
+    draft.config.inference.engine, draft.config.policy.lora = "vllm", True
+    named = replace(draft, config=draft.config.model_copy(deep=True))
+    named.config.policy.model = "run:run-a"
+    for plan in (TrainPlan(), TestPlan(tasks=2, group_size=1)):
+        with pytest.raises(InvalidValue, match="vLLM begins with a whole model"):
+            freeze_drafts(home, [named], plan, locks=NONE, with_keys=False)
+    base, plan = ("run-a", str(weights)), TestPlan(tasks=2, group_size=1, heldout=True)
+    [winner] = freeze_drafts(home, [draft], plan, locks=NONE, base=base, with_keys=False)
+    assert (winner.config.inference.engine, winner.engine_python) == ("embedded", None)
+    ended = specification("run-a", "{question}")
+    ended.config.inference.engine = "vllm"
+    ended.write(RunFolder.open(home.runs, "run-a"))
+    with pytest.raises(InvalidValue, match="vLLM begins with a whole model"):
+        freeze_continuation(RunFolder.open(home.runs, "run-a"), NONE)

@@ -93,7 +93,12 @@ def _key(environment: str, knobs: dict[str, Any]) -> str:
 
 
 def memory_lines(
-    config: Config, variables: Mapping[str, str] | None = None, *, gpus: int | None = None, prompt: int | None = None
+    config: Config,
+    variables: Mapping[str, str] | None = None,
+    *,
+    gpus: int | None = None,
+    allowed: Sequence[str] | None = None,
+    prompt: int | None = None,
 ) -> list[str]:
     """Say what memory a configuration's trainer and sampler take, if it is there, and what would make it fit.
 
@@ -101,7 +106,7 @@ def memory_lines(
     """
     if config.is_hosted:
         return ["Memory: the service holds the policy; this machine needs none for it."]
-    found = fit_here(config, variables, gpus=gpus, prompt=prompt)
+    found = fit_here(config, variables, gpus=gpus, allowed=allowed, prompt=prompt)
     if isinstance(found, str):
         return [f"Memory: unknown, because {found}."]
     lines = [f"Memory: {found.verdict}", _parts("trainer", found.trainer), _parts("sampler", found.sampler)]
@@ -117,7 +122,8 @@ def memory_warning(workshop: Workshop, config: Config) -> list[str]:
     """Return a warning if the estimate exceeds what is free on this machine, with what would make it fit."""
     if config.is_hosted or config.launcher.kind != "local":
         return []
-    found = fit_here(config, hub_variables(workshop.settings().variables))
+    settings = workshop.settings()
+    found = fit_here(config, hub_variables(settings.variables), allowed=settings.machine.gpus)
     if isinstance(found, str) or found.fits is not False:
         return []
     return [" ".join([f"Warning (memory): {found.verdict}", *found.mended])]

@@ -256,7 +256,8 @@ def _answer_preview(workshop: Workshop, request: StartRequest) -> Answer:
         why = f"\n{why} {how_to_approve(found.hash)}"
     warnings = [f"Warning (key_missing): {one}" for one in lacking] + _warnings(workshop, request)
     warned = "".join(f"\n{line}" for line in warnings)
-    memory = "\n".join(memory_lines(specifications[0].config, hub_variables(home.settings().variables)))
+    config, settings = specifications[0].config, home.settings()
+    memory = "\n".join(memory_lines(config, hub_variables(settings.variables), allowed=settings.machine.gpus))
     text = f"Nothing was started.\n{said(found)}\n{memory}{warned}{why}\nNext: {call('start_training', **arguments)}"
     data = _started(specifications[:1]).model_copy(
         update={"run_id": None, "group_id": None, "run_ids": None, "state": "not started", "preview": structured(found)}

@@ -113,7 +113,7 @@ class Interpreters:
             require_plain(url)
         target = target_of(order.given, self._adapters(), order.speaks, plain_only=order.plain_only)
         name = checked_name(order.name or target.name)
-        self._require_free(name, target)
+        target = self._beside_others(name, target)
         if target.kind == "git":
             self._require_idle(name)
         checkout = self._clone(target, name, progress) if target.kind == "git" else None
@@ -152,7 +152,7 @@ class Interpreters:
 
         Raises:
             NotFound: Unknown name.
-            NotPossibleNow: A live run uses its checkout.
+            NotPossibleNow: A live run or data job uses its checkout.
         """
         with self.registry.changing() as entries:
             if name not in entries:
@@ -166,14 +166,14 @@ class Interpreters:
         return gone
 
     def unused(self) -> list[Path]:
-        """Return environments that neither an entry nor a live run refers to, and leftovers of crashes."""
+        """Return environments that no entry, data job or run that goes on refers to, and leftovers of crashes."""
         begun = [path for path in self._home.checkouts.glob(f"{_CLONING}*") if _older(path, 2 * _LONGEST_S)]
         if not self.store.path.is_dir():
             return begun
         entries = [*self.registry.read().values(), *self._engines.read().values()]
         used = {one.lock for one in entries if one.lock}
         rest = [digest for digest in self.store.digests() if digest not in used]
-        return [*begun, *self.store.unused(used | digests_in_use(self._home.runs, rest))]
+        return [*begun, *self.store.unused(used | digests_in_use(self._home, rest, resumable=True))]
 
     def collect(self) -> list[Path]:
         """Delete the result of `unused` and return it."""
@@ -188,24 +188,31 @@ class Interpreters:
                     shutil.rmtree(path, ignore_errors=True)
         return found
 
-    def _require_free(self, name: str, target: Target) -> None:
+    def _beside_others(self, name: str, target: Target) -> Target:
+        """Return a target with the extras that its package has already, so that nothing that works is lost.
+
+        Raises:
+            InvalidValue: The name is that of something else.
+        """
         there = self.registry.read().get(name)
         if there is None or there.given == target.given:
-            return
-        hint, both = "Choose another with --name, or remove that one.", None
+            return target
         if target.kind == there.kind == "packages" and target.requirements and there.requirements:
-            if (both := with_extras_of(target.requirements[0], there.requirements[0])) == target.requirements[0]:
-                return  # it takes the place of one that had less
-        if both is not None:
-            hint = f"To have the extras of both: toprope env add '{both}'. {hint}"
-        raise InvalidValue(f"{name} is the name of {there.given}, which was added before.", hint=hint)
+            first, *others = target.requirements
+            both = with_extras_of(first, there.requirements[0])
+            if both is not None:
+                return target if both == first else replace(target, given=both, requirements=(both, *others))
+        raise InvalidValue(
+            f"{name} is the name of {there.given}, which was added before.",
+            hint="Choose another with --name, or remove that one.",
+        )
 
     def _require_idle(self, name: str) -> None:
-        """Check that no live run uses the checkout of this name."""
+        """Check that no live run or data job uses the checkout of this name."""
         place = str(self._home.checkouts / name)
-        if digests_in_use(self._home.runs, [f"{place}/", f'{place}"']):
+        if digests_in_use(self._home, [f"{place}/", f'{place}"']):
             raise NotPossibleNow(
-                f"A live run uses the checkout {place}; nothing was changed.",
+                f"A live run or data job uses the checkout {place}; nothing was changed.",
                 hint="Wait until it ends, or stop it.",
             )
 

@@ -21,7 +21,9 @@ from toprope.atomic import write_json
 from toprope.errors import Corrupt, TopropeError
 from toprope.records.run.folder import RunFolder, find_record
 from toprope.records.run.status import Status
+from toprope.settings.owner import Home
 from toprope.supervisor.lock import RunLock, is_held
+from toprope.trajectories.jobs.jobs import Job
 
 MADE_VERSION = 1
 _MAKING, _GONE = ".making-", ".gone-"
@@ -132,24 +134,32 @@ class Store:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def digests_in_use(runs: Path, digests: list[str]) -> set[str]:
-    """Return the digests that live runs refer to.
+def digests_in_use(home: Home, digests: list[str], *, resumable: bool = False) -> set[str]:
+    """Return the digests that live runs and live data jobs refer to.
 
     Args:
-        runs: Folder of all runs.
+        home: The owner's.
         digests: Digests to look for.
+        resumable: Count stopped runs, which somebody may resume, and lost ones that will resume by themselves.
     """
     found: set[str] = set()
-    if not digests or not runs.is_dir():
+    if not digests:
         return found
-    for path in runs.iterdir():
+    for place in (home.exports, home.datasets):
+        for path in place.glob(".jobs/*/order.json"):
+            with suppress(OSError):
+                text = path.read_text(encoding="utf-8")
+                mentioned = {digest for digest in digests if digest in text}
+                if mentioned - found and Job(path.parent).alive():
+                    found |= mentioned
+    for path in home.runs.iterdir() if home.runs.is_dir() else ():
         folder = RunFolder(path)
         try:
             text = folder.spec.read_text(encoding="utf-8")
         except OSError:
             continue
         mentioned = {digest for digest in digests if digest in text}
-        if mentioned - found and (is_held(folder.lock) or not _ended(folder)):
+        if mentioned - found and (is_held(folder.lock) or not _ended(folder, resumable)):
             found |= mentioned
     return found
 
@@ -173,14 +183,15 @@ def _left(aside: Path) -> bool:
         return False
 
 
-def _ended(folder: RunFolder) -> bool:
+def _ended(folder: RunFolder, resumable: bool) -> bool:
     try:
         status = Status.read(folder)
     except Corrupt:
         return False  # Unknown: keep everything that it may use.
     except TopropeError:
         return True
-    return status.ended and status.ended_at is not None
+    goes_on = status.state == "stopped" or (status.state == "lost" and status.resume_at is not None)
+    return status.ended and status.ended_at is not None and not (resumable and goes_on)
 
 
 def _move_within(venv: Path, place: Path) -> None:

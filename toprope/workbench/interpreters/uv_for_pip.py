@@ -18,8 +18,14 @@ from toprope.workbench.interpreters.processes import Commands, variables
 __all__ = ["fetched_uv"]
 
 _ASK_S = 60.0
-_OF_UV = ("index-url", "extra-index-url", "find-links")
-"""Settings that have one name in both."""
+_OF_UV = {
+    "index-url": "index-url",
+    "extra-index-url": "extra-index-url",
+    "find-links": "find-links",
+    "trusted-host": "allow-insecure-host",
+}
+"""Names of uv's settings by those of pip's."""
+_YES = ("1", "true", "yes", "y", "on", "t")
 
 
 def fetched_uv(pip: Sequence[str], place: Path, commands: Commands) -> list[str] | None:
@@ -36,7 +42,8 @@ def fetched_uv(pip: Sequence[str], place: Path, commands: Commands) -> list[str]
         return None
     told = _settings_of(pip)
     constraints = told.pop("constraint", [])
-    lines = [f"{name} = {json.dumps(one[0] if name == 'index-url' else one)}" for name, one in told.items()]
+    lines = ["no-index = true"] if told.pop("no-index", [""])[0].lower() in _YES else []
+    lines += [f"{_OF_UV[name]} = {json.dumps(one[0] if name == 'index-url' else one)}" for name, one in told.items()]
     lines += ['index-strategy = "unsafe-best-match"'] if lines else []  # like pip
     file = place.with_name("uv.toml")
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as written:
@@ -55,7 +62,7 @@ def _settings_of(pip: Sequence[str]) -> dict[str, list[str]]:
     for line in sorted(printed.splitlines(), key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
         scope, _, key = name.rpartition(".")
-        if scope in ("global", "install", ":env:") and key in (*_OF_UV, "constraint"):
+        if scope in ("global", "install", ":env:") and key in (*_OF_UV, "constraint", "no-index"):
             try:
                 found[key] = str(ast.literal_eval(value)).split()
             except (ValueError, SyntaxError):

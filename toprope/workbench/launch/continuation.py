@@ -22,6 +22,7 @@ from toprope.text_format import call
 from toprope.workbench.launch.freeze import new_run_id
 from toprope.workbench.launch.lineage import base_of, with_variables_of
 from toprope.workbench.launch.mixture_sources import hold_locks
+from toprope.workbench.launch.requirements import require_whole_model
 
 
 def freeze_continuation(
@@ -38,7 +39,7 @@ def freeze_continuation(
     Raises:
         NotPossibleNow: The run is not completed, or has no sound checkpoint.
         LockedField: The owner does not allow that configuration or budget.
-        InvalidValue: Runs of this kind have no steps, or the budget is impossible.
+        InvalidValue: Runs of this kind have no steps, the budget is impossible, or vLLM would begin with adapters.
     """
     run, status = Specification.read(folder), Status.read(folder)
     if not run.run_kind.samples:
@@ -65,6 +66,7 @@ def freeze_continuation(
     changes |= {"budget.steps": steps} if steps is not None else {}
     changes |= {"budget.max_train_seconds": seconds} if seconds is not None else {}
     config, _ = apply_changes(run.config, changes, knobs)
+    require_whole_model(config)
     config = with_variables_of(base[1], config, locks)
     # A lock on policy.model is about the model that the first of these runs began with.
     asked = config.model_copy(deep=True)

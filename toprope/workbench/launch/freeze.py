@@ -30,7 +30,7 @@ from toprope.settings.changes import apply_changes
 from toprope.settings.fields import KNOBS, all_fields, knob_problems
 from toprope.settings.locks import Locks
 from toprope.settings.owner import Home
-from toprope.settings.schema import InferenceSection, PolicySection
+from toprope.settings.schema import Config, InferenceSection, PolicySection
 from toprope.settings.sections.environment import RUN, curriculum_of
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft
@@ -41,7 +41,14 @@ from toprope.workbench.launch.hold import hold_run, plan_values
 from toprope.workbench.launch.hosted import with_service
 from toprope.workbench.launch.lineage import base_of, with_dataset, with_split_rule, with_variables_of
 from toprope.workbench.launch.mixture_sources import Ingredients, blend, hold_locks
-from toprope.workbench.launch.requirements import describe_job, missing_keys, require_interpreters, require_trackers
+from toprope.workbench.launch.requirements import (
+    describe_job,
+    lacks_whole_model,
+    missing_keys,
+    require_interpreters,
+    require_trackers,
+    require_whole_model,
+)
 
 _ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
 
@@ -107,6 +114,9 @@ def freeze_drafts(
             base=begins,
             ingredients=_ingredients(home, draft),
         )
+        if base is not None and not kind.trains:  # the winner of a sweep, which may have trained adapters beside vLLM
+            _leave_vllm(specification.config)
+        require_whole_model(specification.config)
         specification = with_service(_with_helpers(specification, home), settings)
         python = engine_python(home, specification.config.inference.engine)
         specification = specification.model_copy(update={"engine_python": python})
@@ -250,9 +260,9 @@ def freeze_question(
     locks.require(plan_values(plan))
     # A checkpoint holds its adapters, and new ones would change nothing.
     config.policy = policy.model_copy(update={"lora": False})
-    if engine is None and config.inference.engine == "vllm" and (Path(policy.model) / "adapter_config.json").is_file():
-        engine = ("embedded", None)  # vLLM begins with a whole model
-    if engine is not None:
+    if engine is None and _leave_vllm(config):
+        engine = ("embedded", None)
+    elif engine is not None:
         chosen = {"engine": engine[0], "memory_share": config.inference.memory_share}
         config.inference = InferenceSection.model_validate(chosen)
     return Specification(
@@ -271,6 +281,15 @@ def freeze_question(
         policy_cache=run.policy_cache,
         engine_python=run.engine_python if engine is None else engine[1],
     )
+
+
+def _leave_vllm(config: Config) -> bool:
+    """Have the embedded engine sample from adapters, because vLLM begins with a whole model; return True if it must."""
+    if not lacks_whole_model(config):
+        return False
+    chosen = {"engine": "embedded", "memory_share": config.inference.memory_share}
+    config.inference = InferenceSection.model_validate(chosen)
+    return True
 
 
 def freeze_again(run: Specification, locks: Locks, runs: Path) -> Specification:

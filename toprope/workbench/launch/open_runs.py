@@ -78,13 +78,16 @@ def variables_to_resume(home: Home, specification: Specification) -> Mapping[str
 
     Raises:
         LockedField: The owner does not allow the run's configuration any more, or to serve a policy.
-        TopropeError: The owner's limits leave it nothing, or a file of the owner cannot be read; the caller asks again
-            the next time somebody looks at the run.
+        TopropeError: The owner's limits leave it nothing, an interpreter is gone, or a file of the owner cannot be
+            read; the caller asks again the next time somebody looks at the run.
     """
-    from toprope.workbench.launch.lent import renewed  # it imports the catalog, which most callers do not need
+    # They import the catalog and more, which most callers do not need.
+    from toprope.workbench.launch.lent import renewed
+    from toprope.workbench.launch.requirements import require_interpreters
 
     hold_run(specification, home.locks(specification.preset), home.runs)
     renewed([specification], home)  # refuses what the owner has withdrawn
+    require_interpreters(specification)
     if specification.ask is not None and specification.ask.serve_s is not None:
         require_policies(home.settings())
     may_go_on(specification, home.limits(), home.runs)

@@ -26,6 +26,7 @@ from toprope.sdk.wall.paths import data_paths, imported_by
 from toprope.settings.limits import UNITS, FrozenLimits, Limits
 from toprope.settings.schema import Config
 from toprope.text_format import clip, value
+from toprope.workbench.launch.budgets.steps import steps_of
 
 HASH_LENGTH = 24
 """Digits of a hash: two previews with the same hash cannot be found by trying."""
@@ -45,19 +46,34 @@ _SHAPE = (
     ("rollout", "groups_per_step"),
     ("rollout", "max_new_tokens"),
     ("optimizer", "micro_batch_size"),
+    ("optimizer", "gradient_checkpointing"),
+    ("policy", "load_in_4bit"),
+    ("policy", "load_in_8bit"),
+    ("inference", "engine"),
+    ("launcher", "kind"),
+    ("launcher", "cluster"),
     ("launcher", "device"),
+    ("launcher", "num_processes"),
     ("launcher", "threads"),
 )
 """Fields that decide the duration of a step; runs that agree in them are taken as equally fast."""
+_SHAPE_SFT = (("sft", "batch_size"), ("sft", "max_length"))
+"""Those of supervised fine-tuning beside them."""
 _CORE = (
     ("environment", "name"),
     ("policy", "model"),
     ("rollout", "group_size"),
     ("rollout", "groups_per_step"),
     ("rollout", "max_new_tokens"),
+    ("inference", "engine"),
+    ("launcher", "kind"),
+    ("launcher", "cluster"),
     ("launcher", "device"),
+    ("launcher", "num_processes"),
+    ("sft", "batch_size"),
 )
 """The fields of these that matter most. Runs that agree in them alone are measured against if there are no others."""
+_DEFAULTS = Config().model_dump(mode="json")
 _QUANTITIES = ("wall_hours", "cpu_hours", "gpu_hours", "memory_gb", "disk_gb", "cost_usd")
 
 
@@ -125,7 +141,7 @@ def preview(
         count=count,
         estimates=found,
         basis=_basis(first, measured, alike, runs) + _KEPT[first.config.logging.keep_rollouts] + job,
-        steps=first.config.budget.steps,
+        steps=steps_of(first),
         # Free disk space changes with every write, so it must not be part of the hash.
         caps={name: cap.value for name, cap in (frozen.caps if frozen else {}).items() if cap.limit != "disk_gb"},
     )
@@ -146,7 +162,8 @@ def summarize(specifications: Sequence[Specification], shown: Preview) -> str:
     ]
     caps = ", ".join(f"{value:.3g} {name}" for name, value in shown.caps.items())
     return (
-        f"{what}, environment {first.environment.name}, {whose}, at most {shown.steps} steps"
+        f"{what}, environment {first.environment.name}, {whose}"
+        + (f", at most {shown.steps} steps" if shown.steps else "")
         + (f", models {', '.join(models)}" if models else "")
         + f"; {'; '.join(parts)}"
         + (f"; stopped at {caps}" if caps else "")
@@ -203,12 +220,12 @@ def _estimates(
         unknown["cost_usd"] = Estimate(tokens, 0.0, tokens).times(count)
     if not measured:
         return unknown
-    budget = first.config.budget
+    planned, longest_s = steps_of(first), first.config.budget.max_train_seconds
     walls, cpus, disks, steps = [], [], [], []
     for one in measured:
-        train_s = budget.steps * one.step_s
-        if budget.max_train_seconds is not None:
-            train_s = min(train_s, budget.max_train_seconds)
+        train_s = planned * one.step_s
+        if longest_s is not None:
+            train_s = min(train_s, longest_s)
         wall = one.before_s + train_s + one.after_s
         walls.append(wall / HOUR)
         steps.append(train_s / one.step_s)
@@ -262,7 +279,7 @@ def _basis(first: Specification, measured: Sequence[_Measured], what: str, runs:
         many = f"{len(measured)} earlier runs" if len(measured) > 1 else "one earlier run"
         return f"Measured on this machine in {many} of {what}: {', '.join(one.run_id for one in measured[:3])}."
     text = "Unknown: no run of this environment, policy and batch has trained on this machine yet."
-    if (rate := _sampling(first, runs)) is not None:
+    if first.run_kind.samples and (rate := _sampling(first, runs)) is not None:
         run_id, answers_s = rate
         rollout = first.config.rollout
         at_least = rollout.group_size * rollout.groups_per_step / answers_s
@@ -319,13 +336,18 @@ def _newest(runs: Path, kind: str) -> Iterable[tuple[RunFolder, dict[str, Any]]]
 
 
 def _differences(config: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    """Return the names of the fields of `_SHAPE` in which two configurations differ."""
-    # A field that an earlier version lacks was empty.
+    """Return the names of the fields in which two configurations differ, of those that decide a step's duration."""
+    fields = _SHAPE + (_SHAPE_SFT if config["algorithm"]["name"] == "sft" else ())
     return {
         f"{section}.{name}"
-        for section, name in _SHAPE
-        if ((config.get(section) or {}).get(name) or None) != ((other.get(section) or {}).get(name) or None)
+        for section, name in fields
+        if _stored(config, section, name) != _stored(other, section, name)
     }
+
+
+def _stored(config: dict[str, Any], section: str, name: str) -> Any:
+    """Return a field's value; its default if an earlier version lacks it."""
+    return (config.get(section) or {}).get(name, _DEFAULTS[section].get(name)) or None
 
 
 def _of(folder: RunFolder, spec: dict[str, Any]) -> _Measured | None:

@@ -27,12 +27,13 @@ _HOST = "wandb"
 
 
 def require_interpreters(specification: Specification) -> None:
-    """Require that the interpreters of a run's environments exist.
+    """Require that the interpreters of a run's environments and engine exist.
 
     Raises:
-        InvalidValue: An interpreter was removed since the draft was made.
+        InvalidValue: An interpreter was removed since the run was frozen.
     """
-    for source in (specification.environment, *specification.mixture):
+    # Questions are asked without the environment.
+    for source in () if specification.ask is not None else (specification.environment, *specification.mixture):
         if source.interpreter is not None and not Path(source.interpreter).exists():
             raise InvalidValue(
                 f"The interpreter of {source.name}, {source.interpreter}, does not exist any more.",
@@ -46,6 +47,29 @@ def require_interpreters(specification: Specification) -> None:
             f"The interpreter of {engine}, {specification.engine_python}, does not exist any more.",
             hint=f"The owner installs it again (toprope engine add {engine}), or edit_config sets inference.engine to "
             "embedded.",
+        )
+
+
+def lacks_whole_model(config: Config) -> bool:
+    """Return True if the policy's folder has adapters alone, and the engine begins with a whole model."""
+    return config.inference.engine == "vllm" and (Path(config.policy.model) / "adapter_config.json").is_file()
+
+
+def require_whole_model(config: Config) -> None:
+    """Require a policy that the engine can begin with.
+
+    Args:
+        config: Names the policy by its folder if another run left it.
+
+    Raises:
+        InvalidValue: See `lacks_whole_model`.
+    """
+    if lacks_whole_model(config):
+        raise InvalidValue(
+            f"{config.policy.model} has adapters without the model below them, and vLLM begins with a whole model. "
+            "Nothing was started.",
+            hint="Set inference.engine to embedded or transformers in a draft whose policy.model is that run "
+            "(fork_config makes one). Or export the policy in form merged, and set policy.model to that folder.",
         )
 
 
@@ -95,7 +119,7 @@ def require_memory(specification: Specification, settings: OwnerSettings) -> Non
     config = specification.config
     if not specification.run_kind.trains or config.is_hosted or config.launcher.kind != "local":
         return
-    found = fit_here(config, hub_variables(settings.variables))
+    found = fit_here(config, hub_variables(settings.variables), allowed=settings.machine.gpus)
     if isinstance(found, str) or not found.counted or found.installed is None or found.weights <= found.installed:
         return
     place = "this machine's RAM and swap have" if found.gpus == 0 else "a GPU of this machine has"

@@ -28,6 +28,7 @@ from toprope.text_format import call
 from toprope.workbench.approvals import Approvals
 from toprope.workbench.drafts import Draft
 from toprope.workbench.history import beside_preset
+from toprope.workbench.interpreters.engines import engine_python
 from toprope.workbench.launch.budgets.reserve_budget import demand, reserve
 from toprope.workbench.launch.budgets.sweep_budget import require_room_for_members
 from toprope.workbench.launch.budgets.token_costs import token_costs
@@ -35,7 +36,7 @@ from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.lent import renewed
 from toprope.workbench.launch.open_runs import variables_of
 from toprope.workbench.launch.preview import Preview, details_of, needs_confirmation, preview, summarize
-from toprope.workbench.launch.requirements import describe_job, require_memory
+from toprope.workbench.launch.requirements import describe_job, require_interpreters, require_memory
 from toprope.workbench.launch.seeds import as_group, check_seeds, members, seeded
 
 _APPEARS_WITHIN_S = 10.0
@@ -130,7 +131,8 @@ class RunStarter:
         """
         require_thawed(self._home.path)
         if request is None:  # frozen from another run
-            specifications = renewed(specifications, self._home)
+            specifications = [self._with_engine(one) for one in renewed(specifications, self._home)]
+            require_interpreters(specifications[0])
         if specifications[0].config.is_hosted:
             require("A run at a service", *HOSTED, extra="tinker")
         else:
@@ -162,6 +164,11 @@ class RunStarter:
                     raise
                 begun.append(one.run_id)
         return Started(list(specifications))
+
+    def _with_engine(self, specification: Specification) -> Specification:
+        """Take the interpreter that the engine has now: that of the run it was frozen from may be gone."""
+        python = engine_python(self._home, specification.config.inference.engine)
+        return specification.model_copy(update={"engine_python": python})
 
     def preview(
         self, request: StartRequest, *, with_keys: bool = True, ask: bool = True
@@ -236,10 +243,11 @@ class RunStarter:
         confirm, agreed = (request.confirm, request.agreed) if request else (None, None)
         if limits.confirm == "never" and confirm is None:
             return None
-        # A repeated member of a sweep is a start of its own: nobody agreed to it with the sweep.
-        kind, costs = first.run_kind, token_costs(first)
-        is_asked_for = first.reproduces or (first.member is None and (kind.trains or kind.starts_runs))
-        if not is_asked_for and costs.free:
+        # Members were agreed to with their sweep. A repeated one is a start of its own.
+        if first.member is not None and not first.reproduces:
+            return None
+        kind = first.run_kind
+        if not (first.reproduces or kind.trains or kind.starts_runs) and token_costs(first).free:
             return None
         found = make_preview()
         if confirm not in (None, found.hash):
@@ -367,8 +375,11 @@ class RunStarter:
         return (self._home.runs / start.run_id).is_dir() or _was_just_now(start.at)
 
     def _is_live(self, start: StartRow) -> bool:
+        """Return True if a run is live, will resume by itself, or may be about to appear."""
         try:
-            return self._runs.status(start.run_id).state in LIVE
+            # Resuming a lost run takes the ledger's lock, which the caller holds.
+            status = self._runs.status(start.run_id, revive=False)
+            return status.state in LIVE or (status.state == "lost" and status.resume_at is not None)
         except NotFound:
             return _was_just_now(start.at)
 

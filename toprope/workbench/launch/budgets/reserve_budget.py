@@ -147,8 +147,12 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
 
 
 def _limits_of_sweep(limits: Limits) -> Limits:
-    """Return the limits that apply to a sweep itself: it computes nothing, and its members reserve their own budget."""
-    kept = {one.name: one for one in limits if one.name == "per_day.runs" or not one.name.startswith("per_day.")}
+    """Return the limits that apply to a sweep itself: it computes nothing, and its members reserve their own budget.
+
+    It lasts as long as all of them together, so that a limit on the time of one run would end it for good.
+    """
+    apart = ("per_day.", "per_run.wall_hours")
+    kept = {one.name: one for one in limits if one.name == "per_day.runs" or not one.name.startswith(apart)}
     return Limits(kept, limits.prices, confirm=limits.confirm, above=limits.above, source=limits.source)
 
 

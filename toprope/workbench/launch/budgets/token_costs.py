@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from toprope.records.run.specification import Specification
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.sections.hosted import HostedPrices
+from toprope.workbench.launch.budgets.steps import steps_of
 
 _SINGLE_TURN = frozenset({"dataset", "score", "trl", "reasoning_gym"})
 """Adapters whose environments ask once."""
@@ -69,13 +70,10 @@ def _hosted_usd(specification: Specification, prices: HostedPrices, turns: int) 
         answers = test.tasks * test.group_size * (1 if test.models else 1 + (test.heldout and evaluation.greedy))
     elif kind.trains:
         answers = 2 * (evaluation.heldout_tasks * (1 + evaluation.greedy) + evaluation.examples)
-        steps = config.budget.steps
+        steps = steps_of(specification)
         if evaluation.every_steps:
             answers += steps // evaluation.every_steps * evaluation.validation_tasks
         if kind.demonstrates:
-            examples = specification.dataset.items if specification.dataset else config.sft.tasks
-            examples *= 1 if specification.dataset else config.sft.traces_per_task
-            steps = -(-examples * config.sft.epochs // config.sft.batch_size)
             trained = steps * config.sft.batch_size * config.sft.max_length
         else:
             sequences = steps * rollout.groups_per_step * rollout.group_size
