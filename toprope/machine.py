@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SYSCTL = "/usr/sbin/sysctl"
 _SYSCTL_S = 5.0
+_SYSTEMD_S = 2.0
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Of malloc.h."""
 
@@ -32,6 +33,16 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def is_shutting_down() -> bool:
+    """Return True if systemd ends the system's processes, as before a restart; False where it is not the init."""
+    asked = ["systemctl", "is-system-running"]
+    try:
+        printed = subprocess.run(asked, capture_output=True, text=True, timeout=_SYSTEMD_S).stdout
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return False
+    return printed.strip() == "stopping"
 
 
 def return_freed_memory() -> None:

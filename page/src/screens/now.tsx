@@ -110,7 +110,7 @@ function Waiting({ ask, at, mayAct }: { ask: Ask; at: number; mayAct: boolean })
           <Figures
             of={[
               ["runs", count(details.runs)],
-              ["steps at most", count(details.steps)],
+              details.steps > 0 && (["steps at most", count(details.steps)] as const),
               caps.length > 0 && (["stopped at", caps.map(([name, cap]) => quantity(name, cap)).join(", ")] as const),
               [details.caps.cost_usd != null ? "cost at most" : "cost, estimated up to", details.caps.cost_usd != null ? money(details.caps.cost_usd) : cost ? money(cost.high) : "not known"],
               ["time", time ? [...new Set([time.low, time.high].map((hours) => duration(hours * 3600)))].join(" to ") : "not measured yet"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from toprope.trajectories.jobs.jobs import Job
     from toprope_server.http.principals import Tokens
 
-_JOB_ENDS_S = 10.0
+_JOB_ENDS_S, _MOST_LOOKS = 10.0, 50
 
 
 def audit(
@@ -78,7 +79,7 @@ def freeze(
         from toprope.text_format import plural
 
         write_freeze(workshop.home.ensure().path, reason)
-        runs, jobs = set[str](), set[str]()
+        runs, jobs, looks = set[str](), set[str](), Counter[str]()
 
         async def stop_all() -> None:
             # A start that was checked just before may appear a moment later.
@@ -86,6 +87,10 @@ def freeze(
                 for run_id in going[0]:
                     workshop.runs.stop(run_id)
                 told = [job for job in going[1] if job.stop()]  # the next look finds one that is still starting
+                looks.update(job.id for job in going[1])
+                for late in [job.id for job in going[1] if job not in told and looks[job.id] >= _MOST_LOOKS]:
+                    typer.echo(f"{late}: not stopped, because it has not written its process id")
+                    jobs.add(late)
                 for run_id in going[0]:
                     typer.echo(f"{run_id}: {(await workshop.stop(run_id)).state}")
                     runs.add(run_id)

@@ -22,8 +22,7 @@ from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import TRANSITIONS, EventLog, Status, read_events
 from toprope.supervisor.heartbeat import SILENT_AFTER_S
 from toprope.supervisor.lock import RunLock, is_held
-from toprope.supervisor.runs import auto_resume_policy
-from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume, is_due, present_boot
+from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume, is_due
 from toprope.supervisor.runs.cleanup import prepare_attempt, settle_run
 from toprope.supervisor.runs.manager import RunManager
 from toprope.supervisor.runs.orphan_reaper import reap_marked
@@ -294,35 +293,19 @@ def test_keeper_shows_signs_of_life_until_its_crew_is_closed(harness):
     assert ended(runs, folder).state == "stopped"
 
 
-def test_run_that_a_restart_of_its_machine_stopped_is_lost_and_resumes(harness, monkeypatch):
+@pytest.mark.parametrize("says, state", [("stopping", "lost"), ("running", "stopped")])
+def test_run_that_a_shutdown_ends_is_lost_and_resumes(harness, monkeypatch, says, state):
+    systemctl = harness.path / "bin" / "systemctl"
+    systemctl.parent.mkdir()
+    systemctl.write_text(f"#!/bin/sh\necho {says}\n")
+    systemctl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(systemctl.parent), prepend=os.pathsep)
     runs, folder = harness.start(ENDLESS)
     until(runs, folder, "training")
     harness.keeper(folder).terminate()
-    stopped = ended(runs, folder)
-    assert stopped.state == "stopped" and stopped.signalled_in == present_boot()
-    assert runs.list()[0] == stopped, "the machine may be about to go down"
-    monkeypatch.setattr(auto_resume_policy, "boot_id", lambda: "the-next-boot")
-    [status] = runs.list()
-    assert status.state == "lost" and status.reason.startswith("The machine was restarted.") and is_due(status)
-    assert pairs(folder)[-1] == ("stopped", "lost") and not status.signalled_in
-    monkeypatch.undo()
-    assert owners(harness).status(folder.run_id).attempt == 2
-    until(runs, folder, "training")
-    runs.stop(folder.run_id, 0)
     status = ended(runs, folder)
-    assert status.state == "stopped" and not status.signalled_in, "an order stopped it"
-
-
-@pytest.mark.parametrize("how", ["later", "elsewhere", "never", "order"])
-def test_run_that_a_person_stopped_by_a_signal_stays_stopped(harness, monkeypatch, how):
-    specification = harness.specification()
-    specification.config.launcher.resume_lost = "never" if how == "never" else "auto"
-    boot = "another-node boot" if how == "elsewhere" else "" if how == "order" else present_boot()
-    at = time.time() - (900 if how == "later" else 0)
-    folder, runs = left(harness, specification, "stopped", ended_at=at, signalled_in=boot), harness.runs()
-    assert runs.status(folder.run_id).state == "stopped"
-    monkeypatch.setattr(auto_resume_policy, "boot_id", lambda: "the-next-boot")
-    assert runs.status(folder.run_id).state == "stopped" and pairs(folder) == [("queued", "stopped")]
+    assert status.state == state and (status.resume_at is not None) == (state == "lost")
+    assert status.reason.startswith("The machine is shut down" if state == "lost" else "the keeper got SIGTERM")
 
 
 def test_unfinished_run_of_killed_starter_is_removed(harness):

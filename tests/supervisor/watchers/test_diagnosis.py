@@ -187,3 +187,12 @@ def test_resumed_attempt_knows_where_levels_began(told: Told) -> None:
     told.status = told.status.model_copy(update={"attempt": 2})
     steps(told.watcher(), 71, 80, HARD)
     assert "collapse" not in dict([*told.said, *told.open])
+
+
+def test_level_that_nothing_solves_is_not_wrong_since_the_start(told: Told) -> None:
+    watcher = told.watcher()
+    steps(watcher, 1, 40, EASY)
+    watcher.on_report("environment", LEVEL)
+    unsolved = {"reward": 0.0, "success": 0.0, "entropy": 0.5, "frac_reward_zero_std/all_wrong": 1.0}
+    steps(watcher, 41, 90, {**unsolved, "frac_reward_zero_std": 1.0, "groups/delivered": 2.0})
+    assert "all_wrong" not in dict(told.said)

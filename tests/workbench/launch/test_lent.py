@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from toprope.errors import LockedField
+from toprope.errors import LockedField, NotPossibleNow
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config
@@ -76,5 +76,5 @@ def test_removed_data_set_does_not_start(home):
     made = stored(home, "sums")
     assert renewed([made], home) == [made]
     file.unlink()
-    with pytest.raises(LockedField, match="'sums'. The owner has removed it"):
+    with pytest.raises(NotPossibleNow, match="'sums'. The owner has removed it"):
         renewed([made], home)

@@ -26,7 +26,8 @@ def said(shown: Preview) -> str:
     runs = f"{shown.count} runs" if shown.count > 1 else "one run"
     parts = [f"{label} {_quantity(name, shown.estimates.get(name))}" for name, label in _SAID if _shows(shown, name)]
     each = " each" if shown.count > 1 else ""
-    lines = [f"What {runs} of at most {shown.steps} steps{each} would take: {'; '.join(parts)}."]
+    steps = f" of at most {shown.steps} steps{each}" if shown.steps else ""
+    lines = [f"What {runs}{steps} would take: {'; '.join(parts)}."]
     if shown.count > 1:
         wall = shown.estimates.get("wall_hours")
         total = "" if wall is None else f"; {shown.count} one after the other take {_hours(wall.times(shown.count))}"

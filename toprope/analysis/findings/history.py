@@ -164,6 +164,8 @@ class TrainingHistory:
         self.dropped: deque[tuple[float, float]] = deque(maxlen=self.window + 1)
         """Per row: (groups delivered or dropped as stale so far, groups dropped as stale so far)."""
         self._delivered = 0.0
+        self.restarted = False
+        """Harder tasks followed, so that the first window is not the run's start."""
         self.over = False
         """The run has ended, so that rules about the whole run apply to short ones, too."""
         self.peak_move: float | None = None
@@ -207,7 +209,7 @@ class TrainingHistory:
     def restart(self) -> None:
         """Forget the baselines of rewards, because harder tasks follow: a curriculum has opened a level."""
         self._series |= {name: Series(self.window) for name in _OF_TASKS}
-        self.environments, self.entropy_at_best = {}, None
+        self.environments, self.entropy_at_best, self.restarted = {}, None, True
 
     def _add_environments(self, row: Mapping[str, Any]) -> None:
         for key, value in row.items():

@@ -93,6 +93,8 @@ def all_wrong(history: TrainingHistory) -> Symptom | None:
     wrong = history[_WRONG]
     if wrong.start is None or wrong.start < 0.9 or nothing_scored(history) or _cut(history) or history.thrown_off:
         return None
+    if history.restarted:  # it has learned easier tasks
+        return None
     now = history.recent(_WRONG)
     if now < 0.9:
         return None
@@ -114,7 +116,7 @@ def all_right(history: TrainingHistory) -> Symptom | None:
     if not right.full or history.recent(_RIGHT) < 0.9:
         return None
     now = history.recent(_RIGHT)
-    easy = (right.start or 0.0) >= 0.75
+    easy = (right.start or 0.0) >= 0.75 and not history.restarted
     observed = {"all_right_share": now, "success": history.recent("success"), "reward": history.recent("reward")}
     if easy:
         return Symptom(

@@ -5,7 +5,6 @@
     starting | training | evaluating <-> paused
     stopped | failed | lost -> (resume: same run, next attempt) -> queued
     lost -> stopped (stopped before it resumes by itself)
-    stopped -> lost (a signal stopped it, as a restart of its machine does)
 
 A run without a trainer (kind `test`) goes from `starting` to `evaluating`.
 """
@@ -68,7 +67,7 @@ TRANSITIONS: dict[str, frozenset[str]] = {
     "evaluating": frozenset({"completed", "paused", "stopping", "failed", "lost"}),
     "stopping": frozenset({"stopped", "failed", "lost"}),
     "completed": frozenset(),
-    "stopped": frozenset({"queued", "lost"}),
+    "stopped": frozenset({"queued"}),
     "failed": frozenset({"queued"}),
     "lost": frozenset({"queued", "stopped"}),
 }
@@ -166,8 +165,6 @@ class Status(BaseModel):
     """Time at which a lost run may resume by itself."""
     resumed_lost: int = 0
     """Automatic resumptions in a row, without a checkpoint in between."""
-    signalled_in: str = ""
-    """Machine and boot in which a signal stopped the run, and no order; empty once it is known what that meant."""
 
     @property
     def ended(self) -> bool:

@@ -22,6 +22,7 @@ from toprope.analysis import failures
 from toprope.analysis.findings.stored_runs import explain_run
 from toprope.analysis.reports.report import gather
 from toprope.atomic import write_json
+from toprope.machine import is_shutting_down
 from toprope.records.messages import Failed, Finished, Report
 from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import RunFolder
@@ -41,15 +42,13 @@ from toprope.supervisor.keeper.restart_policy import RestartPolicy, failure_of_k
 from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import PLOT, STARTS_RUNS, TRACKER, Programs, members_of
-from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume, present_boot
+from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume
 from toprope.supervisor.runs.orders import StopOrder, take_orders
 from toprope.supervisor.spread.nodes import Spread
 from toprope.supervisor.watchers.group import WatcherGroup, create_watchers
 from toprope.supervisor.watchers.watcher import RunControl
 
-_READ_ORDERS_EVERY_S = 0.04
-_CLAIM_EVERY_S = 0.25
-_WATCH_EVERY_S = 1.0
+_READ_ORDERS_EVERY_S, _CLAIM_EVERY_S, _WATCH_EVERY_S = 0.04, 0.25, 1.0
 _EXIT_WITHIN_S = 1.0
 """Seconds that a member gets to exit after it reported a failure, or did not exit at the end of its work."""
 _SIGNALLED_WITHIN_S = 0.5
@@ -59,6 +58,7 @@ _BLAME_ORDER = ("policy", "inference", "environment", "api", "trainer", "conduct
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _TAKEN_BACK = "The engine took the job's place back (its time limit, or a job with priority)."
 _PARENT_ENDED = "The engine's process above the keeper ended."
+_SHUT_DOWN = "The machine is shut down or restarted."
 
 
 @dataclass(frozen=True)
@@ -177,16 +177,19 @@ class RunLifecycle:
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._handle_callback_error)
-        if not STARTS_RUNS & set(members_of(self._spec)):  # else it would adopt the keepers that a member starts
-            guard.become_subreaper()
+        if not STARTS_RUNS & set(members_of(self._spec)):
+            guard.become_subreaper()  # else it would adopt the keepers that a member starts
         for number in (signal.SIGTERM, signal.SIGINT):
-            order = StopOrder(reason=f"the keeper got {number.name}", signalled=True)
-            loop.add_signal_handler(number, self._stop, order)
+            loop.add_signal_handler(number, self._stop_by, number)
         loop.add_signal_handler(signal.SIGHUP, lambda: None)
         if self._parent is not None:
             loop.add_signal_handler(signal.SIGUSR1, self._stop, StopOrder(reason=_TAKEN_BACK, lost=True))
             watch_parent(self._parent, lambda: self._stop(StopOrder(reason=_PARENT_ENDED, lost=True)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
+
+    def _stop_by(self, number: signal.Signals) -> None:
+        lost = self._parent is None and is_shutting_down()  # then nobody wants the run to stop
+        self._stop(StopOrder(reason=_SHUT_DOWN if lost else f"the keeper got {number.name}", lost=lost))
 
     async def _reserve_machine(self) -> None:
         """Wait until the machine has room for the run, or until its end is decided. An engine has reserved it already
@@ -236,8 +239,6 @@ class RunLifecycle:
                 self._writer.update(resume_at=decision.resume_at, resumed_lost=decision.count)
                 self._write_final_status("lost", f"{ending.reason} {decision.explanation}".rstrip())
             case StopOrder():
-                if ending.signalled and self._parent is None and not (self._spec.member or self._spec.sweep):
-                    self._writer.update(signalled_in=present_boot())
                 self._write_final_status("stopped", ending.reason)
             case _Completed():
                 self._pause.leave_pause()

@@ -10,7 +10,6 @@ it is.
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass
 
@@ -73,12 +72,6 @@ def is_due(status: Status, now: float | None = None) -> bool:
         return False
     ahead = status.resume_at - (time.time() if now is None else now)
     return ahead <= 0 or ahead > 2 * _LONGEST_WAIT_S
-
-
-def present_boot() -> str:
-    """Return the machine's name and the id of its present boot; empty if the system has no such id."""
-    boot = boot_id()
-    return f"{os.uname().nodename} {boot}" if boot else ""
 
 
 def stop_requested(folder: RunFolder, status: Status) -> bool:

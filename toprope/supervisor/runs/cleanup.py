@@ -29,7 +29,6 @@ from toprope.supervisor.runs.auto_resume_policy import (
     ResumeDecision,
     decide_auto_resume,
     describe_keeper_loss,
-    present_boot,
     stop_requested,
 )
 from toprope.supervisor.runs.orders import END_ORDER
@@ -40,8 +39,6 @@ UNFINISHED = ".making-"
 
 _BEFORE = "before"
 _CREATED_WITHIN_S = 10.0
-_RESTARTS_WITHIN_S = 600.0
-"""A machine is down so long after it told its processes to end."""
 _HASH_BYTES = 2 << 30
 """Takes a few seconds, for which the caller of the next attempt waits."""
 
@@ -183,37 +180,6 @@ def _record_end(folder: RunFolder, status: Status, ended_at: float) -> None:
         events.append("end", state=status.state, seconds=round(max(0.0, ended_at - status.created_at), 3))
 
 
-def review_signal(folder: RunFolder, status: Status) -> Status:
-    """Decide what the signal meant that stopped a run. The caller holds the lock.
-
-    If the run's machine was restarted since, the run is lost, and resumes if its policy says so. If somebody looks at
-    it later in the same boot, it stays stopped.
-
-    Args:
-        status: The status on disk.
-
-    Returns:
-        The status on disk afterwards.
-    """
-    now, here = time.time(), present_boot()
-    if status.state != "stopped" or status.ended_at is None or not status.signalled_in or not here:
-        return status
-    update: dict[str, Any] = {"signalled_in": "", "updated_at": now}
-    if status.signalled_in == here:
-        if now - status.ended_at < _RESTARTS_WITHIN_S:
-            return status
-    elif status.signalled_in.partition(" ")[0] != here.partition(" ")[0]:
-        return status  # it ran on another machine
-    elif (decision := decide_auto_resume(folder, status)).resume_at is not None:
-        reason = f"The machine was restarted. {decision.explanation}"
-        update |= {"state": "lost", "reason": reason, "since": now}
-        update |= {"resume_at": decision.resume_at, "resumed_lost": decision.count}
-        EventLog(folder).append("state", **{"from": "stopped", "to": "lost", "reason": reason})
-    status = status.model_copy(update=update)
-    status.write(folder)
-    return status
-
-
 def cancel_auto_resume(folder: RunFolder, status: Status, why: str = "") -> Status:
     """Cancel the automatic resume of a lost run. The caller holds the lock.
 
@@ -292,7 +258,6 @@ def prepare_attempt(folder: RunFolder, former: Status, *, by_itself: bool = Fals
             "failure": None,
             "resume_at": None,
             "resumed_lost": former.resumed_lost + 1 if by_itself else 0,
-            "signalled_in": "",
         }
     )
     status.write(folder)

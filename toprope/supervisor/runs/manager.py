@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import anyio
+from anyio import to_thread
 
 from toprope.errors import Corrupt, LockedField, NotFound, NotPossibleNow, TopropeError
 from toprope.records.run.folder import RUN_ID, RunFolder, not_a_runs_folder
@@ -35,13 +36,12 @@ from toprope.supervisor.runs.cleanup import (
     cancel_auto_resume,
     prepare_attempt,
     remove_unfinished,
-    review_signal,
     settle_run,
     settle_runs,
     write_end,
 )
 from toprope.supervisor.runs.errors import cannot_write, still_running, unknown_keeper, unreadable_status
-from toprope.supervisor.runs.freezing import require_thawed
+from toprope.supervisor.runs.freezing import frozen_since, require_thawed
 from toprope.supervisor.runs.status_cache import EventCache, StatusCache
 
 _LOOK_EVERY_S, _ASK_EVERY_S = 0.05, 1.0
@@ -275,8 +275,6 @@ class RunManager:
     def _check_status(self, folder: RunFolder, status: Status) -> Status:
         """Return the status, with a warning if the keeper is silent, or settled if the keeper is gone."""
         if _is_over(status):
-            if status.signalled_in:
-                status = self._review_signal(folder)
             if wanted(folder):  # the launcher sees that it comes
                 self.launcher.status(folder)
             return status
@@ -286,21 +284,14 @@ class RunManager:
             return status.model_copy(update={"reason": told}) if told else status
         return settle_runs([folder], self.launcher, self._lost).get(folder.run_id) or Status.read(folder)
 
-    def _review_signal(self, folder: RunFolder) -> Status:
-        lock = RunLock.acquire(folder.lock, 0.05)
-        if lock is None:
-            return Status.read(folder)
-        try:
-            return review_signal(folder, Status.read(folder))
-        finally:
-            lock.release()
-
     def _is_alive(self, folder: RunFolder) -> bool:
         return self.launcher.status(folder).life != "gone"
 
     def _resume_lost(self, folder: RunFolder, lost: Status) -> Status:
         """Start a lost run's next attempt. If that fails, the run stays lost and its status gives the reason."""
         assert self._variables is not None
+        if frozen_since(self.path.parent) is not None:
+            return lost
         with ExitStack() as held:
             try:
                 specification = Specification.read(folder)
@@ -411,12 +402,12 @@ class RunManager:
             NotFound, Corrupt: There is no such run, or its status cannot be read.
         """
         folder, limit = self.folder(run_id), anyio.current_time() + timeout_s
-        status, asked_at = self._status_or_resume(folder), anyio.current_time()
+        status, asked_at = await to_thread.run_sync(self._status_or_resume, folder), anyio.current_time()
         while not _is_over(status) and anyio.current_time() < limit:
             await anyio.sleep(_LOOK_EVERY_S)
             # The file tells of an end at once; the launcher is asked about those that could not write it.
             if anyio.current_time() - asked_at >= _ASK_EVERY_S or _is_over(self._statuses.read(folder)):
-                status, asked_at = self._status_or_resume(folder), anyio.current_time()
+                status, asked_at = await to_thread.run_sync(self._status_or_resume, folder), anyio.current_time()
         return status
 
 

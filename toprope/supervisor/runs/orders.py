@@ -28,8 +28,6 @@ class StopOrder(msgspec.Struct, tag="stop", tag_field="order"):
 
     grace_s: float | None = None
     reason: str = "stopped on request"
-    signalled: bool = False
-    """A signal to the keeper; if the machine restarts next, that sent it."""
     lost: bool = False
     """Nobody wants the run to stop, but its place is taken away: it ends as lost and may resume elsewhere."""
 

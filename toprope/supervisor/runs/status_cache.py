@@ -76,7 +76,7 @@ class StatusCache:
         if time.time_ns() - found.st_mtime_ns > _SETTLED_NS:
             entry = ((found.st_ino, found.st_mtime_ns, found.st_size), status)
             self._known[folder.run_id] = entry
-            if status.ended and status.ended_at is not None and not status.signalled_in:
+            if status.ended and status.ended_at is not None:
                 self._ended[folder.run_id] = entry
             else:
                 self._ended.pop(folder.run_id, None)

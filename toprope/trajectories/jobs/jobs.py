@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,8 @@ class Job:
         told = self._read("pid.json")
         if not self.alive() or not isinstance(told, dict):
             return False
-        os.killpg(int(told["pid"]), signal.SIGTERM)
+        with suppress(ProcessLookupError):  # it ended at this moment
+            os.killpg(int(told["pid"]), signal.SIGTERM)
         return True
 
     def _read(self, name: str) -> Any:

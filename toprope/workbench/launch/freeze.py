@@ -115,7 +115,7 @@ def freeze_drafts(
             ingredients=_ingredients(home, draft),
         )
         if base is not None and not kind.trains:  # the winner of a sweep, which may have trained adapters beside vLLM
-            _leave_vllm(specification.config)
+            _leave_vllm(specification.config, locks)
         require_whole_model(specification.config)
         specification = with_service(_with_helpers(specification, home), settings)
         python = engine_python(home, specification.config.inference.engine)
@@ -260,7 +260,7 @@ def freeze_question(
     locks.require(plan_values(plan))
     # A checkpoint holds its adapters, and new ones would change nothing.
     config.policy = policy.model_copy(update={"lora": False})
-    if engine is None and _leave_vllm(config):
+    if engine is None and _leave_vllm(config, locks):
         engine = ("embedded", None)
     elif engine is not None:
         chosen = {"engine": engine[0], "memory_share": config.inference.memory_share}
@@ -283,10 +283,15 @@ def freeze_question(
     )
 
 
-def _leave_vllm(config: Config) -> bool:
-    """Have the embedded engine sample from adapters, because vLLM begins with a whole model; return True if it must."""
+def _leave_vllm(config: Config, locks: Locks) -> bool:
+    """Have the embedded engine sample from adapters, because vLLM begins with a whole model; return True if it must.
+
+    Raises:
+        LockedField: The owner does not allow that engine.
+    """
     if not lacks_whole_model(config):
         return False
+    locks.require({"inference.engine": "embedded"})
     chosen = {"engine": "embedded", "memory_share": config.inference.memory_share}
     config.inference = InferenceSection.model_validate(chosen)
     return True

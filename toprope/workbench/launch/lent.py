@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.errors import LockedField, NotFound, shown
+from toprope.errors import LockedField, NotFound, NotPossibleNow, shown
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.sdk.adapters._shared.rows import HUB, allowed_file
 from toprope.sdk.errors import InvalidRequest
@@ -32,7 +32,8 @@ def renewed(specifications: Sequence[Specification], home: Home) -> list[Specifi
         home: The owner's.
 
     Raises:
-        LockedField: They use a tool or a file that the owner has withdrawn, or the environment is gone.
+        LockedField: They use a tool or a file that the owner has withdrawn.
+        NotPossibleNow: The environment is gone.
     """
     first = specifications[0]
     sources = [first.environment, *first.mixture]
@@ -56,10 +57,11 @@ def _renewed(source: EnvironmentSource, knobs: Mapping[str, Any], catalog: Catal
     try:
         entry = catalog.lent(source.name)
     except NotFound as gone:
-        raise LockedField(f"{gone.message} The owner has removed it.", hint=gone.hint) from None
+        # Perhaps for a moment only: its folder is not mounted yet, or its file is being edited.
+        raise NotPossibleNow(f"{gone.message} The owner has removed it.", hint=gone.hint) from None
     now = entry.environment
     if now.adapter != source.adapter or not entry.usable:
-        raise LockedField(
+        raise NotPossibleNow(
             f"{source.name} is not what it was: {entry.problem.rstrip('.') or 'the owner put another in its place'}.",
             hint="select_environment makes a draft of what it is now.",
         )
