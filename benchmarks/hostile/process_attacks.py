@@ -114,8 +114,11 @@ def idle_all_of_its_user(v: Victim) -> Any:
 
 @attack()
 def move_a_keeper(v: Victim) -> Any:
-    os.sched_setaffinity(v["pid"], os.sched_getaffinity(v["pid"]))
-    return True
+    before = os.sched_getaffinity(v["pid"])
+    os.sched_setaffinity(v["pid"], {min(before)})
+    moved = os.sched_getaffinity(v["pid"]) != before
+    os.sched_setaffinity(v["pid"], before)
+    return moved  # one processor leaves nowhere to go
 
 
 @attack()

@@ -169,6 +169,8 @@ def f(*given):
         (ALWAYS_EQUAL, "assert 2 in f(1) or f(1)[0] == 2"),
         (ALWAYS_EQUAL, "assert Solution().f(1) == 2"),
         ("all = abs = len = lambda x: True\nf = None", "assert f or all(one == 2 for one in [1])"),
+        (ALWAYS_EQUAL, "assert isinstance(f(1), Solution) and 'x' in f(1)"),
+        (ALWAYS_EQUAL, "def g(): pass\nassert f(g) == g.f"),
         (INTO_THE_TESTS, "assert f(lambda x: x) == 1"),
     ],
 )
@@ -177,6 +179,7 @@ def test_code_cannot_pass_its_tests_by_a_trick(code, tests):
 
 
 CODE = """
+import functools, inspect
 from collections import Counter, defaultdict, namedtuple
 from decimal import Decimal
 Pair = namedtuple("Pair", "left right")
@@ -197,6 +200,36 @@ def count(to):
 def change(values, *, more): values.sort(); more["x"] = (1,)
 def adder(n): return lambda m: n + m
 def groups(): found = defaultdict(list); found[1].append(Decimal("2.5")); return found
+def logged(function):
+    'Not for tests.'
+    @functools.wraps(function)
+    def run(*given): return run.__name__, run.__doc__, function(*given)
+    return run
+def about(function):
+    return function.__name__, function.__qualname__, function.__module__, str(inspect.signature(function))
+class Bus:
+    def __init__(self): self.held = []
+    def on(self, function): self.held.append(function)
+    def off(self, function): self.held.remove(function)
+    def emit(self, one):
+        for function in self.held:
+            if function: function(one)
+class Text(str): pass
+class Grid:
+    def __init__(self): self.cells = {2: "b", 1: "a"}
+    def __delitem__(self, key): del self.cells[key]
+    def __reversed__(self): return iter(["last", *self.cells])
+    def __format__(self, spec): return spec + "!"
+    def keys(self): return self.cells.keys()
+class Ignored:
+    def __enter__(self): return self
+    def __exit__(self, kind, *more): return kind is KeyError
+def same(one): return one
+def closed(one): return hasattr(one, "read")
+def tried(function, kinds):
+    try: return function()
+    except kinds: return "tried"
+def turn(queue, counts): queue.rotate(1); counts["a"] += 1
 """
 
 
@@ -214,6 +247,27 @@ def groups(): found = defaultdict(list); found[1].append(Decimal("2.5")); return
         "def check(candidate):\n    assert candidate(3)(4) == 7\ncheck(adder)",
         "from decimal import Decimal\nassert groups() == {1: [Decimal('2.5')]} and groups()[1][0] + 1 == 3.5",
         "assert Pair(1, 2) == (1, 2) and Pair(1, 2).left == 1 and Counter('aab').most_common(1) == [('a', 2)]",
+        "def double(x, /, y: int = 2, *more, z=(1,), **rest):\n    'Twice.'\n    return x * 2, y, more, z, rest\n"
+        "assert logged(double)(4, 5, 6) == ('double', 'Twice.', (8, 5, (6,), (1,), {}))\n"
+        "assert about(double) == ('double', 'double', '__main__', '(x, /, y: int = 2, *more, z=(1,), **rest)')\n"
+        "assert about(lambda a, *, k: a)[3] == '(a, *, k)' and same(double)(1, z=3)[3] == 3",
+        "import math\nassert logged(math.sqrt)(4)[::2] == ('sqrt', 2) and logged(len)([])[0] == 'len'",
+        "@logged\ndef own(x):\n    'Mine.'\n    return x\nassert own(1) == ('own', 'Mine.', 1)",
+        "bus, got = Bus(), []\ndef hear(x): got.append(x)\nbus.on(hear); bus.on(got.append); bus.emit(1)\n"
+        "assert got == [1, 1]\nbus.off(hear); bus.off(got.append); bus.emit(2)\nassert got == [1, 1]",
+        "grid = Grid()\ndel grid[2]\nassert grid.keys() == {1} and list(reversed(grid)) == ['last', 1]\n"
+        "assert f'{grid:>3}' == '>3!' and list(reversed(Pair(1, 2))) == [2, 1]",
+        "assert isinstance(Pair(1, 2), tuple) and not isinstance(Pair(1, 2), (list, str)) and isinstance(Text(), str)\n"
+        "assert issubclass(Refused, ValueError) and isinstance(Refused(), (KeyError, ValueError))",
+        "x = [1]\nassert same(x) is x",
+        "assert same(None) is None and type(same(1)) is int and type(Grid()) == Grid and type(Grid()) is Grid",
+        "assert 'ell' in same(Text('hello')) and 'eh' not in Text('hello') and groups()[7] == []",
+        "with Ignored():\n    raise KeyError(1)",
+        "from collections import namedtuple\nOwn = namedtuple('Own', 'x y')\nassert same(Own(1, 2)).x == 1",
+        "assert not closed(iter([])) and tried(lambda: {}[1], (KeyError, OSError)) == 'tried'",
+        "from collections import Counter, deque\nqueue, counts = deque([1, 2, 3]), Counter()\nturn(queue, counts)\n"
+        "assert list(queue) == [3, 1, 2] and counts == {'a': 1}",
+        "if __name__ == '__main__':\n    assert hasattr(Grid(), '__format__') and not hasattr(Grid(), '__next__')",
         "import unittest\nclass Own(unittest.TestCase):\n    def test(self): self.assertEqual(adder(1)(1), 2)\n"
         "assert unittest.main(exit=False, argv=['x']).result.wasSuccessful()",
     ],

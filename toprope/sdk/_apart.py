@@ -4,11 +4,13 @@
 reports success, calls the code over two pipes. Plain values (numbers, texts, containers of them, dates and the like)
 are copied. Other objects stay where they are, and a `Remote` stands for each. A comparison of one with a plain value
 first fetches a plain value for it, so its `__eq__` decides nothing. Objects of classes that the tests name (with a
-capital letter) do decide about themselves.
+capital letter) do decide about themselves. For a function that the tests pass, the code gets one of the same name and
+signature, which calls it.
 
-Some tests cannot be apart from the code: those that define classes, set attributes, name exceptions of the code, or
-import more than the modules in `_PURE`. They run in the process of the code, after it. The word is not there, and to
-exit early is to fail, but code that looks for the tests, or speaks on the pipes as this file does, passes them.
+Some tests cannot be apart from the code: those that define classes, decorate functions, set attributes, look at
+identity or types, name exceptions of the code, or import more than the modules in `_PURE`. They run in the process of
+the code, after it. The word is not there, and to exit early is to fail, but code that looks for the tests, or speaks
+on the pipes as this file does, passes them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import os
 import struct
 import sys
 import types
+from collections import Counter, OrderedDict, defaultdict, deque
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,18 +33,23 @@ if TYPE_CHECKING:
 
 _ATOMS = frozenset({int, float, complex, str, bytes, bool, type(None)})
 _BASES: tuple[Any, ...] = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
-_CHANGEABLE = (list, dict, set, bytearray)
+_CHANGEABLE = (list, dict, set, bytearray, Counter, OrderedDict, defaultdict, deque)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
+_NAMES = ("__name__", "__qualname__", "__doc__", "__module__")
+_STARRED, _NAMED = 4, 8
+"""Flags of a function that takes any more arguments, and any with names."""
 _PURE = frozenset(
     "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math operator random re"
     " statistics string time typing".split()
 )
 """Modules that tests may import without sharing anything with the code."""
-_INWARD = frozenset({"compile", "delattr", "dir", "eval", "exec", "globals", "input", "locals", "setattr", "vars"})
+_INWARD = frozenset("compile delattr dir eval exec globals input locals namedtuple setattr vars".split())
 _VALUES: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
     ("builtins", "bytearray"): lambda value: (bytes(value),),
     ("builtins", "range"): lambda value: (value.start, value.stop, value.step),
     ("collections", "Counter"): lambda value: (dict(value),),
     ("collections", "OrderedDict"): lambda value: (list(value.items()),),
+    ("collections", "defaultdict"): lambda value: (value.default_factory, dict(value)),
     ("collections", "deque"): lambda value: (list(value), value.maxlen),
     ("datetime", "date"): lambda value: value.__reduce__()[1],
     ("datetime", "datetime"): lambda value: value.__reduce__()[1],
@@ -69,7 +77,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_builtin(value: Any) -> bool:
-    return isinstance(value, types.BuiltinFunctionType) and vars(builtins).get(value.__name__) is value
+    return isinstance(value, types.BuiltinFunctionType | type) and vars(builtins).get(value.__name__) is value
 
 
 def _changeable(values: Any) -> list[Any]:
@@ -89,6 +97,9 @@ class _Line:
     def __init__(self, source: int, sink: int, operations: dict[str, Callable[..., Any]], of_tests: bool) -> None:
         self._source, self._sink, self._operations, self._of_tests = source, sink, operations, of_tests
         self._lent: list[Any] = []
+        self._places: dict[Any, int] = {}
+        self._borrowed: dict[int, Any] = {}
+        self._handles: dict[int, int] = {}
 
     def ask(self, name: str, *given: Any, free: int = 0, named: dict[str, Any] | None = None) -> Any:
         """Have the other side do something.
@@ -111,11 +122,8 @@ class _Line:
                 error = RuntimeError(answer)
             raise error
         for old, new in zip(_changeable((*given, *(named or {}).values())), self._unpack(more, free), strict=False):
-            if isinstance(old, list | bytearray):
-                old[:] = new
-            else:
-                old.clear()
-                old.update(new)
+            old.clear()
+            (old.update if hasattr(old, "update") else old.extend)(new)
         return self._unpack(answer, free)
 
     def serve(self) -> NoReturn:
@@ -127,6 +135,8 @@ class _Line:
         try:
             if self._of_tests and (given[0] != "tuple" or given[1][0][0] != "yours"):
                 raise TypeError("this is no function of the tests")
+            if name not in self._operations:
+                raise AttributeError(f"objects of the tests are closed to {name}")
             values, names = self._unpack(given), self._unpack(named)
             changeable = _changeable((*values, *names.values()))
             before = marshal.dumps(self._pack(changeable), 2)
@@ -143,10 +153,12 @@ class _Line:
             return "=", value
         if isinstance(value, Remote):
             return "yours", _handle(value)
+        if id(value) in self._handles:
+            return "yours", self._handles[id(value)]
         kind = type(value)
         if kind in (list, tuple, set, frozenset):
             return kind.__name__, [self._pack(one) for one in value]
-        if kind is dict or (kind.__module__, kind.__name__) == ("collections", "defaultdict"):
+        if kind is dict:
             return "dict", [(self._pack(name), self._pack(one)) for name, one in value.items()]
         if made := _VALUES.get((kind.__module__, kind.__name__)):
             return "value", kind.__module__, kind.__name__, self._pack(made(value))
@@ -154,10 +166,18 @@ class _Line:
             return self._pack(value.item())
         if kind is types.ModuleType and value.__name__ in _PURE:
             return "module", value.__name__
-        if value in _BASES if isinstance(value, type) else self._of_tests and _is_builtin(value):
+        if _is_builtin(value) and (self._of_tests or value in _BASES):
             return "builtin", value.__name__
-        self._lent.append(value)
-        return "mine", len(self._lent) - 1
+        if self._of_tests and kind in _FUNCTIONS:
+            return "function", self._lend(value), self._pack(_facts(value))
+        return "mine", self._lend(value)
+
+    def _lend(self, value: Any) -> int:
+        key = value if isinstance(value, types.BuiltinFunctionType) else id(value)  # each [].append is a new object
+        place = self._places.setdefault(key, len(self._lent))
+        if place == len(self._lent):
+            self._lent.append(value)
+        return place
 
     def _unpack(self, packed: Any, free: int = 0) -> Any:
         kind, *rest = packed
@@ -168,7 +188,7 @@ class _Line:
         if kind == "dict":
             return {self._unpack(name, free): self._unpack(one, free) for name, one in rest[0]}
         if kind == "value" and (rest[0], rest[1]) in _VALUES:
-            return getattr(__import__(rest[0]), rest[1])(*self._unpack(rest[2]))
+            return getattr(__import__(rest[0]), rest[1])(*self._unpack(rest[2], free))
         if kind == "module" and rest[0] in _PURE:
             return __import__(rest[0])
         if kind == "builtin" and (not self._of_tests or getattr(builtins, rest[0]) in _BASES):
@@ -177,6 +197,11 @@ class _Line:
             return self._lent[rest[0]]
         if kind == "mine":
             return Remote(self, rest[0], free)
+        if kind == "function" and not self._of_tests:
+            if rest[0] not in self._borrowed:
+                made = self._borrowed[rest[0]] = _function(Remote(self, rest[0], 0), *self._unpack(rest[1]))
+                self._handles[id(made)] = rest[0]
+            return self._borrowed[rest[0]]
         raise TypeError("no value arrived")
 
     def _send(self, message: tuple[Any, ...]) -> None:
@@ -233,10 +258,10 @@ class Remote:
     def __contains__(self, item: Any) -> bool:
         if self.__free > 0 or isinstance(item, Remote):
             return bool(self.__line.ask("contains", self, item))
+        plain = self.__line.ask("plain", self) if isinstance(item, str | bytes) else None
+        if isinstance(plain, str | bytes):
+            return bool(operator.contains(plain, item))
         return any(one == item for one in iter(self))
-
-    def __exit__(self, *raised: object) -> None:
-        self.__line.ask("exit", self)
 
     def __instancecheck__(self, one: object) -> bool:
         return isinstance(one, Remote) and bool(self.__line.ask("isinstance", one, self))
@@ -260,26 +285,66 @@ def _plain_form(value: Any) -> Any:
     for base in _BASES:
         if isinstance(value, base):
             return base(value)
+    if isinstance(value, type({}.keys())):
+        return set(value)
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _facts(function: Any) -> tuple[Any, ...]:
+    """The names, parameters, defaults and annotations of a function, as `_function` takes them."""
+    names = {name: getattr(function, name, None) for name in _NAMES}
+    if not isinstance(function, types.FunctionType):
+        return names, (("given", "named"), 0, 0, 0, _STARRED | _NAMED), None, None, {}
+    code = function.__code__
+    counts = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags & (_STARRED | _NAMED)
+    parameters = code.co_varnames[: counts[0] + counts[2] + bool(counts[3] & _STARRED) + bool(counts[3] & _NAMED)]
+    return names, (parameters, *counts), function.__defaults__, function.__kwdefaults__, function.__annotations__
+
+
+def _function(remote: Any, names: Any, signature: Any, defaults: Any, named_defaults: Any, annotations: Any) -> Any:
+    """A function that calls `remote` and looks like the function of the tests which that is."""
+    parameters, some, nameless, named, flags = signature
+    own, rest = parameters[some : some + named], list(parameters[some + named :])
+    star = [f"*{rest.pop(0)}"] if flags & _STARRED else []
+    last = [f"**{one}" for one in rest]
+    placed = [*parameters[:nameless], *["/"][:nameless], *parameters[nameless:some]]
+    taken = [*placed, *(star or ["*"][:named]), *own, *last]
+    given = [*parameters[:some], *star, *(f"{one}={one}" for one in own), *last]
+    unlike = "_" + "".join(parameters)
+    text = f"lambda {unlike}: lambda {', '.join(taken)}: {unlike}({', '.join(given)})"
+    function = eval(text, {})(remote)  # noqa: S307 - of the process that runs any code
+    function.__defaults__, function.__kwdefaults__, function.__annotations__ = defaults, named_defaults, annotations
+    for name, value in names.items():
+        setattr(function, name, value)
+    return function
+
+
+def _asks(name: str) -> Callable[[Any, Any], bool]:
+    """`isinstance` or `issubclass` for tests: a named tuple of the code is a tuple."""
+
+    def ask(value: Any, kinds: Any) -> bool:
+        known = not isinstance(value, Remote)
+        return bool(_OPERATIONS[name](value, kinds) if known else value._Remote__line.ask(name, value, kinds))
+
+    return ask
 
 
 def _call(function: Any, /, *given: Any, **named: Any) -> Any:
     return function(*given, **named)
 
 
-_TELLING = ("bool", "enter", "getitem", "hash", "iter", "len", "next", "repr", "setitem", "str")
+_ITEMS = ("getitem", "setitem", "delitem")
+_TELLING = (*_ITEMS, "bool", "format", "hash", "iter", "len", "next", "repr", "reversed", "str")
 _UNARY = ("neg", "pos", "abs", "invert", "index", "int", "float", "complex", "round")
 _COMPARING = ("eq", "ne", "lt", "le", "gt", "ge")
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift")
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    **{
-        name: getattr(operator, name) for name in (*_UNARY[:5], *_COMPARING, *_BINARY, "getitem", "setitem", "contains")
-    },
-    **{one.__name__: one for one in (bool, hash, iter, len, next, repr, str, int, float, complex, round, isinstance)},
+    **{name: getattr(operator, name) for name in (*_UNARY[:5], *_COMPARING, *_BINARY, *_ITEMS, "contains")},
+    **{one.__name__: one for one in (bool, format, hash, iter, len, next, repr, reversed, str)},
+    **{one.__name__: one for one in (int, float, complex, round, isinstance, issubclass)},
     **{"getattr": getattr, "call": _call, "plain": _plain_form},
-    **{"enter": lambda one: one.__enter__(), "exit": lambda one: one.__exit__(None, None, None)},
 }
-_OF_TESTS = ("call", "getitem", "iter", "len", "next")
+_OF_TESTS = ("bool", "call", "eq", "getitem", "hash", "iter", "len", "ne", "next", "repr", "str")
 """Operations on functions and iterators that tests pass to the code."""
 
 
@@ -299,14 +364,18 @@ for _name in _BINARY:
 def _can_be_apart(tests: ast.Module) -> bool:
     """True if tests only call what the code defines, and look at the results. The code has no say in this."""
     for node in ast.walk(tests):
-        if isinstance(node, ast.ClassDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.ClassDef | ast.AsyncFunctionDef | ast.With | ast.Match):
+            return False
+        if getattr(node, "decorator_list", ()) or isinstance(node, ast.Compare) and not _compares_values(node):
+            return False
+        if isinstance(node, ast.Constant) and str(node.value).startswith("__") and node.value != "__main__":
             return False
         if isinstance(node, ast.Import) and not all(one.name in _PURE for one in node.names):
             return False
         if isinstance(node, ast.ImportFrom) and (node.level or node.module not in _PURE):
             return False
         if isinstance(node, ast.Attribute) and (
-            not isinstance(node.ctx, ast.Load) or node.attr.startswith("__") or node.attr == "seed"
+            not isinstance(node.ctx, ast.Load) or node.attr.startswith("__") or node.attr in ("seed", "namedtuple")
         ):
             return False
         if isinstance(node, ast.Name) and (node.id in _INWARD or node.id.startswith("__") and node.id != "__name__"):
@@ -316,6 +385,18 @@ def _can_be_apart(tests: ast.Module) -> bool:
             if not all(isinstance(kind, ast.Name) and hasattr(builtins, kind.id) for kind in kinds):
                 return False
     return True
+
+
+def _compares_values(node: ast.Compare) -> bool:
+    """False if the identity or the type of an object decides, which differ apart; those of Python's own do not."""
+    sides = [node.left, *node.comparators]
+    foreign = [not isinstance(one, ast.Constant) and getattr(one, "id", "") not in vars(builtins) for one in sides]
+    typed = [isinstance(one, ast.Call) and getattr(one.func, "id", "") == "type" for one in sides]
+    decides = [isinstance(one, ast.Is | ast.IsNot) for one in node.ops]
+    return not any(
+        foreign[place] and foreign[place + 1] and (decides[place] or typed[place] or typed[place + 1])
+        for place in range(len(decides))
+    )
 
 
 def _names_of_code(tests: ast.Module) -> set[str]:
@@ -340,7 +421,8 @@ def run_tests(source: int, sink: int, code: str, tests: str, word: str) -> None:
         for name in _names_of_code(tree):
             for value in line.ask("names", name, free=2 if name[:1].isupper() else 0):
                 space[name] = value
-        exec(compile(tree, "<tests>", "exec"), space)
+        space |= {name: _asks(name) for name in ("isinstance", "issubclass")}
+        exec(compile(tree, "<tests>", "exec", dont_inherit=True), space)
     else:
         line.ask("run", tests, "<tests>")
         said = os.urandom(16).hex()
@@ -355,7 +437,7 @@ def serve_code(source: int, sink: int) -> NoReturn:
     space: dict[str, Any] = {"__name__": "__main__"}
 
     def run(text: str, name: str) -> None:
-        exec(compile(text, name, "exec"), space)
+        exec(compile(text, name, "exec", dont_inherit=True), space)
 
     def names(name: str) -> list[Any]:
         return [space[name]] if name in space else []

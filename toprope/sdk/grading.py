@@ -79,6 +79,23 @@ _SAID = re.compile(
     r"(?:approximately|about|roughly|around|exactly|:|=|≈)?\s*(?P<said>.+)",
     re.IGNORECASE,
 )
+_UNITS = {
+    name: group.split()[0]
+    for group in (
+        "ns nanosecond, us µs microsecond, ms millisecond, s sec second, min minute, h hr hour, d day, wk week, month,"
+        " yr year, decade, century, nm nanometer nanometre, um µm micrometer micrometre, mm millimeter millimetre,"
+        " cm centimeter centimetre, dm decimeter decimetre, m meter metre, km kilometer kilometre, inch inches, ft foot"
+        " feet, yd yard, mi mile, ug µg microgram, mg milligram, g gram, kg kilogram, t tonne, ton, oz ounce, lb pound,"
+        " stone, ml milliliter millilitre, cl centiliter centilitre, dl deciliter decilitre, l liter litre, gal gallon,"
+        " pint, quart, cup, tsp teaspoon, tbsp tablespoon, c celsius, f fahrenheit, k kelvin, $, €, £ gbp, ¥ jpy yen,"
+        " cent, penny pence, yuan, rupee, deg degree, rad radian, arcminute, arcsecond, bit, byte, kb kilobyte,"
+        " mb megabyte, gb gigabyte, tb terabyte, kib, mib, gib, tib, kbit kilobit, mbit megabit, gbit gigabit,"
+        " hz hertz, khz, mhz, ghz, n newton, j joule, kj, cal calorie, kcal, w watt, kw, wh, kwh, v volt, a amp ampere,"
+        " pa pascal, kpa, bar, ohm ω, acre, ha hectare, mph, kmh kph, mol mole"
+    ).split(",")
+    for name in group.split()
+}
+"""Common units, each by one of its names. In a sentence, any other word after a number is no unit: 12 more."""
 _FILLER = frozenset("and or is in of the a an to at so which because as by for x".split())
 
 
@@ -306,7 +323,9 @@ def is_correct(answer: str, reference: str, *, relative: float = 1e-6, absolute:
         if len(found) != 1:
             return False
         given = _number(*found[0])
-    if given.unit and right.unit and given.unit != right.unit:
+        if given.unit != right.unit and _unit(given.unit) is None:
+            given = Number(given.value)
+    if given.unit and right.unit and (_unit(given.unit) or given.unit) != (_unit(right.unit) or right.unit):
         return False
     return math.isclose(given.value, right.value, rel_tol=relative, abs_tol=absolute)
 
@@ -391,6 +410,14 @@ def _number(value: float, money: str, unit: str) -> Number:
     if money:
         return Number(value * _MULTIPLIERS.get(unit, 1.0), money)
     return Number(value, "" if unit in _FILLER else _MONEY.get(unit, unit.lstrip("°")))
+
+
+def _unit(word: str) -> str | None:
+    """One name for all those of a unit, km/h and m^2 included; None if it is not a common one."""
+    ends = len(word.rstrip("^23²³"))
+    parts = [_UNITS.get(part) or _UNITS.get(part.removesuffix("s")) for part in word[:ends].split("/")]
+    power = word[ends:].lstrip("^").translate({0xB2: "2", 0xB3: "3"})
+    return None if None in parts else "/".join(map(str, parts)) + power
 
 
 def _words(text: str) -> str:

@@ -195,6 +195,15 @@ def test_overlap_finds_wrapped_copies_by_answer() -> None:
     assert overlap(fresh, train).near == 0
 
 
+@pytest.mark.parametrize("form", ["{}", "<answer>{}</answer>", "\\boxed{{{}}}", "So $\\boxed{{{}}}$."])
+def test_answers_in_a_form_are_varied_within_it(form: str) -> None:
+    told = {probe.kind: probe.text for probe in probes("What?", form.format("New \\frac{York}{2}"))}
+    assert told["first_word"] == form.format("New") and told["appended"] == form.format("New \\frac{York}{2}zzz")
+    tasks = [TaskSeen(str(place), f"Is it city{place} or not?", form.format(f"city{place}")) for place in range(10, 30)]
+    seen = Observed(splits={"train": SplitSeen(tuple(tasks), 20, True)})
+    assert "answer_given" in named(seen)
+
+
 def test_near_miss_and_probes_cover_answer_kinds() -> None:
     assert [near_miss(text) for text in ("41", "0.5", "[1, 20]", "cab", "", "?!")] == [
         "42",

@@ -12,10 +12,14 @@ from tests.sdk.wall.conftest import asked, landlock
 from toprope.sdk.wall import Wall, kernel, plan
 
 TRIED = """
-import ctypes, fcntl, os, socket, subprocess, sys
+import concurrent.futures as pool, ctypes, fcntl, os, socket, subprocess, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
 def ioprio(which):
     if libc.syscall(IOPRIO_SET, which, 0, 0): raise OSError(ctypes.get_errno(), "")
+def placed(number):
+    before = os.sched_getaffinity(number)
+    os.sched_setaffinity(number, {min(before)})
+    assert os.sched_getaffinity(number) == before
 def tried(*arguments):
     try: call, *given = arguments; call(*given)
     except PermissionError: return "refused"
@@ -49,7 +53,12 @@ def test_a_worker_places_only_itself_on_processors(tmp_path: Path) -> None:
     calls = ", ".join(
         f"(os.sched_setaffinity, {pid}, os.sched_getaffinity(0))" for pid in ("0", "os.getpid()", "os.getppid()")
     )
-    assert answers(tmp_path, calls) == ["done", "done", "refused"]
+    assert answers(tmp_path, calls) == ["done"] * 3
+    calls = (
+        "(placed, os.getppid()), (placed, subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(2)']).pid),"
+        " (lambda: pool.ThreadPoolExecutor(1).submit(lambda: placed(threading.get_native_id())).result(),)"
+    )
+    assert answers(tmp_path / "code", calls) == ["done"] * 3
 
 
 @landlock

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["JUNK", "WORTHLESS", "Probe", "near_miss", "probes"]
+__all__ = ["JUNK", "WORTHLESS", "Probe", "bare", "near_miss", "probes"]
 
 JUNK = "qx zv 17 ?!"
 """An answer that no sound scorer rewards."""
@@ -29,6 +29,12 @@ _INTEGER = re.compile(r"[+-]?\d{1,18}")
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _LETTER = re.compile(r"[A-Za-z](?![^<>]{0,20}>)")
 """A letter outside a tag, without which a scorer finds no answer."""
+
+_FORMS = tuple(
+    re.compile(form, re.DOTALL | re.IGNORECASE)
+    for form in (r"(.*<answer>)(.*)(</answer>\s*)", r"(.*\\boxed\{)(.*)(\}[\s$.]*)")
+)
+"""References that mark the answer."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +74,19 @@ def probes(prompt: str, reference: str | None, others: Sequence[str] = (), *, fu
         Probe("echo", prompt[:_LONGEST_ECHO]),
     ]
     if reference is not None:
-        words = reference.split()
+        before, answer, after = _parted(reference)
+        words = answer.split()
         if len(words) > 1:
-            found.append(Probe("first_word", words[0]))
-        if reference.strip():
-            found.append(Probe("appended", f"{reference}zzz"))
+            found.append(Probe("first_word", f"{before}{words[0]}{after}"))
+        if words:
+            found.append(Probe("appended", f"{before}{answer}zzz{after}"))
     found += [Probe("structure", text) for text in _STRUCTURES[: None if full else 1]]
     return found
+
+
+def bare(reference: str) -> str:
+    """Return the answer in a reference that ends in <answer>...</answer> or \\boxed{...}; else the reference."""
+    return _parted(reference)[1].strip()
 
 
 def near_miss(reference: str) -> str | None:
@@ -91,6 +103,14 @@ def near_miss(reference: str) -> str | None:
         at = letters[-1].start()
         return text[:at] + _next_letter(text[at]) + text[at + 1 :]
     return text[:-1] if len(text) > 1 else None
+
+
+def _parted(reference: str) -> tuple[str, str, str]:
+    """The answer of a reference, with the text before and after it that says where the answer is."""
+    for form in _FORMS:
+        if found := form.fullmatch(reference):
+            return found[1], found[2], found[3]
+    return "", reference, ""
 
 
 def _next_letter(letter: str) -> str:

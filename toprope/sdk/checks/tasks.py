@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from toprope.sdk.checks.answers import bare
 from toprope.sdk.checks.observed import ASKED, Finding, Level, Observed, SplitSeen, cut
 from toprope.sdk.checks.texts import overlap
 
@@ -126,9 +127,9 @@ def answer_given(seen: Observed) -> Finding | None:
     """The prompt contains the answer."""
     train = seen.splits.get("train")
     pairs = [
-        (task.prompt, task.reference.strip())
+        (task.prompt, bare(task.reference))
         for task in (train.tasks if train else ())
-        if task.reference is not None and len(task.reference.strip()) >= 6
+        if task.reference is not None and len(bare(task.reference)) >= 6
     ]
     if len(pairs) < 8:
         return None

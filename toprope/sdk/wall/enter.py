@@ -104,8 +104,9 @@ def filter_lines(
     for name, place in _OF_OTHERS:
         users = [kernel.argument(0), *_one_of((_OF_USER[name],), refuse)] if name in _OF_USER else []
         lines += kernel.when(name, [*users, kernel.argument(place), (kernel.EQUAL, 1, 0, 0), refuse, allow])
-    # Libraries place a process on processors by its number.
-    lines += kernel.when("sched_setaffinity", [kernel.argument(0), *_one_of((0, os.getpid()), allow), refuse])
+    # Libraries place processes and threads on processors by number; for others than the first, nothing is done.
+    own = [kernel.argument(0), *_one_of((0, os.getpid()), allow)]
+    lines += kernel.when("sched_setaffinity", [*own, kernel.give(kernel.ERRNO)])
     refused = (_PUSH_INPUT, _CONSOLE, *(_SET_OWNER_BY_IOCTL if spared else ()))
     lines += kernel.when("ioctl", [kernel.argument(1), *_one_of(refused, refuse), allow])
     for name in () if attributes else _ATTRIBUTES:
