@@ -181,7 +181,9 @@ def test_unknown_model_names_the_models(attempt: Attempt, tmp_path: Path, tinker
         attempt(RunFolder.create(tmp_path, "run-1"), hosted_config())
 
 
-def test_steps_are_paid_and_capped(attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn) -> None:
+def test_steps_are_paid_and_capped(
+    attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each step costs its tokens and itself; the step that the limit does not leave room for is not taken, and those
     before it are kept."""
     prices = HostedPrices(prompt_usd=0, completion_usd=0, train_usd=1e3, step_usd=0.5)
@@ -195,12 +197,24 @@ def test_steps_are_paid_and_capped(attempt: Attempt, tmp_path: Path, tinker_serv
     before = tinker_service.seen.count("forward_backward")
     config = hosted_config()
     config.logging.save_steps = 5
-    member, _ = attempt(capped, config, hosted=prices, limits=limits)
+    asked = StandInApi.next_batch
+
+    def next_batch(api: StandInApi, cursor: int, sequences: int, wait_s: float) -> Any:
+        batch = asked(api, cursor, sequences, wait_s)
+        if cursor == 2 * GROUPS:  # of step 3
+            batch.batch[0].scores, batch.batch[0].outcomes = [0.0] * 4, None
+        return batch
+
+    monkeypatch.setattr(StandInApi, "next_batch", next_batch)
+    member, api = attempt(capped, config, hosted=prices, limits=limits)
     assert len(rows(capped)) == 2 == tinker_service.seen.count("forward_backward") - before
     assert sum(spending_in(capped.path).values()) <= 1.2
     [warned] = member.of(Warned)
     assert "ends with step 2: per_run.cost_usd" in warned.what and member.of(Finished)[0].detail["step"] == 2
     assert capped.newest_checkpoint().name == "step-000002" and (capped.path / "weights").is_dir()
+    state = json.loads((capped.newest_checkpoint() / "state.json").read_bytes())
+    assert (state["cursor"], state["rollouts"]) == (2 * GROUPS, 2 * 4 * GROUPS), "the groups of step 3 are not used"
+    assert api.commits == [2 * GROUPS] and api.drops == []
     limits = FrozenLimits(source="a test", caps={"cost_usd": Cap(value=0.1, limit="per_run.cost_usd")})
     with pytest.raises(LimitReached, match="per_run.cost_usd"):  # there is nothing to keep
         attempt(RunFolder.create(tmp_path, "run-3"), hosted_config(), hosted=prices, limits=limits)

@@ -102,9 +102,11 @@ def test_batch_of_a_model_that_reads_in_one_pass_is_bounded_by_tokens(
     engine.start()
     try:
         sample(engine, *(SamplingRequest([5 + place] * 15, max_new_tokens=2) for place in range(5)))
+        assert engine.batches == 3 and engine.rows == 5
+        sample(engine, *(SamplingRequest([5 + place % 2] * 15, max_new_tokens=2) for place in range(10)))
+        assert engine.batches == 4 and engine.rows == 15, "equal prompts are read once"
     finally:
         engine.stop()
-    assert engine.batches == 3 and engine.rows == 5
 
 
 def test_temperature_zero_takes_most_likely_token(engine: EmbeddedEngine, model: Any) -> None:

@@ -20,6 +20,7 @@ from tests.support.training_api_server import until
 from tests.training.inference.conftest import SECRET
 from toprope.records.journal.groups import MASKED
 from toprope.settings.schema import Config, RolloutSection
+from toprope.training.component.http_client import HttpAnswer, HttpConnections
 from toprope.training.component.http_server import serve
 from toprope.training.component.peer_addresses import Backoff, PeerAway
 from toprope.training.inference import client as client_module
@@ -278,6 +279,42 @@ def test_answer_may_take_longer_than_any_look_but_a_dead_server_is_left(
         await task
         with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(PeerAway):  # the driver may start again
             await ask(f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_cancelled_request_has_ended_before_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the end of its session could overtake it."""
+    request, begun, ended = HttpConnections.request, asyncio.Event(), list[str]()
+    monkeypatch.setattr(client_module, "_LOOK_S", 0.02)
+
+    async def spied(connections: HttpConnections, method: str, *given: Any, **named: Any) -> HttpAnswer:
+        if method == "GET":
+            begun.set()
+        try:
+            return await request(connections, method, *given, **named)
+        finally:
+            ended.append(method)
+
+    monkeypatch.setattr(HttpConnections, "request", spied)
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            client = PolicyClient(f"http://127.0.0.1:{silent.getsockname()[1]}", SECRET)
+
+            async def rollout() -> None:
+                try:
+                    await client.chat([{"role": "user", "content": "hi"}], Sampling(1.0, 1.0, 4))
+                finally:
+                    assert sorted(ended) == ["GET", "POST"]
+
+            asked = asyncio.create_task(rollout())
+            await begun.wait()
+            assert not ended
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            await client.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
 

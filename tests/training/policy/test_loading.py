@@ -15,11 +15,12 @@ from toprope.errors import InvalidValue
 from toprope.settings.changes import apply_changes
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.schema import Config, PolicySection
-from toprope.training.policy import tiny_model
+from toprope.training.policy import loading, tiny_model
 from toprope.training.policy.loading import (
     embedded_folder,
     kept_variables,
     load_model,
+    load_pretrained,
     load_tokenizer,
     place,
     with_variables,
@@ -175,6 +176,32 @@ def test_saved_adapters_are_trained_on(adapters: Path, tiny_policy: Path, tmp_pa
     trained.save_pretrained(tmp_path / "again")
     named = json.loads((tmp_path / "again" / "adapter_config.json").read_bytes())
     assert named["base_model_name_or_path"] == str(tiny_policy)
+
+
+def test_model_below_adapters_is_fetched_and_loaded_at_its_revision(
+    adapters: Path, tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_tokenizer(tiny_policy).save_pretrained(adapters)
+    file, fetched = adapters / "adapter_config.json", list[tuple[str, str | None]]()
+    monkeypatch.setattr(loading, "_download", lambda policy, report: fetched.append((policy.model, policy.revision)))
+    assert place(PolicySection(model=str(adapters)), tmp_path, print) == adapters and not fetched, "it is a folder"
+    named = json.loads(file.read_bytes()) | {"base_model_name_or_path": "me/model", "revision": "v1"}
+    file.write_text(json.dumps(named))
+    assert place(PolicySection(model=str(adapters)), tmp_path, print) == adapters and fetched == [("me/model", "v1")]
+    load, loaded = load_pretrained, list[tuple[str, str | None]]()
+
+    def load_named(folder: Path, device: str | None, **options: Any) -> Any:
+        loaded.append((str(folder), options.pop("revision")))
+        return load(tiny_policy, device, **options)
+
+    monkeypatch.setattr(loading, "load_pretrained", load_named)
+    config = small_run_config(policy__lora=True)
+    trained = load_model(adapters, config, trained=True)
+    for one in (config, small_run_config()):
+        load_model(adapters, one)
+    assert loaded == [("me/model", "v1"), ("me/model", "v1"), (str(adapters), "v1")]
+    trained.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "adapter_config.json").read_bytes())["revision"] == "v1"
 
 
 @pytest.mark.parametrize(

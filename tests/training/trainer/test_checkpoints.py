@@ -15,7 +15,7 @@ from toprope.records.run.folder import checkpoints_in
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
-from toprope.training.trainer.checkpoints.checkpoint_io import load_checkpoint, save_checkpoint
+from toprope.training.trainer.checkpoints.checkpoint_io import load_checkpoint, load_moments, save_checkpoint
 
 
 def make(folder: Path) -> tuple[Any, Any, Any]:
@@ -138,6 +138,43 @@ def test_nested_moments_are_restored(tiny_policy: Path, tmp_path: Path) -> None:
     assert found.keys() == expected.keys() and len(found) > 10
     for place, entry in expected.items():
         assert all(torch.equal(value, found[place][key]) for key, value in entry.items())
+
+
+class QuantizedMoments(torch.optim.AdamW):
+    """Nests its state as bitsandbytes does, with tensors of other shapes than the parameter's."""
+
+    non_castable_tensor_keys = frozenset({"qmap1", "absmax1", "state1"})
+
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        state = {}
+        for place, entry in found["state"].items():
+            moments = {"qmap1": torch.linspace(-1, 1, 256), "absmax1": torch.ones(3), "state1": entry["exp_avg"]}
+            state[place] = {"step": 2, "quantized": moments | {"step": entry["step"]}}  # AdamW wants one
+        return found | {"state": state}
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        super().load_state_dict(given | {"state": {n: entry["quantized"] for n, entry in given["state"].items()}})
+
+
+def test_quantized_moments_go_on_in_another_run(tiny_policy: Path, tmp_path: Path) -> None:
+    """Beside them are tensors of other shapes. Other optimizers, and parameters of another shape, begin without."""
+    model, _, _ = make(tiny_policy)
+    optimizer = QuantizedMoments(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    train(model, optimizer, scheduler, 2)
+    state, parts = CheckpointState(2, 8, 2, 0.0), {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    path = save_checkpoint(tmp_path, state, keep=1, tokenizer=load_tokenizer(tiny_policy), **parts)
+    expected = torch.optim.AdamW.state_dict(optimizer)["state"]
+    again = QuantizedMoments(model.parameters(), lr=1e-2)
+    assert load_moments(path, model=model, optimizer=again) == len(expected) > 10
+    found = torch.optim.AdamW.state_dict(again)["state"]
+    assert all(torch.equal(entry["exp_avg"], found[place]["state1"]) for place, entry in expected.items())
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    assert load_moments(path, model=model, optimizer=plain) == 0 and not plain.state_dict()["state"]
+    model.resize_token_embeddings(300)
+    resized = QuantizedMoments(model.parameters(), lr=1e-2)
+    assert load_moments(path, model=model, optimizer=resized) == len(expected) - 1
 
 
 def test_checkpoint_state_has_version(tiny_policy: Path, tmp_path: Path) -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, group, rows, small_run_config
-from toprope.errors import Corrupt, TopropeError
+from toprope.errors import Corrupt, InvalidValue, TopropeError
 from toprope.records.journal.groups import Batch
 from toprope.records.messages import Checkpointed, Finished, Ready, Stepped
 from toprope.records.run.checkpoints import seal
 from toprope.records.run.folder import RunFolder
 from toprope.settings.schema import Config
 from toprope.training.api.clients import sync_client
+from toprope.training.inference.engines.choice import make_engine
 from toprope.training.policy.export import export_policy
 from toprope.training.policy.loading import load_model, load_tokenizer
 from toprope.training.policy.weight_sync import WeightReader, check_weights
@@ -99,6 +100,27 @@ def test_run_goes_on_with_the_adapters_of_another(attempt, tmp_path, capsys):
     )
     merged = check_weights(load_model(tmp_path / "merged", small_run_config()))
     assert ended.largest_error(merged.logprobs) < 1e-4
+
+
+def test_own_checkpoint_does_without_unfit_adapters_of_the_policy(attempt, tiny_policy, tmp_path, monkeypatch):
+    """A run may have begun with new adapters though its policy's folder has others. Its checkpoint has all weights."""
+    config = small_run_config(policy__lora=True, algorithm__beta=0.5)
+    policy = tmp_path / "adapters"
+    load_model(tiny_policy, small_run_config(policy__lora=True, policy__lora_rank=8)).save_pretrained(policy)
+    load_tokenizer(tiny_policy).save_pretrained(policy)
+    whole, broken = (RunFolder.create(tmp_path, name) for name in ("whole", "broken"))
+    attempt(whole, config)
+    attempt(broken, config, stop_after=3)
+    member = StandInMember(broken, policy, config)
+    GrpoRun(member).run(broken.newest_checkpoint())
+    assert [report.step for report in member.of(Stepped)] == [4, 5, 6]
+    for name in ("loss", "kl"):
+        assert [row[name] for row in rows(broken)] == pytest.approx([row[name] for row in rows(whole)], rel=1e-3), name
+    crew = {"crew": broken.crew, "is_trained": True}
+    engine = make_engine(config, policy, load_tokenizer(policy), **crew)
+    assert engine._weights.refresh() == 6, "inference has adapters of the trainer's shape"
+    with pytest.raises(InvalidValue, match="lora_rank 4"):
+        GrpoRun(StandInMember(RunFolder.create(tmp_path, "new"), policy, config)).run()
 
 
 def test_checkpoint_weights_are_published_before_ready(attempt, tiny_policy, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -199,6 +200,8 @@ class HostedGroups(HostedRun):
     """Training on the groups that the trajectory API delivers."""
 
     _told_unknown = False
+    _before: tuple[int, int, dict[str, int], int] = (0, 0, {}, 0)
+    """The position before the present batch, and the number of unused groups then."""
 
     def _make_learner(self, policy: Path) -> Learner:
         return _GroupLearner(self)
@@ -210,7 +213,14 @@ class HostedGroups(HostedRun):
 
     def next_batch(self) -> GroupBatch:
         """The groups of the next step. Raises: EndOfTraining."""
+        self._before = *self._position(), len(self._unused)
         return self._next_batch()
+
+    def _give_back(self) -> None:
+        """Leaves the groups of the present batch, which are not trained on, to whatever goes on from here."""
+        cursor, rollouts, dropped, unused = self._before
+        self._source.cursor, self._source.rollouts, self._source.dropped = cursor, rollouts, Counter(dropped)
+        del self._unused[unused:]
 
     def train_step(self, step: int, batch: GroupBatch, timer: StepTimer) -> None:
         """Trains on a batch, then publishes the version, writes metrics and saves a checkpoint if one is due."""
@@ -237,7 +247,11 @@ class HostedGroups(HostedRun):
         tokens, section = sum(len(row.prompt) + len(row.completion) for row in rows), config.algorithm
         clip = {"clip_low_threshold": 1 - section.epsilon, "clip_high_threshold": 1 + section.epsilon_high}
         loss = config.trainer.loss
-        metrics = self._take_step(step, data, tokens, loss, **(clip if loss != "importance_sampling" else {}))
+        try:
+            metrics = self._take_step(step, data, tokens, loss, **(clip if loss != "importance_sampling" else {}))
+        except EndOfTraining:
+            self._give_back()
+            raise
         low, high = clip.values()
         found = _loss_metrics(rows, metrics.pop("logprobs"), batch.version, loss, low, high, count)
         waited = batch.metrics.get("wait_seconds", 0.0)

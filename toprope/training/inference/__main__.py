@@ -51,6 +51,7 @@ def main() -> int:
             folder,
             tokenizer,
             crew=member.weights,
+            is_trained=member.spec.run_kind.trains,
             python=member.spec.engine_python,
             gave_up=give_up,
         )

@@ -259,19 +259,37 @@ class PolicyClient:
         Raises:
             OSError: The connection broke, or the server is gone.
         """
-        asked = asyncio.ensure_future(
-            self._connections.request(method, url, path, body=data, headers=headers, timeout_s=_LONGEST_S)
-        )
-        try:
-            while not (await asyncio.wait({asked}, timeout=_LOOK_S))[0]:
-                try:
+        lost: list[OSError] = []
+        looking: list[asyncio.Task[None]] = []
+
+        async def look(limit: asyncio.Timeout) -> None:
+            try:
+                while True:
                     await self._connections.request("GET", url, "/health", timeout_s=_ALIVE_S)
-                except OSError:
-                    if not asked.done():
-                        raise
-            return asked.result()
-        finally:
-            asked.cancel()
+                    await asyncio.sleep(_LOOK_S)
+            except OSError as error:
+                lost.append(error)
+                limit.reschedule(loop.time())
+
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(None) as limit:
+                # Most answers come before the first look, and take no task. A request that is cancelled has closed its
+                # connection when this returns: what follows must not overtake it.
+                first = loop.call_later(_LOOK_S, lambda: looking.append(loop.create_task(look(limit))))
+                try:
+                    return await self._connections.request(
+                        method, url, path, body=data, headers=headers, timeout_s=_LONGEST_S
+                    )
+                finally:
+                    first.cancel()
+                    for task in looking:
+                        task.cancel()
+                        await asyncio.wait({task})
+        except TimeoutError:
+            if not lost:
+                raise
+            raise lost[0] from None
 
 
 def _message(body: bytes) -> str:

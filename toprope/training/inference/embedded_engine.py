@@ -177,6 +177,7 @@ class EmbeddedEngine:
         batch, rows, longest = [first], first[0].n, len(first[0].prompt_ids)
         pause = max(self._gather_s, min(_GATHER_MOST_S, _GATHER_SHARE * self._last_batch_s))
         latest = time.monotonic() + _GATHER_ROUNDS * pause
+        prompts = {tuple(first[0].prompt_ids)}  # equal ones are read once
         while rows < self._max_rows:
             try:
                 item = self._queue.get(timeout=max(0.0, min(pause, latest - time.monotonic())))
@@ -186,7 +187,8 @@ class EmbeddedEngine:
                 self._queue.put(None)
                 break
             longest = max(longest, len(item[0].prompt_ids))
-            is_large = not self._takes_wide_masks and (len(batch) + 1) * longest > _BATCH_TOKENS
+            prompts.add(tuple(item[0].prompt_ids))
+            is_large = not self._takes_wide_masks and len(prompts) * longest > _BATCH_TOKENS
             if is_large or rows + item[0].n > self._max_rows:
                 return batch, item
             batch.append(item)

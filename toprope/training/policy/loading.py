@@ -88,6 +88,10 @@ def place(policy: PolicySection, cache: Path, report: Callable[[Progress], objec
                 f"The checkpoint {checkpoint} cannot be used: {problem}.",
                 hint="It was not changed. Set policy.model to the folder model/ of another checkpoint.",
             )
+        if (local / ADAPTERS).is_file():
+            base, revision = _base_of(local)
+            if not Path(base).is_dir() and not base.startswith((".", "/", "~")):  # other programs find it in the cache
+                _download(policy.model_copy(update={"model": base, "revision": revision}), report)
         return local.resolve()
     if policy.model.startswith((".", "/", "~")):
         raise NotFound(f"There is no folder {local}.", hint="Set policy.model to a folder, a Hub id or 'embedded'.")
@@ -262,7 +266,9 @@ def load_pretrained(folder: Path, device: str | None, **options: Any) -> Any:
         return model if device is None else model.to(device)
 
 
-def load_model(folder: Path, config: Config, *, trained: bool = False, whole: bool = True) -> Any:
+def load_model(
+    folder: Path, config: Config, *, trained: bool = False, whole: bool = True, overwritten: bool = False
+) -> Any:
     """Load the policy as a causal LM on its device, with LoRA adapters if the configuration asks for them: those of the
     folder if it has some, else new ones.
 
@@ -271,6 +277,8 @@ def load_model(folder: Path, config: Config, *, trained: bool = False, whole: bo
         trained: True for the trainer. With dtype `auto`, weights that are trained in full are float32 also on a GPU: a
             usual step is lost in bfloat16, whose values are 0.8 % apart. Inference rounds the published weights.
         whole: False leaves the model on the CPU, for a trainer that splits it between devices.
+        overwritten: True if the weights of a checkpoint or of the trainer follow, for adapters as configured. Those of
+            the folder then need not fit: there are new ones in their place.
 
     Raises:
         InvalidValue: The model cannot be loaded, the device is missing, or the folder has other adapters than the
@@ -286,17 +294,22 @@ def load_model(folder: Path, config: Config, *, trained: bool = False, whole: bo
     if dtype == "auto":
         in_full = trained and not policy.lora
         dtype = "float32" if device == "cpu" or in_full else "bfloat16"
-    numbers, source = getattr(torch, dtype), _base_of(folder) if has_adapters and policy.lora else folder
+    numbers, source = getattr(torch, dtype), folder
+    options: dict[str, Any] = {"dtype": numbers}
+    if has_adapters:
+        base, options["revision"] = _base_of(folder)
+        source = Path(base) if policy.lora else folder
     if (frozen := frozen_weights_config(policy, numbers)) is None:
-        model = load_pretrained(source, device if whole else "cpu", dtype=numbers)
+        model = load_pretrained(source, device if whole else "cpu", **options)
     else:  # such weights cannot be moved; every process of the trainer has them whole on its GPU
         place = torch.cuda.current_device() if device == "cuda" else device
-        model = load_pretrained(source, None, dtype=numbers, quantization_config=frozen, device_map={"": place})
+        model = load_pretrained(source, None, quantization_config=frozen, device_map={"": place}, **options)
     if not policy.lora:
         return model
     from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 
-    if has_adapters and not trained:  # as they are: an opponent's may differ from those that this run trains
+    if has_adapters and not trained and not overwritten:
+        # As they are: an opponent's may differ from those that this run trains.
         with _explain_failure("adapters", folder):
             return PeftModel.from_pretrained(model, str(folder))
     if frozen is not None and trained:
@@ -313,17 +326,23 @@ def load_model(folder: Path, config: Config, *, trained: bool = False, whole: bo
             lora_dropout=policy.lora_dropout,
             target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
             task_type="CAUSAL_LM",
+            revision=options.get("revision"),  # saved with them, beside the name of the model below
         ),
     )
     if has_adapters:
-        _take_over_adapters(folder, model, policy)
+        try:
+            _take_over_adapters(folder, model, policy)
+        except InvalidValue:
+            if not overwritten:
+                raise
     return model
 
 
-def _base_of(folder: Path) -> Path:
-    """The model below the adapters of a folder: a folder, or an id of the Hub."""
+def _base_of(folder: Path) -> tuple[str, str | None]:
+    """The model below the adapters of a folder, and its revision: a folder, or an id of the Hub."""
     with _explain_failure("adapters", folder):
-        return Path(json.loads((folder / ADAPTERS).read_bytes())["base_model_name_or_path"])
+        saved = json.loads((folder / ADAPTERS).read_bytes())
+        return str(Path(saved["base_model_name_or_path"])), saved.get("revision")
 
 
 def _take_over_adapters(folder: Path, model: Any, policy: PolicySection) -> None:

@@ -78,6 +78,8 @@ class TrainingRun(ABC):
         self._began: float | None = None
         self._earlier_s = 0.0
         self._step, self._saved_step = 0, -1
+        self._resumes = False
+        """True if the weights of a checkpoint follow those of the starting policy."""
         self._unused: list[tuple[int, str]] = []
         """Groups read since the last checkpoint and not trained on, with the reasons."""
         self._unsaved_since: float | None = None
@@ -115,6 +117,7 @@ class TrainingRun(ABC):
 
     def _set_up(self, policy: Path, checkpoint: Path | None) -> tuple[Learner, CheckpointState]:
         """Loads the policy, makes its optimizer and learner, and restores a checkpoint. Every rank does the same."""
+        self._resumes = checkpoint is not None
         self._detail = self._load(policy)
         self._start_optimizer()
         learner, state = self._make_learner(policy), CheckpointState(0, 0, 0, 0.0)

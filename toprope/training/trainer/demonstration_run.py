@@ -163,6 +163,7 @@ class DemonstrationRun(TrainingRun):
         """
         member, section = self._member, self._config.sft
         policy = Path(member.address("policy"))
+        self._resumes = checkpoint is not None
         member.report(Ready(detail=self._load(policy)))
         traces = list(read_traces(Path(self._await_demonstrations())))
         found = tokenize_traces(self._tokenizer, traces, section.max_length, self.beat)

@@ -66,8 +66,9 @@ class LocalRun(TrainingRun):
         """Loads tokenizer and model, and opens the weight file."""
         fix_kernels(self._config)
         self._tokenizer = load_tokenizer(policy, self._config.policy.chat_template_kwargs)
+        how = {"whole": self._ranks.alone, "overwritten": self._resumes}
         # A model that is split moves to the GPUs part by part.
-        self._model = load_model(policy, self._config, trained=True, whole=self._ranks.alone)
+        self._model = load_model(policy, self._config, trained=True, **how)
         self._ranks.meet()
         self._model = self._ranks.shard(self._model)
         self._trained = {name: value for name, value in self._model.named_parameters() if value.requires_grad}

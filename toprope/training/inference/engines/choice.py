@@ -20,6 +20,7 @@ def make_engine(
     tokenizer: Any,
     *,
     crew: Path | None = None,
+    is_trained: bool = False,
     python: str | None = None,
     gave_up: Callable[[TopropeError], object] = lambda error: None,
 ) -> Engine:
@@ -28,6 +29,7 @@ def make_engine(
     Args:
         folder: The policy's folder.
         crew: Folder in which a trainer publishes weights; None for a policy that is not trained.
+        is_trained: True if there is such a trainer, whose weights replace adapters of the folder that do not fit.
         python: The engine's own interpreter, for engines that need one.
         gave_up: Called with the reason if the engine can sample no more.
 
@@ -45,7 +47,7 @@ def make_engine(
     torch.set_num_threads(config.launcher.threads)
     keep_freed_memory()
     transformers.logging.set_verbosity_error()
-    model = load_model(folder, config).eval()
+    model = load_model(folder, config, overwritten=is_trained).eval()
     model.requires_grad_(False)
     weights = None if crew is None else WeightReader(crew, dict(model.named_parameters()), model)
     options: dict[str, Any] = {"max_context": config.policy.max_context, "seed": config.algorithm.seed}

@@ -42,6 +42,7 @@ from toprope.training.trainer.checkpoints.checkpoint_folder import (
 from toprope.training.trainer.checkpoints.moments import (
     flat_state,
     named_parameters,
+    nests_state,
     open_moments,
     read_optimizer_state,
 )
@@ -263,8 +264,8 @@ def load_moments(
 
     Args:
         path: The other run's checkpoint.
-        model: The model that the optimizer trains. Parameters that the checkpoint lacks, or has in another shape, begin
-            without moments.
+        model: The model that the optimizer trains. Parameters that the checkpoint lacks, or has in another shape or
+            of another kind of optimizer, begin without moments.
         optimizer: This run's optimizer.
         extra_modules: Modules trained beside the model; their weights are loaded if the checkpoint has them.
 
@@ -285,7 +286,7 @@ def load_moments(
             fits = {
                 index: (name, parameter)
                 for index, (name, parameter) in parameters.items()
-                if (shapes := moments.shapes(name)) and all(shape in ((), tuple(parameter.shape)) for shape in shapes)
+                if moments.fit(name, tuple(parameter.shape), nested=nests_state(optimizer))
             }
         known = {name for name, _ in fits.values()}
         state = read_optimizer_state(path, fits, {k: v for k, v in numbers.items() if k.partition("/")[0] in known})

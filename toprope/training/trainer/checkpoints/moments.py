@@ -22,13 +22,24 @@ class Moments:
         for key in files[0].keys() if files else ():  # noqa: SIM118 - no mapping
             self._keys.setdefault(key.partition("/")[0], []).append(key)
 
-    def shapes(self, name: str) -> list[tuple[int, ...]]:
-        """Whole shapes of a parameter's moments; () for a number."""
-        found = []
+    def fit(self, name: str, shape: tuple[int, ...], *, nested: bool) -> bool:
+        """True if there are moments of a parameter, for this shape.
+
+        Args:
+            nested: The optimizer nests its state. It then has tensors of other shapes beside the moments, and other
+                optimizers cannot use them.
+        """
+        found, inner = set[tuple[int, ...]](), set[tuple[int, ...]]()
         for key in self._keys.get(name, ()):
-            parts = [tuple(file.get_slice(key).get_shape()) for file in self._files]
-            found.append((sum(part[0] for part in parts), *parts[0][1:]) if parts[0] else ())
-        return found if any(found) else []
+            (inner if "/" in key.partition("/")[2] else found).add(self._shape(key))
+        if nested:
+            return shape in inner
+        return not inner and any(found) and found <= {(), shape}
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        """The whole shape; () for a number."""
+        parts = [tuple(file.get_slice(key).get_shape()) for file in self._files]
+        return (sum(part[0] for part in parts), *parts[0][1:]) if parts[0] else ()
 
     def read(self, name: str, like: torch.Tensor) -> dict[str, torch.Tensor]:
         """A parameter's moments by KEY or KEY/INNER, split as the parameter is."""
@@ -86,6 +97,11 @@ def flat_state(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}/{inner}", one) for inner, one in value.items())
         else:
             yield key, value
+
+
+def nests_state(optimizer: torch.optim.Optimizer) -> bool:
+    """True for the optimizers of bitsandbytes with state in 8 bits."""
+    return hasattr(optimizer, "non_castable_tensor_keys")
 
 
 def _nested(entry: Mapping[str, Any]) -> dict[str, Any]:
