@@ -127,6 +127,8 @@ def expected(schema: dict[str, Any]) -> str:
     """The values that a property accepts, in words: `a whole number from 1 to 200`."""
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
+    if "pattern" in schema:
+        return f"a text of the form {schema['pattern']}"
     text = _EXPECTED.get(str(schema.get("type")), "a valid value")
     low, high = schema.get("minimum"), schema.get("maximum")
     if low is not None and high is not None:

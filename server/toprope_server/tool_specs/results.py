@@ -246,8 +246,8 @@ async def read_logs(
     component: Annotated[
         str,
         Field(
-            description="keeper (starts the others), policy, api, inference, trainer, tracker, a sweep's conductor, "
-            "environment (with its own output), environment-2."
+            pattern=r"^(keeper|policy|api|inference|trainer|tracker|conductor|environment(-[1-9]\d{0,3})?)$",
+            description="The keeper starts the others; environment has the environment's own output.",
         ),
     ],
     lines: Annotated[int, Field(ge=1, le=200, description="Lines, counted from the end.")] = 50,

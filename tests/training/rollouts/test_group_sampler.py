@@ -11,10 +11,11 @@ import pytest
 
 from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy, only_environment
 from toprope.errors import ComponentFailed
-from toprope.records.journal.groups import MASKED
+from toprope.records.journal.groups import MASKED, Outcome
 from toprope.records.run.folder import RunFolder
 from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.evaluation.evaluator import Evaluator, example_record, summarize
+from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
 from toprope.training.rollouts.sampled_group import SampledGroup
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
@@ -207,3 +208,16 @@ def test_summarize_counts_and_averages() -> None:
     assert summary["truncated"] == 0.25
     assert summary["errors"] == 2
     assert summary["error_kinds"] == {"ValueError: x": 2}
+
+
+def test_error_earns_no_more_than_the_worst_answer() -> None:
+    def scores(*outcomes: Outcome) -> list[float]:
+        turns = [[Turn([1], [2], [-0.5], [(0, 1)], "stop")] for _ in outcomes]
+        group = SampledGroup("t", [], ["a"] * len(outcomes), list(outcomes), turns, 0.1).to_record("dice", "g")
+        assert group.outcomes is not None and [one.reward for one in group.outcomes] == group.scores
+        return group.scores
+
+    failed = Outcome(0.0, error="ValueError")
+    assert scores(Outcome(-0.2), failed, Outcome(-0.9)) == [-0.2, -0.9, -0.9]
+    assert scores(Outcome(0.7), failed) == [0.7, 0.0]
+    assert scores(failed, failed) == [0.0, 0.0]

@@ -26,7 +26,7 @@ from toprope.sdk.wall.paths import data_paths, imported_by
 from toprope.settings.limits import UNITS, FrozenLimits, Limits
 from toprope.settings.schema import Config
 from toprope.text_format import clip, value
-from toprope.workbench.launch.budgets.steps import steps_of
+from toprope.workbench.launch.budgets.token_costs import steps_of
 
 HASH_LENGTH = 24
 """Digits of a hash: two previews with the same hash cannot be found by trying."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from toprope.records.run.specification import Specification
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.sections.hosted import HostedPrices
-from toprope.workbench.launch.budgets.steps import steps_of
 
 _SINGLE_TURN = frozenset({"dataset", "score", "trl", "reasoning_gym"})
 """Adapters whose environments ask once."""
@@ -119,3 +118,14 @@ def _turns(specification: Specification) -> int | None:
     if specification.config.environment.max_turns is not None:
         return specification.config.environment.max_turns
     return 1 if specification.environment.adapter in _SINGLE_TURN else specification.environment.turns
+
+
+def steps_of(specification: Specification) -> int:
+    """Return the most optimizer steps of a run: of its demonstrations and epochs, or of its budget; 0 if nothing is
+    trained."""
+    config, kind = specification.config, specification.run_kind
+    if not kind.demonstrates:
+        return config.budget.steps if kind.trains or kind.starts_runs else 0
+    section, dataset = config.sft, specification.dataset
+    rows = section.tasks * section.traces_per_task if dataset is None else dataset.items
+    return -(-rows * section.epochs // section.batch_size)
