@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,7 @@ def test_jury_is_the_owners_grader_and_votes_before_and_after_a_game(packages: P
         luck = {one[1]["content"] for one in asked if one[1]["content"] != "before"}
         assert len(luck) == 1, "a step that is tried again has the same luck"
         assert {body["max_tokens"] for _, _, body in judge.seen} == {1024}, "a verdict needs more room than an answer"
-        assert [body.get("seed") for _, _, body in judge.seen[:2]] == [7, 7] and {
-            body["seed"] for _, _, body in judge.seen
-        } == {7, 8, 9}
+        assert Counter(body["seed"] for _, _, body in judge.seen) == {7: 4, 8: 4, 9: 4}, "the same in both games"
     finally:
         policy.close()
         judge.close()
