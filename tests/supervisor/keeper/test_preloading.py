@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ MODULE = "tests.support.forked_program"
 
 
 @pytest.fixture(autouse=True)
-def subreaper() -> None:
-    """As the keeper is one."""
+def subreaper() -> Iterator[None]:
+    """As the keeper is one. Later tests end no orphans."""
     guard.become_subreaper()
+    yield
+    ctypes.CDLL(None).prctl(36, 0)  # prctl(2): PR_SET_CHILD_SUBREAPER
 
 
 def request(path: Path, name: str, *arguments: str, **options: Any) -> SpawnRequest:
