@@ -71,7 +71,7 @@ def test_shell_that_an_engine_puts_above_a_keeper_is_none(tmp_path):
             one.wait()
 
 
-def test_process_above_a_keeper_that_ends_is_none(tmp_path, monkeypatch):
+def test_process_above_a_keeper_that_ends_counts_as_no_keeper(tmp_path, monkeypatch):
     folder = RunFolder.create(tmp_path / "runs", "a-run")
     code = "import subprocess; subprocess.run(['sleep', '60'])"
     step = subprocess.Popen([sys.executable, "-I", "-S", "-c", code, "--foreground", str(folder.path)])

@@ -124,14 +124,21 @@ class NestedMoments(torch.optim.AdamW):
         super().load_state_dict(given | {"state": {n: entry["quantized"] for n, entry in given["state"].items()}})
 
 
-def test_nested_moments_are_restored(tiny_policy: Path, tmp_path: Path) -> None:
+def saved_after_two_steps(
+    kind: type[torch.optim.AdamW], tiny_policy: Path, folder: Path
+) -> tuple[Path, dict[int, dict[str, torch.Tensor]], Any, Any]:
+    """The checkpoint, the optimizer's plain state, the model and the scheduler."""
     model, _, _ = make(tiny_policy)
-    optimizer = NestedMoments(model.parameters(), lr=1e-2)
+    optimizer = kind(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     train(model, optimizer, scheduler, 2)
     state, parts = CheckpointState(2, 8, 2, 0.0), {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    path = save_checkpoint(tmp_path, state, keep=1, tokenizer=load_tokenizer(tiny_policy), **parts)
-    expected = torch.optim.AdamW.state_dict(optimizer)["state"]
+    path = save_checkpoint(folder, state, keep=1, tokenizer=load_tokenizer(tiny_policy), **parts)
+    return path, torch.optim.AdamW.state_dict(optimizer)["state"], model, scheduler
+
+
+def test_nested_moments_are_restored(tiny_policy: Path, tmp_path: Path) -> None:
+    path, expected, model, scheduler = saved_after_two_steps(NestedMoments, tiny_policy, tmp_path)
     again = NestedMoments(model.parameters(), lr=1e-2)
     load_checkpoint(path, model=model, optimizer=again, scheduler=scheduler)
     found = torch.optim.AdamW.state_dict(again)["state"]
@@ -159,13 +166,7 @@ class QuantizedMoments(torch.optim.AdamW):
 
 def test_quantized_moments_go_on_in_another_run(tiny_policy: Path, tmp_path: Path) -> None:
     """Beside them are tensors of other shapes. Other optimizers, and parameters of another shape, begin without."""
-    model, _, _ = make(tiny_policy)
-    optimizer = QuantizedMoments(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    train(model, optimizer, scheduler, 2)
-    state, parts = CheckpointState(2, 8, 2, 0.0), {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    path = save_checkpoint(tmp_path, state, keep=1, tokenizer=load_tokenizer(tiny_policy), **parts)
-    expected = torch.optim.AdamW.state_dict(optimizer)["state"]
+    path, expected, model, _ = saved_after_two_steps(QuantizedMoments, tiny_policy, tmp_path)
     again = QuantizedMoments(model.parameters(), lr=1e-2)
     assert load_moments(path, model=model, optimizer=again) == len(expected) > 10
     found = torch.optim.AdamW.state_dict(again)["state"]
