@@ -265,7 +265,7 @@ def scoring_raises(seen: Observed) -> Finding | None:
         "scoring_raises",
         "warning",
         f"Scoring raises on answers of kind {', '.join(kinds)}: {cut(errors[0].error)}",
-        "score() never raises: such a rollout gets reward 0 and counts as an error",
+        "score() never raises: such a rollout earns at most 0 and counts as an error",
         seen.advice(
             "catch parsing errors in score() and give the reward of a wrong answer",
             "use test_inference to see if a policy's answers raise as well; if so, tell its author, or choose another "

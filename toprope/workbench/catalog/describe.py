@@ -302,7 +302,7 @@ def _remarks(card: Card, examples: Sequence[Example], sizes: Mapping[str, SplitS
         outcomes = [example.scores[label] for example in examples if label in example.scores]
         errors = [outcome.error for outcome in outcomes if outcome.error]
         if errors:
-            remarks.append(f"Scoring the {label} answer raises: {errors[0]} (such a rollout gets reward 0).")
+            remarks.append(f"Scoring the {label} answer raises: {errors[0]} (such a rollout earns at most 0).")
         elif label == "reference" and not all(outcome.success for outcome in outcomes):
             best = max(outcome.reward for outcome in outcomes)
             remarks.append(f"The reference answer does not succeed everywhere (best reward {best:g}).")
