@@ -77,6 +77,24 @@ class Sums(BaseTextEnv):
 '''
 
 
+RECURSIVE = """
+class BaseRLMEnv:
+    def __init__(self, env_config=None, extras={}):
+        self.most, self.turns = extras.get("max_turns", 3), 0
+
+    def init(self, prompt):
+        self.talk = [*prompt, {"role": "user", "content": "Next?"}]  # which the trainer continues
+        return self.talk, {}
+
+    def step(self, action):
+        self.turns += 1
+        assert self.talk.pop()["content"] == "Next?"
+        done = self.turns == self.most
+        again = [] if done else [{"role": "user", "content": f"Ran {action}"}, {"role": "user", "content": "Next?"}]
+        return {"observations": again, "reward": done * float(len(self.talk)), "done": done}
+"""
+
+
 def listed(file: Path, text: str):
     file.write_text(text)
     return declared(file, ast.parse(text))
@@ -120,6 +138,16 @@ def test_few_distinct_beginnings_fill_every_split(tmp_path: Path) -> None:
     for split in SPLITS:
         splits.get(split, 0)
     assert sum(splits.known(split) for split in SPLITS) == 6
+
+
+def test_games_that_begin_alike_and_hide_their_state_are_tasks_of_their_own(tmp_path: Path) -> None:
+    begun = "self.resets = getattr(self, 'resets', 0) + 1; self.shown = self.number % 2; "
+    shown = GUESS.replace('return f"Guess a number', f'{begun}return f"{{self.shown}}? Guess a number')
+    tasks = list(itertools.islice(opened(tmp_path / "hiding.py", shown, high=9).tasks(), 20))
+    assert len({task.id for task in tasks}) == 20, "the number is not shown"
+    told = shown.replace("self.number % 2; ", "self.number = self.number % 2; ")
+    tasks = list(itertools.islice(opened(tmp_path / "telling.py", told, high=9).tasks(), 20))
+    assert len({task.id for task in tasks}) == 2
 
 
 def test_data_of_nltk_is_fetched_for_a_game_that_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +264,19 @@ def test_rows_make_environments_with_init(tmp_path: Path) -> None:
     assert rollout._environment.task.reference == "3"
     assert rollout.advance("4").messages[0]["content"] == "Once more."
     assert rollout.advance("3").outcome.success
+
+
+def test_environment_may_change_the_conversation_that_it_began(tmp_path: Path) -> None:
+    """As SkyRL-gym's environments for recursive models do, whose class only scores."""
+    (tmp_path / "recursive.py").write_text(RECURSIVE)
+    (tmp_path / "papers.jsonl").write_text('{"prompt": [{"role": "user", "content": "Who?"}]}\n')
+    text = "from recursive import BaseRLMEnv\nclass Papers(BaseRLMEnv):\n    def _get_reward(self, answer): ...\n"
+    for turns, kept in ((0, 5.0), (4, 7.0)):
+        rollout = begun(opened(tmp_path / "papers.py", text, turns=turns))
+        for _ in range((turns or 3) - 1):
+            assert [one["content"] for one in rollout.advance("a").messages] == ["Ran a", "Next?"]
+        found = rollout.advance("a").outcome
+        assert found.error is None and found.parts["return"] == kept, "the question, and each answer with its result"
 
 
 def test_files_are_listed_without_running_them(tmp_path: Path) -> None:

@@ -334,7 +334,8 @@ def make(target: str) -> Atropos:
     module_name = ".".join(path.with_suffix("").relative_to(Path(package_of(str(path)) or path).parent).parts)
     sys.path[:] = [root, *(one for one in sys.path if one not in (root, folder)), folder]
     find_above(path)
-    module = importlib.import_module(module_name)
+    with OwnRandom("tasks"):
+        module = importlib.import_module(module_name)
     if Path(getattr(module, "__file__", "") or "").resolve() != path.resolve():
         raise LoadError(f"The name {path.stem!r} is taken by {module.__file__}: rename {path.name}.")
     own = {

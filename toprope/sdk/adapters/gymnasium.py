@@ -27,6 +27,7 @@ Task n is the environment after a reset with seed n, or row n. The environment t
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import importlib
 import inspect
@@ -51,6 +52,7 @@ from toprope.sdk.adapters._gymnasium.spaces import (
     stepped,
 )
 from toprope.sdk.adapters._shared.bounds import Bounds
+from toprope.sdk.adapters._shared.held import held
 from toprope.sdk.adapters._shared.listing import Listed, why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import rows_of
@@ -71,6 +73,8 @@ _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _ALIKE = 8
 """Number of first tasks compared to see if observations tell tasks apart."""
 _BASES = {"Env", "BaseTextEnv", "TextEnv"}
+_STEPPING = "BaseRLMEnv"
+"""SkyRL-gym's base of environments that only score."""
 _MOST = 1e9
 
 
@@ -93,7 +97,7 @@ class Gymnasium(Environment):
         self.__doc__ = str(said or f"{whole}, an environment with reset and step")
         self._bounds = Bounds(target.get("range") or [-1.0, 1.0], True, "`range`")
         self._solved = float(target.get("success", self._bounds.high))
-        self._limit = target.get("max_turns")
+        self._limit, self._turns = target.get("max_turns"), 0
         self.parts = {
             "reward": self._bounds.part(1.0, "sum of the rewards of all steps, clipped"),
             "return": Part(0.0, -_MOST, _MOST, "the same sum, not clipped; shown"),
@@ -102,7 +106,7 @@ class Gymnasium(Environment):
 
     def setup(self) -> None:
         knobs = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
-        most = knobs.pop("turns")
+        most = self._turns = knobs.pop("turns")
         for name, kind in _configurations(self._maker, self._given).items():
             fields = [one.name for one in dataclasses.fields(kind) if one.name in knobs]
             knobs[name] = kind(**{one: knobs.pop(one) for one in fields})
@@ -130,22 +134,24 @@ class Gymnasium(Environment):
             return
         first = [self._begin(seed)[0] for seed in range(_ALIKE)]
         texts = [_key(messages) for messages in first]
-        alike = len(set(texts)) == 1
+        alike = len(set(texts)) == 1 or self._hides(texts)
         for seed in itertools.count():
             messages = first[seed] if seed < _ALIKE else self._begin(seed)[0]
-            # If games begin alike, their hidden state tells them apart: use seeds as keys.
+            # If games begin alike, what they hide tells them apart: use seeds as keys.
             yield Task(messages, data={"seed": seed}, key=f"{_key(messages)} {seed}" if alike else None)
 
     def reset(self, task: Task) -> Messages:
         self._return, self._last = 0.0, 0.0
         self._told: bool | None = None
+        self._talk: Any = None
         if self._rows:
             row = task.data["row"]
+            extras = {**row, **({"max_turns": self._turns} if self._turns else {})}
             self._luck = OwnRandom(f"{self.seed}:{task.id}")
             with self._luck:
-                self._game = self._made(extras=row) if _takes(self._maker, "extras") else self._made(**row)
-                messages, _ = pair_of(self._game.init(task.messages))
-            return as_messages(messages, "what init() returned")
+                self._game = self._made(extras=extras) if _takes(self._maker, "extras") else self._made(**row)
+                self._talk, _ = pair_of(self._game.init(copy.deepcopy(task.messages)))
+            return as_messages(self._talk, "what init() returned")
         messages, self._game, self._luck = self._begin(task.data["seed"], keep=True)
         return messages
 
@@ -155,6 +161,9 @@ class Gymnasium(Environment):
             return [{"role": "user", "content": numbers(self._game)}], False
         with self._luck:
             observation, reward, done, info = stepped(self._game.step(action))
+        if isinstance(self._talk, list):  # SkyRL-gym's environments may hold on to the conversation that they began
+            said = observation if isinstance(observation, list) else []
+            self._talk += [{"role": "assistant", "content": text}, *said]
         self._return, self._last = self._return + reward, reward if done else 0.0
         self._told = next((bool(info[name]) for name in _TOLD if name in info), self._told)
         return (None if done else _messages(observation, info)), done
@@ -170,6 +179,21 @@ class Gymnasium(Environment):
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return self._told if self._told is not None else max(self._last, parts["return"]) >= self._solved - 1e-9
+
+    def _hides(self, texts: list[str]) -> bool:
+        """Return True if games of these seeds that begin alike differ in what they hide."""
+        for seed, text in enumerate(texts):
+            if (earlier := texts.index(text)) < seed:
+                one, again, other = (self._held(each) for each in (earlier, earlier, seed))
+                # A counter of resets differs for the same seed, too.
+                if any(one[name] == again.get(name) != other.get(name) for name in one):
+                    return True
+        return False
+
+    def _held(self, seed: int) -> dict[str, Any]:
+        game = self._begin(seed)[1]
+        state = getattr(getattr(game, "unwrapped", game), "__dict__", {})
+        return {name: held(one, 4) for name, one in state.items()}
 
     def _row_tasks(self) -> Iterator[Task]:
         if self._user is None:
@@ -282,6 +306,8 @@ def _methods(node: ast.ClassDef) -> set[str]:
     defined = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
     if verifiable.BASE in bases and "_generate" in defined:
         return set(defined)
+    if _STEPPING in bases:
+        return {"init", "step", *defined}
     other = node.name.startswith("_") or node.name.endswith("Client")  # the latter asks a server
     if other or "step" not in defined or len(defined["step"].args.args) != 2:
         return set()

@@ -29,7 +29,7 @@ from toprope.sdk.adapters._inspect_ai.listing import declared, installed
 from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
 from toprope.sdk.adapters._inspect_ai.packages import missing_package, without_markup
 from toprope.sdk.adapters._inspect_ai.provider import PROVIDER, Rollout, give_agents_a_key, register, tokens_of
-from toprope.sdk.adapters._inspect_ai.score_values import number_of, reports_accuracy, unique_names, values_of
+from toprope.sdk.adapters._inspect_ai.score_values import marks_of, number_of, reports_accuracy, unique_names, values_of
 from toprope.sdk.adapters._shared.bounds import within
 from toprope.sdk.adapters._shared.keys import keyed_samples
 from toprope.sdk.adapters._shared.random_state import OwnRandom
@@ -151,12 +151,12 @@ class Inspect(OwnLoop):
         self.parts, self._values = {}, {}
         for name, scorer in zip(scorer_names, scorers, strict=True):
             metrics = getattr(self._task, "metrics", None) or registry_info(scorer).metadata.get("metrics")
-            several = values_of(metrics)
+            several, marks = values_of(metrics), marks_of(scorer)
             for key, some in several.items() or [("", metrics)]:
                 is_share = registry_info(scorer).name in _OF_SHARES or reports_accuracy(some)
                 part = f"{name}_{key}" if key else name
                 weight = 1.0 / (len(scorer_names) * max(1, len(several)))
-                self.parts[part] = self._part(weight, _SHARE if is_share else _UNKNOWN)
+                self.parts[part] = self._part(weight, marks or (_SHARE if is_share else _UNKNOWN))
                 self._values[part] = name, key
         if not scorers:
             why = "always the lowest: the task has no scorer, and environment.rewards adds judges"
@@ -166,7 +166,8 @@ class Inspect(OwnLoop):
 
     def _part(self, weight: float, bounds: tuple[float, float]) -> Part:
         low, high = self.knobs.reward_low, self.knobs.reward_high
-        low, high = bounds[0] if low is None else low, bounds[1] if high is None else high
+        low = max(bounds[0], _UNKNOWN[0]) if low is None else low
+        high = min(bounds[1], _UNKNOWN[1]) if high is None else high
         if low >= high:
             raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
         return Part(weight, low, high, "a scorer")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from pydantic import Field
 
@@ -34,6 +35,22 @@ def test_items_are_the_same_in_every_process(collects: Callable[..., OwnLoop]) -
         tasks = collects({"items": 30}, get_next_item=drawn).tasks()
         keys.append([task.key for task in tasks])
     assert keys[0] == keys[1] and len({*keys[0]}) == 30, "items that differ by identities alone are tasks of their own"
+
+
+def test_items_that_an_environment_s_own_generators_draw_are_the_same(collects: Callable[..., OwnLoop]) -> None:
+    async def made(self: Any) -> None:
+        self.mine = random.Random().random, random.Random().random
+        self.numbers = numpy.random.default_rng().random, numpy.random.RandomState().random_sample
+
+    async def drawn(self: Any) -> Any:
+        found = [one() for one in (*self.mine, *self.numbers)]
+        assert len({*found}) == 4, "each generator has a seed of its own"
+        return {"question": str(found)}
+
+    keys = [[task.key for task in collects({"items": 30}, setup=made, get_next_item=drawn).tasks()] for _ in range(2)]
+    assert keys[0] == keys[1] and len({*keys[0]}) == 30
+    for kind in (random.Random, numpy.random.default_rng):
+        assert kind().random() != kind().random(), "elsewhere they are drawn"
 
 
 def test_environment_that_ends_its_program_says_so(collects: Callable[..., OwnLoop]) -> None:

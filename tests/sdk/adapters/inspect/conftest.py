@@ -41,6 +41,16 @@ def sample(text: Any, **fields: Any) -> Sample:
     return Sample(input=text, **rest | log | fields)
 
 
+class Model:
+    """A model of inspect, by its API."""
+
+    def __init__(self, api: Any, config: Any = None) -> None:
+        self.api, self.config = api, config
+
+    async def generate(self, messages: list[Any], tools: Any = ()) -> Any:
+        return (await self.api.generate(messages, tools, None, None))[0].choices[0].message
+
+
 places: list[dict[str, str]] = []
 """Addresses of the roles of each evaluation."""
 
@@ -95,15 +105,19 @@ def inspect(stand_in: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> C
                 "registry_info": lambda one: Thing(
                     name=one if "/" in one else f"package/{one}", metadata={"metrics": metrics}
                 ),
-                "registry_params": lambda one: {"metric": {"name": "accuracy"}} if one == "grouped" else {},
+                "registry_params": lambda one: {
+                    "metric": {"name": "accuracy" if one == "grouped" else "mean"},
+                    "grade_pattern": one if "(" in one else None,
+                },
                 "registry_lookup": lambda kind, name: name,
             },
             "inspect_ai.dataset": {"MemoryDataset": type("MemoryDataset", (Samples,), {})},
             "inspect_ai.log._samples": {"sample_active": None},
             "inspect_ai.model": {
                 "get_model": lambda name, role=None, **settings: settings, "modelapi": lambda name: lambda made: made,
-                "ModelAPI": object, "model_roles": dict,
+                "ModelAPI": object, "model_roles": dict, "Model": type("Model", (Model,), {}),
             },
+            "inspect_ai.util": {"suspend_turn_limit": None},
             "inspect_ai.model._model": {"active_model": lambda: None, "cache_fetch": None, "cache_store": None},
             "inspect_ai.model._generate_config": {"active_generate_config": None},
             "inspect_ai.model._providers.openai_compatible": {"OpenAICompatibleAPI": object},

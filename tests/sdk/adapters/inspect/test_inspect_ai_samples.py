@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace as Thing
 from typing import Any
 
 import pytest
 
-from tests.sdk.adapters.inspect.conftest import Sample, sample, session
+from tests.sdk.adapters.inspect.conftest import Model, Sample, sample, session
 from toprope.sdk.adapters._inspect_ai import named_models, provider
 from toprope.sdk.adapters._inspect_ai.provider import Rollout
 from toprope.sdk.adapters._inspect_ai.score_values import number_of
@@ -100,6 +101,15 @@ def test_scores_are_bounded_by_accuracy_and_the_knobs_alone(inspect: Callable[..
         assert (part.low, part.high) == (0.0, 1.0), "a share of right answers"
     part = inspect(samples, scorers=("inspect_ai/exact",), metrics=("mean",)).parts["exact"]
     assert (part.low, part.high) == (0.0, 1.0), "as inspect's own scorer does"
+    for pattern, low, high in (
+        (r"GRADE: ([1-5])", 1.0, 5.0),
+        (r'"score":\s*(10|[1-9])', 1.0, 10.0),
+        (r"(\d+)", -1e3, 1e3),
+    ):
+        [part] = inspect(samples, scorers=(pattern,)).parts.values()
+        assert (part.low, part.high) == (low, high), "marks of a grader, although inspect calls their mean accuracy"
+    [part] = inspect(samples, scorers=(r"(?is)GRADE: (C|I)",)).parts.values()
+    assert (part.low, part.high) == (0.0, 1.0)
     with pytest.raises(InvalidRequest, match="reward_low 2 must be below reward_high 1"):
         configure(inspect(samples), knobs={"reward_low": 2.0})
 
@@ -152,6 +162,7 @@ class Compatible:
 
     async def generate(self, input: list[Any], tools: Any, tool_choice: Any, config: Any) -> Any:
         key = self.request_headers(config)["Authorization"].removeprefix("Bearer ")
+        limited.append(limited[0])
         output = said("" if tools else f"{key}: {input[-1].text}")
         output.choices[0].message.id = next(ids)
         return output, "the request"
@@ -164,27 +175,39 @@ def said(text: str) -> Thing:
     return Thing(choices=[Thing(message=Thing(role="assistant", text=text))])
 
 
+limited: list[bool] = [True]
+"""Whether turns count; then of each answer."""
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    limited[0] = False
+    yield
+    limited[0] = True
+
+
 @pytest.fixture
 def policy(stand_in: Callable[..., None]) -> Callable[[Rollout], Any]:
     """A function that makes the model of an evaluation, whose active sample is that rollout."""
     kinds: list[Callable[[], Any]] = []
     stand_in("inspect_ai._util.registry", registry_lookup=lambda kind, name: None)
     stand_in("inspect_ai.log._samples", sample_active=lambda: Thing(sample=Thing(id=1), epoch=2))
-    stand_in("inspect_ai.model", modelapi=lambda name: kinds.append)
+    model = type("Model", (Model,), {})
+    stand_in("inspect_ai.model", modelapi=lambda name: kinds.append, Model=model)
+    stand_in("inspect_ai.util", suspend_turn_limit=suspended)
     stand_in("inspect_ai.model._providers.openai_compatible", OpenAICompatibleAPI=Compatible)
     stand_in("inspect_ai.model._model", cache_fetch=lambda entry: entry.kept, cache_store=lambda entry, output: output)
     provider.register()
 
     def make(rollout: Rollout) -> Any:
         own = Thing(merge=lambda other: f"its own, then {other}")
-        return Thing(api=kinds[0]()("policy", {("1", 2): rollout}, ""), config=own)
+        return model(kinds[0]()("policy", {("1", 2): rollout}, ""), own)
 
     return make
 
 
 async def answered(model: Any, *asked: str, tools: tuple[str, ...] = ()) -> Any:
-    messages = [Thing(role="user", text=text) for text in asked]
-    return (await model.api.generate(messages, tools, None, None))[0].choices[0].message
+    return await model.generate([Thing(role="user", text=text) for text in asked], tools)
 
 
 def test_role_that_nobody_has_bound_is_not_the_policy_beside_it(
@@ -208,15 +231,12 @@ def test_role_that_nobody_has_bound_is_not_the_policy_beside_it(
     assert user is not active and user.config == f"its own, then {evaluated}", "sampled as the evaluation says"
 
     async def talk() -> None:
-        alone = Rollout(session(api_key="k", judge_key="j"))
-        con_artist = Thing(api=policy(alone).api.as_role("con artist"))
-        logged = [await answered(con_artist, "a")]
-        assert logged[0].text == "k: a" and alone.messages(logged) is logged, "roles alone are the policy"
-
+        limited[:] = [True]
         first = await answered(user, "b")
         own = await answered(active, "c", first.text)
         later = await answered(user, "d")
         assert [one.text for one in (first, own, later)] == ["k: b", "k: k: b", "j: d"]
+        assert limited[1:] == [True, True, False], "a user's answers are no turns"
         texts = [one.text for one in rollout.messages([first, later])]
         assert texts == ["c", "k: b", "k: k: b"], "the policy's own conversation"
         logged = [Thing(role="system", text="k: b"), own]
@@ -231,6 +251,29 @@ def test_role_that_nobody_has_bound_is_not_the_policy_beside_it(
         assert calls.text == called.text == "" and rollout.messages([called]) == [called]
 
     asyncio.run(talk())
+
+
+def test_first_role_of_several_is_the_policy(policy: Callable[[Rollout], Any]) -> None:
+    """Players of a game and its judge must not be trained for the reward of one of them."""
+    rollout = Rollout(session(api_key="k", judge_key="j"))
+
+    async def play() -> None:
+        model = policy(rollout)
+        seller, buyer, judge = (type(model)(model.api.as_role(role)) for role in ("seller", "buyer", "judge"))
+        offer = await answered(seller, "a")
+        reply = await answered(buyer, "b")
+        last = await answered(seller, "a", offer.text, "c")
+        assert [one.text for one in (offer, reply, last, await answered(judge, "d"))] == [
+            "k: a",
+            "j: b",
+            "k: c",
+            "j: d",
+        ]
+        assert rollout.messages([offer]) == [offer]
+        logged = [Thing(role="assistant", text=one.text, id=None) for one in (offer, reply, last)]
+        assert [one.text for one in rollout.messages(logged)] == ["a", "k: a", "c", "k: c"]
+
+    asyncio.run(play())
 
 
 def test_answers_of_other_rollouts_are_not_taken_from_a_cache(policy: Callable[[Rollout], Any]) -> None:

@@ -248,6 +248,25 @@ def test_application_with_both_endpoints_is_found_and_run_from_its_manifest(tmp_
     assert openenv.declared(file, ast.parse("other = 1")) == []
 
 
+@pytest.mark.parametrize(
+    ("imported", "place"),
+    [("from server.routes.episodes import router", "server/routes/episodes.py"),
+     ("from .routes import episodes", "server/routes/episodes.py"),
+     ("from .routes import router", "server/routes.py")],
+)  # fmt: skip
+def test_app_whose_endpoints_are_in_another_file_is_found(imported: str, place: str, tmp_path: Path) -> None:
+    (tmp_path / place).parent.mkdir(parents=True)
+    posts = "".join(f'@router.post("/{one}")\ndef {one}(): ...\n' for one in ("reset", "step"))
+    (tmp_path / place).write_text(f"from fastapi import APIRouter\nrouter = APIRouter()\n{posts}")
+    file = tmp_path / "server" / "main.py"
+    name = imported.rpartition(" ")[2] + (".router" if imported.endswith("episodes") else "")
+    text = f"from fastapi import FastAPI\n{imported}\napp = FastAPI()\napp.include_router({name}, prefix='/api')\n"
+    [found] = openenv.declared(file, ast.parse(text))
+    assert found.target == f"{file}:app" and found.standalone
+    (tmp_path / place).write_text("router = None\n")
+    assert not openenv.declared(file, ast.parse(text))
+
+
 ALONE = """
 import json, os, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

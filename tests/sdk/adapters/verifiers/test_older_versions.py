@@ -29,6 +29,13 @@ def test_packages_of_earlier_versions_find_the_names_that_they_import(
         "        self.funcs, self.weights = [*funcs], [*weights]\n"
         "    def add_reward_func(self, one, weight):\n        self.funcs.append(one), self.weights.append(weight)\n"
         "class JudgeRubric(Rubric):\n    async def judge(self, prompt, state=None):\n        return prompt\n"
+        "class Tool(dict):\n    def model_dump(self, **options):\n        return {**self}\n"
+        "class Environment:\n    def __init__(self, tool_defs=None):\n"
+        "        self.tool_defs = self._normalize_tool_defs(tool_defs)\n"
+        "    @staticmethod\n"
+        "    def _normalize_tool_defs(tools):\n        return tools and [Tool(**one) for one in tools]\n"
+        "    async def init_state(self, input):\n        assert 'oai_tools' not in input['info']\n"
+        "        return {'tool_defs': self._normalize_tool_defs(input['info'].get('tool_defs')), **input}\n"
     )
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -46,6 +53,14 @@ def test_packages_of_earlier_versions_find_the_names_that_they_import(
         assert asyncio.run(judge.judge("a", None, top_p=1)) == "a", "verifiers took and passed on what else it got"
         with pytest.raises(ModuleNotFoundError):
             importlib.import_module("verifiers.envs.nowhere")
+        for given in ({"name": "add"}, {"name": "add", "description": "", "parameters": {"type": "object"}}):
+            asked = {"type": "function", "function": given}
+            environment = vf.Environment(oai_tools=[asked])
+            own = {"description": "", "parameters": {"type": "object", "properties": {}}, **given}
+            assert environment.tool_defs == [own] and environment.oai_tools == [{**asked, "function": own}]
+            environment.oai_tools = []
+            begun = asyncio.run(environment.init_state({"info": {"oai_tools": [asked], "more": 1}}))
+            assert begun["tool_defs"] == [own] and begun["info"]["more"] == 1
         rubric = vf.Rubric([len])
         rubric.reward_funcs, rubric.reward_weights = [len, sum], [1.0, 0.5]
         adopt_functions(Thing(rubrics=[rubric]))
@@ -87,7 +102,10 @@ def test_hooks_of_earlier_versions_are_called_as_their_authors_wrote_them() -> N
 
         async def setup_state(self, state: Any, **more: Any) -> Any:
             state = await super().setup_state(state, **more)  # type: ignore[func-returns-value]
-            return {**state, "board": "new"}
+            return {**state, "board": "new", "info": {"oai_tools": ["move"]}}
+
+        def _normalize_tool_defs(self, tools: Any) -> Any:
+            return [f"{one}, adapted" for one in tools]
 
     class Older(Environment):
         async def is_completed(self, messages: Any, state: Any, **more: Any) -> bool:  # type: ignore[override]
@@ -102,6 +120,7 @@ def test_hooks_of_earlier_versions_are_called_as_their_authors_wrote_them() -> N
     game: Any = group.env_map["game"]
     state: dict[str, Any] = {"prompt": ["go"]}
     assert asyncio.run(game.setup_state(state)) is state and (state["board"], state["made"]) == ("new", 1)
+    assert state["tool_defs"] == ["move, adapted"], "tools that a hook chose for the rollout"
     assert not asyncio.run(game.is_completed(state)) and state["turn"] == 0
     assert asyncio.run(game.env_response(["a"], state)) == ["a", "next"] and state["moves"] == 1
     assert "final_env_response" not in state

@@ -49,6 +49,9 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
                 config = active_generate_config().merge(config)
             return await self._model().api.generate(input, tools, tool_choice, config)
 
+        def is_aside(self) -> bool:
+            return self._model().api.is_aside()  # type: ignore[no-any-return]
+
         def should_retry(self, ex: Exception) -> Any:
             return self._model().api.should_retry(ex)
 

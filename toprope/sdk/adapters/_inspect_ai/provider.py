@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,38 +25,49 @@ _VERDICT_TOKENS = 1024
 class Rollout:
     """The session of a rollout, and its calls of the policy.
 
-    Some tasks ask roles that nobody has bound, such as a simulated user; inspect gives them the evaluated model. If the
-    policy is asked without a role too, only those calls are the rollout; otherwise all are.
+    Some tasks ask roles that nobody has bound, such as a simulated user; inspect gives them the evaluated model. Only
+    calls without a role are the rollout, or those of the first role if all have one: the other players must not be
+    trained for its reward.
     """
 
     session: Session
-    talk: list[Any] | None = None
-    """The last conversation without a role, as messages of inspect; None before there is one."""
+    plays: str | None = None
+    """The role that the policy plays, empty for calls without one; None before the first call."""
+    talk: list[Any] = field(default_factory=list)
+    """The policy's last conversation, as messages of inspect."""
     _talks: list[list[Any]] = field(default_factory=list)
-    """The answered conversations without a role, each with its answer."""
+    """The policy's answered conversations, each with its answer."""
     _of_roles: list[Any] = field(default_factory=list)
-    """The answers that roles gave."""
+    """The answers that other roles gave."""
 
     def messages(self, logged: list[Any]) -> list[Any]:
         """Return the conversation of the rollout: the logged messages, unless a role gave some of their answers.
 
-        Then it is the last one without a role whose answer is logged, since a call after the rollout may grade it.
+        Then it is the policy's last one whose answer is logged, since a call after the rollout may grade it.
         """
         own = [talk[-1] for talk in self._talks]
         answered = [message for message in logged if message.role == "assistant"]
         others = [one for one in answered if not _holds(own, one, by_text=False)]
-        if self.talk is None or not any(_holds(self._of_roles, one) for one in others):
+        if not any(_holds(self._of_roles, one) for one in others):
             return logged
         return next((talk for talk in reversed(self._talks) if _holds(answered, talk[-1])), self.talk)
 
+    def is_aside(self, role: str) -> bool:
+        """Return True if another than the policy's own role is asked."""
+        return bool(role) and self.plays not in (None, role)
+
     def ask(self, role: str, messages: list[Any]) -> None:
         """Note a question to the policy."""
-        if not role:
+        if self.plays is None or (self.plays and not role):
+            self.plays = role
+            self._of_roles += [talk[-1] for talk in self._talks]
+            self._talks = []
+        if role == self.plays:
             self.talk = list(messages)
 
     def hear(self, role: str, message: Any, messages: list[Any]) -> None:
         """Note the policy's answer to these messages."""
-        if role:
+        if self.is_aside(role):
             self._of_roles.append(message)
         else:
             self.talk = [*messages, message]
@@ -116,6 +128,10 @@ def register() -> None:
             copied._role = role
             return copied
 
+        def is_aside(self) -> bool:
+            """Return True if it answers for another than the policy."""
+            return bool(self._plays) or self._rollout().is_aside(self._role)
+
         async def generate(self, input: list[Any], tools: Any, tool_choice: Any, config: Any) -> Any:
             if self._plays:
                 return await super().generate(input, tools, tool_choice, config)
@@ -133,8 +149,7 @@ def register() -> None:
         def request_headers(self, config: Any) -> dict[str, str]:
             rollout = self._rollout()
             session = rollout.session
-            aside = self._plays or (self._role and rollout.talk is not None)
-            key = session.judge_key if aside and session.judge_key else session.api_key
+            key = session.judge_key if self.is_aside() and session.judge_key else session.api_key
             if self._plays in session.roles:
                 key = session.roles[self._plays]["api_key"]
             return {**super().request_headers(config), "Authorization": f"Bearer {key}"}
@@ -157,6 +172,7 @@ def register() -> None:
 
     modelapi(name=PROVIDER)(toprope)
     _cache_others_only()
+    _count_own_turns_only()
 
 
 def _cache_others_only() -> None:
@@ -170,6 +186,22 @@ def _cache_others_only() -> None:
 
     _model.cache_fetch = lambda entry: None if is_ours(entry) else fetch(entry)
     _model.cache_store = lambda entry, output: False if is_ours(entry) else store(entry, output)
+
+
+def _count_own_turns_only() -> None:
+    """Count the policy's answers as turns, not those of simulated users and judges."""
+    from inspect_ai.model import Model
+    from inspect_ai.util import suspend_turn_limit
+
+    generate = Model.generate
+
+    @functools.wraps(generate)
+    async def counted(self: Any, *given: Any, **named: Any) -> Any:
+        is_aside = getattr(self.api, "is_aside", None)
+        with suspend_turn_limit() if is_aside is None or is_aside() else nullcontext():
+            return await generate(self, *given, **named)
+
+    Model.generate = counted
 
 
 def tokens_of(text: str) -> int:

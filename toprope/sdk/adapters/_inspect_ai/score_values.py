@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from toprope.sdk.errors import EnvironmentMistake
 
-__all__ = ["number_of", "reports_accuracy", "unique_names", "values_of"]
+__all__ = ["marks_of", "number_of", "reports_accuracy", "unique_names", "values_of"]
 
 _MAIN = ("accuracy", "correct", "score", "win")
 """Names of the value that counts among several which no metrics tell apart."""
@@ -49,6 +51,24 @@ def reports_accuracy(metrics: Any) -> bool:
             applied = registry_params(one).get("metric")
             names += [registry_info(one).name, str(applied.get("name")) if isinstance(applied, dict) else ""]
     return any(name.rpartition("/")[2] == "accuracy" for name in names)
+
+
+def marks_of(scorer: Any) -> tuple[float, float] | None:
+    """Return the lowest and highest mark, such as 1 and 10, that a scorer reads from the answer of a model.
+
+    They are infinite if its pattern bounds no number. None if it reads letters, as by default.
+    """
+    from inspect_ai._util.registry import registry_params
+
+    pattern = registry_params(scorer).get("grade_pattern")
+    group = re.search(r"(?<!\\)\((?!\?)([^()]*)\)", pattern) if isinstance(pattern, str) else None
+    try:
+        marks = [mark for mark in range(101) if group is not None and re.fullmatch(group[1], str(mark))]
+    except re.error:
+        return None
+    if not marks or marks[-1] <= 1:
+        return None
+    return (float(marks[0]), float(marks[-1])) if marks[-1] < 100 else (-math.inf, math.inf)
 
 
 def number_of(value: Any, to_float: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,8 @@ __all__ = ["declared", "installed", "name_of", "started"]
 
 _SERVE = str(Path(__file__).with_name("openenv_serve.py"))
 _ENDPOINTS = {"reset", "step"}
+_NEAR = 3
+"""Folders, of an app's file and above it, in which modules that it imports are looked for."""
 
 
 def started(file: Path, attribute: str, root: Path | None = None) -> tuple[tuple[str, ...], str]:
@@ -103,7 +106,7 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
         for one in node.names
         if one.name in ("create_app", "create_fastapi_app")
     }
-    standalone = not makers and _ENDPOINTS <= _endpoints(tree)
+    standalone = not makers and _ENDPOINTS <= _endpoints(tree) | _of_routers(file, tree)
     if standalone:
         makers = {"FastAPI"}
     named = _named(file)
@@ -134,6 +137,31 @@ def _endpoints(tree: ast.Module) -> set[str]:
                     place = one.args[0]
                     if one.func.attr in ("post", "api_route") and isinstance(place, ast.Constant):
                         found.add(str(place.value).rpartition("/")[2])
+    return found
+
+
+def _of_routers(file: Path, tree: ast.Module) -> set[str]:
+    """Return the endpoints in the files beside an app's, or below, from which it imports its routers."""
+    includes = {
+        word.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "include_router"
+        for one in node.args[:1]
+        for word in ast.walk(one)
+        if isinstance(word, ast.Name)
+    }
+    found = set[str]()
+    for node in ast.walk(tree) if includes else ():
+        if not isinstance(node, ast.ImportFrom) or not includes & {one.asname or one.name for one in node.names}:
+            continue
+        above = file.parents[max(0, node.level - 1) :][: 1 if node.level else _NEAR]
+        module = (node.module or "").split(".")
+        for name in ("", *(one.name for one in node.names)):  # of a module in the package, or of the module
+            words = [word for word in (*module, name) if word]
+            places = [folder.joinpath(*words).with_suffix(".py") for folder in above if words]
+            for place in [one for one in places if one.is_file()][:1]:
+                with contextlib.suppress(OSError, SyntaxError, ValueError):
+                    found |= _endpoints(parse(place))
     return found
 
 

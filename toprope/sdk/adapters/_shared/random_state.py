@@ -1,17 +1,22 @@
 """Separate states of the global random generators for rollouts that share a process.
 
 Environments of other ecosystems use `random` and `numpy.random` as if they were alone. Each rollout has its own states,
-which are set before each call into its code and restored afterwards. Calls are sequential; threads that outlive a call
-are not covered.
+which are set before each call into its code and restored afterwards. Generators that the code makes meanwhile without a
+seed get one, so that they are equal in every process. Calls are sequential; threads that outlive a call are not
+covered.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from typing import Any
 
 __all__ = ["OwnRandom"]
+
+_ENTROPY = "numpy.random.bit_generator"
+"""The module whose `randbits` seeds NumPy's generators."""
 
 
 class OwnRandom:
@@ -26,11 +31,15 @@ class OwnRandom:
         self._before: tuple[Any, Any] = (None, None)
         self._depth = 0
         self._seed = seed
+        self._made = 0
+        """Number of generators made without a seed."""
+        self._entropy: tuple[Any, Any] = (None, None)
 
     def __enter__(self) -> OwnRandom:
         self._depth += 1
         if self._depth == 1:
             numbers = _numpy()
+            self._seed_others()
             self._before = random.getstate(), None if numbers is None else numbers.get_state()
             if self._own is None:
                 self._sow(numbers)
@@ -47,10 +56,29 @@ class OwnRandom:
         self._depth -= 1
         if self._depth == 0:
             numbers = _numpy()
+            random.Random.seed, randbits = self._entropy  # type: ignore[method-assign]
+            if randbits is not None:
+                sys.modules[_ENTROPY].randbits = randbits  # type: ignore[attr-defined]
             self._own = random.getstate(), None if numbers is None else numbers.get_state()
             random.setstate(self._before[0])
             if numbers is not None and self._before[1] is not None:
                 numbers.set_state(self._before[1])
+
+    def _seed_others(self) -> None:
+        """Give a seed to each generator that is made without one, until `__exit__` takes back what this replaces."""
+        seed, numbers = random.Random.seed, sys.modules.get(_ENTROPY)
+        self._entropy = seed, getattr(numbers, "randbits", None)
+
+        def seeded(one: random.Random, a: Any = None, version: int = 2) -> None:
+            seed(one, self._drawn(64) if a is None else a, version)
+
+        random.Random.seed = seeded  # type: ignore[method-assign,assignment]
+        if self._entropy[1] is not None:
+            numbers.randbits = self._drawn  # type: ignore[union-attr]
+
+    def _drawn(self, bits: int) -> int:
+        self._made += 1
+        return int.from_bytes(hashlib.sha512(f"{self._seed} {self._made}".encode()).digest(), "big") >> (512 - bits)
 
     def _sow(self, numbers: Any) -> None:
         seed = self._seed if isinstance(self._seed, int | float | str) else str(self._seed)

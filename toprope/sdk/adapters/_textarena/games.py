@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from toprope.sdk.adapters._shared.held import LARGE, held
 from toprope.sdk.adapters._shared.listing import why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.knobs import knob
@@ -17,8 +18,6 @@ from toprope.sdk.errors import InvalidRequest, LoadError
 LIMITS = ("max_turns", "num_guesses", "num_turns", "num_hands")
 """Parameters of games that limit their length."""
 _UNKNOWN_LIMIT, _LARGEST_LIMIT = 200, 1000
-_LARGE = 1000
-"""Containers with more elements are word lists; games do not change them, so copies share them."""
 _BEGUN = 64
 """Number of started games to cache for copies."""
 
@@ -132,32 +131,15 @@ def seen_text(game: Any, observed: tuple[int, Any]) -> str:
 def _fingerprint(game: Any, text: str) -> str:
     """Return a hash of a started game's state; equal for games that begin alike."""
     kept = {name: value for name, value in vars(game).items() if name != "state"}
-    held = json.dumps([_held(kept), _held(getattr(game.state, "game_state", None)), text], default=str)
-    return hashlib.sha256(held.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _held(value: Any, depth: int = 8) -> Any:
-    """Return a JSON form of a value that is equal in every process, without word lists."""
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if hasattr(value, "tolist"):  # arrays
-        return value.tolist()
-    if depth == 0 or (isinstance(value, list | tuple | set | frozenset | dict) and len(value) > _LARGE):
-        return type(value).__name__
-    if isinstance(value, Mapping):
-        return [[str(key), _held(item, depth - 1)] for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [_held(item, depth - 1) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    return _held(vars(value), depth - 1) if hasattr(value, "__dict__") and not callable(value) else type(value).__name__
+    state = json.dumps([held(kept), held(getattr(game.state, "game_state", None)), text], default=str)
+    return hashlib.sha256(state.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _large(values: Any, depth: int = 2) -> Iterator[Any]:
-    """Return containers of more than `_LARGE` elements in values and their attributes."""
+    """Return containers of more than `LARGE` elements in values and their attributes."""
     for value in values:
         if isinstance(value, list | tuple | set | frozenset | dict):
-            if len(value) > _LARGE:
+            if len(value) > LARGE:
                 yield value
         elif depth and hasattr(value, "__dict__"):
             yield from _large(list(vars(value).values()), depth - 1)

@@ -123,6 +123,9 @@ def _responded(env: Any, own: Any) -> Any:
 def _set_up(env: Any, own: Any) -> Any:
     async def set_up(state: Any, **more: Any) -> Any:
         _take(state, await _awaited(own(env, state, **more)))
+        info = state.get("info")
+        if tools := isinstance(info, dict) and info.get("oai_tools"):  # those of this rollout
+            state["tool_defs"] = env._normalize_tool_defs(tools)
         return state
 
     return set_up

@@ -8,6 +8,7 @@ import importlib
 import importlib.abc
 import importlib.util
 import inspect
+import json
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -45,6 +46,8 @@ def provide_older_names() -> None:
         verifiers.ToolRubric = ToolRubric
     if (judges := getattr(verifiers, "JudgeRubric", None)) is not None:
         judges.judge = _lenient(judges.judge)
+    if (environment := getattr(verifiers, "Environment", None)) is not None:
+        _take_openai_tools(environment)
 
 
 def adopt_functions(rubric: Any) -> None:
@@ -81,6 +84,45 @@ class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """The module has been executed at its place, whose description it keeps."""
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
+
+
+def _take_openai_tools(environment: Any) -> None:
+    """Take tools as `oai_tools`, in the form of OpenAI, of the constructor, of a row's `info` and of the attribute."""
+    start, begin, normalize = environment.__init__, environment.init_state, environment._normalize_tool_defs
+
+    @functools.wraps(start)
+    def started(self: Any, *given: Any, oai_tools: Any = None, **named: Any) -> None:
+        start(self, *given, **named, **({"tool_defs": oai_tools} if oai_tools else {}))
+
+    @functools.wraps(begin)
+    async def begun(self: Any, input: Any, *given: Any, **named: Any) -> Any:
+        info = input.get("info")
+        info = json.loads(info) if isinstance(info, str) else info
+        if isinstance(info, dict) and "oai_tools" in info:
+            tools = {"tool_defs": info["oai_tools"]} if info["oai_tools"] else {}
+            input = {**input, "info": {name: one for name, one in info.items() if name != "oai_tools"} | tools}
+        return await begin(self, input, *given, **named)
+
+    def normalized(tools: Any) -> Any:
+        return normalize(tools and [_unwrapped(one) for one in tools])
+
+    def read(self: Any) -> list[dict[str, Any]]:
+        tools = [one.model_dump(exclude_none=True) for one in self.tool_defs or ()]
+        return [{"type": "function", "function": one} for one in tools]
+
+    def write(self: Any, tools: Any) -> None:
+        self.tool_defs = normalized(tools)
+
+    environment.__init__, environment.init_state = started, begun
+    environment._normalize_tool_defs = staticmethod(normalized)
+    environment.oai_tools = property(read, write)
+
+
+def _unwrapped(tool: Any) -> Any:
+    """Return a tool in the form of OpenAI as verifiers has it."""
+    if not isinstance(tool, dict) or "function" not in tool:
+        return tool
+    return {"description": "", "parameters": {"type": "object", "properties": {}}, **tool["function"]}
 
 
 def _lenient(judge: Any) -> Any:
