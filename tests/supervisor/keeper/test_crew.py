@@ -1,4 +1,4 @@
-"""A crew keeps the API's listening socket open across restarts."""
+"""A crew keeps the API's listening socket open across restarts, and the addresses for environments outside."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
 import sys
 
 import pytest
 
 from tests.support.run_harness import eventually
 from toprope.records.run.folder import RunFolder
-from toprope.supervisor.keeper.crew import Crew
+from toprope.supervisor.keeper.crew import OUTSIDE, Crew
 from toprope.supervisor.lock import RunLock
 
 LISTENS = (
@@ -52,5 +53,26 @@ def test_api_caller_waits_during_restart(harness):
 
     try:
         assert asyncio.run(work()) == [b"0", b"1"]
+    finally:
+        lock.release()
+
+
+def test_outside_environment_finds_addresses_and_keys_in_a_private_file(harness):
+    spec = harness.specification()
+    folder = RunFolder.create(harness.path / "runs", spec.run_id)
+    lock = RunLock.acquire(folder.lock)
+    try:
+        crew = Crew(folder, spec, lock, attempt=1, programs=None, surroundings=os.environ)
+        file = folder.crew / OUTSIDE
+        for name, address in (("policy", "/models/it's mine"), ("api", "http://127.0.0.1:1")):
+            crew.announce(name, address)
+            assert not file.exists()
+        crew.announce("inference", "http://127.0.0.1:2")
+        assert file.stat().st_mode & 0o077 == 0
+        names = ("API", "INFERENCE", "KEY", "POLICY")
+        told = f". {file}; printf '%s\\n' " + " ".join(f'"$TOPROPE_{name}"' for name in names)
+        api, *rest = subprocess.run(["/bin/sh", "-c", told], capture_output=True, text=True).stdout.splitlines()
+        secret = api.removeprefix("http://127.0.0.1:1/")
+        assert len(secret) > 30 and rest == ["http://127.0.0.1:2/v1", f"{secret}.outside", "/models/it's mine"]
     finally:
         lock.release()

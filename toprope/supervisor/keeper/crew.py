@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import shlex
 import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 
+from toprope.atomic import write_text
 from toprope.records.messages import ENV_KEYS, ENV_LIFE, ENV_LISTENER_FD, Evaluate, Order, Peers, Stop, Without
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
@@ -48,6 +50,8 @@ _NOTHING_TO_SAVE_S = 2.0
 _BACKLOG = 1024
 TRACKING_S = 60.0
 """The most that the tracker of a completed run gets to send what is left; others get the grace."""
+OUTSIDE = "outside.env"
+"""File in the crew's folder by which an environment outside of the run reaches it."""
 _CLOSED_FIRST = ("environment", "trainer", "policy", "conductor")
 
 
@@ -194,9 +198,10 @@ class Crew:
         return [component for component in self._components.values() if component.is_cut_off]
 
     def announce(self, name: str, address: str) -> None:
-        """Send the address of `name` to every member."""
+        """Send the address of `name` to every member, and keep those that an outside environment needs."""
         self._addresses[name] = address
         self._send_peers()
+        self._write_outside()
 
     def withdraw(self, name: str) -> None:
         """Tell every member that `name` is away."""
@@ -206,6 +211,19 @@ class Crew:
     def _send_peers(self) -> None:
         for component in self._components.values():
             component.send(Peers(dict(self._addresses)))
+
+    def _write_outside(self) -> None:
+        """Write addresses and keys for an environment that its user starts beside the run, in the form of a shell."""
+        found = [self._addresses.get(name) for name in ("api", "inference", "policy")]
+        if None in found:
+            return
+        api, inference, policy = found
+        values = {"API": f"{api}/{self._secret}", "INFERENCE": f"{inference}/v1", "KEY": f"{self._secret}.outside"}
+        lines = [f"TOPROPE_{name}={shlex.quote(str(value))}\n" for name, value in {**values, "POLICY": policy}.items()]
+        try:
+            write_text(self._folder.crew / OUTSIDE, "".join(lines))
+        except OSError as error:  # harms nobody but such an environment
+            print(f"{self._folder.crew / OUTSIDE} could not be written: {error}", file=sys.stderr, flush=True)
 
     def send(self, name: str, order: Order) -> None:
         """Send an order to one member, if there is such a member."""
