@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 
 from tests.support.run_harness import RunHarness
 from toprope.atomic import write_json
+from toprope.errors import ComponentFailed
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import SweepPlan, TrainerSource
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import TestedModel, write_models
 from toprope.records.sweep_journal import Candidate, Finalist, Generation, Measured, Scored, Started, SweepLog
+from toprope.trackers import follower as following
 from toprope.trackers.follower import RunFollower
+from toprope.trackers.program import lacks_room
 from toprope.trackers.tracker import AXES
 
 
@@ -157,3 +161,30 @@ def test_failed_run_is_closed_as_failed(follow):
     Status.read(folder).model_copy(update={"state": "failed"}).write(folder)
     follower.finish()
     assert tracker.exit_code == 1
+
+
+@pytest.mark.parametrize(("ends_as", "code"), [("completed", 0), ("stopped", 0), ("lost", 1), ("failed", 1)])
+def test_run_is_closed_with_the_state_in_which_it_ends(follow, ends_as, code):
+    """Its status has that only once the tracker is gone."""
+    _, follower, tracker = follow("train")
+    follower.finish(ends_as)
+    assert (tracker.summary["state"], tracker.exit_code) == (ends_as, code)
+
+
+def test_full_disk_ends_no_tracker(follow, monkeypatch):
+    folder, follower, _ = follow("train")
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "")
+
+    with monkeypatch.context() as full:
+        full.setattr(following, "write_json", no_room)
+        follower.write_record()
+    follower.write_record()
+    assert (folder.path / "trackers.json").exists()
+    with pytest.raises(ComponentFailed) as failed:
+        try:
+            no_room()
+        except OSError:
+            raise ComponentFailed("TensorBoard files cannot be written.") from None
+    assert lacks_room(failed.value) and not lacks_room(ComponentFailed("wandb did not start."))

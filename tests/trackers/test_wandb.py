@@ -147,7 +147,12 @@ def test_keeper_tracks_run_and_survives_its_tracker(there: WandbStandIn, house):
     status = ended(runs, folder, 60)
     assert status.state == "completed" and status.crew["tracker"].state == "finished", status.crew
     run = there.runs[spec.run_id]
-    assert run.exit_code == 0 and run.column("train/global_step") and "after/heldout/accuracy" in run.summary
+    assert (
+        run.exit_code == 0
+        and run.summary["state"] == "completed"
+        and run.column("train/global_step")
+        and "after/heldout/accuracy" in run.summary
+    )
     assert gather(folder, spec, status).wandb["url"].endswith(spec.run_id)
     house.check_nothing_left(folder)
 

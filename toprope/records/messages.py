@@ -172,6 +172,15 @@ class Offered(msgspec.Struct, tag="offered"):
     address: str
 
 
+class OutOfBudget(msgspec.Struct, tag="out_of_budget"):
+    """The run's limit on cost leaves no room for the next call to a priced model: the member ends its work."""
+
+    used: float
+    """USD spent and reserved."""
+    needed: float
+    """USD that the call may cost."""
+
+
 class NoRoom(msgspec.Struct, tag="no_room"):
     """The member could not write to a full disk; it continues and tries again later."""
 
@@ -192,6 +201,7 @@ Report = (
     | Warned
     | Used
     | Offered
+    | OutOfBudget
     | NoRoom
     | Beat
     | Making
@@ -222,6 +232,8 @@ class Stop(msgspec.Struct, tag="stop"):
     """Shut down; the trainer writes a checkpoint if it has steps since the last one."""
 
     grace_s: float = 5.0
+    ends_as: str = ""
+    """To the tracker: the state in which the run ends, which its status shows only once the crew is gone."""
 
 
 class Without(msgspec.Struct, tag="without"):

@@ -16,6 +16,7 @@ from toprope.analysis.reports.headline import headline
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import EVALUATION_VERSION, TRACKERS_VERSION, RunFolder, open_record, read_json
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import read_models
@@ -69,23 +70,28 @@ class RunFollower:
             self.write_record()
         return more
 
-    def finish(self) -> None:
-        """Log the rest and the figures of the whole run, and close it at every tracker. Raises: see `pass_on`."""
+    def finish(self, ends_as: str = "") -> None:
+        """Log the rest and the figures of the whole run, and close it at every tracker. Raises: see `pass_on`.
+
+        Args:
+            ends_as: The state in which a live run ends; empty: its status has it.
+        """
         while self.pass_on():
             pass
         status = Status.read(self._folder)
-        summary: dict[str, Any] = {"state": status.state, "attempts": status.attempt}
+        state = ends_as or status.state
+        summary: dict[str, Any] = {"state": state, "attempts": status.attempt}
         if (found := headline(status)) is not None:
             summary |= {"accuracy": found.accuracy, "accuracy_split": found.split}
             if found.tasks:
                 summary |= {"accuracy_low": found.low, "accuracy_high": found.high}
         for tracker in self._trackers:
             tracker.summarize(summary)
-            tracker.finish(1 if status.state in ("failed", "lost") else 0)
+            tracker.finish(1 if state in ("failed", "lost") else 0)
         self.write_record()
 
     def write_record(self) -> None:
-        """Write trackers.json, if this keeps one."""
+        """Write trackers.json, if this keeps one. Without room the next time writes it."""
         if not self._keeps_record:
             return
         record = {
@@ -95,7 +101,11 @@ class RunFollower:
             "logged": self._logged,
             "trackers": {**self._earlier, **{one.name: self._told(one) for one in self._trackers}},
         }
-        write_json(self._folder.path / "trackers.json", record)
+        try:
+            write_json(self._folder.path / "trackers.json", record)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
 
     def _told(self, tracker: Tracker) -> dict[str, Any]:
         """The record of a tracker, with the folders of all attempts, the oldest first."""

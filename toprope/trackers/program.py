@@ -9,6 +9,7 @@ import sys
 
 from toprope.errors import TopropeError
 from toprope.records.messages import Failed, Ready, Warned
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.trackers.follower import RunFollower
 from toprope.trackers.tracker import Tracker, tracked_run
 from toprope.training.component.member import CrewMember
@@ -54,9 +55,18 @@ def main() -> int:
             member.beat()
             if not follower.pass_on():
                 member.ending.wait(_LOOK_EVERY_S)
-        follower.finish()
+        follower.finish(member.ends_as)
     except TopropeError as error:
         print(error, file=sys.stderr, flush=True)
-        member.report(Failed(error.message, error.hint))
+        member.report(Failed(error.message, error.hint, again=lacks_room(error)))
         return 1
     return 0
+
+
+def lacks_room(error: BaseException | None) -> bool:
+    """True if an error comes from a full disk, so that a later start may work."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -84,7 +84,8 @@ def serve_http(host: str, port: int | None, *, role: Role) -> None:
     allowed = role.within(role_of_settings(settings))
     app = build_app(tokens, config, host, port, role=allowed, capture=home if allowed.runs else None)
     url = f"{'https' if config.certificate else 'http'}://{in_url(host)}:{port}{PATH}"
-    anyio.run(serve_on, _loaded(uvicorn_config(app, config)), listening, lambda: _print(_instructions(url)), home)
+    loaded = _loaded(uvicorn_config(app, config))
+    anyio.run(serve_on, loaded, listening, lambda: _print(_instructions(url)), home, allowed.read_only)
     # A worker thread that still waits must not keep the process alive.
     leave()
 

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -51,12 +52,15 @@ def uvicorn_config(app: ASGIApp, settings: HttpSettings | None = None) -> uvicor
     )
 
 
-async def serve_on(config: uvicorn.Config, listening: socket.socket, ready: Callable[[], None], home: Home) -> None:
+async def serve_on(
+    config: uvicorn.Config, listening: socket.socket, ready: Callable[[], None], home: Home, read_only: bool
+) -> None:
     """Serve on a socket until a signal.
 
     Args:
         ready: Called once the server answers.
         home: Lost runs in it are resumed if the owner's limits allow it.
+        read_only: They are only marked.
     """
     server = _Server(config, ready)
 
@@ -71,7 +75,7 @@ async def serve_on(config: uvicorn.Config, listening: socket.socket, ready: Call
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
-        tasks.start_soon(resume_lost_runs, home)
+        tasks.start_soon(partial(resume_lost_runs, home, read_only=read_only))
         await server.serve(sockets=[listening])
         tasks.cancel_scope.cancel()
 

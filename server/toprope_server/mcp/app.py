@@ -16,7 +16,7 @@ import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ class TopropeServer(MCPServer[Any]):
 
             shown += hermes.hermes_tools
             instructions = hermes.INSTRUCTIONS if role.sets == frozenset({"hermes"}) else INSTRUCTIONS
-        self._open_workshop = open_workshop or _owners_workshop
+        self._open_workshop = open_workshop or partial(_owners_workshop, read_only=role.read_only)
         self._specs = {spec.name: spec for spec in shown if role.allows(spec)}
         self._has_page = any(spec.for_pages for spec in self._specs.values())
         self._tools = {name: spec.build() for name, spec in self._specs.items()}
@@ -226,14 +226,17 @@ def _failure(text: str) -> CallToolResult:
     return CallToolResult(content=[TextContent(type="text", text=text)], is_error=True)
 
 
-def _owners_workshop() -> Workshop:
+def _owners_workshop(read_only: bool) -> Workshop:
     from toprope_tools.workshop import Workshop
 
-    return Workshop.open(standby=True)
+    workshop = Workshop.open(standby=True)
+    if read_only:
+        workshop.runs.only_mark_lost()
+    return workshop
 
 
 @asynccontextmanager
-async def _ending_on_signals(_: MCPServer[Any]) -> AsyncIterator[None]:
+async def _ending_on_signals(_: MCPServer[Any], *, read_only: bool) -> AsyncIterator[None]:
     """End the process at once on the signals that clients send.
 
     Some clients wait a tenth of a second before they kill. There is nothing to clean up, by design: runs have their own
@@ -248,7 +251,7 @@ async def _ending_on_signals(_: MCPServer[Any]) -> AsyncIterator[None]:
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(watch)
-        tasks.start_soon(resume_lost_runs)
+        tasks.start_soon(partial(resume_lost_runs, read_only=read_only))
         yield
         tasks.cancel_scope.cancel()
 
@@ -260,6 +263,7 @@ def serve_stdio(role: Role | None = None) -> None:
         role: The tools to offer, as far as the owner's settings allow.
     """
     allowed = (role or Role()).within(owners_role())
-    TopropeServer(role=allowed, lifespan=_ending_on_signals, log_level="WARNING").run("stdio")
+    lifespan = partial(_ending_on_signals, read_only=allowed.read_only)
+    TopropeServer(role=allowed, lifespan=lifespan, log_level="WARNING").run("stdio")
     # A worker thread that still waits (for a run to stop, for instance) must not keep the process alive.
     leave()

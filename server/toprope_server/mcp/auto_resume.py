@@ -26,7 +26,11 @@ EVERY_S = 20.0
 
 
 async def resume_lost_runs(
-    home: Home | None = None, first_after_s: float = FIRST_AFTER_S, every_s: float = EVERY_S
+    home: Home | None = None,
+    first_after_s: float = FIRST_AFTER_S,
+    every_s: float = EVERY_S,
+    *,
+    read_only: bool = False,
 ) -> None:
     """Check the runs until cancelled. A failed check is logged, and the next one tries again.
 
@@ -34,13 +38,14 @@ async def resume_lost_runs(
         home: The home with the runs; the owner's by default.
         first_after_s: Seconds until the first check.
         every_s: Seconds between checks.
+        read_only: Only mark lost runs, start none.
     """
     workshop: Workshop | None = None
     last_error = ""
     await anyio.sleep(first_after_s)
     while True:
         try:
-            workshop = await to_thread.run_sync(_check, home, workshop)
+            workshop = await to_thread.run_sync(_check, home, workshop, read_only)
             last_error = ""
         except Exception as error:  # unreadable settings, a lost disk: tool calls report them, too
             if str(error) != last_error:
@@ -49,7 +54,7 @@ async def resume_lost_runs(
         await anyio.sleep(every_s)
 
 
-def _check(home: Home | None, workshop: Workshop | None) -> Workshop | None:
+def _check(home: Home | None, workshop: Workshop | None, read_only: bool) -> Workshop | None:
     # Imported at the first check: a probe does not wait for it.
     from toprope.settings.owner import Home
 
@@ -60,5 +65,7 @@ def _check(home: Home | None, workshop: Workshop | None) -> Workshop | None:
         from toprope_tools.workshop import Workshop
 
         workshop = Workshop.open(home)
+        if read_only:
+            workshop.runs.only_mark_lost()
     workshop.statuses()
     return workshop

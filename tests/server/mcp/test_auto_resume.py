@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 import pytest
 import toprope_tools.workshop
+from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.auto_resume import resume_lost_runs
+from toprope_server.mcp.roles import Role
 from toprope_tools.planning.environments import select_environment
 from toprope_tools.runs.training import start_training
 from toprope_tools.workshop import Workshop
@@ -16,9 +20,9 @@ from toprope.settings.owner import Home
 from toprope.supervisor.runs.manager import RunManager
 
 
-async def looked_until(home, condition, limit_s=30.0):
+async def looked_until(home, condition, limit_s=30.0, read_only=False):
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(resume_lost_runs, home, 0.0, 0.05)
+        tasks.start_soon(partial(resume_lost_runs, home, 0.0, 0.05, read_only=read_only))
         with anyio.fail_after(limit_s):
             while not condition():
                 await anyio.sleep(0.01)
@@ -36,7 +40,8 @@ def test_server_without_runs_opens_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_with_lost_keeper_resumes_without_call(tmp_path, monkeypatch):
+@pytest.mark.parametrize("read_only", [False, True])
+def test_run_with_lost_keeper_resumes_without_call(tmp_path, monkeypatch, read_only):
     shop, launcher = make_workshop(tmp_path)
 
     async def started():
@@ -52,7 +57,14 @@ def test_run_with_lost_keeper_resumes_without_call(tmp_path, monkeypatch):
         runs = RunManager(home.runs, launcher, variables=lambda one: variables.append(one.run_id) or {"*": {"A": "b"}})
         return Workshop(home=home, catalog=shop.catalog, drafts=shop.drafts, runs=runs, index=shop.index)
 
-    monkeypatch.setattr(toprope_tools.workshop.Workshop, "open", revives)
+    monkeypatch.setattr(toprope_tools.workshop.Workshop, "open", lambda home=shop.home, **_: revives(home))
+    if read_only:  # neither its checks nor its calls start anything
+        anyio.run(partial(looked_until, shop.home, lambda: Status.read(folder).state == "lost", read_only=True))
+        served = TopropeServer(role=Role(read_only=True)).workshop
+        assert served.runs.status(run_id).state == "lost" and [one.state for one in served.statuses()] == ["lost"]
+        assert Status.read(folder).resume_at is not None and not variables
+        launcher.close()
+        return
     anyio.run(looked_until, shop.home, lambda: launcher.variables.get(run_id) == {"*": {"A": "b"}})
     assert Status.read(folder).attempt == 2 and Status.read(folder).state == "queued"
     assert variables == [run_id]

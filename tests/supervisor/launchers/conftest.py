@@ -55,7 +55,8 @@ class LocalEngine:
             self.steps[name] = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _STEP, *request.command],
                 cwd=request.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "CUDA_VISIBLE_DEVICES": "4,5,6"},
+                env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "CUDA_VISIBLE_DEVICES": "4,5,6",
+                     "SLURM_JOB_ID": "7"},
             )  # fmt: skip
 
     def jobs(self):

@@ -93,6 +93,8 @@ def test_room_of_a_node_is_that_of_its_members():
     assert section.room().gpus == 3 + 2
     section.device = "cpu"
     assert section.room().gpus == 0
+    section.device, section.inference_gpus = "cuda", 0
+    assert section.room().gpus == 3  # inference shares them
     for wrong in ({"trainr": {}}, {"trainer": {"gpu": 1}}, {"trainer": {"cpus": 0}}):
         with pytest.raises(ValueError, match="trainr|trainer.gpu|trainer.cpus"):
             section.resources = wrong

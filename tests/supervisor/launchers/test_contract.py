@@ -303,6 +303,9 @@ def test_job_that_its_engine_refuses_for_a_quota_fails_its_run(cluster):
     assert status.state == "failed" and cluster.house.quota in status.failure.reason
     assert not list(folder.path.glob(".variables-*")) and not is_held(folder.lock)
     assert f"{folder.run_id}.1" not in cluster.house.engine.jobs()
+    with pytest.raises(ComponentFailed, match=cluster.house.quota):  # it is submitted again at once
+        runs.resume(specification.run_id)
+    assert runs.status(specification.run_id).attempt == 2
 
 
 def test_job_that_lost_its_keepers_node_ends_its_run_and_gives_the_other_nodes_back(local_house, harness):
@@ -334,3 +337,37 @@ def test_place_that_is_taken_back_resumes_as_another_job(local_house, harness):
     until(runs, folder, "training")
     runs.stop(folder.run_id)
     assert ended(runs, folder).state == "stopped"
+
+
+_SHOWN = (
+    "JobId=7 JobName={name} UserId=me(1000) JobState={state} Reason=None Dependency=(null) Requeue=0 Restarts=0 "
+    "PreemptEligibleTime=2026-11-23T00:37:56 PreemptTime={preempted} SuspendTime=None\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "preempted", "ends"),
+    [
+        ("RUNNING", "2026-11-23T01:08:09", "lost"),  # in the grace time of its partition
+        ("COMPLETING", "2026-11-23T01:08:09", "lost"),
+        ("PREEMPTED", "None", "lost"),
+        ("COMPLETING", "None", "stopped"),  # scancel
+        ("", "", "stopped"),  # Slurm does not answer
+    ],
+)
+def test_terminated_job_is_lost_if_slurm_preempts_it(local_house, harness, monkeypatch, state, preempted, ends):
+    scontrol = harness.path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    said = _SHOWN.format(name="x", state=state, preempted=preempted)
+    answer = f"[ \"$*\" = '-o show job 7' ] && cat <<'END'\n{said}END\n" if state else "exit 1\n"
+    scontrol.write_text(f"#!/bin/sh\n{answer}")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", str(scontrol.parent), prepend=os.pathsep)
+    cluster = OnCluster(local_house, harness)
+    runs = cluster.runs()
+    folder = cluster.start(runs)
+    until(runs, folder, "training")
+    local_house.cancel(folder)
+    status = ended(runs, folder)
+    assert (status.state, status.resume_at is not None) == (ends, ends == "lost")
+    assert ("took the job's place back" in status.reason) == (ends == "lost")

@@ -119,6 +119,9 @@ def test_run_outlives_the_loss_of_its_receiver_and_silence_settles_nothing(far: 
         with pytest.raises(NotPossibleNow):
             runs.resume(folder.run_id)
     eventually(lambda: runs.status(folder.run_id) and folder.metrics.stat().st_size > silent_since)
+    assert not runs.status(folder.run_id).reason
+    (folder.crew / cluster.FULL).touch()  # as the receiver does at its limit
+    assert "reached mirror.most_mb" in runs.status(folder.run_id).reason
     runs.stop(folder.run_id)
     status = ended(runs, folder)
     assert status.state == "stopped" and status.checkpoint is not None

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.tools_house import become, make_workshop
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.records.run.specification import AskPlan, EnvironmentSource, Specification
 from toprope.settings.owner import Home
 from toprope.trajectories.jobs.jobs import Job
 from toprope.trajectories.jobs.orders import Order
+from toprope.workbench.interpreters.adding import Interpreters
+from toprope.workbench.interpreters.adding import Order as AddOrder
 from toprope.workbench.interpreters.store import digests_in_use
 from toprope.workbench.launch.freeze import freeze_question
 from toprope.workbench.launch.open_runs import variables_to_resume
@@ -78,3 +81,31 @@ def test_run_without_its_interpreter_is_not_resumed(shop):
     variables_to_resume(shop.home, specification(shop, "tiny-1", engine_python=sys.executable))
     with pytest.raises(InvalidValue, match="does not exist any more"):
         variables_to_resume(shop.home, specification(shop, "tiny-1", engine_python="/gone/python"))
+
+
+def test_checkout_of_a_run_that_began_during_an_installation_is_kept(shop, tmp_path):
+    theirs = tmp_path / "mine"
+    theirs.mkdir()
+    (theirs / "ruled.py").write_text("from toprope.sdk import Environment\nclass Ruled(Environment): pass\n")
+    git = ["git", "-C", str(theirs), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *words], check=True, capture_output=True)
+    here, order = Interpreters(shop.home, lambda: []), AddOrder(f"file://{theirs}/.git", name="mine")
+    place = Path(str(here.add(order).added.path))
+    (place / "mark").touch()
+    place_it = here.place
+
+    def place_slowly(*given):
+        source = EnvironmentSource(name="ruled", file=str(place / "ruled.py"), attribute="Ruled")
+        shop.runs.start(specification(shop, "ruled-1", environment=source))
+        return place_it(*given)
+
+    here.place = place_slowly
+    with pytest.raises(NotPossibleNow, match="uses the checkout"):
+        here.add(order)
+    assert (place / "mark").exists() and [path.name for path in shop.home.checkouts.iterdir()] == ["mine"]
+    become(shop.runs.folder("ruled-1"), "completed", ended_at=1.0)
+    shop.runs.launcher.leave("ruled-1")
+    here.place = place_it
+    here.add(order)
+    assert not (place / "mark").exists() and [path.name for path in shop.home.checkouts.iterdir()] == ["mine"]

@@ -175,3 +175,12 @@ def test_folder_of_an_ecosystem_is_replaced_by_what_its_adapter_requires(tmp_pat
     assert given('nemo-gym = { path = "../.." }', "nemo-gym==0.3") == ["nemo-gym==0.3"]
     pinned = "nemo-gym==0.5"
     assert given('nemo-gym = { path = "../.." }', declared=f"override-dependencies = ['{pinned}']") == [pinned]
+
+
+def test_folder_with_the_name_of_a_package_overrides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent may write where the server was started."""
+    (tmp_path / "torch").mkdir()
+    declared = '[tool.uv]\noverride-dependencies = ["torch @ file:///tmp/own.whl"]\n'
+    (tmp_path / "torch" / "pyproject.toml").write_text(declared)
+    monkeypatch.chdir(tmp_path)
+    assert list(overrides(["torch"])) == [] and len(list(overrides([str(tmp_path / "torch")]))) == 1

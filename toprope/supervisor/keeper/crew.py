@@ -48,8 +48,10 @@ _SECOND_GRACE_S = 0.5
 _NOTHING_TO_SAVE_S = 2.0
 """The most that a member with nothing to save gets to end."""
 _BACKLOG = 1024
-TRACKING_S = 60.0
+_TRACKING_S = 60.0
 """The most that the tracker of a completed run gets to send what is left; others get the grace."""
+_ENDS_AS = {"completed": "completed", "failed": "failed", "stopping": "stopped"}
+"""The end of a run whose crew is closed in a state; of a lost run nobody wants the end, so its state stays."""
 OUTSIDE = "outside.env"
 """File in the crew's folder by which an environment outside of the run reaches it."""
 _CLOSED_FIRST = ("environment", "trainer", "policy", "conductor")
@@ -258,9 +260,7 @@ class Crew:
         self._deadline = min(self._deadline, asyncio.get_running_loop().time() + max(grace_s, 0.0))
         self._deadline_moved.set()
 
-    async def close(
-        self, grace_s: float, *, patient_with: Set[str] = frozenset(), tracking_s: float | None = None
-    ) -> None:
+    async def close(self, grace_s: float, *, patient_with: Set[str] = frozenset(), state: str = "failed") -> None:
         """End all processes: first environment and trainer, then inference and api, at last the tracker. Takes at most
         `grace_s` and half a second for each of the last two, as long as SIGKILL ends the processes that get it.
 
@@ -269,7 +269,7 @@ class Crew:
                 members closed last get at least half a second.
             patient_with: Members that end by themselves, because they finished or have something to save. They get no
                 signal within the grace.
-            tracking_s: Seconds that the tracker gets; what is left of the grace if None.
+            state: The run's state now, or `completed` if its members have done their work.
         """
         loop = asyncio.get_running_loop()
         self._deadline = loop.time() + max(grace_s, 0.0)
@@ -289,18 +289,20 @@ class Crew:
         for component in rest:
             component.stop(max(soon - loop.time(), min(grace_s, _SECOND_GRACE_S)))
         await self._wait_gone(rest)
-        await self._close_tracker(last, min(grace_s, _SECOND_GRACE_S) if tracking_s is None else tracking_s)
+        await self._close_tracker(last, min(grace_s, _SECOND_GRACE_S), state)
         await self._reap_unguarded()
         self._spawner.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
 
-    async def _close_tracker(self, trackers: Sequence[Component], least_s: float) -> None:
+    async def _close_tracker(self, trackers: Sequence[Component], least_s: float, state: str) -> None:
         """Let the tracker read the last records, then end."""
+        if state == "completed":
+            least_s = _TRACKING_S
         self._deadline = max(self._deadline, asyncio.get_running_loop().time() + least_s)
         for tracker in trackers:
-            tracker.send(Stop(least_s))
+            tracker.send(Stop(least_s, _ENDS_AS.get(state, "lost")))
         await self._wait_gone(trackers)
 
     async def reap_after(self, component: Component) -> None:

@@ -33,7 +33,7 @@ from toprope.supervisor import guard
 from toprope.supervisor.capacity.reservations import Granted, Reservations, Waiting
 from toprope.supervisor.heartbeat import beat, watch_parent
 from toprope.supervisor.keeper.component import Component, Exit
-from toprope.supervisor.keeper.crew import TRACKING_S, Crew
+from toprope.supervisor.keeper.crew import Crew
 from toprope.supervisor.keeper.hang_detector import HangDetector
 from toprope.supervisor.keeper.pause import PauseControl
 from toprope.supervisor.keeper.preloading import Preloaded
@@ -44,7 +44,7 @@ from toprope.supervisor.lock import RunLock
 from toprope.supervisor.programs import PLOT, STARTS_RUNS, TRACKER, Programs, members_of
 from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume
 from toprope.supervisor.runs.orders import StopOrder, take_orders
-from toprope.supervisor.spread.nodes import Spread
+from toprope.supervisor.spread.nodes import Spread, is_taken_back
 from toprope.supervisor.watchers.group import WatcherGroup, create_watchers
 from toprope.supervisor.watchers.watcher import RunControl
 
@@ -164,9 +164,9 @@ class RunLifecycle:
             self._start_members()
             ending = await self._decision
             self._enter_ending_state(ending)
-            tracking_s = TRACKING_S if isinstance(ending, _Completed) else None
+            state = "completed" if isinstance(ending, _Completed) else self._writer.state
             patient = self._members_that_end_themselves()
-            await self._crew.close(self._grace_s, patient_with=patient, tracking_s=tracking_s)
+            await self._crew.close(self._grace_s, patient_with=patient, state=state)
             await self._write_end(ending)
         except Exception as error:
             traceback.print_exc()
@@ -188,8 +188,9 @@ class RunLifecycle:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED_SIGNALS)
 
     def _stop_by(self, number: signal.Signals) -> None:
-        lost = self._parent is None and is_shutting_down()  # then nobody wants the run to stop
-        self._stop(StopOrder(reason=_SHUT_DOWN if lost else f"the keeper got {number.name}", lost=lost))
+        # Nobody wants the run to stop in these two cases.
+        lost = _SHUT_DOWN if is_shutting_down() else _TAKEN_BACK if is_taken_back(os.environ) else ""
+        self._stop(StopOrder(reason=lost or f"the keeper got {number.name}", lost=bool(lost)))
 
     async def _reserve_machine(self) -> None:
         """Wait until the machine has room for the run, or until its end is decided. An engine has reserved it already

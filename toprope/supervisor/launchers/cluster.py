@@ -50,6 +50,8 @@ _SUBMITTED_WITHIN_S = 180.0
 """Longer than a submission takes, also of the first job of a Ray."""
 _DELIVERY_AGAIN_S = 30.0
 """Seconds before the second job that brings what a cluster kept; doubled for each further one, up to two hours."""
+FULL = "mirror-full"
+"""Name of the file among those of the crew that shows that the copy of a mirrored run has reached its limit."""
 _FAR, _RECEIVER = "toprope.supervisor.mirror.far", "toprope.supervisor.mirror.receiver"
 
 
@@ -111,6 +113,7 @@ class ClusterLauncher:
             view.engine.submit(request_for(folder, specification, cluster, attempt, self._command, launch))
         except Refused:
             handed_over.unlink(missing_ok=True)
+            launch.model_copy(update={"deadline": 0.0}).write(folder)  # a resume need not wait for the job
             raise
         except Unreachable:
             pass  # it may have the job; if not, the run is lost after the deadline
@@ -152,6 +155,8 @@ class ClusterLauncher:
         if job is not None and (job.phase in ("waiting", "running") or (job.phase == "ending" and kept)):
             silent = mirrored and not kept and job.phase == "running"
             told = f"Its cluster has not been heard of for {BEATING_S:g} s; what is shown is old." if silent else ""
+            if not silent and (folder.crew / FULL).exists():
+                told = "The copy here has reached mirror.most_mb; files beyond it stay on the cluster."
             return KeeperState("alive", f"{title}: {job.told}" if job.told else told)
         word = f"{title} ended its job {job.handle}: {job.told or job.word}." if job else f"{title} knows no job of it."
         if kept and not locked:

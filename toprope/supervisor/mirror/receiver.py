@@ -27,6 +27,7 @@ from toprope.atomic import replacing, write_json
 from toprope.errors import TopropeError, shown
 from toprope.records.run.checkpoints import problem_of
 from toprope.records.run.folder import RunFolder, checkpoints_in, folder_bytes, read_json
+from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.launch import Launch, kept_there, note_kept, want_no_more, wanted
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
@@ -35,7 +36,7 @@ from toprope.settings.clusters import Mirror
 from toprope.settings.owner import Home
 from toprope.supervisor.keeper import program
 from toprope.supervisor.launchers.claims import claim, claimed_by_front_end
-from toprope.supervisor.launchers.cluster import can_listen, free_port, variables_name
+from toprope.supervisor.launchers.cluster import FULL, can_listen, free_port, variables_name
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.mirror.wire import CHUNK, WHOLE, Prefix, bearer, is_mirrored, is_step, run_key, tls
 from toprope.supervisor.notices import home_of_keeper, tell_end
@@ -47,6 +48,9 @@ _BODY_S = 60.0
 _MOST_FILES = 10_000
 _MOST_BODIES = 4
 _STEP = "step-"
+_KEPT_FREE = 0.05
+"""The part of the room of a run that only the next files get, which are small and tell how it went."""
+_TELLING = ("events.jsonl", "metrics.jsonl", "results.json", "evaluations/")
 
 
 class Receiver:
@@ -66,6 +70,9 @@ class Receiver:
         self._files = set(self._offered())
         self._beat, self._damaged, self._heard = 0, set[str](), time.monotonic()
         self._turn, self._bodies = asyncio.Lock(), asyncio.Semaphore(_MOST_BODIES)
+        (folder.crew / FULL).unlink(missing_ok=True)  # the owner may have raised the limit
+        if self._holder():
+            self._hold(self._launch().attempt, beats=True)  # its keeper goes on and begins no second time
         self.over = asyncio.Event()
         """Everything has arrived."""
 
@@ -102,7 +109,8 @@ class Receiver:
             except FileNotFoundError:
                 return web.Response(status=400, text="there is no such file")
             except OSError as error:
-                return web.Response(status=507, text=os.strerror(error.errno or 0))
+                later = {"Retry-After": "60"} if error.errno in NO_ROOM else {}
+                return web.Response(status=507, headers=later, text=os.strerror(error.errno or 0))
             finally:
                 self._heard = time.monotonic()
             return answer
@@ -189,7 +197,8 @@ class Receiver:
             if not request.query.get("whole"):
                 raise ValueError("the status is replaced at once")
             self._check_status(data)
-        elif self._bytes + len(data) > self._mirror.most_mb * 1_000_000:
+        elif self._bytes + len(data) > self._most_bytes(name):
+            (self._folder.crew / FULL).touch(mode=0o600)
             return web.Response(status=507, text=f"mirror.most_mb allows {self._mirror.most_mb} MB")
         if len(self._files) >= _MOST_FILES and name not in self._files:
             return web.Response(status=507, text=f"a run has at most {_MOST_FILES} files")
@@ -203,6 +212,9 @@ class Receiver:
             self._prefixes.pop(name, None)
             return web.Response()
         return await self._extend(name, path, request.query, data)
+
+    def _most_bytes(self, name: str) -> float:
+        return self._mirror.most_mb * 1_000_000 * (1 if name.startswith(_TELLING) else 1 - _KEPT_FREE)
 
     async def _extend(self, name: str, path: Path, query: Mapping[str, str], data: bytes) -> web.Response:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -39,6 +39,8 @@ class _Sent:
     """The last bytes of that part: they differ if somebody rewrote it in place."""
     stamp: tuple[int, int, int] = (0, 0, 0)
     refused_at: float = -_ROOM_S
+    lacks_room: bool = False
+    """The server's disk is full, so it may take the file later; it never takes one beyond the owner's limit."""
 
 
 class Sender:
@@ -90,7 +92,7 @@ class Sender:
                 continue
             if last:
                 time.sleep(_LAST_EVERY_S)
-            elif not self._wanted:
+            elif not self._wanted or any(sent.lacks_room for sent in self._sent.values()):
                 self._finishing.wait(_EVERY_S)
 
     def _say(self, text: str) -> None:
@@ -104,10 +106,13 @@ class Sender:
         names = sorted(self._names())
         for name in names:
             if name != "status.json":
-                self._send(name, self._folder.path / name)
+                self._send(name, self._folder.path / name, again=last)
         for step in self._wanted:
-            self._send_checkpoint(step)
-        if status != self._status:
+            self._send_checkpoint(step, last=last)
+        lacking = [name for name in names if name in self._sent and self._sent[name].lacks_room]
+        if lacking and last:
+            raise OSError(f"no room for {lacking[0]}")
+        if status != self._status and not lacking:
             answer = self._wire.ask("PUT", "/file", params={"path": "status.json", "whole": 1}, content=status)
             if not answer.is_success:
                 raise OSError(f"no room for the status: {answer.text[:300]}")
@@ -144,30 +149,40 @@ class Sender:
                     if is_mirrored(name) and entry.is_file(follow_symlinks=False):
                         yield name
 
-    def _send_checkpoint(self, step: str) -> None:
+    def _send_checkpoint(self, step: str, *, last: bool) -> None:
         """Send a checkpoint under a hidden name; its manifest, without which it is unfinished, comes last."""
         root = self._folder.checkpoints / step
         files = [path for path in sorted(root.rglob("*")) if path.is_file() and not path.name.startswith(".")]
         for path in sorted(files, key=lambda path: path == root / "manifest.json"):
-            self._send(f"checkpoints/.{step}/{path.relative_to(root).as_posix()}", path)
+            name = f"checkpoints/.{step}/{path.relative_to(root).as_posix()}"
+            self._send(name, path, again=last)
+            if name in self._sent and self._sent[name].lacks_room:
+                if last:
+                    raise OSError(f"no room for the checkpoint {step}")
+                return
         self._complete.append(step)
 
-    def _send(self, name: str, path: Path) -> None:
-        """Send what is new in a file. One that is gone meanwhile, or is no regular file, is left out."""
+    def _send(self, name: str, path: Path, *, again: bool) -> None:
+        """Send what is new in a file. One that is gone meanwhile, or is no regular file, is left out.
+
+        Args:
+            again: Also if the server had no room for it a moment ago.
+        """
         try:
             found, sent = path.lstat(), self._sent.setdefault(name, _Sent())
             stamp = (found.st_ino, found.st_size, found.st_mtime_ns)
-            if sent.stamp == stamp or time.monotonic() < sent.refused_at + _ROOM_S:
+            if sent.stamp == stamp or (not again and time.monotonic() < sent.refused_at + _ROOM_S):
                 return
             if not stat.S_ISREG(found.st_mode):
                 return
             with open_plain(path, links=False) as file:
                 if path.suffix in _REPLACED and found.st_size <= WHOLE:
                     whole = {"path": name, "whole": 1}
-                    done = self._wire.ask("PUT", "/file", params=whole, content=file.read()).is_success
+                    answer = self._wire.ask("PUT", "/file", params=whole, content=file.read())
                 else:
-                    done = self._append(name, path, file, sent)
-                if done:
+                    answer = self._append(name, path, file, sent)
+                sent.lacks_room = "Retry-After" in answer.headers
+                if answer.status_code != httpx.codes.INSUFFICIENT_STORAGE:
                     sent.stamp = stamp
                 else:
                     sent.refused_at = time.monotonic()
@@ -175,23 +190,24 @@ class Sender:
         except FileNotFoundError:
             return
 
-    def _append(self, name: str, path: Path, file: BinaryIO, sent: _Sent) -> bool:
-        """Send the bytes after those that the server has, or all if it has others; False if it has no room."""
+    def _append(self, name: str, path: Path, file: BinaryIO, sent: _Sent) -> httpx.Response:
+        """Send the bytes after those that the server has, or all if it has others; return its last answer."""
         found = os.fstat(file.fileno())
         file.seek(max(0, sent.prefix.size - len(sent.tail)))
         if sent.inode != found.st_ino or found.st_size < sent.prefix.size or file.read(len(sent.tail)) != sent.tail:
             sent.prefix, sent.tail = Prefix(), b""  # another file: the server says what it has of it
-        sent.inode, anew, asked = found.st_ino, False, False
+        sent.inode, anew = found.st_ino, False
+        answer: httpx.Response | None = None
         while True:
             file.seek(sent.prefix.size)
             data = file.read(CHUNK)
             if name.endswith(".jsonl"):
                 # So that readers at the server see whole lines; one that is longer than a chunk comes in parts.
                 data = data[: data.rfind(b"\n") + 1] or (data if len(data) == CHUNK else b"")
-            if asked and not data and not anew:
-                return True
+            if answer is not None and not data and not anew:
+                return answer
             known = {"path": name, "at": sent.prefix.size, "head": sent.prefix.head, "anew": int(anew)}
-            answer, asked = self._wire.ask("PUT", "/file", params=known, content=data), True
+            answer = self._wire.ask("PUT", "/file", params=known, content=data)
             if answer.status_code == httpx.codes.PRECONDITION_FAILED:
                 there = answer.json()
                 common = Prefix.of(path, int(there["size"]))
@@ -201,4 +217,4 @@ class Sender:
                 sent.prefix.feed(data)
                 sent.tail, anew = (sent.tail + data)[-_TAIL:], False
             else:
-                return False
+                return answer

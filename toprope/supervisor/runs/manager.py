@@ -72,6 +72,10 @@ class RunManager:
         self._statuses, self._events = StatusCache(), EventCache()
         self._resuming = threading.Lock()
 
+    def only_mark_lost(self) -> None:
+        """Start no attempt of a lost run from now on, for a front end that only reads."""
+        self._variables = None
+
     def folder(self, run_id: str) -> RunFolder:
         """Return the folder of a run.
 

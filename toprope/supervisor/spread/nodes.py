@@ -43,6 +43,8 @@ _SPREAD = frozenset({"api", "inference", "trainer", "environment"})
 _AVOID_S = 300.0
 """A node whose connection broke gets no member for so long, if there is another one."""
 _ASK_S = 120.0
+_ASK_ONCE_S = 5.0
+"""A job that ends has half a minute by Slurm's defaults, and needs it for its checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -248,10 +250,24 @@ def _nodes_of_slurm(surroundings: Mapping[str, str]) -> list[Node]:
     return found
 
 
-def _ask(command: Sequence[str]) -> str:
+def is_taken_back(surroundings: Mapping[str, str]) -> bool:
+    """True if Slurm says that it takes the nodes of this job back; False if somebody cancelled it, or none is known.
+
+    A job that is preempted gets the SIGTERM that scancel sends, and no other signal unless the site has set
+    preempt_send_user_signal. While its processes end, its state is COMPLETING in both cases, so the time counts.
+    """
+    job = surroundings.get("SLURM_JOB_ID")
+    try:
+        told = _ask(["scontrol", "-o", "show", "job", job], _ASK_ONCE_S) if job else ""
+    except ComponentFailed:
+        return False
+    return re.search(r"\bPreemptTime=\d|\bJobState=(?:PREEMPTED|NODE_FAIL|TIMEOUT|DEADLINE)\b", told) is not None
+
+
+def _ask(command: Sequence[str], within_s: float = _ASK_S) -> str:
     try:
         variables = engine_variables(os.environ)
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, env=variables)
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=within_s, env=variables)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ComponentFailed(f"The nodes of the run cannot be listed: {error}.") from error
     if asked.returncode != 0:

@@ -78,6 +78,8 @@ class CrewMember:
         self.spec = Specification.read(folder)
         self.ending = threading.Event()
         """Set when a Stop order came or the keeper is gone."""
+        self.ends_as = ""
+        """The state in which the run ends, if the Stop order told it."""
         self.paused = threading.Event()
         """Set while the run is paused: finish current work, begin nothing new. See `hold`."""
         self._last_beat = float("-inf")
@@ -219,6 +221,8 @@ class CrewMember:
             self._orders.append(order)
             if isinstance(order, Peers):
                 self._addresses = order.addresses
+            if isinstance(order, Stop):
+                self.ends_as = order.ends_as
             if order is None or isinstance(order, Stop):
                 self.ending.set()
             elif isinstance(order, Pause):

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from toprope.training.inference.decode_batch import DecodeBatch
 from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
 
 _FILE = "sampler.json"
+_RENEW_AGAIN_S = 3600.0
 _TRIES = 3
 """Attempts at one request; the client repeats each of them by itself for minutes."""
 
@@ -51,6 +53,7 @@ class SamplerPublisher:
         self._path, self._save, self._name, self._wait = folder / _FILE, save, name, wait
         self.version = 0
         self._saving: Any = None
+        self._renew_at = float("inf")
 
     def submit(self) -> None:
         """Have the service save the adapters after the requests before; `publish` waits for it."""
@@ -63,8 +66,23 @@ class SamplerPublisher:
         saving, self._saving = self._saving, None
         path = str(self._wait("save adapters for sampling", saving.result).path)
         self.version += 1
-        write_json(self._path, {"version": self.version, "path": path})
+        self._announce(path)
         return self.version
+
+    def renew(self) -> None:
+        """Save the present version again if the service drops it within half a day. Call it between two steps, often;
+        what fails is tried again after an hour."""
+        now = time.time()
+        if now < self._renew_at:
+            return
+        self._renew_at = now + _RENEW_AGAIN_S
+        name = f"{self._name}-v{self.version}-{now:.0f}"
+        with suppress(TopropeError):
+            self._announce(str(self._wait("keep adapters", lambda: self._save(name, KEPT_S).result()).path))
+
+    def _announce(self, path: str) -> None:
+        write_json(self._path, {"version": self.version, "path": path})
+        self._renew_at = time.time() + KEPT_S / 2
 
 
 @dataclass(frozen=True)

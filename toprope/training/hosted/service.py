@@ -32,6 +32,8 @@ T = TypeVar("T")
 KEPT_S = 86_400
 """Seconds for which the service keeps the weights of a step; those of checkpoints it keeps until they are deleted."""
 _BEAT_S = 1.0
+_SILENT_S = 60.0
+"""The longest silence of a server that sends a file."""
 _WARN_EVERY_S = 60.0
 _PATIENCE_S = 60.0
 """Seconds after which a call that the client repeats is worth a warning."""
@@ -273,7 +275,10 @@ def _fetched(url: str, folder: Path, name: str) -> Path:
     if not target.is_relative_to(folder.resolve()) or urlsplit(url).scheme not in ("http", "https"):
         raise ValueError(f"{name!r} is not the name of a file to download")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with urllib.request.urlopen(url) as answer, tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as aside:
+    with (
+        urllib.request.urlopen(url, timeout=_SILENT_S) as answer,
+        tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as aside,
+    ):
         while block := answer.read(1 << 20):
             aside.write(block)
     os.replace(aside.name, target)

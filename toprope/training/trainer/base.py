@@ -227,13 +227,17 @@ class TrainingRun(ABC):
 
     def _hold(self) -> None:
         """Waits while the run is held, which does not count as training, then writes what the full disk refused."""
-        held_s = self._member.hold(self._member.beat)
+        held_s = self._member.hold(self._beat_while_held)
         if held_s:
             if self._began is not None:
                 self._began += held_s
             self._metrics.catch_up()
             if self._unsaved_since is not None:
                 self._save()
+
+    def _beat_while_held(self) -> None:
+        """Called about once a second while the run is held."""
+        self._member.beat()
 
     def _is_ending(self) -> bool:
         """Called about once a second while there are no groups."""

@@ -133,13 +133,14 @@ class Interpreters:
             folder = run_from_folder(target, outcome.added.site_packages, self._adapters())
             if folder is not None:
                 outcome = self.place(order, folder, progress, given_up)
-            if checkout is not None:
-                outcome = replace(outcome, added=self._settle(outcome.added, checkout))
             with self.registry.changing() as entries:
                 # The shared environment may have been deleted meanwhile.
                 lock = outcome.added.lock
                 if lock is not None and self.store.made(lock) is None:
                     raise NotPossibleNow(f"The interpreter of {name} was removed meanwhile.", hint="Add it again.")
+                if checkout is not None:
+                    self._require_idle(name)  # a run may have begun during the installation
+                    outcome = replace(outcome, added=self._settle(outcome.added, checkout))
                 entries[name] = outcome.added
         finally:
             if checkout is not None:
@@ -385,11 +386,11 @@ class Interpreters:
         return aside / name
 
     def _settle(self, added: Added, checkout: Path) -> Added:
-        """Move a checkout into its place and return its commit."""
+        """Move a checkout into its place and return its commit. The former one goes with the temporary folder."""
         place = self._home.checkouts / checkout.name
         done = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
         if place.exists():
-            shutil.rmtree(place)
+            place.rename(checkout.parent / ".former")
         checkout.rename(place)
         return added.model_copy(update={"path": str(place), "commit": done.stdout.strip() or None})
 

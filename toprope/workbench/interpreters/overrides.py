@@ -31,12 +31,12 @@ def overrides(requirements: Iterable[str]) -> Iterator[str]:
     addressed: set[str] = set()
     folders: set[str] = set()
     for one in asked:
+        if not Path(one).is_absolute():  # the name of a package, also if a folder here has it
+            continue
         project = _project(Path(one))
-        found += _declared(project)
-        if Path(one).is_absolute():  # others are names of packages
-            found += _above(Path(one), project)
-            addressed |= _addressed(project)
-            folders |= _addressed(project, "path")
+        found += [*_declared(project), *_above(Path(one), project)]
+        addressed |= _addressed(project)
+        folders |= _addressed(project, "path")
     yield from found
     taken: set[str] = {canonicalize_name(Requirement(line).name) for line in found}
     chosen: set[str] = set()

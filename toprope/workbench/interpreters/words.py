@@ -31,12 +31,14 @@ _WHICH = (
     r"Because (?!(?:all|the|only|there)\b)(?P<what>[\w.\-\[\]]+)(?:\s|==|<|>)[^\n]*",
     r"Failed to (?:build|download|fetch|resolve)[^`\n]*`(?P<what>[^`]+)`",
 )
+_VERSIONS = re.compile(r"(?P<name>[\w.\-\[\]]+)==[^\s,]+(?:(?:,| and|, and) (?P=name)==[^\s,]+){2,}")
+"""pip's list of all versions of one package that it tried."""
 _NOISE = re.compile(r"^\s*(WARNING: Retrying|Looking in|Requirement already|\[notice\]|Using cached|Downloading|$)")
 
 
 def excerpt(lines: Sequence[str]) -> str:
     """Return the output lines that show the error, shortened."""
-    told = [line for line in lines if not _NOISE.match(line)]
+    told = [_VERSIONS.sub(r"any version of \g<name>", line) for line in lines if not _NOISE.match(line)]
     first = next((place for place, line in enumerate(told) if re.match(r"\s*(ERROR|error|×)", line)), None)
     chosen = told[first : first + 12] if first is not None else told[-8:]
     cause = [line for line in told if line.lstrip().startswith("fatal: ")]  # of git; pip prints it above its own error
@@ -53,7 +55,7 @@ def failure(what: str, lines: Sequence[str], *, offline: bool, constraint: str =
         offline: True if it ran without an index.
         constraint: The pin of torch in force, with which others may conflict.
     """
-    text = "\n".join(lines)
+    text = _VERSIONS.sub(r"any version of \g<name>", "\n".join(lines))
     which = next((match["what"].strip() for one in _WHICH if (match := re.search(one, text, re.MULTILINE))), "")
     said = f"{what} was not installed and nothing was kept."
     if which:
@@ -65,7 +67,7 @@ def failure(what: str, lines: Sequence[str], *, offline: bool, constraint: str =
         hint = "--offline uses only --find-links and the installer's cache: omit it, or name a folder."
     elif host := _NO_HOST.search(text):
         hint = f"{host[1] or host[2]} could not be reached: check the network, or give what it needs from a folder."
-    elif _NO_NETWORK.search(text):
+    elif _NO_NETWORK.search(text) and "conflicting dependencies" not in text:
         hint = "No package index was reached: check the network, or give --offline --find-links FOLDER."
     elif re.search(r"requires a different Python|Requires-Python|does not satisfy Python", text):
         hint = (
