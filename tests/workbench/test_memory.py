@@ -97,6 +97,8 @@ def test_settings_change_the_parts_that_they_concern():
     assert reference.total - plain.total == 4 * shape.parameters
     gpu, _ = estimate(config_of(policy__max_context=1024), shape, gpu=True)
     assert gpu.parts["activations"] * 2 == parts["activations"], "bfloat16 passes"
+    half, served = estimate(config_of(policy__max_context=1024, policy__dtype="bfloat16"), shape)
+    assert half == plain and 2 * served.parts["weights"] == sampler.parts["weights"], "all weights train in float32"
     handed, _ = estimate(config_of(policy__max_context=1024, inference__transfer="gpu"), shape, gpu=True)
     assert handed.total - gpu.total == 2 * shape.parameters
     _, longer = estimate(config_of(policy__max_context=2048), shape)

@@ -162,7 +162,8 @@ async def export_policy(
         return Answer(text, answers.ExportedPolicy(state="running", form=form))
     lines = [
         f"Exported {named(run_id)} to {outcome.path} ({form}, {_bytes(outcome.bytes)}, {duration(outcome.seconds)}); "
-        "README.md there is its card."
+        "README.md there is its card.",
+        *outcome.warnings,
     ]
     if outcome.url:
         lines.append(f"Uploaded to {outcome.url}.")

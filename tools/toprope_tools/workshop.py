@@ -116,9 +116,9 @@ class Workshop:
         """Starts runs of this home."""
         return RunStarter(self.home, self.runs, self.index)
 
-    def resume(self, run_id: str) -> tuple[Status, Specification]:
-        """Start the next attempt of an ended run. Returns and raises: see `resume_run`."""
-        return resume_run(self.home, self.runs, run_id)
+    def resume(self, run_id: str, *, by_owner: bool = False) -> tuple[Status, Specification]:
+        """Start the next attempt of an ended run. Takes, returns and raises: see `resume_run`."""
+        return resume_run(self.home, self.runs, run_id, by_owner=by_owner)
 
     async def stop(self, run_id: str) -> Status:
         """Order a run to stop, and wait at most 40 s until it has ended.

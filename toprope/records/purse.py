@@ -32,6 +32,9 @@ def day_of(at: float) -> str:
 class LimitReached(NotPossibleNow):
     """The call may cost more than the owner's limit leaves; it was not made."""
 
+    used = needed = 0.0
+    """USD spent and reserved under that limit, and USD that the call may cost; 0 if its price is unknown."""
+
 
 class Purse:
     """Pays calls to priced models.
@@ -82,11 +85,13 @@ class Purse:
             )
         left = self.cap - self._beside() - self.total
         if usd > left:
-            raise LimitReached(
+            reached = LimitReached(
                 f"{self._limit} allows {self.cap:.4g} USD here, {max(left, 0.0):.4g} USD are left, and this call may "
                 f"cost {usd:.4g} USD: it was not made.",
                 hint="Fewer or shorter answers cost less; the owner sets the limit in limits.yaml.",
             )
+            reached.used, reached.needed = self.cap - left, usd
+            raise reached
 
     def reserve(self, usd: float | None) -> int:
         """Pay a call in advance; return the number of the entry. On return it is on disk.

@@ -33,7 +33,7 @@ from toprope.settings.locks import Locks
 from toprope.settings.notify import NotifySettings
 from toprope.settings.presets import locks_under
 from toprope.settings.sections.hosted import TinkerSettings
-from toprope.settings.tools import LentTool
+from toprope.settings.tools import LentTool, tool_variable
 from toprope.settings.yamlfiles import check_keys, read_fields, read_yaml
 from toprope.shipped import CONFIGS
 
@@ -181,6 +181,15 @@ class OwnerSettings(BaseModel, extra="forbid"):
     """Read when a server starts."""
     http: HttpSettings = Field(default_factory=HttpSettings)
 
+    @property
+    def tool_variables(self) -> dict[str, str]:
+        """The variables of all lent tools, as the process that starts workers gets them."""
+        return {
+            tool_variable(tool, name): value
+            for tool, one in self.tools.items()
+            for name, value in one.variables.items()
+        }
+
     @classmethod
     def read(cls, path: Path) -> OwnerSettings:
         """The settings in a file; the defaults if the file is missing.
@@ -292,7 +301,7 @@ class Home:
     def strategy_folders(self, settings: OwnerSettings) -> list[Path]:
         """Folders for strategies, scorers and generators of data; the owner's folders with environments are among them.
 
-        Files that agents saved are not: strategies run in the conductor, outside of workers.
+        Files that agents saved are not: strategies choose what a sweep trains.
         """
         return [self.configuration / "strategies", *self._own_folders(settings)]
 
@@ -301,7 +310,7 @@ class Home:
         return [self.configuration / Path(folder).expanduser() for folder in settings.trainers]
 
     def lent_tools(self, settings: OwnerSettings) -> dict[str, dict[str, Any]]:
-        """The owner's tools as they are sent to workers."""
+        """The owner's tools as specifications hold them."""
         return {name: tool.declaration(self.configuration) for name, tool in settings.tools.items()}
 
     def dataset_folders(self, settings: OwnerSettings) -> list[Path]:

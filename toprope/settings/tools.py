@@ -9,10 +9,15 @@ tools:
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, model_validator
+
+TOOL_VARIABLE = "TOPROPE_TOOL_SECRET_"
+"""Prefix of the variables that carry those of lent tools to the process that starts workers, and to no other."""
 
 _KINDS = ("corpus", "provider", "python", "command", "url")
 
@@ -53,10 +58,35 @@ class LentTool(BaseModel, extra="forbid"):
         return self
 
     def declaration(self, folder: Path) -> dict[str, Any]:
-        """The tool as sent to a worker; relative paths are resolved below `folder`, the owner's configuration."""
+        """The tool as specifications hold it: with the names of its variables, without their values.
+
+        Args:
+            folder: The owner's configuration; relative paths start there.
+        """
         sent = self.model_dump(exclude_none=True)
+        sent["variables"] = dict.fromkeys(self.variables)
         if self.corpus is not None:
             sent["corpus"] = str(folder / Path(self.corpus).expanduser())
         if self.python is not None:
             sent["python"] = str(folder / Path(self.python).expanduser())
         return sent
+
+
+def tool_variable(tool: str, name: str) -> str:
+    """The variable that carries a variable of a lent tool."""
+    return f"{TOOL_VARIABLE}{tool}:{name}"
+
+
+def with_values(target: str, given: Mapping[str, str]) -> str:
+    """A target of the environment `orchestrator` with the values of its tools' variables.
+
+    Args:
+        given: Values by `tool_variable`; a variable without one gets null.
+    """
+    if '"variables"' not in target:
+        return target
+    content = json.loads(target)
+    for tool, declared in content.get("tools", {}).items():
+        for name in declared.get("variables") or ():
+            declared["variables"][name] = given.get(tool_variable(tool, name))
+    return json.dumps(content, sort_keys=True)

@@ -19,6 +19,7 @@ from filelock import FileLock
 from toprope.errors import DiskFull, InvalidValue, LockedField, NotFound, NotPossibleNow, shown
 from toprope.records.journal.segments import ordinals, plain_bytes, segment_path
 from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import ORCHESTRATOR
 from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.records.walls import ENV_WALLS, Walls
 from toprope.settings.fields import KNOBS
@@ -207,7 +208,7 @@ def build_order(
 def _fill(
     order: Order, plan: Recipe, home: Home, settings: OwnerSettings, catalog: Catalog, anywhere: bool
 ) -> dict[str, str]:
-    """Resolve the names of a recipe into the order; return the keys of its teachers."""
+    """Resolve the names of a recipe into the order; return the keys of its teachers and of lent tools."""
     folders = home.strategy_folders(settings)
 
     def near(name: str) -> Path | None:
@@ -243,6 +244,7 @@ def _fill(
             if entry.status != "ready":
                 raise InvalidValue(f"Step {number}: {entry.name} is {entry.status}: {entry.problem}")
             order.environments[step.environment] = entry.environment
+            keys |= settings.tool_variables if entry.environment.adapter == ORCHESTRATOR else {}
             order.locks, order.network = locks.record(), not locks.refusal("environment.network", "allow")
             order.load_timeout_s = default_section(home, entry.name, locks).load_timeout_s
             order.memory_mb = int(locks.nearest("environment.memory_mb", 0))

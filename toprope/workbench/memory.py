@@ -295,9 +295,9 @@ def _adapters(config: Config, shape: ModelShape) -> float:
 
 
 def _bytes(config: Config, gpu: bool, *, trained_in_full: bool) -> float:
-    if config.policy.dtype == "auto":
-        return 2.0 if gpu and not trained_in_full else 4.0
-    return 4.0 if config.policy.dtype == "float32" else 2.0
+    if trained_in_full or config.policy.dtype == "float32":
+        return 4.0
+    return 2.0 if gpu or config.policy.dtype != "auto" else 4.0
 
 
 def fit(config: Config, shape: ModelShape, available: float | None, *, prompt: int | None = None, gpus: int = 0) -> Fit:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.analysis.integrity import lineage_of
-from toprope.analysis.reports.model_card import Exported, hub_id, model_card, root_model
+from toprope.analysis.reports.model_card import Exported, hub_id, model_card, quantization_warning, root_model
 from toprope.analysis.reports.report import gather
 from toprope.errors import Corrupt, DiskFull, InvalidValue, NotFound, NotPossibleNow, shown
 from toprope.extras import TRAINING, require
@@ -118,6 +118,7 @@ def policy_order(
         repository=repository,
         private=private,
         message=f"Policy of {run_id} at step {found.step}",
+        warnings=[warning] if (warning := quantization_warning(exported)) else [],
     )
     keys = _keys(settings) if repository else {}
     return DataOrder(Order(kind="policy", policy=order, target=str(place)), keys)

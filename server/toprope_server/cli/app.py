@@ -263,7 +263,9 @@ def resume(
         from toprope_tools.runs.training import resume_training
 
         found = find_run(workshop, run)
-        _print_answer(found, lambda: resume_training(workshop, run_id=found, steps=steps, seconds=seconds))
+        _print_answer(
+            found, lambda: resume_training(workshop, run_id=found, steps=steps, seconds=seconds, by_owner=True)
+        )
 
 
 def report(
@@ -327,7 +329,7 @@ def doctor(
 def prune(
     older_than: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Of runs to delete, since their end: 12h, 30d, 8w. Default: 30d."),
+        typer.Option(metavar="AGE", help="Since the end of runs to delete: 12h, 8w. Default: 30d; with --keep any."),
     ] = None,
     keep: Annotated[int | None, typer.Option(min=0, help="Keep this many of the newest runs.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it this is a dry run.")] = False,
@@ -382,6 +384,8 @@ def install(
         from toprope_server.cli.install import Remote, main
 
         if client in service.WHAT:
+            if ssh or variable:
+                raise typer.BadParameter(f"install {client} takes neither --ssh nor --variable.")
             role = Role.of(read_only, tools)
             typer.echo("\n".join(service.main(client, show=show, remove=remove, role=role, project=project)))
             return
@@ -408,7 +412,7 @@ def clients() -> None:
 
 
 def demo() -> None:
-    """Train a tiny policy end to end, as an agent would; about two minutes, no GPU, key or network."""
+    """Train a tiny policy end to end, as an agent would; one to three minutes, no GPU, key or network."""
     from toprope.extras import TRAINING, require
     from toprope_server.cli.demo import main
 

@@ -294,7 +294,10 @@ def main(
         NotPossibleNow: The machine cannot be reached over ssh, or has no Toprope.
     """
     if client == OTHER:
+        if http or project or remove:
+            raise InvalidValue("install other only prints a form: --http, --project and --remove do not apply.")
         return [
+            *([] if show else _store([_variable(one) for one in variables])),
             "# Below mcpServers of the client's file, or as its documentation says:",
             _usual_form(_server(role, remote)),
         ]
@@ -305,15 +308,7 @@ def main(
     lines = []
     if remote is not None and not remove:
         lines.append(f"{remote.host} has {remote.check()}.")
-    if kept:
-        from toprope.settings.owner import Home
-        from toprope.settings.yamlfiles import set_variable
-
-        file = Home.locate().settings_file
-        for component, name in kept:
-            changed = set_variable(file, component, name, os.environ[name])
-            to = "every component" if component == "*" else component
-            lines.append(f"{name} {'is now' if changed else 'was already'} in {file}, for {to}.")
+    lines += _store(kept)
     changed, backup = write(planned, remove=remove)
     if not changed:
         what = "does not know Toprope" if remove else "already has this installation"
@@ -322,6 +317,21 @@ def main(
     if backup is not None:
         lines.append(f"Backup of the old file: {backup}")
     return lines if remove else [*lines, planned.after]
+
+
+def _store(variables: Sequence[tuple[str, str]]) -> list[str]:
+    """Copy variables from the environment into the owner's settings, and return what to say of each."""
+    if not variables:
+        return []
+    from toprope.settings.owner import Home
+    from toprope.settings.yamlfiles import set_variable
+
+    file, lines = Home.locate().settings_file, []
+    for component, name in variables:
+        changed = set_variable(file, component, name, os.environ[name])
+        to = "every component" if component == "*" else component
+        lines.append(f"{name} {'is now' if changed else 'was already'} in {file}, for {to}.")
+    return lines
 
 
 def _variable(given: str) -> tuple[str, str]:

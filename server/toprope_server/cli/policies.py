@@ -132,6 +132,8 @@ def export(
             policy_order(home, named, form, dtype=dtype, target=target, repository=hub or "", private=not public),
         )
         typer.echo(f"Wrote {outcome.path} ({outcome.bytes / 1e6:.1f} MB); README.md there is the model's card.")
+        for warning in outcome.warnings:
+            typer.echo(warning)
         if outcome.url:
             typer.echo(f"Uploaded to {outcome.url}")
 

@@ -69,7 +69,9 @@ def serve_dashboard(
         if browse is not None:
             browse(address + keys.make(os.getuid()))
 
-    anyio.run(serve_on, uvicorn_config(app), listening, ready, workshop.home)
+    if read_only:
+        workshop.runs.only_mark_lost()
+    anyio.run(serve_on, uvicorn_config(app), listening, ready, workshop.home, read_only)
     leave()
 
 

@@ -60,6 +60,8 @@ async def get_config(
             "sft",
             "ppo",
             "rollout",
+            "inference",
+            "trainer",
             "evaluation",
             "logging",
             "launcher",

@@ -99,10 +99,16 @@ def test_printed_entry_is_valid_in_the_clients_format(client, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_clients_get_the_usual_form_and_wrong_names_the_nearest():
+def test_other_clients_get_the_usual_form_and_wrong_names_the_nearest(tmp_path, monkeypatch):
     _, text = main("other", show=False, http=False, project=None, variables=[])
     entry = json.loads(text)["mcpServers"]["toprope"]
     assert [entry["command"], *entry["args"]] == server_command()
+    monkeypatch.setenv("TOPROPE_CONFIG", str(tmp_path))
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    stored, _, _ = main("other", show=False, http=False, project=None, variables=["HF_TOKEN"])
+    assert "HF_TOKEN is now in" in stored and "hf_x" in (tmp_path / "settings.yaml").read_text()
+    with pytest.raises(InvalidValue, match="do not apply"):
+        main("other", show=False, http=True, project=None, variables=[])
     with pytest.raises(InvalidValue, match=r"Did you mean cursor\?.*install other"):
         find_client("curser")
 

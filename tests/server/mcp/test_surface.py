@@ -13,6 +13,8 @@ from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role
 from toprope_server.mcp.tool_registry import INSTRUCTIONS
 
+from toprope.settings.schema import SECTIONS
+
 SNAPSHOT = Path(__file__).parents[2] / "snapshots" / "tools.json"
 UPDATE = "TOPROPE_UPDATE_SNAPSHOTS"
 ORDER = [
@@ -66,6 +68,11 @@ def test_tool_definitions_match_snapshot(tools):
         f"The tools' definitions changed ({', '.join(changed) or 'their number'}). If agents are to see that, run "
         f"{UPDATE}=1 python -m pytest {Path(__file__).name} and commit {SNAPSHOT.name}."
     )
+
+
+def test_get_config_explains_every_section(tools):
+    schema = next(tool.input_schema for tool in tools if tool.name == "get_config")
+    assert set(schema["properties"]["section"]["enum"]) - {None} == set(SECTIONS)
 
 
 def test_every_tool_is_described_annotated_and_strict(tools):

@@ -56,6 +56,22 @@ def test_run_is_stopped_with_checkpoint_at_cap(harness):
     harness.check_nothing_left(folder)
 
 
+def test_run_whose_next_call_does_not_fit_is_stopped_and_says_so(harness):
+    caps = {"cost_usd": Cap(value=1.2, limit="per_run.cost_usd")}
+    spends = {"trainer": {"steps": 9, "at": "step-2", "do": "spend", "times": 1}}
+    runs, folder = started(harness, caps, behaviours=spends)
+    status = ended(runs, folder)
+    assert status.state == "stopped" and status.checkpoint is not None
+    used = "1.04 are used, and the next call may cost 0.52"
+    said = f"The limit per_run.cost_usd of 1.2 USD is reached after step 2 of 9 ({used}), set by the owner"
+    assert status.reason.startswith(said), status.reason
+    events = [event.data for event in read_events(folder.events) if event.kind == "finding"]
+    [finding] = [one for one in events if one["rule"] == "budget_spent"]
+    assert "used after step 2 of 9" in finding["what"] and finding["observed"] == {"cost_usd": 1.04}
+    runs.resume(folder.run_id)
+    assert ended(runs, folder).state == "completed"
+
+
 BUSY = "import time\nend = time.process_time() + 1.0\nwhile time.process_time() < end: pass\n"
 
 

@@ -22,7 +22,7 @@ def evaluation(label, version, successes):
     return {"version": 1, "label": label, "policy_version": version, "sampled": sampled, "greedy": None}
 
 
-def trained(shop, steps, *, lora=False, base=None):
+def trained(shop, steps, *, lora=False, base=None, four_bits=False):
     """An ended run with checkpoints; each step has weights of its own."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -30,7 +30,7 @@ def trained(shop, steps, *, lora=False, base=None):
 
     config = Config()
     config.policy.max_context, config.rollout.max_new_tokens, config.policy.lora = 64, 5, lora
-    config.policy.model = str(base)
+    config.policy.model, config.policy.load_in_4bit = str(base), four_bits
     folder = start_run(shop, config=config)
     for number in steps:
         torch.manual_seed(number)

@@ -106,6 +106,17 @@ def test_adapters_over_weights_of_another_run_are_exported_merged_only(shop, ful
     assert torch.allclose(logits(merged.data.path), logits(over.checkpoints / "step-000003" / "model"), atol=1e-4)
 
 
+def test_merged_adapters_of_quantized_weights_are_told(shop, adapted, base, owner, tmp_path):
+    run_id = trained(shop, [3], lora=True, base=base, four_bits=True).run_id
+    said = "trained over weights in 4 bits, and its adapters are merged into the unquantized ones"
+    merged, alone = export(shop, run_id), export(shop, run_id, form="adapter")
+    for text in (merged.text, Path(merged.data.path, "README.md").read_text()):
+        assert said in text and "Form adapter is exact." in text
+    assert said in toprope("export", run_id, "--to", str(tmp_path / "mine")).output
+    for one in (alone, export(shop, adapted.run_id)):
+        assert said not in one.text and said not in Path(one.data.path, "README.md").read_text()
+
+
 def test_half_precision_and_other_folder_by_command(shop, full, owner, tmp_path):
     import torch
     from safetensors.torch import load_file

@@ -274,6 +274,25 @@ def test_run_that_used_its_cap_is_not_resumed(house, draft):
     assert do(resume_training, shop, run_id=run_id).data.attempt == 2
 
 
+def test_run_that_used_its_cap_resumes_once_the_owner_raises_it(house, draft):
+    shop, _ = house
+    do(edit_config, shop, draft_id=draft, changes={"budget.max_train_seconds": None})
+    owner(shop, "per_run: {cpu_hours: 1}\nper_day: {cpu_hours: 2}")
+    run_id = do(start_training, shop, draft_id=draft).data.run_id
+    do(stop_training, shop, run_id=run_id)
+    folder = shop.runs.folder(run_id)
+    Usage(cpu_s=3600.0).write(folder)
+    begun = folder.spec.stat().st_mtime_ns
+    owner(shop, "per_run: {cpu_hours: 4}\nper_day: {cpu_hours: 2}")
+    with pytest.raises(NotPossibleNow, match=r"per_day.cpu_hours is 2 .*may still use 3"):
+        do(resume_training, shop, run_id=run_id)
+    owner(shop, "per_run: {cpu_hours: 1.5}\nper_day: {cpu_hours: 2}")
+    assert do(resume_training, shop, run_id=run_id).data.attempt == 2
+    limits = specification(shop, run_id).limits
+    assert limits.caps["cpu_hours"].value == limits.reserved["cpu_hours"] == 1.5
+    assert folder.spec.stat().st_mtime_ns == begun, "the ledger reads the day of the start there"
+
+
 def test_limit_on_cost_counts_spending_of_today(house, draft):
     shop, launcher = house
     do(edit_config, shop, draft_id=draft, changes={"budget.max_train_seconds": None})

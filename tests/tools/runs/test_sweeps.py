@@ -194,6 +194,28 @@ def test_members_are_frozen_as_the_journal_says(house, monkeypatch):
     assert "It is None" not in do(get_results, shop, run_id=again.run_id).text
 
 
+def test_scores_of_unequal_conditions_are_told_and_training_candidates_are_measured_alike(house, monkeypatch):
+    shop, _ = house
+    space = {"rollout.temperature": [0.5, 2.0]}
+    tested = started(shop, space=space, strategy="random", options={"evaluate": "test"})
+    said = "Each candidate is measured under its own rollout.temperature: a higher score can mean easier conditions."
+    assert said in tested.text and said in do(get_results, shop, run_id=tested.data.run_id).text
+    trains = started(shop, space=space)
+    assert said not in trains.text
+    monkeypatch.setattr("toprope.workbench.launch.open_runs.open_runs", lambda home: shop.runs)
+    measured = {}
+    for name, run_id in (("test", tested.data.run_id), ("train", trains.data.run_id)):
+        folder = shop.runs.folder(run_id)
+        members, log = SweepMembers(shop.home, Specification.read(folder)), SweepLog(folder)
+        one = Candidate(id="c001", values={"rollout.temperature": 2.0}, steps=3)
+        log.append(Generation(epoch=1, candidates=[one]))
+        members.start(one, 1, log.standing)
+        made = Specification.read(shop.runs.folder(f"{run_id}-m01"))
+        assert made.config.rollout.temperature == 2.0
+        measured[name] = made.member.sampling
+    assert measured["test"] == {} and measured["train"]["temperature"] == 1.0
+
+
 def test_members_were_agreed_to_with_their_sweep(house, monkeypatch):
     shop, _ = house
     (shop.home.configuration / "limits.yaml").write_text("confirm: always")

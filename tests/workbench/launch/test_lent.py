@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 
+import anyio
 import pytest
 import yaml
 
@@ -11,8 +13,26 @@ from toprope.errors import LockedField, NotPossibleNow
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config
+from toprope.settings.sections.environment import members_of
+from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.catalog.describe import WorkerOptions
+from toprope.workbench.data import build_order
 from toprope.workbench.launch.lent import renewed
+from toprope.workbench.launch.open_runs import variables_of, variables_to_resume
+
+KEY = "of-the-shop-alone"
+SHOP = """
+import os
+from mcp.server import MCPServer
+app = MCPServer("shop")
+@app.tool()
+def price(article: str) -> int:
+    "Finds a price."
+    return 3
+assert os.environ["SHOP_KEY"] == "of-the-shop-alone"
+app.run("stdio")
+"""
 
 
 @pytest.fixture
@@ -78,3 +98,69 @@ def test_removed_data_set_does_not_start(home):
     file.unlink()
     with pytest.raises(NotPossibleNow, match="'sums'. The owner has removed it"):
         renewed([made], home)
+
+
+@pytest.fixture
+def shop(home, tmp_path):
+    """An MCP server that runs only with its key."""
+    (tmp_path / "shop.py").write_text(SHOP)
+    command = [sys.executable, "-P", str(tmp_path / "shop.py")]
+    settle(home, tools={"price": {"command": command, "variables": {"SHOP_KEY": KEY}}})
+    return home
+
+
+def test_no_file_holds_the_key_of_a_tool(shop):
+    run = stored(shop, "orchestrator", tools=["price"])
+    assert json.loads(run.environment.target)["tools"]["price"]["variables"] == {"SHOP_KEY": None}
+    recipe = {"target_size": 1, "steps": [{"environment": "orchestrator", "knobs": {"tools": ["price"]}}]}
+    job = build_order(shop, Catalog.of_home(shop), "prices", [], None, recipe)
+    variables = variables_of(run, shop)
+    assert KEY not in run.model_dump_json() + job.order.model_dump_json()
+    for given in (variables["environment"], job.keys):
+        assert KEY in run.environment.for_worker(given)["target"]
+    assert all(KEY not in str(values) for component, values in variables.items() if component != "environment")
+    assert "environment" not in variables_of(stored(shop, "dataset"), shop)
+
+
+def test_key_of_a_tool_reaches_its_worker(shop, monkeypatch):
+    run = stored(shop, "orchestrator", tools=["price"])
+    given = variables_of(run, shop)["environment"]
+    options = WorkerOptions(knobs={"tools": ["price"]}, tool_variables=shop.settings().tool_variables)
+
+    async def open_in_a_run():
+        [plan] = members_of(run.config.environment)
+        host = await EnvironmentHost.start(run, plan, run.environment, lambda report: None)
+        await host.close()
+
+    async def describe():
+        catalog = Catalog.of_home(shop)
+        await catalog.describe(catalog.find("orchestrator"), options, examples=0)
+
+    anyio.run(describe)
+    with pytest.raises(Exception, match=r"needs the variable SHOP_KEY.*settings\.yaml: tools: \{price"):
+        anyio.run(open_in_a_run)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    anyio.run(open_in_a_run)
+
+
+def test_resume_names_the_variable_that_the_owner_removed(shop):
+    uses, other = (stored(shop, "orchestrator", tools=tools) for tools in (["price"], ["think"]))
+    shop.ensure()
+    shop.runs.mkdir()
+    assert variables_to_resume(shop, uses)["environment"]
+    settle(shop, tools={"price": {"command": ["shop"]}})
+    with pytest.raises(LockedField, match="'price' needs the variable SHOP_KEY") as refused:
+        variables_to_resume(shop, uses)
+    assert str(shop.settings_file) in refused.value.hint and "SHOP_KEY" in refused.value.hint
+    variables_to_resume(shop, other)
+    variables_of(renewed([uses], shop)[0], shop)  # a new start takes the tool as it is now
+
+
+def test_files_of_earlier_versions_lose_the_keys_of_tools(shop):
+    run = stored(shop, "orchestrator", tools=["price"])
+    content = json.loads(run.model_dump_json())
+    target = json.loads(run.environment.target)
+    target["tools"]["price"]["variables"] = {"SHOP_KEY": KEY}
+    content["environment"]["target"] = json.dumps(target, sort_keys=True)
+    assert Specification.model_validate(content) == run

@@ -68,7 +68,7 @@ async def _stop(workshop: Workshop, run_id: str, _: Nothing) -> Done:
 
 
 async def _resume(workshop: Workshop, run_id: str, given: Resume) -> Done:
-    found = await resume_training(workshop, run_id=run_id, steps=given.steps, seconds=given.seconds)
+    found = await resume_training(workshop, run_id=run_id, steps=given.steps, seconds=given.seconds, by_owner=True)
     return {"said": _first(found.text), "run_id": found.data.model_dump().get("run_id")}
 
 

@@ -32,13 +32,15 @@ def options_of(workshop: Workshop, section: EnvironmentSection, **more: Any) -> 
 
     A worker knows no judges, whose parts are added beyond it, so weights of those are left out.
     """
+    settings = workshop.settings()
     judges = {one.name for one in rewards_of(section.rewards) if one.judge}
     given: dict[str, Any] = dict(
         knobs=section.knobs,
         reward_weights={name: weight for name, weight in section.reward_weights.items() if name not in judges},
         load_timeout_s=section.load_timeout_s,
         call_timeout_s=section.call_timeout_s,
-        variables=worker_variables(workshop.settings().variables),
+        variables=worker_variables(settings.variables),
+        tool_variables=settings.tool_variables,
         network=allowed_network(workshop.home.locks(), section.network),
         walls=Walls.of_home(workshop.home),
     )

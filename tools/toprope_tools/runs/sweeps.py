@@ -16,7 +16,7 @@ from toprope.records.run.specification import Specification, SweepPlan, training
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Standing, read_standing, sweep_of
 from toprope.settings.changes import apply_changes
-from toprope.sweeps.planning import longest_run_steps, make_plan
+from toprope.sweeps.planning import longest_run_steps, make_plan, measured_differently
 from toprope.text_format import call, clip, number, percent, plural, value
 from toprope.untrusted import marked
 from toprope.workbench.drafts import Draft
@@ -213,7 +213,14 @@ def _answer_started(sweep: Specification, plan: SweepPlan, warned: Sequence[str]
         "then the best candidate is measured on held-out tasks, once. It goes on if this server ends.\n"
         f"{_next(sweep.run_id)}"
     )
-    return Answer("\n".join([*warned, text]), _data(sweep))
+    return Answer("\n".join([*warned, *_conditions(plan), text]), _data(sweep))
+
+
+def _conditions(plan: SweepPlan) -> list[str]:
+    """Say if the candidates are measured under conditions of their own."""
+    differ = ", ".join(measured_differently(plan))
+    said = f"Each candidate is measured under its own {differ}: a higher score can mean easier conditions."
+    return [said] if differ else []
 
 
 def _answer_repeated(sweep: Specification) -> Answer:
@@ -289,7 +296,8 @@ def sweep_lines(folder: RunFolder, plan: SweepPlan) -> list[str]:
     best, final = standing.best, standing.final
     lines = [
         f"{plan.strategy} over {', '.join(plan.space)}: {standing.epochs_completed} of {plural(plan.epochs, 'epoch')}, "
-        f"{plural(len(standing.scores), 'candidate')} measured, {plural(standing.steps, 'optimizer step')}."
+        f"{plural(len(standing.scores), 'candidate')} measured, {plural(standing.steps, 'optimizer step')}.",
+        *_conditions(plan),
     ]
     if best is None:
         return [*lines, "No candidate has a score yet."]

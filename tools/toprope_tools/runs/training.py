@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -115,18 +116,24 @@ async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
 
 
 async def resume_training(
-    workshop: Workshop, *, run_id: str, steps: int | None = None, seconds: float | None = None
+    workshop: Workshop,
+    *,
+    run_id: str,
+    steps: int | None = None,
+    seconds: float | None = None,
+    by_owner: bool = False,
 ) -> Answer:
     """Resume a run that was stopped, failed or lost; answer as soon as it has its keeper.
 
     Args:
         steps: Go on with a completed run for this number of steps, in a run of its own.
         seconds: Go on with a completed run for this many seconds of training, in a run of its own.
+        by_owner: The owner asks, and so accepts the environment's code as it is now.
 
     Raises:
         NotFound: There is no such run.
-        NotPossibleNow: The run is live, still ending, or its limits are used up; it is completed and no budget is
-            given, or a budget is given and it is not completed.
+        NotPossibleNow: The run is live, still ending, or its limits are used up; its code changed; it is completed and
+            no budget is given, or a budget is given and it is not completed.
         LockedField: The owner does not allow its configuration any more, or the budget.
         InvalidValue: The budget is impossible for the run.
         Corrupt: Its checkpoint cannot be read.
@@ -134,7 +141,7 @@ async def resume_training(
     """
     if steps is not None or seconds is not None:
         return await to_thread.run_sync(_continue, workshop, run_id, steps, seconds)
-    status, specification = await to_thread.run_sync(workshop.resume, run_id)
+    status, specification = await to_thread.run_sync(partial(workshop.resume, run_id, by_owner=by_owner))
     budget, kind = specification.config.budget, specification.run_kind
     step = int(status.checkpoint["step"]) if status.checkpoint else None
     text = f"Resumed {run_id}: attempt {status.attempt}"

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import toprope
-from toprope.records.run.specification import EnvironmentSource
+from toprope.records.run.specification import AcceptedFile, EnvironmentSource
+from toprope.sdk.wall.paths import data_paths, imported_by
+from toprope.shipped import ENVIRONMENTS
 
 _PACKAGE = Path(toprope.__file__).resolve().parent
 _SDK = ("sdk", "sdk/authoring", "sdk/worker")
@@ -31,6 +33,40 @@ def environment_digest(source: EnvironmentSource) -> str:
     file = Path(source.file)
     package = file.name == "__init__.py"
     return digest_of(sorted(file.parent.rglob("*.py")) if package else [file], source.attribute or "")
+
+
+def code_of(sources: Sequence[EnvironmentSource]) -> dict[str, str]:
+    """SHA-256 by file of environments and reward functions, and of the modules beside them that they import; packages
+    have none."""
+    waiting = [file for source in sources for file in (source.file, *(one.file for one in source.rewards)) if file]
+    waiting += [path for source in sources for path in data_paths(source.target) if path.endswith(".py")]
+    found: dict[str, str] = {}
+    while waiting:
+        file = Path(waiting.pop())
+        if str(file) in found:
+            continue
+        try:
+            found[str(file)] = sha256_of(file)
+        except OSError:
+            found[str(file)] = "unreadable"
+            continue
+        beside = [file.with_name(f"{module}.py") for module, _ in imported_by(str(file))]
+        waiting += [str(one) for one in beside if one.is_file()]
+    return found
+
+
+def accepted_files(sources: Sequence[EnvironmentSource]) -> list[AcceptedFile]:
+    """The files of `code_of` as they are now, but those that ship with Toprope."""
+    return [
+        AcceptedFile(file=file, sha256=digest)
+        for file, digest in sorted(code_of(sources).items())
+        if not Path(file).is_relative_to(ENVIRONMENTS)
+    ]
+
+
+def changed_files(source: EnvironmentSource, accepted: Sequence[AcceptedFile]) -> list[str]:
+    """The files of an environment's code that are other than what was accepted."""
+    return [one.file for one in accepted_files([source]) if one not in accepted]
 
 
 def rewards_digest(source: EnvironmentSource) -> str:

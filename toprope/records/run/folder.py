@@ -1,7 +1,7 @@
 """The run folder, which holds the truth about a run: its files, who writes them, and how to read them.
 
     <run_id>/
-      spec.json          the frozen specification            (written once, before the keeper starts)
+      spec.json          the frozen specification            (before the keeper starts; a resume may raise limits)
       manifest.json      what its numbers depend on          (keeper only; toprope.diff beside it)
       status.json        state with its data                 (keeper only, replaced atomically)
       events.jsonl       what happened, numbered             (keeper only, appended)

@@ -5,10 +5,11 @@ It is written once, before the keeper starts, and contains no secrets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from toprope.atomic import write_json
 from toprope.errors import NotFound
@@ -20,6 +21,10 @@ from toprope.settings.endpoints import Endpoint
 from toprope.settings.limits import FrozenLimits
 from toprope.settings.schema import Config
 from toprope.settings.sections.hosted import HostedPrices
+from toprope.settings.tools import with_values
+
+ORCHESTRATOR = "orchestrator"
+"""The adapter whose target holds the tools that the owner lends."""
 
 SPECIFICATION_VERSION = 1
 """Newest version of spec.json that this code reads."""
@@ -59,9 +64,27 @@ class EnvironmentSource(BaseModel, extra="forbid"):
     split_rule: int = PROMPT_RULE
     """The rule for splits of tasks, in `toprope.sdk.worker.splits`. Specifications of earlier versions lack it."""
 
+    @model_validator(mode="after")
+    def _without_values(self) -> EnvironmentSource:
+        """Drop the values of the owner's keys, which earlier versions stored in targets."""
+        if self.adapter == ORCHESTRATOR and self.target:
+            self.target = with_values(self.target, {})
+        return self
+
+    def for_worker(self, variables: Mapping[str, str]) -> dict[str, Any]:
+        """The source as a worker opens it; the tools that the owner lends get their variables.
+
+        Args:
+            variables: Values by `toprope.settings.tools.tool_variable`.
+        """
+        sent = self.model_dump(include={"file", "attribute", "adapter", "target", "knobs"}, exclude_none=True)
+        if self.adapter == ORCHESTRATOR and self.target:
+            sent["target"] = with_values(self.target, variables)
+        return sent
+
     @property
     def place(self) -> str:
-        """Its file, or else its adapter, to be shown. The target is left out: it may hold keys of the owner's tools."""
+        """Its file, or else its adapter, to be shown; targets may be long."""
         return self.file or self.adapter or ""
 
     @property
@@ -69,6 +92,13 @@ class EnvironmentSource(BaseModel, extra="forbid"):
         """True if an adapter reads code of other authors: files with reward functions are the owner's own."""
         own = self.adapter in ("score", "trl") and '"script"' not in (self.target or "")
         return self.adapter is not None and not own
+
+
+class AcceptedFile(BaseModel, extra="forbid"):
+    """A file with code of an environment, as it was when its run was accepted."""
+
+    file: str
+    sha256: str
 
 
 class ModelUnderTest(BaseModel, extra="forbid"):
@@ -237,6 +267,8 @@ class SweepMember(BaseModel, extra="forbid"):
     """Number of training tasks that its predecessors used; it starts after them."""
     final: bool = False
     """This is the winner's measurement on held-out tasks."""
+    sampling: dict[str, Any] = {}
+    """Fields of `rollout` that all candidates are measured with; empty: each with its own."""
 
 
 class Continuation(BaseModel, extra="forbid"):
@@ -261,6 +293,8 @@ class Specification(BaseModel, extra="forbid"):
     environment: EnvironmentSource
     mixture: list[EnvironmentSource] = []
     """The other environments, in the order of config.environment.mixture."""
+    code: list[AcceptedFile] | None = None
+    """The code of its environments that may run; None for any, as in specifications of earlier versions."""
     config: Config
     locks: dict[str, Any] = {}
     """The owner's locks at the time of freezing."""

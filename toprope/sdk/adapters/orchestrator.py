@@ -304,6 +304,12 @@ def _function(target: str) -> Callable[..., Any]:
 def _from_mcp(name: str, told: Mapping[str, Any], limit: float) -> Tool:
     from toprope.sdk.orchestration.mcp_tools import McpServer
 
+    for variable, value in (told.get("variables") or {}).items():
+        if value is None:
+            raise InvalidRequest(
+                f"The tool {name} needs the variable {variable}, which has no value here. The owner puts it into "
+                f"settings.yaml: tools: {{{name}: {{variables: {{{variable}: <its value>}}}}}}."
+            )
     server = McpServer(told.get("command") or (), told.get("url") or "", told.get("variables"), limit)
     try:
         return server.tools([told.get("tool") or name])[0]

@@ -193,7 +193,7 @@ def _read_account(folder: RunFolder, today: str) -> Account:
     if spent is not None and spent.cost_usd is not None:
         used["cost_usd"] = spent.cost_usd
     try:
-        # The specification is written once, when the run is started.
+        # The file's time is that of the run's start, also after a resume that raised its limits.
         started = day_of(folder.spec.stat().st_mtime)
     except FileNotFoundError:
         started = ""

@@ -15,7 +15,7 @@ from typing import Any
 from toprope.analysis.budget import spent
 from toprope.errors import Corrupt, NotFound
 from toprope.machine import cpu_and_memory
-from toprope.records.messages import Report, Stepped, Used
+from toprope.records.messages import OutOfBudget, Report, Stepped, Used
 from toprope.records.run.folder import RunFolder, folder_bytes, read_json
 from toprope.records.run.status import Finding
 from toprope.records.run.usage import Spent, Usage, day_of, spending_in
@@ -60,6 +60,8 @@ class BudgetWatcher(Watcher):
         elif isinstance(report, Used):
             self._add(cpu_s=max(0.0, report.cpu_s))
             self._far_memory[component] = report.memory_bytes
+        elif isinstance(report, OutOfBudget) and self._limits is not None and "cost_usd" in self._limits.caps:
+            self._record("budget_spent", "cost_usd", report.used, self._limits.caps["cost_usd"], report.needed)
 
     def on_tick(self, now: float) -> None:
         if self._damage:
@@ -153,20 +155,24 @@ class BudgetWatcher(Watcher):
         elif used >= _NEAR * cap.value and not steps:
             self._record("budget_near", quantity, used, cap)
 
-    def _record(self, rule: str, quantity: str, used: float, cap: Cap) -> None:
-        """Record a finding, once for each rule and quantity, and stop the run if the budget is spent."""
+    def _record(self, rule: str, quantity: str, used: float, cap: Cap, needed: float = 0.0) -> None:
+        """Record a finding, once for each rule and quantity, and stop the run if the budget is spent, or if its next
+        call does not fit: that may cost `needed`."""
         if f"{rule}:{quantity}" in self._recorded or f"budget_spent:{quantity}" in self._recorded:
             return
         self._recorded.add(f"{rule}:{quantity}")
         over = rule == "budget_spent"
-        what = f"{used:.3g} of {cap.value:.3g} {UNITS[quantity]} ({cap.limit}) are used"
+        unit, total = UNITS[quantity], self._control.status().progress.get("total_steps")
+        after = f" after step {self._usage.steps} of {total}" if needed and total else ""
+        more = f", and the next call may cost {needed:.3g}" if needed else ""
+        what = f"{used:.3g} of {cap.value:.3g} {unit} ({cap.limit}) are used{after}{more}"
         assert self._limits is not None
         finding = Finding(
             rule=rule,
             level="critical" if over else "warning",
             what=f"{what}; the run is stopped with a checkpoint." if over else f"{what}.",
             observed={quantity: round(used, 6)},
-            threshold=f"{cap.limit}: {cap.value:g} {UNITS[quantity]}" + (f" ({cap.reason})" if cap.reason else ""),
+            threshold=f"{cap.limit}: {cap.value:g} {unit}" + (f" ({cap.reason})" if cap.reason else ""),
             source=f"{_SOURCE}: set by {self._limits.source}",
             confidence="high",
             next="get_results shows the result so far; the checkpoint is kept. The owner sets the limit."
@@ -177,8 +183,9 @@ class BudgetWatcher(Watcher):
         self._control.record_event("finding", **finding.model_dump(mode="json"))
         if over:
             why = f" Reason: {cap.reason}" if cap.reason else ""
-            limit = f"{cap.limit} of {cap.value:g} {UNITS[quantity]}"
-            self._control.stop(StopOrder(reason=f"The limit {limit} is reached, set by {self._limits.source}.{why}"))
+            limit = f"{cap.limit} of {cap.value:g} {unit}"
+            reached = f"is reached{after}" + (f" ({used:.3g} are used{more})" if more else "")
+            self._control.stop(StopOrder(reason=f"The limit {limit} {reached}, set by {self._limits.source}.{why}"))
 
     def _write(self) -> None:
         if self._counts:

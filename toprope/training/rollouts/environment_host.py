@@ -15,7 +15,7 @@ from typing import Any
 from toprope.errors import ComponentFailed, InvalidValue, LockedField
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import ENV_FOLDER, Progress, Renewed, Report, Warned
-from toprope.records.run.digests import measurement_digests
+from toprope.records.run.digests import changed_files, measurement_digests
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.trained_tasks import content_id
 from toprope.records.worker_messages import Card, TaskView
@@ -89,6 +89,7 @@ class EnvironmentHost:
         self._numbers: dict[str, list[int]] = {}
         """Numbers of the tasks of a split that may be evaluated, if some may not."""
         self._config, self._locks = specification.config, specification.locks
+        self._run_id, self._code = specification.run_id, specification.code
         self.plan, self.source, self.is_only = plan, source, is_only
         self._is_selected = plan.label == specification.environment.name
         self._send = report
@@ -194,6 +195,7 @@ class EnvironmentHost:
 
     async def _open_worker(self) -> EnvironmentWorker:
         """A new worker with the environment and its levels open. Raises: see `start`."""
+        self._require_accepted_code()
         loaded = measurement_digests(self.source)
         section = self.plan.section
         # The keeper gave this process all variables that the environment may have, including keys that the owner named
@@ -241,6 +243,16 @@ class EnvironmentHost:
             self._send(Warned(warning))
         return worker
 
+    def _require_accepted_code(self) -> None:
+        """Raises InvalidValue if the environment's code is other than what the run was started or resumed with."""
+        if self._code is not None and (changed := changed_files(self.source, self._code)):
+            raise InvalidValue(
+                f"{self.subject} has other code than the run was started with, and it was not run: "
+                f"{', '.join(changed)} changed.",
+                hint="Put the former code back and resume the run, or start another. The owner accepts the code as it "
+                f"is now with: toprope resume {self._run_id}",
+            )
+
     async def _open_environment(self, worker: EnvironmentWorker) -> None:
         section, timeout = self.plan.section, self.plan.section.load_timeout_s
         curriculum = self.plan.curriculum
@@ -248,7 +260,7 @@ class EnvironmentHost:
         if curriculum is not None:
             knobs[curriculum.knob] = curriculum.levels[curriculum.measured]
         card = self._card = await worker.open(
-            self.source.model_dump(include={"file", "attribute", "adapter", "target", "knobs"}, exclude_none=True),
+            self.source.for_worker(os.environ),
             timeout=timeout,
             knobs=knobs,
             reward_weights={} if self._judges else section.reward_weights,

@@ -45,6 +45,8 @@ class PolicyExport(_Data):
     """Of a repository that the upload makes."""
     message: str = ""
     """Of the upload's commit."""
+    warnings: list[str] = []
+    """For the outcome."""
 
 
 class Order(_Data):

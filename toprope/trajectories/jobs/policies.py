@@ -40,7 +40,7 @@ def export_trained(order: PolicyExport, target: Path, tell: Callable[[str, int, 
         raise InvalidValue(f"The checkpoint {checkpoint} cannot be used: {problem}.", hint="Name another step.")
     if not _holds(target, order):
         _write(order, checkpoint, target, tell)
-    outcome = Outcome(items=sum(1 for _ in target.iterdir()), path=str(target))
+    outcome = Outcome(items=sum(1 for _ in target.iterdir()), path=str(target), warnings=order.warnings)
     outcome.bytes = sum(path.stat().st_size for path in target.iterdir())
     if order.repository:
         tell("uploading", 0, 0)

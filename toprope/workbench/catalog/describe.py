@@ -81,6 +81,8 @@ class WorkerOptions:
     """Seconds for each later call."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Additional environment variables."""
+    tool_variables: Mapping[str, str] = field(default_factory=dict)
+    """Those of the tools that the owner lends, see `OwnerSettings.tool_variables`."""
     network: Network = "allow"
     walls: Walls = field(default_factory=Walls)
     """The owner's decisions about walls."""
@@ -103,7 +105,7 @@ class WorkerOptions:
     async def open(self, worker: EnvironmentWorker, entry: Entry, **more: Any) -> Card:
         """Open the environment in a started worker."""
         return await worker.open(
-            entry.environment.model_dump(include={"file", "attribute", "adapter", "target", "knobs"}),
+            entry.environment.for_worker(self.tool_variables),
             timeout=self.load_timeout_s,
             knobs=dict(self.knobs),
             reward_weights=dict(self.reward_weights),

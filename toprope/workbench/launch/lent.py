@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import LockedField, NotFound, NotPossibleNow, shown
-from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.specification import ORCHESTRATOR, EnvironmentSource, Specification
 from toprope.sdk.adapters._shared.rows import HUB, allowed_file
 from toprope.sdk.errors import InvalidRequest
 from toprope.settings.owner import Home
 from toprope.settings.sections.environment import members_of
+from toprope.settings.tools import tool_variable
 from toprope.workbench.catalog.catalog import Catalog
 
-_LENDING = ("dataset", "orchestrator")
+_LENDING = ("dataset", ORCHESTRATOR)
 """Adapters whose targets hold the owner's permissions."""
 _PERMISSIONS = ("folders", "files", "tools")
 
@@ -45,6 +46,29 @@ def renewed(specifications: Sequence[Specification], home: Home) -> list[Specifi
         for source, plan in zip(sources, plans, strict=True)
     ]
     return [one.model_copy(update={"environment": environment, "mixture": mixture}) for one in specifications]
+
+
+def tool_variables(run: Specification, home: Home) -> dict[str, str]:
+    """Return the variables of the tools that the owner lends to a run, for its driver; no specification holds them.
+
+    Raises:
+        LockedField: settings.yaml lacks a variable of a tool that the run uses.
+    """
+    sources, found = [run.environment, *run.mixture], home.settings().tool_variables
+    if run.ask is not None or all(source.adapter != ORCHESTRATOR for source in sources):
+        return {}
+    for source, plan in zip(sources, members_of(run.config.environment), strict=True):
+        tools = _allowed(source).get("tools", {})
+        for tool in plan.section.knobs.get("tools") or ():
+            for name in tools.get(tool, {}).get("variables", ()):
+                if tool_variable(tool, name) not in found:
+                    raise LockedField(
+                        f"{source.name}: the tool {shown(tool)} needs the variable {name}, which the owner's settings "
+                        "do not have any more.",
+                        hint=f"The owner puts it into {home.settings_file}: "
+                        f"tools: {{{tool}: {{variables: {{{name}: <its value>}}}}}}.",
+                    )
+    return found
 
 
 def _allowed(source: EnvironmentSource) -> dict[str, Any]:

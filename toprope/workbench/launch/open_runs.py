@@ -24,7 +24,8 @@ from toprope.supervisor.launchers.standby import Standby
 from toprope.supervisor.notices import tell_end
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.endpoints import variables_for
-from toprope.workbench.launch.budgets.reserve_budget import may_go_on
+from toprope.workbench.launch.accepted_code import code_to_resume
+from toprope.workbench.launch.budgets.reserve_budget import may_go_on, with_raised_caps
 from toprope.workbench.launch.hold import hold_run, require_policies
 
 CONDUCTOR = "conductor"
@@ -64,8 +65,16 @@ def machine_of(settings: OwnerSettings) -> Machine:
 
 
 def variables_of(specification: Specification, home: Home) -> dict[str, dict[str, str]]:
-    """Return the owner's variables by crew member; keeper and conductor also learn the owner's folders."""
+    """Return the owner's variables by crew member; keeper and conductor also learn the owner's folders.
+
+    Raises:
+        LockedField: See `tool_variables`.
+    """
+    from toprope.workbench.launch.lent import tool_variables  # imports the catalog, which most callers do not need
+
     found = variables_for(specification, home.settings(), home.preset_folders)
+    if lent := tool_variables(specification, home):
+        found["environment"] = {**found.get("environment", {}), **lent}
     places = {"TOPROPE_HOME": str(home.path), "TOPROPE_CONFIG": str(home.configuration)}
     found[KEEPER] = places
     if specification.run_kind.starts_runs:
@@ -94,20 +103,31 @@ def variables_to_resume(home: Home, specification: Specification) -> Mapping[str
     return variables_of(specification, home)
 
 
-def resume_run(home: Home, runs: RunManager, run_id: str) -> tuple[Status, Specification]:
+def resume_run(home: Home, runs: RunManager, run_id: str, *, by_owner: bool = False) -> tuple[Status, Specification]:
     """Start the next attempt of an ended run, if the owner's present locks and limits allow it.
+
+    Args:
+        by_owner: See `code_to_resume`.
 
     Returns:
         Its first status and its specification.
 
     Raises:
         LockedField: The owner does not allow the run's configuration any more.
-        TopropeError: See `RunManager.resume` and `may_go_on`.
+        TopropeError: See `RunManager.resume`, `may_go_on` and `code_to_resume`.
     """
     with ledger_lock(home.runs) if home.runs.is_dir() else nullcontext():
         status = runs.status(run_id, revive=False)
-        specification = Specification.read(runs.folder(run_id))
+        folder = runs.folder(run_id)
+        specification = frozen = Specification.read(folder)
         variables: Mapping[str, Mapping[str, str]] = {}
         if status.ended and status.state in RESUMABLE:  # otherwise the manager says what is wrong
+            specification = with_raised_caps(frozen, home.limits())
             variables = variables_to_resume(home, specification)
+            code = code_to_resume(specification, home, by_owner=by_owner)
+            specification = specification.model_copy(update={"code": code})
+            if specification != frozen:
+                written = folder.spec.stat()
+                specification.write(folder)
+                os.utime(folder.spec, ns=(written.st_atime_ns, written.st_mtime_ns))  # the ledger's day of its start
         return runs.resume(run_id, variables), specification

@@ -19,10 +19,10 @@ from typing import Any
 
 from toprope.analysis.budget import GB, HOUR, Demand
 from toprope.errors import Corrupt, NotFound
+from toprope.records.run.digests import code_of
 from toprope.records.run.folder import RUN_ID, RunFolder, folder_bytes, read_json
 from toprope.records.run.metrics import last_row
-from toprope.records.run.specification import EnvironmentSource, Specification
-from toprope.sdk.wall.paths import data_paths, imported_by
+from toprope.records.run.specification import Specification
 from toprope.settings.limits import UNITS, FrozenLimits, Limits
 from toprope.settings.schema import Config
 from toprope.text_format import clip, value
@@ -401,26 +401,6 @@ def _sampling(first: Specification, runs: Path) -> tuple[str, float] | None:
     return None
 
 
-def _code(sources: Sequence[EnvironmentSource]) -> dict[str, str]:
-    """Return the digests of the files of environments and reward functions, and of the modules beside them that they
-    import; packages have none."""
-    waiting = [file for source in sources for file in (source.file, *(one.file for one in source.rewards)) if file]
-    waiting += [path for source in sources for path in data_paths(source.target) if path.endswith(".py")]
-    found: dict[str, str] = {}
-    while waiting:
-        file = Path(waiting.pop())
-        if str(file) in found:
-            continue
-        try:
-            found[str(file)] = hashlib.sha256(file.read_bytes()).hexdigest()
-        except OSError:
-            found[str(file)] = "unreadable"
-            continue
-        beside = [file.with_name(f"{module}.py") for module, _ in imported_by(str(file))]
-        waiting += [str(one) for one in beside if one.is_file()]
-    return found
-
-
 def _hash(specifications: Sequence[Specification], shown: Preview, frozen: FrozenLimits | None) -> str:
     """Hash everything that was shown and would be started, without run ids and times."""
     first = specifications[0]
@@ -434,7 +414,7 @@ def _hash(specifications: Sequence[Specification], shown: Preview, frozen: Froze
         "helpers": [one.model_dump(mode="json") for one in first.helpers.values()] + [first.opponent_policy],
         "environment": first.environment.model_dump(mode="json"),
         "mixture": [source.model_dump(mode="json") for source in first.mixture],
-        "code": _code([first.environment, *first.mixture]),
+        "code": code_of([first.environment, *first.mixture]),
         "config": [one.config.model_dump(mode="json") for one in specifications],
         "estimates": {
             name: None if one is None else [f"{value:.3g}" for value in (one.value, one.low, one.high)]

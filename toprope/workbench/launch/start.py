@@ -29,6 +29,7 @@ from toprope.workbench.approvals import Approvals
 from toprope.workbench.drafts import Draft
 from toprope.workbench.history import beside_preset
 from toprope.workbench.interpreters.engines import engine_python
+from toprope.workbench.launch.accepted_code import accepted_code
 from toprope.workbench.launch.budgets.reserve_budget import demand, reserve
 from toprope.workbench.launch.budgets.sweep_budget import require_room_for_members
 from toprope.workbench.launch.budgets.token_costs import token_costs
@@ -138,6 +139,8 @@ class RunStarter:
         else:
             require("A run", *TRAINING)
         require_memory(specifications[0], self._home.settings())
+        code = accepted_code(specifications[0], self._home)  # before the preview, whose hash covers the code
+        specifications = [one.model_copy(update={"code": code}) for one in specifications]
         with ExitStack() as stack:
             with ledger_lock(self._home.ensure().runs):
                 specifications, make_preview = self._reserve(specifications, request, stack)

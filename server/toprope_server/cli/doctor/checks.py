@@ -36,7 +36,7 @@ NO_SPACE = 500_000_000
 TORCH_LIMIT_S = 90
 
 _KEYS = {
-    "WANDB_API_KEY": ("tracker", "logging.wandb: online; without it metrics are kept offline in the run's folder"),
+    "WANDB_API_KEY": ("tracker", "logging.wandb: online; without it no such run starts, offline needs none"),
     "HF_TOKEN": ("policy", "gated or private models and data sets of the Hugging Face Hub"),
     "OPENROUTER_API_KEY": ("models", "test_inference with the models of the preset openrouter"),
     "TINKER_API_KEY": ("trainer", "training at Tinker (trainer.backend: tinker, the preset hermes)"),

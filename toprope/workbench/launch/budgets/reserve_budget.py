@@ -13,7 +13,7 @@ from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.limits import UNITS, FrozenLimits, Limits
+from toprope.settings.limits import UNITS, Cap, FrozenLimits, Limits
 from toprope.supervisor.capacity.budget_ledger import read_accounts
 from toprope.supervisor.capacity.reservations import Machine, gpus_wanted
 from toprope.workbench.launch.budgets.token_costs import token_costs, unpriced
@@ -103,6 +103,21 @@ def reserve_calls(endpoints: Mapping[str, Endpoint], limits: Limits, runs: Path,
     return frozen
 
 
+def with_raised_caps(specification: Specification, limits: Limits) -> Specification:
+    """Return the specification of an ended run with the limits per run that the owner has raised since its start."""
+    frozen = specification.limits
+    raised = {
+        quantity: Cap(value=limit.max, limit=limit.name, reason=limit.reason)
+        for quantity, cap in (frozen.caps if frozen else {}).items()
+        if cap.limit == f"per_run.{quantity}" and (limit := limits.get(cap.limit)) and limit.max > cap.value
+    }
+    if frozen is None or not raised:
+        return specification
+    reserved = {name: raised[name].value if name in raised else most for name, most in frozen.reserved.items()}
+    changed = {"caps": frozen.caps | raised, "reserved": reserved, "source": limits.source}
+    return specification.model_copy(update={"limits": frozen.model_copy(update=changed)})
+
+
 def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
     """Pass an ended run that may be resumed: its own caps are not used up, and other runs leave room.
 
@@ -121,7 +136,8 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
                     cap.limit,
                     f"{specification.run_id} has used {used[quantity]:.3g} of the {cap.value:.3g} {UNITS[quantity]} "
                     f"that {cap.limit} allowed it at its start, set by {frozen.source if frozen else ''}{why}.",
-                    "Its checkpoint stays; a new run can start from it, under the limits as they are then.",
+                    "Its checkpoint stays: it resumes once the owner raises a limit per run; a new run can start from "
+                    "it, under the limits as they are then.",
                 )
             )
     others = read_accounts(runs, leave_out=[specification.run_id])
