@@ -28,6 +28,7 @@ HOSTED = {"trainer.backend": "tinker", "policy.model": "vendor/model", "policy.l
         ({"rollout.temperature": 0.5}, "trains at temperature 1"),
         ({"algorithm.beta": 0.1}, "no KL term"),
         ({"algorithm.name": "ppo"}, "trainer.loss"),
+        ({"algorithm.importance_sampling_mode": "token_truncate"}, "importance_sampling_mode is token_truncate"),
         ({"algorithm.deterministic": True}, "algorithm.deterministic"),
         ({"launcher.device": "cuda"}, "the service computes"),
         ({"environment.opponent": "base"}, "second policy"),

@@ -42,6 +42,12 @@ def test_edit_refuses_locked_field_with_reason(tmp_path):
     assert [one.field for one in changed] == ["optimizer.learning_rate"]
 
 
+@pytest.mark.parametrize(("most", "allows"), [("1e-5", True), ("9e-6", False)])
+def test_null_rate_of_the_value_head_is_allowed_down_to_its_floor(tmp_path, most, allows):
+    text = f"locks: [{{field: ppo.value_learning_rate, max: {most}, reason: x}}]"
+    assert (locks_of(tmp_path, text).refusal("ppo.value_learning_rate", None) is None) == allows
+
+
 def test_enforce_checks_values_however_they_were_set(tmp_path):
     locks, fields = locks_of(tmp_path, TWO), all_fields([{"name": "length", "type": "int", "default": 9}])
     config = Config()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from toprope.records.worker_messages import Card, RewardPart
 from toprope.training.inference.client import Answer, PromptTooLong, Sampling
 from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts.environment_set import EnvironmentSet
@@ -45,6 +46,7 @@ def only_environment(sampler: GroupSampler) -> EnvironmentSet:
     """An environment set whose only environment is sampled by `sampler`."""
     host: Any = SimpleNamespace(
         label="only",
+        card=Card("only", "", 1, [], {"reward": RewardPart(1.0, 0.0, 1.0)}, 1.0, {}),
         sizes={},
         shares_tasks=False,
         sampler=lambda policy: sampler,

@@ -111,6 +111,9 @@ class StandIn:
             os.kill(os.getpid(), signal.SIGSTOP)
         if what == "sleep":
             time.sleep(600)
+        if what == "spend":
+            self.report(crew.OutOfBudget(1.04, 0.52))
+            return
         if what in ("fail", "linger", "again"):
             self.report(crew.Failed("the dice were loaded", "use other dice", what == "again"))
             if what != "linger":

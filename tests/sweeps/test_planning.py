@@ -10,7 +10,7 @@ from toprope.records.run.specification import EnvironmentSource
 from toprope.records.sweep_journal import Candidate, Measured
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.schema import Config
-from toprope.sweeps.planning import make_plan
+from toprope.sweeps.planning import make_plan, measured_differently
 from toprope.sweeps.strategy_runner import StrategyRunner
 from toprope.workbench.drafts import Draft
 
@@ -57,6 +57,10 @@ def test_plan_counts_runs_and_steps(tmp_path):
     assert planned(tmp_path, steps=None).steps == Config().budget.steps
     tested = planned(tmp_path, {"environment.knobs.length": {"choices": ["2", 4]}}, evaluate="test")
     assert tested.total_steps == 0 and tested.space["environment.knobs.length"].choices == [2, 4]
+    assert measured_differently(tested) == ["environment.knobs.length"]
+    sampling = {"rollout.temperature": [0.5, 1.0], **RATE}
+    assert measured_differently(planned(tmp_path, sampling)) == []
+    assert measured_differently(planned(tmp_path, sampling, evaluate="test")) == ["rollout.temperature"]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +76,8 @@ def test_plan_counts_runs_and_steps(tmp_path):
         ({"algorithm.loss_type": ["dapo", "dapo"]}, InvalidValue, "twice"),
         ({"budget.steps": {"min": 1, "max": 2}}, InvalidValue, "steps of start_sweep"),
         ({"evaluation.heldout_tasks": [1, 2]}, InvalidValue, "winner"),
+        ({"environment.knobs.length": [2, 4]}, InvalidValue, "tasks of its own, and the easiest would win"),
+        ({"environment.max_turns": [2, 4]}, InvalidValue, "tasks of its own"),
     ],
 )
 def test_invalid_space_is_refused(tmp_path, space, error, says):

@@ -63,7 +63,7 @@ def measured(tmp_path: Path, member: SweepMember | None, test: TestPlan | None =
     config.evaluation.heldout_tasks, config.evaluation.examples, config.evaluation.validation_tasks = 4, 2, 5
     spec = SimpleNamespace(
         environment=EnvironmentSource(name="numbers", file=str(file), attribute="Numbers"),
-        mixture=[], locks={}, config=config, run_kind=KINDS["test" if test else "train"], run_id="run",
+        mixture=[], locks={}, code=None, config=config, run_kind=KINDS["test" if test else "train"], run_id="run",
         test=test, helpers={}, ask=None, member=member, base_run=None,
     )  # fmt: skip
     membership = SimpleNamespace(
@@ -98,6 +98,18 @@ def test_sweep_member_uses_validation_tasks_only(tmp_path: Path) -> None:
     assert sizes == {"train": 1, "validation": 5}
     alone, (sizes, _) = measured(tmp_path, None)
     assert alone.calls == [("heldout", "before", 4), ("heldout", "after", 4)] and sizes["heldout"] == 4
+
+
+def test_sweep_member_is_measured_with_the_sampling_of_all(tmp_path: Path) -> None:
+    config = Config()
+    config.rollout.temperature = 2.0
+    member = SweepMember(sweep="s", candidate="c001", epoch=1, sampling={"temperature": 0.7, "stop": ["."]})
+    spec = SimpleNamespace(config=config, member=member)
+    driver = Driver.__new__(Driver)
+    driver._spec, driver._config = spec, config  # type: ignore[assignment]
+    driver._member, driver._hosts = SimpleNamespace(folder=RunFolder(tmp_path)), []  # type: ignore[assignment]
+    measuring = driver._create_evaluator(None)._sampling  # type: ignore[arg-type]
+    assert (measuring.temperature, measuring.stop) == (0.7, (".",)) and driver._sampling().temperature == 2.0
 
 
 def test_sweep_winner_uses_heldout_tasks(tmp_path: Path) -> None:

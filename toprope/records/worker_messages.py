@@ -12,6 +12,8 @@ import msgspec
 
 from toprope.records.journal.groups import Outcome
 
+_UNBOUNDED = 1e6
+
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and whatever else the environment gave it."""
 
@@ -60,11 +62,21 @@ class Card(msgspec.Struct):
     """True if the environment samples its rollouts itself, against an OpenAI endpoint."""
     call_s: float = 0.0
     """Seconds that a call about one rollout may take by the environment's own limits."""
+    tool_s: float = 0.0
+    """Longest time limit of a tool's call in seconds."""
+    most_calls: int = 0
+    """Most tool calls in one answer, each with that limit."""
 
     @property
     def min_reward(self) -> float:
         """Lowest reward that the weights and ranges of the parts allow."""
         return sum(min(part.weight * part.low, part.weight * part.high) for part in self.parts.values())
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if the rewarded parts have true ranges: where an author names none, adapters put a million or more."""
+        rewarded = [part for part in self.parts.values() if part.weight]
+        return all(max(-part.low, part.high) < _UNBOUNDED for part in rewarded)
 
     @property
     def knob_values(self) -> dict[str, Any]:

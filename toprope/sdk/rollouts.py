@@ -93,13 +93,14 @@ class Rollout:
         self._near = near
         self._grouped = grouped(environment)
         self._ending: Outcome | None = None
+        self._first = 0  # messages that reset() returned
         self.done = False
         self.functions: RewardFunctions | None = None
         """Reward functions to apply to the outcome."""
 
     def seen(self) -> dict[str, Any]:
         """Arguments of reward functions."""
-        return seen_of(self._environment.task, self._environment.messages)
+        return seen_of(self._environment.task, self._environment.messages, self._first)
 
     def begin(self) -> Messages:
         """Call `reset` and return the first messages for the policy. Exceptions of `reset` pass through.
@@ -112,7 +113,7 @@ class Rollout:
         messages = as_messages(first, "what reset() returned")
         if not messages:
             raise EnvironmentMistake("reset() must return what the policy sees first; it returned nothing.")
-        environment.messages = list(messages)
+        environment.messages, self._first = list(messages), len(messages)
         return messages
 
     def advance(

@@ -260,6 +260,12 @@ class ToolEnvironment(Environment):
     def score(self) -> dict[str, float]:
         raise NotImplementedError(f"{type(self).__name__} does not score: define score(self).")
 
+    def tool_limits(self) -> tuple[float, int]:
+        marked = (getattr(getattr(type(self), name, None), _MARK, None) for name in dir(type(self)))
+        given = (one if isinstance(one, Tool) else getattr(one, _MARK, None) for one in self.tools)
+        limits = [one.timeout_s or 0.0 for one in (*self.servers, *given, *marked) if one is not None]
+        return max([self.tool_timeout_s, *limits]), self.most_calls
+
     def measured(self) -> dict[str, float]:
         calls = self.__dict__.get("calls", ())
         values = {

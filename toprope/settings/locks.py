@@ -24,7 +24,7 @@ from typing import Any
 from toprope.errors import InvalidValue, LockedField, NotFound, shown
 from toprope.settings.changes import Change
 from toprope.settings.fields import KNOBS, Field, all_fields, find_field, get_value
-from toprope.settings.schema import Config
+from toprope.settings.schema import LEAST_VALUE_RATE, Config
 from toprope.settings.yamlfiles import check_keys, read_yaml
 
 _KEYS = ("field", "value", "min", "max", "reason")
@@ -65,7 +65,7 @@ class Lock:
                 return _text(value) == _text(self.value)
             return value == self.value and isinstance(value, bool) == isinstance(self.value, bool)
         if value is None and self.field in _FOLLOWS:
-            return True
+            return self.max is None or self.max >= LEAST_VALUE_RATE
         if self.max is not None and self.field in _NO_LIMIT and value == 0:
             return False
         if isinstance(value, bool) or not isinstance(value, int | float):

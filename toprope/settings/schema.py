@@ -20,6 +20,8 @@ from toprope.settings.sections.launcher import LauncherSection
 
 EMBEDDED = ("embedded", "embedded-tools")
 """Policies that are built when they are first used; see toprope.training.policy.tiny_model."""
+LEAST_VALUE_RATE = 1e-5
+"""Rate of a new value head whose policy learns slower, as in verl."""
 
 
 class PolicySection(Section):
@@ -34,7 +36,9 @@ class PolicySection(Section):
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hugging Face model.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Number format of the weights; auto: float32 on a CPU, bfloat16 on a GPU."
+        "auto",
+        description="Number format of the weights; auto: float32 on a CPU, bfloat16 on a GPU. Without LoRA, the "
+        "trainer's are float32.",
     )
     max_context: int = Field(512, ge=8, le=1_048_576, description="Longest prompt plus answer, in tokens.")
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(template_variables)] = Field(
@@ -81,7 +85,9 @@ class AlgorithmSection(Section):
         "LoRA, which needs no second model, or without beta.",
     )
     epsilon: float = Field(0.2, gt=0, lt=10, description="Lower clip range of the importance ratio.")
-    epsilon_high: float = Field(0.28, gt=0, lt=100, description="Upper clip range of the importance ratio.")
+    epsilon_high: float = Field(
+        0.28, gt=0, lt=100, description="Upper clip range of the importance ratio; for cispo, the ratio's cap."
+    )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         "group", description="Divide advantages by the standard deviation of the group, of the batch, or not."
     )
@@ -156,7 +162,7 @@ class PpoSection(Section):
         0.2, ge=0, le=1e6, description="Largest change of a value on one batch, in units of reward; 0: no limit."
     )
     value_learning_rate: float | None = Field(
-        None, gt=0, le=1, description="Peak rate of the value head; null: optimizer.learning_rate."
+        None, gt=0, le=1, description="Peak rate of the value head; null: optimizer.learning_rate, at least 1e-5."
     )
     kl_coef: float = Field(
         0.0,

@@ -18,6 +18,7 @@ from toprope.records.sweep_journal import Candidate, Measured, Standing, final_i
 from toprope.settings.changes import apply_changes
 from toprope.settings.owner import Home
 from toprope.settings.sections.environment import RUN
+from toprope.sweeps.planning import SAMPLING
 from toprope.workbench.launch import open_runs
 from toprope.workbench.launch.budgets.sweep_budget import draft_of_sweep
 from toprope.workbench.launch.freeze import freeze_drafts
@@ -118,6 +119,7 @@ class SweepMembers:
             parent=candidate.parent,
             continues=base[0] if base else None,
             first_task=first,
+            sampling=self._sampling(),
         )
         evaluation = config.evaluation
         test = None
@@ -134,12 +136,23 @@ class SweepMembers:
         run_id = final_id(self._sweep.run_id)
         if self.exists(run_id):
             return
-        member = SweepMember(sweep=self._sweep.run_id, candidate=candidate.id, epoch=self._plan.epochs, final=True)
+        member = SweepMember(
+            sweep=self._sweep.run_id,
+            candidate=candidate.id,
+            epoch=self._plan.epochs,
+            final=True,
+            sampling=self._sampling(),
+        )
         base = None
         if self._plan.evaluate == "train":
             base = base_of(f"{RUN}{standing.runs[candidate.id]}", self._home.runs)
         test = TestPlan(tasks=self._sweep.config.evaluation.heldout_tasks, group_size=1, heldout=True)
         self._launch(run_id, candidate.values, member, test, base)
+
+    def _sampling(self) -> dict[str, Any]:
+        """Return the settings of sampling that measure every candidate; those of the draft, if candidates train."""
+        trains = self._plan.evaluate == "train"
+        return self._sweep.config.rollout.model_dump(mode="json", include=set(SAMPLING)) if trains else {}
 
     def was_interrupted(self, run_id: str) -> bool:
         """True if a run exists that was told to stop, or was lost in a way for which it has no policy of its own.

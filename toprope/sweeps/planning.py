@@ -38,18 +38,39 @@ _NOT_VARIED = {
     "policy.model": "PBT and halving continue from weights by themselves",
     "launcher.kind": "it is the same for all candidates",
 }
+_MEASURING = ("knobs", "max_turns", "opponent", "model_roles", "mixture", "curriculum")
+"""Fields of `environment` that decide what a candidate is measured on."""
+SAMPLING = ("temperature", "top_p", "max_new_tokens", "stop")
+"""Fields of `rollout` that do so, too."""
 _EXAMPLE = (
     '{"optimizer.learning_rate": {"min": 1e-5, "max": 1e-2, "log": true}, '
     '"rollout.groups_per_step": {"choices": [4, 8]}}'
 )
 
 
-def parse_space(space: Mapping[str, Any], draft: Draft, locks: Locks) -> dict[str, Dimension]:
+def _is_measuring(name: str) -> bool:
+    """Return True for a field that decides what candidates are measured on."""
+    section, _, field = name.partition(".")
+    return section == "environment" and field.partition(".")[0] in _MEASURING
+
+
+def measured_differently(plan: SweepPlan) -> list[str]:
+    """Return the fields that make the candidates' scores measurements under different conditions.
+
+    Candidates that train are measured alike: with the draft's sampling, on the draft's tasks.
+    """
+    if plan.evaluate == "train":
+        return []
+    return [name for name in plan.space if _is_measuring(name) or name.removeprefix("rollout.") in SAMPLING]
+
+
+def parse_space(space: Mapping[str, Any], draft: Draft, locks: Locks, evaluate: str) -> dict[str, Dimension]:
     """Check and convert the space of a sweep over a draft's fields.
 
     Args:
         space: `{"min": .., "max": .., "log": true}` or `{"choices": [..]}` by dotted field.
         draft: The draft with these fields.
+        evaluate: See `make_plan`.
 
     Raises:
         NotFound: A field does not exist.
@@ -64,6 +85,12 @@ def parse_space(space: Mapping[str, Any], draft: Draft, locks: Locks) -> dict[st
         why = _NOT_VARIED.get(field.name) or NOT_EDITABLE.get(field.name)
         if why:
             raise InvalidValue(f"space: {name} cannot be varied: {why}.")
+        if evaluate == "train" and _is_measuring(field.name):
+            raise InvalidValue(
+                f"space: {name} cannot be varied between candidates that train: each would be measured on tasks of its "
+                "own, and the easiest would win.",
+                hint='options={"evaluate": "test"} measures one policy under each value.',
+            )
         found[name] = _parse_dimension(name, field, given, locks)
     return found
 
@@ -176,7 +203,7 @@ def make_plan(
             hint=f"Use one of {', '.join(known)}, or file:Class for a strategy in {strategies}.",
         )
     plan = SweepPlan(
-        space=parse_space(space, draft, locks),
+        space=parse_space(space, draft, locks, evaluate),
         strategy=name,
         file=file,
         evaluate=evaluate,

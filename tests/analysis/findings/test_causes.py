@@ -145,6 +145,11 @@ def test_standstill_of_small_groups_advises_larger_groups() -> None:
     assert usual is not None and usual.rule == "all_wrong"
 
 
+def test_standstill_of_masked_answers_advises_longer_ones() -> None:
+    found = standstill({"empty": 200}, config(algorithm__mask_truncated_completions=True))
+    assert found is not None and "cut off" in found.what and "rollout.max_new_tokens to 512" in found.next
+
+
 def test_old_groups_are_no_cause_while_few_tokens_are_clipped() -> None:
     crowded = {"rollout.concurrency": [16, 64]}
     assert not explained({"age": 9.0, "clip": 0.01}, crowded, rollout__concurrency=64).causes

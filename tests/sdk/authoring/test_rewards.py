@@ -35,6 +35,14 @@ class Numbers(Environment):
         return {"exact": float(self.answer == self.task.reference)}
 
 
+class Shown(Numbers):
+    """With an example before the question."""
+
+    def reset(self, task):
+        example = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}]
+        return [*example, *task.messages]
+
+
 class Own(Numbers):
     """With splits of its own, which know nothing of each other's levels."""
 
@@ -104,6 +112,14 @@ async def played(link: WorkerClient, *answers: str, variant: str = "", **how: An
     begun = await link.call("begin", split="train", index=0, count=len(answers), **where, **how)
     moves = [[handle, answer] for handle, answer in zip(begun["rollouts"], answers, strict=True)]
     return [one["outcome"] for one in await link.call("advance", moves=moves)]
+
+
+def test_answers_in_the_prompt_belong_to_the_prompt(folder: Path) -> None:
+    async def work(link: WorkerClient) -> list[dict[str, Any]]:
+        return await played(link, "1")
+
+    _, [outcome] = worked(folder, work, "Shown", rewards=[reward(folder, "short")])
+    assert not outcome["error"] and outcome["parts"]["short"] == 1.0
 
 
 def test_reward_functions_do_not_change_success(folder: Path) -> None:

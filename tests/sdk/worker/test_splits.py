@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -12,7 +13,16 @@ import pytest
 from toprope.sdk import Environment, Task
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 from toprope.sdk.rollouts import configure
-from toprope.sdk.worker.splits import PATIENCE, PROMPT_RULE, SOURCE_RULE, SPLITS, TaskSplits, split_of
+from toprope.sdk.worker.splits import (
+    FAMILY_RULE,
+    PATIENCE,
+    PROMPT_RULE,
+    SHARING_RULE,
+    SOURCE_RULE,
+    SPLITS,
+    TaskSplits,
+    split_of,
+)
 
 
 class Numbers(Environment):
@@ -302,6 +312,34 @@ def test_few_tasks_of_an_endless_stream_fill_every_split(monkeypatch: pytest.Mon
         monkeypatch.setattr(FewBoards, "salt", salt)
         found = contents(splits_of(FewBoards), 500)
         assert all(found.values()) and sum(map(len, found.values())) == 12
+
+
+@pytest.mark.parametrize(("easy", "hard"), [(9, 20), (12, 25), (5, 200)])
+def test_few_tasks_of_two_levels_are_in_one_split_each(easy: int, hard: int) -> None:
+    def level(rows: int, family: Sequence[TaskSplits], rule: int) -> TaskSplits:
+        environment = ListedRows()
+        environment.rows = rows
+        return TaskSplits(environment, family=family, rule=rule)
+
+    def crossing(rule: int) -> set[str]:
+        first = level(easy, [], rule)
+        levels = [first, level(hard, [first], rule)]
+        one, other = (contents(splits, 500) for splits in levels)
+        assert all(one.values()) and all(other.values())
+        return {task for split in SPLITS for task in one[split] if task not in other[split]}
+
+    assert not crossing(FAMILY_RULE)
+    assert crossing(SHARING_RULE), "runs that began under it measure the same when they resume"
+
+
+def test_a_level_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = ListedRows()
+    broken.broken_at = 2
+    hard = TaskSplits(broken)
+    easy = TaskSplits(ListedRows(), family=[hard])
+    assert sum(map(len, contents(easy, 50).values())) == 5
+    with pytest.raises(ValueError, match="no such row"):
+        hard.page("train", 0, 10)
 
 
 def test_a_failure_keeps_the_listed_tasks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ class OpenAiStandIn:
 
     def __init__(self, answer: Callable[[str], str]) -> None:
         self.answer = answer
+        self.cut: Callable[[str], bool] = lambda question: False
+        """Whether the answer to a question is cut off at the limit of tokens."""
         self.seen: list[tuple[str, str | None, dict[str, Any]]] = []
         self.times: list[float] = []
         self._asked: dict[tuple[str, str], int] = {}
@@ -86,6 +88,7 @@ class OpenAiStandIn:
         if model == "picky" and "3" in question:
             return 400, b'{"error": {"message": "this question is too long"}}', {}
         text, reason = (None, "length") if model == "mute" else (self.answer(question), "stop")
+        reason = "length" if self.cut(question) else reason
         usage: dict[str, Any] = {"prompt_tokens": 10, "completion_tokens": 4}
         if model == "priced":
             usage["cost"] = 0.25

@@ -116,7 +116,9 @@ def test_heldout_items_of_data_set_are_left_out(tmp_path: Path):
     traces, seen = taken(tmp_path, specification)
     assert [trace.messages for trace in traces] == [one.messages for one in (item(1), item(2))]
     assert [trace.verdict for trace in traces] == [{}, {"success": False, "unscored": True}]
-    assert {trace.teacher for trace in traces} == {"best@v1"} and traces[0].task_id == Task("1 + 1?").id
+    assert {(trace.teacher, trace.first_messages) for trace in traces} == {("best@v1", 1)} and traces[
+        0
+    ].task_id == Task("1 + 1?").id
     assert seen == [("best@v1", traces[0].task_id), ("add", traces[1].task_id)]
 
 

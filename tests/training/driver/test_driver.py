@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +61,7 @@ class Member:
             environment=source,
             mixture=[],
             locks={},
+            code=None,
             config=config,
             run_kind=KINDS["train"],
             base_run=None,
@@ -195,6 +195,24 @@ def test_groups_without_a_token_tell_the_error_of_their_rollouts(member: Member)
     assert "contains a sampled token: SampleError: the prompt is too long" in str(caught.value.exceptions[0])
 
 
+def test_unjudged_groups_tell_the_error_of_their_judge(member: Member) -> None:
+    class Unjudged:
+        async def sample(self, *arguments: Any) -> Any:
+            await asyncio.sleep(0)
+            turn = Turn([], [1], [-0.1], [(0, 1)], "stop")
+            return SampledGroup("t", [], ["x"], [Outcome(0.0, error="JudgeFailed: style: busy")], [[turn]], 0.1)
+
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await produce(member, FullApi(), Unjudged())
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run())
+    assert "no answer of it could be judged: JudgeFailed: style: busy" in str(caught.value.exceptions[0])
+    told = [one for one in member.reports if isinstance(one, Making)]
+    assert told[-1].given_up["the judge failed"] >= 32
+
+
 def only_environment(member: Member, sampler: Any) -> Any:
     """The environments of a run with one environment, whose groups come from `sampler`."""
     [plan] = members_of(member.spec.config.environment)
@@ -303,7 +321,6 @@ def test_account_is_told_before_each_post_and_soon_after(
 
     class Slow:
         async def sample(self, *arguments: Any) -> Any:
-            assert arguments[2] == replace(SAMPLING, trains=True), "the trainer's temperature stands"
             return await Sampler().sample()
 
     class Api(FullApi):

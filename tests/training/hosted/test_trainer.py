@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anyio import to_thread
 
 from tests.support.trainer_stand_ins import GROUPS, StandInApi, StandInMember, rows, small_run_config
 from tests.support.training_api_server import until
 from tests.training.hosted.tinker_stand_in import KEY, MODEL, TinkerStandIn
 from toprope.errors import ComponentFailed, InvalidValue, NotFound, TopropeError
 from toprope.records.journal.groups import Outcome
-from toprope.records.messages import Finished, Stepped, Warned
+from toprope.records.messages import Finished, OutOfBudget, Stepped, Warned
 from toprope.records.purse import LimitReached
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.usage import spending_in
@@ -30,7 +31,7 @@ from toprope.settings.sections import hosted
 from toprope.settings.sections.hosted import HostedPrices
 from toprope.training.api.clients import sync_client
 from toprope.training.component.peer_addresses import PeerAway
-from toprope.training.hosted import trainer
+from toprope.training.hosted import inference, trainer
 from toprope.training.hosted.policy import HostedPolicy, copy_tokenizer
 from toprope.training.hosted.sampler import HostedEngine
 from toprope.training.hosted.service import Service, _Forward
@@ -209,8 +210,9 @@ def test_steps_are_paid_and_capped(
     member, api = attempt(capped, config, hosted=prices, limits=limits)
     assert len(rows(capped)) == 2 == tinker_service.seen.count("forward_backward") - before
     assert sum(spending_in(capped.path).values()) <= 1.2
-    [warned] = member.of(Warned)
-    assert "ends with step 2: per_run.cost_usd" in warned.what and member.of(Finished)[0].detail["step"] == 2
+    assert member.of(Finished)[0].detail["step"] == 2
+    [told] = [one for one in member.reports if isinstance(one, OutOfBudget | Finished)][:-1]
+    assert told.used == pytest.approx(sum(spending_in(capped.path).values())) and told.used + told.needed > 1.2
     assert capped.newest_checkpoint().name == "step-000002" and (capped.path / "weights").is_dir()
     state = json.loads((capped.newest_checkpoint() / "state.json").read_bytes())
     assert (state["cursor"], state["rollouts"]) == (2 * GROUPS, 2 * 4 * GROUPS), "the groups of step 3 are not used"
@@ -218,6 +220,25 @@ def test_steps_are_paid_and_capped(
     limits = FrozenLimits(source="a test", caps={"cost_usd": Cap(value=0.1, limit="per_run.cost_usd")})
     with pytest.raises(LimitReached, match="per_run.cost_usd"):  # there is nothing to keep
         attempt(RunFolder.create(tmp_path, "run-3"), hosted_config(), hosted=prices, limits=limits)
+
+
+def test_sampler_that_cannot_pay_tells_the_limit(
+    attempt: Attempt, tmp_path: Path, tinker_service: TinkerStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve(member: StandInMember, *given: Any) -> None:
+        given[1].submit(SamplingRequest([1, 2]), lambda answer: None)
+        await to_thread.run_sync(until, member.ending.is_set)
+
+    monkeypatch.setattr(inference, "serve_engine", serve)
+    monkeypatch.setenv(hosted.KEY, KEY)
+    limits = FrozenLimits(source="a test", caps={"cost_usd": Cap(value=0.1, limit="per_run.cost_usd")})
+    member = StandInMember(RunFolder.create(tmp_path, "run-1"), tmp_path / "policy", hosted_config())
+    member.name = "inference"
+    prices = HostedPrices(prompt_usd=1e6, completion_usd=0, train_usd=0, step_usd=0)
+    member.spec = SimpleNamespace(**vars(member.spec), limits=limits, hosted=prices)
+    assert inference.run(member) == 1
+    [told, failed] = member.reports
+    assert (told.used, told.needed) == (0.0, 2.0) and "per_run.cost_usd" in failed.reason
 
 
 def test_step_without_a_finite_gradient_is_not_published(

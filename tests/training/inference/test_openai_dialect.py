@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from starlette.testclient import TestClient
 
 from tests.training.inference.conftest import SECRET
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB
+from toprope.settings.schema import Config
+from toprope.training.inference import app
 from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.engine import Done, Sample, SamplingRequest
 from toprope.training.inference.sessions import OPPONENT, UNRECORDED, SessionStore, Turn, join_turns, session_key
@@ -387,6 +391,19 @@ def test_join_turns_extends_or_starts_segments() -> None:
     assert joined.logprobs == [PROMPT_LOGPROB, PROMPT_LOGPROB, -0.5, -0.5, PROMPT_LOGPROB, -0.5]
     assert joined.versions == [(1, 2), (2, 1)]
     assert alone.tokens == [1, 2, 8, 6]
+
+
+def test_sessions_have_room_for_all_rollouts_of_a_run(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config()
+    config.rollout.concurrency, config.rollout.group_size, config.launcher.drivers = 1100, 4, 2
+    member: Any = mock.Mock(spec_set=["spec", "ending", "orders", "report"])
+    member.spec.config = config
+    server = InferenceServer(engine, engine.tokenizer, model_name="tiny", secret=SECRET)
+    monkeypatch.setattr(app, "serve", mock.AsyncMock())
+    asyncio.run(app.serve_engine(member, server, engine, 260))
+    for number in range(2 * 1100 * 4):
+        server.sessions.record(str(number), turn([1], [2]))
+    assert len(server.sessions) == 8800
 
 
 def test_session_store_is_bounded_and_closes_sub_sessions() -> None:

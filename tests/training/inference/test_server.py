@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import logging
 import signal
 import socket
@@ -331,16 +332,36 @@ def test_requests_take_the_settings_of_their_session(
         return seen[-1].temperature, seen[-1].top_p, seen[-1].max_new_tokens, seen[-1].stop
 
     settings = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 3, "stop": ["!"]}
-    for session, trains in (("train", True), ("test", False)):
-        http.put(f"/v1/sessions/{session}", json={**settings, "trains": trains}).raise_for_status()
+    for session, fixed in (("run", True), ("free", False)):
+        http.put(f"/v1/sessions/{session}", json={**settings, "fixed": fixed}).raise_for_status()
         assert sampled(f"{session}/0") == (0.7, 0.9, 3, ["!"])
     own = {"temperature": 0.2, "top_p": 0.5, "max_completion_tokens": 2, "stop": []}
-    assert sampled("test/0", **own) == (0.2, 0.5, 2, [])
+    assert sampled("free/0", **own) == (0.2, 0.5, 2, [])
     assert sampled(UNRECORDED, **own) == (0.2, 0.5, 2, []) and not capfd.readouterr().err
-    assert [sampled("train/1", **own) for _ in range(2)] == [(0.7, 0.5, 2, [])] * 2
-    assert capfd.readouterr().err.count("asks for 0.2 and gets the trainer's 0.7") == 1
-    http.delete("/v1/sessions/train")
-    assert sampled("train/1", **own)[0] == 0.2
+    assert [sampled("run/1", **own) for _ in range(2)] == [(0.7, 0.5, 2, [])] * 2
+    assert capfd.readouterr().err.count("asks for 0.2 and gets 0.7, as the run samples") == 1
+    http.delete("/v1/sessions/run")
+    assert sampled("run/1", **own)[0] == 0.2
+
+
+def test_a_client_opens_sessions_with_a_fixed_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer computes with it, and evaluations record it: an environment that names one must not change it."""
+    opened = list[dict[str, Any]]()
+    client = PolicyClient("http://127.0.0.1:1", SECRET)
+
+    async def call(method: str, path: str, data: bytes, session: str) -> None:
+        opened.append(json.loads(data))
+        client._lives[session] = "one"
+
+    monkeypatch.setattr(client, "_call", call)
+
+    async def main() -> None:
+        for sampling in (Sampling(0.7, 1.0, 9), Sampling(0.7, 1.0, 9).greedy()):
+            await client.open_session("g", sampling)
+        await client.close()
+
+    asyncio.run(main())
+    assert [(one["temperature"], one["fixed"]) for one in opened] == [(0.7, True), (0.0, True)]
 
 
 def test_outside_environments_inherit_the_temperature_of_the_run(

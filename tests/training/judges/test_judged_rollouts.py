@@ -43,6 +43,7 @@ def sampled(
     changes: dict[str, Any],
     schedule: dict[str, float] | None = None,
     source: EnvironmentSource | None = None,
+    split: str = "train",
 ) -> tuple[EnvironmentHost, SampledGroup]:
     """A group of two: the right answer, and a polite one. The environment is CODE unless a source is given."""
     file = folder / "sums.py"
@@ -67,7 +68,7 @@ def sampled(
             host = await EnvironmentHost.start(spec, plan, source, lambda report: None, helpers=helpers)
             sampler = host.sampler(policy)
             sampler.weights = schedule
-            return host, await sampler.sample(TaskRef("train", 0), 2, SAMPLING)
+            return host, await sampler.sample(TaskRef(split, 0), 2, SAMPLING)
         finally:
             if host is not None:
                 await host.close()
@@ -103,6 +104,15 @@ def test_weights_in_force_combine_all_parts(tmp_path: Path, server: OpenAiStandI
     assert [one.reward for one in group.outcomes] == [1.0, 0.5]
 
 
+@pytest.mark.parametrize("changes", [{"rewards": [JUDGE]}, {}], ids=["judged", "own"])
+def test_a_schedule_of_weights_is_for_training_alone(
+    tmp_path: Path, server: OpenAiStandIn, changes: dict[str, Any]
+) -> None:
+    for split, weight in (("train", 0.25), ("validation", 1.0)):
+        _, group = sampled(tmp_path, server, changes, {"score": 0.25}, split=split)
+        assert group.outcomes[0].reward == weight, split
+
+
 def test_a_rubric_alone_rewards_the_questions_of_a_file(tmp_path: Path, server: OpenAiStandIn) -> None:
     (tmp_path / "topics.jsonl").write_text("".join(f'{{"topic": "topic {n}"}}\n' for n in range(40)))
     knobs = {"path": "topics.jsonl", "prompt": "topic", "scorer": "judge"}
@@ -114,6 +124,11 @@ def test_a_rubric_alone_rewards_the_questions_of_a_file(tmp_path: Path, server: 
     assert [one.success for one in group.outcomes] == [False, True], "it has no right answer: the judges decide"
     _, group = sampled(tmp_path, server, {"rewards": [JUDGE | {"low": 1.0, "high": 1.0}]}, source=source)
     assert not any(one.success for one in group.outcomes), "a judge that cannot tell answers apart solves nothing"
+    ranks = JUDGE | {"name": "rank", "compare": True}
+    with pytest.raises(InvalidValue, match="only rank"):
+        sampled(tmp_path, server, {"rewards": [ranks]}, source=source)
+    _, group = sampled(tmp_path, server, {"rewards": [JUDGE, ranks]}, source=source)
+    assert group.outcomes[0].error, "the stand-in does not rank"
 
 
 def test_an_opponent_needs_a_game_for_several_players(tmp_path: Path, server: OpenAiStandIn) -> None:

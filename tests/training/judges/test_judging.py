@@ -103,6 +103,16 @@ def test_judges_that_decide_take_half_of_their_reward_for_a_success(server: Open
     assert [one.success for one in group.outcomes] == [True, True, True], "a penalty of at most half"
 
 
+def test_a_rank_decides_on_no_success(server: OpenAiStandIn, tmp_path: Path) -> None:
+    """It depends on the other answers, and lone ones, as evaluations have them, are ranked in the middle."""
+    functions = (part(), part("rank", compare=True, weight=9.0))
+    for answers, solves in ((("1234", "1"), False), (("12345", "123456"), True)):
+        [group] = judged(server, tmp_path, [(sampled(*answers), "train")], *functions, decide=True)
+        assert [one.success for one in group.outcomes] == [solves] * 2
+    [group] = judged(server, tmp_path, [(sampled("1"), "train")], functions[1], decide=True)
+    assert group.outcomes[0].parts["rank"] == 0.5 and not group.outcomes[0].success
+
+
 def test_own_parts_and_several_judges_combine_by_weight(server: OpenAiStandIn, tmp_path: Path) -> None:
     group = sampled("1", "333", "22", "333")
     found = judged(server, tmp_path, [(group, "train")], part(), part("rank", compare=True), weights={"own": 0.0})
@@ -141,6 +151,14 @@ def test_unreadable_verdict_is_an_error_of_its_rollout(server: OpenAiStandIn, tm
         group.outcomes[0].error or ""
     )
     assert group.outcomes[1].error is None and len(server.seen) == 3  # asked twice
+
+
+def test_a_verdict_that_was_cut_off_gets_more_room(server: OpenAiStandIn, tmp_path: Path) -> None:
+    server.answer = lambda question: "Score: 7" if len(server.seen) > 1 else "Let me think"
+    server.cut = lambda question: len(server.seen) == 1
+    [group] = judged(server, tmp_path, [(sampled("fine"), "train")], part())
+    assert group.outcomes[0].parts["style"] == 0.7
+    assert [body["max_tokens"] for _, _, body in server.seen] == [1024, 8192]
 
 
 def test_unanswered_question_is_an_error_and_a_refusing_model_ends_the_run(

@@ -150,6 +150,18 @@ def test_tokenizer_without_end_or_padding_pads_with_a_special_token_or_is_refuse
         load_tokenizer(bare)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_trained_in_full_are_float32(tiny_policy: Path, dtype: Any) -> None:
+    """In bfloat16 most values are farther from the next one than a step moves them."""
+    found = {}
+    for trained, lora in ((True, False), (True, True), (False, False)):
+        config = small_run_config(policy__dtype=dtype, policy__lora=lora)
+        model = load_model(tiny_policy, config, trained=trained)
+        found[trained, lora] = next(value.dtype for name, value in model.named_parameters() if "embed" in name)
+    half = getattr(torch, dtype)
+    assert found == {(True, False): torch.float32, (True, True): half, (False, False): half}
+
+
 @pytest.fixture
 def adapters(tiny_policy: Path, tmp_path: Path) -> Path:
     """Adapters of rank 4 that change the policy, as a run saves them."""

@@ -18,6 +18,7 @@ from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.evaluation.model_comparison import best_model, compare_models, models_summary
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
+from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import GroupSampler
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.workers.restarting_worker import RestartingWorker
@@ -38,6 +39,13 @@ class Add(Environment):
 
     def score(self):
         return float(self.answer.strip() == self.task.reference)
+
+
+class Raising(Add):
+    """Scores no answer."""
+
+    def score(self):
+        raise ValueError("no score")
 '''
 
 
@@ -121,7 +129,9 @@ def test_unreachable_endpoint_leaves_question_unanswered() -> None:
         asyncio.run(work())
 
 
-def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 10, **plan: Any) -> list[Any]:
+def play(
+    tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 10, attribute: str = "Add", **plan: Any
+) -> list[Any]:
     file = tmp_path / "add.py"
     file.write_text(ADD)
 
@@ -131,8 +141,13 @@ def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 
     async def work() -> list[Any]:
         async def opened() -> EnvironmentWorker:
             link = await EnvironmentWorker.start()
-            await link.call("open", source={"file": str(file), "attribute": "Add"})
+            await link.call("open", source={"file": str(file), "attribute": attribute})
             return link
+
+        def environments(policy: Any) -> EnvironmentSet:
+            found = only_environment(GroupSampler(worker, policy, multi_turn=False, call_timeout_s=10))
+            found.hosts["only"].card.parts["reward"].low = -2.0
+            return found
 
         async with await RestartingWorker.start(opened, LauncherSection(restarts=0)) as worker:
             named = [
@@ -149,9 +164,7 @@ def play(tmp_path: Path, server: OpenAiStandIn, models: list[str], tasks: int = 
                 connect_policy=policy,
                 keys={},
                 purse=None,
-                environments_with=lambda policy: only_environment(
-                    GroupSampler(worker, policy, multi_turn=False, call_timeout_s=10)
-                ),
+                environments_with=environments,
                 progress=lambda what, done, total: None,
             )
 
@@ -178,6 +191,12 @@ def test_failed_models_do_not_affect_others(tmp_path: Path, server: OpenAiStandI
     told = models_summary(found)
     assert (told["split"], told["best"], told["accuracy"]) == ("train", "right", 1.0)
     assert told["models"]["silent"] is None
+
+
+def test_errors_of_a_model_earn_the_least_reward(tmp_path: Path, server: OpenAiStandIn) -> None:
+    [failing] = play(tmp_path, server, ["right"], tasks=2, attribute="Raising")
+    assert failing.sampled["errors"] == 4 and failing.sampled["reward_mean"] == -2.0
+    assert failing.scores == [[-2.0, -2.0]] * 2
 
 
 def test_too_many_refused_questions_fail_the_model(tmp_path: Path, server: OpenAiStandIn) -> None:

@@ -385,8 +385,9 @@ def test_proxy_accepts_rollout_keys_only_and_streams() -> None:
             for wrong in ({"max_tokens": "many"}, {"temperature": []}, {"top_p": "high"}):
                 async with http.post(f"{proxy.url}/v1/chat/completions", json=body | wrong, headers=headers) as answer:
                     assert answer.status == 400 and "must be numbers" in await answer.text()
-            async with http.post(f"{proxy.url}/v1/chat/completions", json=body, headers=headers) as answer:
-                assert (await answer.text()).count('"content":"hm"') == 2
+            own = body | {"temperature": 0.2}
+            async with http.post(f"{proxy.url}/v1/chat/completions", json=own, headers=headers) as answer:
+                assert (await answer.text()).count('"content":"hm"') == 2 and stand_in.seen[-1][2]["temperature"] == 1.0
             assert [turn.completion_text for turn in proxy.turns[0]] == ["hm", "hm"]
             for wrong in (b"{", b'{"n": "x"}'):
                 async with http.post(f"{proxy.url}/v1/chat/completions", data=wrong, headers=headers) as answer:

@@ -13,8 +13,9 @@ from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy, only_envir
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import MASKED, Outcome
 from toprope.records.run.folder import RunFolder
+from toprope.records.worker_messages import RewardPart
 from toprope.settings.sections.launcher import LauncherSection
-from toprope.training.evaluation.evaluator import Evaluator, example_record, summarize
+from toprope.training.evaluation.evaluator import Evaluator, example_record, summarize, summarize_test
 from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
 from toprope.training.rollouts.sampled_group import SampledGroup
@@ -172,7 +173,9 @@ def evaluate(tmp_path: Path, context: int) -> dict[str, Any]:
     async def work(sampler: GroupSampler, link: EnvironmentWorker) -> dict[str, Any]:
         folder = RunFolder(tmp_path)
         folder.evaluations.mkdir()
-        evaluator = Evaluator(folder, only_environment(sampler), SAMPLING, concurrency=4, progress=lambda *told: None)
+        environments = only_environment(sampler)
+        environments.hosts["only"].card.parts["reward"].low = -100.0
+        evaluator = Evaluator(folder, environments, SAMPLING, concurrency=4, progress=lambda *told: None)
         return await evaluator.evaluate_heldout("before", 12, 2, greedy=False)
 
     return run_with_worker(tmp_path, policy, work)
@@ -182,6 +185,7 @@ def test_failed_task_is_error_in_evaluation(tmp_path: Path) -> None:
     summary = evaluate(tmp_path, context=len("Count down from 1 (game 100)\n"))
     assert summary["tasks"] == 12
     assert 0 < summary["errors"] < 12
+    assert summary["reward_mean"] < -50 * summary["errors"] / 12, "an error is no better than the worst answer"
     assert summary["policy_version"] == 3
     assert "no room for an answer" in (tmp_path / "evaluations" / "before.json").read_text()
 
@@ -221,3 +225,39 @@ def test_error_earns_no_more_than_the_worst_answer() -> None:
     assert scores(Outcome(-0.2), failed, Outcome(-0.9)) == [-0.2, -0.9, -0.9]
     assert scores(Outcome(0.7), failed) == [0.7, 0.0]
     assert scores(failed, failed) == [0.0, 0.0]
+
+
+def test_an_answer_whose_judge_failed_has_no_row() -> None:
+    """Long answers fail more often: with a reward they would teach the policy to be brief."""
+    outcomes = [Outcome(0.2), Outcome(0.0, error="JudgeFailed: style: no line 'Score: N'"), Outcome(-0.9)]
+    turns = [[Turn([1], [number], [-0.5], [(0, 1)], "stop")] for number in range(3)]
+    group = SampledGroup("t", [], ["a"] * 3, outcomes, turns, 0.1).to_record("dice", "g")
+    assert group.scores == [0.2, -0.9] and group.rollouts == [0, 2]
+    assert group.outcomes is not None and len(group.outcomes) == 3, "the error is kept for people"
+
+
+def test_errors_of_an_evaluation_earn_the_least_of_their_environment() -> None:
+    failed = Outcome(0.0, error="context is full")
+
+    def rewards(part: RewardPart, *outcomes: Outcome) -> list[float]:
+        environments = only_environment(None)  # type: ignore[arg-type]
+        shown = RewardPart(0.0, -1e9, 1e9)
+        environments.hosts["only"].card.parts = {"reward": part, "shown": shown}
+        groups = [SampledGroup("t", [], ["a"], [one], [[]], 0.1) for one in outcomes]
+        return [group.outcomes[0].reward for group in environments.lower_errors(groups)]
+
+    assert rewards(RewardPart(1.0, 0.0, 1.0), Outcome(0.7), failed) == [0.7, 0.0]
+    assert rewards(RewardPart(2.0, -1.0, 1.0), Outcome(-0.5), failed) == [-0.5, -2.0]
+    assert rewards(RewardPart(1.0, 0.5, 1.0), Outcome(0.7), failed) == [0.7, 0.0], "never above 0"
+    unbounded = RewardPart(1.0, -1e6, 1e6)
+    assert rewards(unbounded, Outcome(-3.0), failed, Outcome(5.0)) == [-3.0, -3.0, 5.0]
+    assert rewards(unbounded, failed) == [0.0]
+
+
+def test_an_error_is_no_signal_where_training_would_find_none() -> None:
+    def signal(*rewards: float) -> float:
+        outcomes = [*(Outcome(one) for one in rewards), Outcome(-7.0, error="context is full")]
+        group = SampledGroup("t", [], ["a"] * len(outcomes), outcomes, [[]] * len(outcomes), 0.1)
+        return summarize_test([group], len(outcomes))["signal_share"]
+
+    assert [signal(-0.2), signal(-0.2, -0.9), signal(0.0), signal(1.0)] == [0.0, 1.0, 0.0, 1.0]

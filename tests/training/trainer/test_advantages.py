@@ -32,6 +32,20 @@ def test_segments_of_a_rollout_share_one_advantage() -> None:
     assert found == pytest.approx([0.5 / (0.5**0.5 + 1e-4)] * 2 + [-0.5 / (0.5**0.5 + 1e-4)])
 
 
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_unjudged_rollouts_are_compared_with_none(scale: Any) -> None:
+    config = Config()
+    config.algorithm.scale_rewards = scale
+    known = [row.advantage for row in build_rows([rollout_group([1.0, 0.0, 0.5])], config)]
+    group = rollout_group([1.0, 0.0, 0.5, 0.0])
+    assert group.outcomes is not None
+    group.outcomes[3].error, group.rollouts = "JudgeFailed: style: busy", [0, 1, 2]
+    for rows in (group.tokens, group.masks, group.scores, group.inference_logprobs, group.versions):
+        if rows is not None:
+            del rows[3]
+    assert [row.advantage for row in build_rows([group], config)] == pytest.approx(known)
+
+
 def seated(rewards: list[float], *seats: str) -> Group:
     group = rollout_group(rewards)
     group.outcomes = [Outcome(reward, seat=seat) for reward, seat in zip(rewards, seats, strict=True)]
@@ -162,6 +176,20 @@ def test_stale_and_flat_groups_are_counted_and_dropped() -> None:
     assert batch.metrics["staleness/max"] == 7
     assert batch.metrics["dropped/stale"] == 1
     assert batch.cursor == 4
+
+
+def test_answers_that_were_cut_off_are_masked_and_groups_of_them_are_empty() -> None:
+    cut, mixed = rollout_group([1.0, 0.0], task="cut"), rollout_group([1.0, 0.0], task="mixed")
+    assert cut.outcomes is not None and mixed.outcomes is not None
+    for outcome in (*cut.outcomes, mixed.outcomes[0]):
+        outcome.truncated = True
+    for masks, kept, trained in ((False, ["cut", "mixed"], [True, True]), (True, ["mixed", "more"], [False, True])):
+        config = small_config(algorithm__mask_truncated_completions=masks, rollout__group_size=2)
+        groups = PreparedGroups(iter([cut, mixed, rollout_group([1.0, 0.0], task="more")]))
+        batch = BatchSource(groups, config, is_ending=lambda: False).next(0)
+        assert [group.group_id.partition("-")[0] for group in batch.groups] == kept
+        assert batch.unused == ([(0, "empty")] if masks else [])
+        assert [all(row.trained) for row in build_rows([mixed], config)] == trained
 
 
 def test_groups_without_signal_are_counted_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

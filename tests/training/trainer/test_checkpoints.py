@@ -14,7 +14,7 @@ from toprope.errors import Corrupt
 from toprope.records.run.folder import checkpoints_in
 from toprope.settings.schema import Config
 from toprope.training.policy.loading import load_model, load_tokenizer
-from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
+from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState, commit_checkpoint
 from toprope.training.trainer.checkpoints.checkpoint_io import load_checkpoint, load_moments, save_checkpoint
 
 
@@ -58,6 +58,27 @@ def test_load_checkpoint_continues_exactly(tiny_policy: Path, tmp_path: Path) ->
     assert [random.random() for _ in range(3)] == numbers
     assert train(model, optimizer, scheduler, 3) == expected
     assert load_tokenizer(path / "model").chat_template == tokenizer.chat_template
+
+
+def test_checkpoint_that_another_run_began_with_is_not_removed(tmp_path: Path) -> None:
+    """Its adapters may lie over these weights, and the run that made them was resumed."""
+    folder, other = tmp_path / "run-1" / "checkpoints", tmp_path / "run-2"
+    folder.mkdir(parents=True)
+    other.mkdir()
+
+    def write(aside: Path) -> None:
+        aside.mkdir()
+        (aside / "state.json").write_text("{}")
+
+    commit_checkpoint(folder, 1, write, keep=1)
+    named = {"config": {"policy": {"model": str(folder / "step-000001" / "model")}}}
+    (other / "spec.json").write_text(json.dumps(named))
+    for step in (2, 3):
+        commit_checkpoint(folder, step, write, keep=1)
+    assert [path.name for path in checkpoints_in(folder)] == ["step-000001", "step-000003"]
+    (other / "spec.json").unlink()
+    commit_checkpoint(folder, 4, write, keep=1)
+    assert [path.name for path in checkpoints_in(folder)] == ["step-000004"]
 
 
 def test_checkpoints_have_no_pickle_and_old_ones_are_removed(tiny_policy: Path, tmp_path: Path) -> None:

@@ -136,6 +136,22 @@ def test_micro_batches_of_mixed_size_give_the_gradient_of_one_pass(tiny_policy: 
         assert torch.allclose(value, parts[name], atol=1e-6), name
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo", "sapo"])
+def test_an_answer_in_several_segments_counts_once(tiny_policy: Path, name: str) -> None:
+    """Some templates drop old thoughts, so that a rollout of several turns gives several rows."""
+    plain, divided = rollout_group([1.0, 0.0, 0.0, 0.0]), rollout_group([1.0, 0.0, 0.0, 0.0])
+    divided.rollouts = [0, 0, 0, 1, 2, 3]
+    for field in ("tokens", "masks", "scores", "inference_logprobs", "versions"):
+        rows = getattr(divided, field)
+        setattr(divided, field, [rows[rollout] for rollout in divided.rollouts])
+    config, _ = apply_changes(small_config(budget__steps=1, optimizer__micro_batch_size=2), {"algorithm.name": name})
+    config.algorithm.loss_type, config.algorithm.epsilon_high = "sapo" if name == "sapo" else "grpo", 50.0
+    told, expected = trained_loss(tiny_policy, [plain], config)
+    found, weights = trained_loss(tiny_policy, [divided], config)
+    assert found[0]["loss"] == pytest.approx(told[0]["loss"], abs=1e-6) and told[0]["grad_norm"] > 0.01
+    assert all(torch.allclose(value, expected[key], atol=1e-7) for key, value in weights.items())
+
+
 def test_policy_without_a_padding_token_samples_and_trains_alike(tiny_policy: Path, tmp_path: Path) -> None:
     """The end token pads then: real end tokens count in the loss, and padding in neither."""
     bare = shutil.copytree(tiny_policy, tmp_path / "bare")
@@ -177,6 +193,11 @@ def test_algorithm_name_sets_and_guards_its_fields() -> None:
     assert told["algorithm.loss_type"] == "grpo" and told["algorithm.epsilon"] == 3e-4
     with pytest.raises(InvalidValue, match="gspo means sequence"):
         apply_changes(config, {"algorithm.importance_sampling_level": "token"})
+    cispo, _ = apply_changes(config, {"algorithm.name": "cispo"})
+    for change in ({"algorithm.epsilon_high": 0.28}, {"algorithm.name": "grpo"}):
+        with pytest.raises(InvalidValue, match="caps the importance ratio itself.*set it to 5"):
+            apply_changes(cispo, change)
+    assert apply_changes(cispo, {"algorithm.name": "dapo"})[0].algorithm.epsilon_high == 0.28
     back, _ = apply_changes(config, {"algorithm.name": "grpo", "algorithm.loss_type": "sapo"})
     assert back.algorithm.importance_sampling_level == "token" and back.algorithm.loss_type == "sapo"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -48,6 +49,19 @@ def attempt(tiny_policy, monkeypatch):
         return member
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("policy", "own", "expected"), [(1e-6, None, 1e-5), (5e-4, None, 5e-4), (1e-6, 1e-6, 1e-6)]
+)  # fmt: skip
+def test_value_head_learns_at_least_at_its_floor(attempt, tmp_path, policy, own, expected):
+    """The rate of a fine policy is too low for a head that begins at zero."""
+    folder = RunFolder.create(tmp_path, "run")
+    config = ppo(budget__steps=1, optimizer__learning_rate=policy, ppo__value_learning_rate=own)
+    config.optimizer.lr_scheduler_type = "constant"
+    attempt(folder, config)
+    state = json.loads((folder.newest_checkpoint() / "state.json").read_text())
+    assert state["learning_rates"] == [policy, policy, expected]
 
 
 @pytest.mark.parametrize(

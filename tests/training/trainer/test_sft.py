@@ -58,6 +58,15 @@ def test_labels_cover_assistant_tokens_only():
     assert tokenize_traces(tokenizer, [Trace("t", 0, TALK)], 10) == TokenizedTraces([], 1, 0)
 
 
+def test_answers_in_the_prompt_are_not_learned():
+    tokenizer = make_tokenizer(RECIPES["embedded-tools"])
+    [row] = tokenize_traces(tokenizer, [Trace("t", 0, TALK, first_messages=3)], 100).rows
+    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0]
+    assert tokenizer.decode(learned) == "FINAL_ANSWER: 7<|end|>"
+    assert tokenizer.decode(row["input_ids"]) == tokenizer.apply_chat_template(TALK, tokenize=False)
+    assert Trace("t", 0, TALK, first_messages=3).prompt == TALK[:3] and Trace("t", 0, TALK).prompt == TALK[:1]
+
+
 def test_words_of_the_tools_are_tokens():
     """Spelled out byte by byte, calls are too long to be learned within minutes."""
     tokenizer = make_tokenizer(RECIPES["embedded-tools"])
@@ -180,7 +189,7 @@ def collected(
 def test_solved_tasks_are_kept_and_cached(tmp_path: Path):
     once = collected(tmp_path, 12, attempts=1)
     assert 0 < len(once) < 24 and all(trace.messages[-1]["role"] == "assistant" for trace in once)
-    assert all(trace.reward == 1 and trace.teacher == "solver" for trace in once)
+    assert all(trace.reward == 1 and trace.teacher == "solver" and trace.first_messages == 1 for trace in once)
     more = collected(tmp_path, 12, attempts=3)
     assert len(more) == 24 and {(trace.task_id, trace.variant) for trace in once} <= {
         (trace.task_id, trace.variant) for trace in more
@@ -228,6 +237,16 @@ def test_right_answers_of_model_are_cached(tmp_path: Path, endpoint: OpenAiStand
     collected(tmp_path, 6, asks=(endpoint, "limited"), regenerate=True, **section)
     assert len(endpoint.seen) > asked
     assert KEY not in "".join(path.read_text() for path in (tmp_path / "home" / "traces").iterdir())
+
+
+def test_an_answer_that_was_cut_off_is_no_demonstration(tmp_path: Path, endpoint: OpenAiStandIn):
+    endpoint.cut = lambda question: int(question.split()[0]) % 3 == 0
+    section = {"teacher": "right", "traces_per_task": 1, "attempts": 2}
+    found = collected(tmp_path, 9, asks=(endpoint, "right"), **section)
+    asked = {body["messages"][0]["content"] for _, _, body in endpoint.seen}
+    assert len(asked) == 9 and {trace.messages[0]["content"] for trace in found} == {
+        one for one in asked if int(one.split()[0]) % 3
+    }
 
 
 def test_refused_key_ends_collection(tmp_path: Path, endpoint: OpenAiStandIn):

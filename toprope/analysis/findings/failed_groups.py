@@ -25,6 +25,7 @@ _NEXT = {
     "the prompt left no room": "raise policy.max_context, lower rollout.max_new_tokens, or shorten prompts with the "
     "environment's knobs",
     "nothing was sampled": 'read_logs(component="inference") shows why no token came',
+    "the judge failed": 'read_logs(component="environment") shows its answers; choose another in environment.rewards',
 }
 _LOOK = 'read_logs(component="environment") shows the error, and check_environment tries the environment; fix it, then '
 _LOOK += "start_training again"

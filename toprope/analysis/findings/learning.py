@@ -35,7 +35,7 @@ def nan(history: TrainingHistory) -> Symptom | None:
     changes: dict[str, Any] = {}
     if abs(reward) > 1e6:
         change = f"the reward reaches {reward:.2g}: bound it in the environment's score(), then start_training again"
-    elif dtype == "float16":
+    elif dtype == "float16" and history.config.policy.lora:  # all weights are trained in float32
         changes = {"policy.dtype": "float32"}
         change = edit("policy.dtype to float32 (float16 overflows)")
     else:

@@ -62,6 +62,11 @@ def standstill(
             )
         else:
             what += "."
+    elif why == "empty" and config.algorithm.mask_truncated_completions:
+        what = f"All {total} groups were dropped {since}, most because all their answers were cut off."
+        next_ = edit(
+            f"rollout.max_new_tokens to {2 * rollout.max_new_tokens}, or algorithm.mask_truncated_completions to false"
+        )
     else:
         what = f"All {total} groups were dropped {since}, most as {why}."
     return Finding(

@@ -64,6 +64,17 @@ def root_model(one: Exported) -> str:
     return str(last.get("model") or one.specification.config.policy.model)
 
 
+def quantization_warning(one: Exported) -> str:
+    """Return that merged weights differ from those that were trained; empty if they do not."""
+    policy = one.specification.config.policy
+    if one.form == "adapter" or not (policy.load_in_4bit or policy.load_in_8bit):
+        return ""
+    return (
+        f"The policy was trained over weights in {4 if policy.load_in_4bit else 8} bits, and its adapters are merged "
+        "into the unquantized ones: answers and scores may differ from those measured. Form adapter is exact."
+    )
+
+
 def model_card(one: Exported) -> str:
     """Compose the card."""
     run_id, root = one.results.run_id, root_model(one)
@@ -121,7 +132,7 @@ def _summary(one: Exported, root: str) -> str:
     )
     if specification.config.algorithm.shuffle_rewards:
         text += " **A control**: rewards were shuffled within their groups, so nothing was to be learned."
-    return text
+    return f"{text} {quantization_warning(one)}".rstrip()
 
 
 def _index(one: Exported, own: Mapping[str, Evaluation]) -> list[dict[str, Any]]:

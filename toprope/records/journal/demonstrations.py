@@ -26,13 +26,21 @@ class Trace(msgspec.Struct, omit_defaults=True):
     variant: int
     """Number of the demonstration among those of its task."""
     messages: list[dict[str, Any]]
-    """The whole conversation; the assistant's messages are the answers."""
+    """The whole conversation; the assistant's messages after the first ones are the answers."""
     reward: float = 0.0
     parts: dict[str, float] = {}
     turns: int = 1
     teacher: str = ""
     verdict: dict[str, Any] = {}
     """`success`, `score` and `unscored` of an item of a data set, as far as it has them."""
+    first_messages: int = 0
+    """Number of messages of the prompt; 0 if it is unknown, as in files of earlier versions."""
+
+    @property
+    def prompt(self) -> list[dict[str, Any]]:
+        """The messages before the first answer."""
+        first = (n for n, said in enumerate(self.messages) if said["role"] == "assistant")
+        return self.messages[: self.first_messages or next(first, None)]
 
 
 class _Head(msgspec.Struct):

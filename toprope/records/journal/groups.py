@@ -19,6 +19,10 @@ PROMPT_LOGPROB = 1.0
 """Value in `inference_logprobs` at positions that were not sampled; no log-probability is positive."""
 
 
+JUDGE_FAILED = "JudgeFailed"
+"""Kind of the error of a rollout whose answer a judge could not judge."""
+
+
 class Outcome(msgspec.Struct, omit_defaults=True):
     """The result of one rollout of a group."""
 
@@ -33,19 +37,25 @@ class Outcome(msgspec.Struct, omit_defaults=True):
     verdicts: dict[str, str] = {}
     """Raw answers of judges by the name of their reward part, shortened; none for held-out tasks."""
 
+    @property
+    def unjudged(self) -> bool:
+        """True if its judge failed: the reward says nothing about the answer, so nothing is learned from it."""
+        return (self.error or "").startswith(f"{JUDGE_FAILED}:")
+
 
 def comparisons(outcomes: Sequence[Outcome]) -> list[tuple[list[int], list[int]]]:
     """Return the rollouts of a group by the rollouts that their rewards are compared with: numbers of both.
 
     Those are the rollouts in the same seat, because the first player of a game may win more often, whatever it plays.
-    Rollouts without a seat, or alone in theirs, are compared with the whole group.
+    Rollouts without a seat, or alone in theirs, are compared with the whole group. Unjudged ones are with none.
     """
     seats: dict[str, list[int]] = {}
-    for number, outcome in enumerate(outcomes):
-        seats.setdefault(outcome.seat, []).append(number)
+    judged = [number for number, outcome in enumerate(outcomes) if not outcome.unjudged]
+    for number in judged:
+        seats.setdefault(outcomes[number].seat, []).append(number)
     own = [numbers for seat, numbers in seats.items() if seat and len(numbers) > 1]
     alone = [number for seat, numbers in seats.items() if not seat or len(numbers) == 1 for number in numbers]
-    rest = [(sorted(alone), list(range(len(outcomes))))] if alone else []
+    rest = [(sorted(alone), judged)] if alone else []
     return [*((numbers, numbers) for numbers in own), *rest]
 
 

@@ -52,7 +52,7 @@ from toprope.sdk.adapters._gymnasium.spaces import (
     stepped,
 )
 from toprope.sdk.adapters._shared.bounds import Bounds
-from toprope.sdk.adapters._shared.held import held
+from toprope.sdk.adapters._shared.keys import held
 from toprope.sdk.adapters._shared.listing import Listed, why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import rows_of

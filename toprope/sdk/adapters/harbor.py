@@ -109,6 +109,9 @@ class Harbor(ToolEnvironment):
             if usual := [f"{name} ({count})" for name, count in Counter(absent).most_common(4 * _SHOWN)]:
                 print(f"Packages of Debian that they lack, with numbers of tasks: {', '.join(usual)}", file=sys.stderr)
 
+    def tool_limits(self) -> tuple[float, int]:
+        return self.knobs.command_s, self.most_calls
+
     def tasks(self) -> Iterator[Task]:
         for one in self._ready.values():
             yield Task(one.instruction, data={"name": one.name}, key=f"{one.name}\n{one.instruction}")

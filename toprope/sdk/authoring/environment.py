@@ -247,6 +247,10 @@ class Environment:
         """
         return [rollout.score() for rollout in rollouts]
 
+    def tool_limits(self) -> tuple[float, int]:
+        """Return the longest time limit of a tool's call in seconds, and the most calls in one answer."""
+        return 0.0, 0
+
     def measured(self) -> dict[str, float]:
         """Values of parts that are measured and not judged, such as costs; `score` can leave these parts out."""
         return {}

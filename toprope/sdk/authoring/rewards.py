@@ -231,9 +231,10 @@ def rewarded(scored: Sequence[Scored], convert: Callable[[list[Outcome | None]],
     return convert([one for one in found if one is None or isinstance(one, Outcome)])
 
 
-def seen_of(task: Task, messages: Messages) -> dict[str, Any]:
-    """Arguments of reward functions for a rollout with this conversation."""
-    place = next((number for number, one in enumerate(messages) if one.get("role") == "assistant"), len(messages))
+def seen_of(task: Task, messages: Messages, first: int | None = None) -> dict[str, Any]:
+    """Arguments of reward functions for a rollout with this conversation, whose first messages are the prompt."""
+    answers = (number for number, one in enumerate(messages) if one.get("role") == "assistant")
+    place = first or next(answers, len(messages))
     said = [str(one.get("content", "")) for one in messages if one.get("role") == "assistant"]
     return {
         "prompt": messages[:place] or task.messages,

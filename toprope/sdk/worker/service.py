@@ -27,7 +27,7 @@ from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.rollouts import Rollout, configure, grouped
 from toprope.sdk.worker.group_scoring import GroupScoring
 from toprope.sdk.worker.scripted_policy import scripted_session
-from toprope.sdk.worker.splits import SHARING_RULE, SPLITS, TaskSplits
+from toprope.sdk.worker.splits import FAMILY_RULE, SPLITS, TaskSplits
 from toprope.sdk.worker.user_objects import UserObjects
 
 __all__ = ["CONCURRENT", "OPERATIONS", "Service", "UnknownOperation", "kind_of"]
@@ -143,7 +143,7 @@ class Service:
         max_turns: int | None = None,
         seed: int = 0,
         rewards: list[dict[str, Any]] | None = None,
-        split_rule: int = SHARING_RULE,
+        split_rule: int = FAMILY_RULE,
     ) -> dict[str, Any]:
         """Open an environment in place of the one before.
 
@@ -388,6 +388,7 @@ def _card(
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     environment = loaded.environment
+    tool_s, most_calls = environment.tool_limits()
     parts = environment.parts if functions is None else functions.parts
     return {
         "name": loaded.name,
@@ -399,6 +400,8 @@ def _card(
         "tags": list(environment.tags),
         "own_loop": isinstance(environment, OwnLoop),
         "call_s": environment.call_s,
+        "tool_s": tool_s,
+        "most_calls": most_calls,
         "guessed_reference": bool(environment.guessed_reference),
         "versions": loaded.versions,
     }

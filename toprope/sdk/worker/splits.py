@@ -21,6 +21,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from toprope.sdk.authoring.environment import Environment, Task
@@ -28,6 +29,7 @@ from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
 
 __all__ = [
+    "FAMILY_RULE",
     "OWN_SPLIT_LIMIT",
     "PATIENCE",
     "PROMPT_RULE",
@@ -39,10 +41,11 @@ __all__ = [
 ]
 
 SPLITS = ("train", "validation", "heldout")
-PROMPT_RULE, SOURCE_RULE, SHARING_RULE = 1, 2, 3
+PROMPT_RULE, SOURCE_RULE, SHARING_RULE, FAMILY_RULE = 1, 2, 3, 4
 """Rules for splits, each with those before it; a run keeps its own, so that it measures the same when it resumes. The
 split of a task that names its source is decided by its prompt, or, from SOURCE_RULE on, by the source, so that a
-template cannot move a task to another split. From SHARING_RULE on, one or two tasks are in every split."""
+template cannot move a task to another split. From SHARING_RULE on, one or two tasks are in every split. From
+FAMILY_RULE on, a task that is held out because it is among few is held out whatever the knobs of a family."""
 PATIENCE = 500
 """After this many repeated tasks in a row, the stream counts as exhausted."""
 OWN_SPLIT_LIMIT = 10_000
@@ -106,13 +109,13 @@ class TaskSplits:
     Args:
         environment: A configured environment.
         seed: Seed of the order of training tasks after the first pass over them.
-        family: The same environment with other knobs. If it brings its own splits, a task held out by one of them is
-            trained on by none.
-        rule: PROMPT_RULE, SOURCE_RULE or SHARING_RULE.
+        family: The same environment with other knobs. If it brings its own splits or has few tasks, a task held out by
+            one of them is trained on by none.
+        rule: PROMPT_RULE, SOURCE_RULE, SHARING_RULE or FAMILY_RULE.
     """
 
     def __init__(
-        self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = (), rule: int = SHARING_RULE
+        self, environment: Environment, seed: int = 0, family: Sequence[TaskSplits] = (), rule: int = FAMILY_RULE
     ) -> None:
         self._seed, self._rule = seed, rule
         self._family = list(family)
@@ -129,6 +132,10 @@ class TaskSplits:
         """True if the tasks are so few that every split has all of them."""
         self._own = bool(inspect.signature(environment.tasks).parameters)
         self._maybe_few = bool(environment.listed) and not self._own
+        self._first: list[Task] | None = [] if not self._maybe_few else None
+        """The first tasks, read to learn if there are others."""
+        self._held: dict[str, str] = {}
+        """Stricter splits of tasks so few that their hashes leave a split empty, by id."""
         if self._own:
             tasks: Callable[[str], Iterable[Task]] = environment.tasks  # type: ignore[assignment]
             self._streams = {split: _Stream(functools.partial(tasks, split)) for split in SPLITS}
@@ -218,9 +225,17 @@ class TaskSplits:
                 break
             content = _content(task)
             if self._is_new(content):
-                self._found[self._split_by_hash(task)].append(task)
+                self._found[self._split_of(task)].append(task)
         if self.exhausted(split):
             self._share_fewest()
+
+    def _split_of(self, task: Task) -> str:
+        """Return the split of a task: by its hash, or a stricter one that a member of the family holds it out in."""
+        found = self._split_by_hash(task)
+        if self._rule < FAMILY_RULE or not self._family:
+            return found
+        name = self.id_of(task)
+        return min((one._held.get(name, found) for one in (self, *self._family)), key=_STRICTEST.index)
 
     def _split_by_hash(self, task: Task) -> str:
         h = _bucket(self._deciding(task, _content(task)))
@@ -229,24 +244,52 @@ class TaskSplits:
     def _divide_few(self) -> None:
         """Read the first tasks; if there are no others, and enough for all splits, divide them."""
         self._maybe_few = False
-        stream = self._streams["train"]
-        first: list[Task] = []
+        if self._rule >= FAMILY_RULE:
+            for other in self._family:
+                with suppress(Exception):  # those who ask for its tasks get the error again
+                    other._read_first()
         try:
-            while len(first) < FEW and self._repeats < PATIENCE and (task := stream.next()) is not None:
-                if self._is_new(_content(task)):
-                    first.append(task)
+            self._read_first()
         finally:  # Tasks from before a failure stay available.
-            chosen = [self._split_by_hash(task) for task in first]
-            over = stream.ended or self._repeats >= PATIENCE
-            if over and len(SPLITS) <= len(first) < FEW and len(set(chosen)) < len(SPLITS):
-                ids = sorted(map(self.id_of, first))
-                held = max(1, len(first) // 10)
-                stricter = dict.fromkeys(ids[:held], "heldout") | dict.fromkeys(ids[held : 2 * held], "validation")
-                chosen = [stricter.get(self.id_of(task), "train") for task in first]
-            elif over and len(first) < len(SPLITS):
-                chosen = ["train"] * len(first)  # nothing can be held out
+            first = self._first or []
+            chosen = [self._split_of(task) for task in first]
+            if self._rule < FAMILY_RULE or not self._family:
+                chosen = self._divided(first, chosen)
             for task, split in zip(first, chosen, strict=True):
                 self._found[split].append(task)
+
+    def _read_first(self) -> None:
+        """Read the first tasks, once; if a hash leaves a split empty, hold out as many as it needs."""
+        if self._first is not None:
+            return
+        stream, self._first = self._streams["train"], []
+        while len(self._first) < FEW and self._repeats < PATIENCE and (task := stream.next()) is not None:
+            if self._is_new(_content(task)):
+                self._first.append(task)
+        if not self._are_few(self._first):
+            return
+        by_hash = {self.id_of(task): self._split_by_hash(task) for task in self._first}
+        free, wanted = sorted(name for name, split in by_hash.items() if split == "train"), max(1, len(by_hash) // 10)
+        for split in _STRICTEST[:2]:
+            if split not in by_hash.values() and len(free) > wanted:
+                self._held |= dict.fromkeys(free[:wanted], split)
+                free = free[wanted:]
+
+    def _are_few(self, first: Sequence[Task]) -> bool:
+        over = self._streams["train"].ended or self._repeats >= PATIENCE
+        return over and len(SPLITS) <= len(first) < FEW
+
+    def _divided(self, first: Sequence[Task], chosen: list[str]) -> list[str]:
+        """Return the splits of the first tasks of an environment without a family."""
+        if self._are_few(first) and len(set(chosen)) < len(SPLITS):
+            ids = sorted(map(self.id_of, first))
+            held = max(1, len(first) // 10)
+            stricter = dict.fromkeys(ids[:held], "heldout") | dict.fromkeys(ids[held : 2 * held], "validation")
+            return [stricter.get(self.id_of(task), "train") for task in first]
+        over = self._streams["train"].ended or self._repeats >= PATIENCE
+        if over and len(first) < len(SPLITS):
+            return ["train"] * len(first)  # nothing can be held out
+        return chosen
 
     def _share_fewest(self) -> None:
         """Give every split all tasks, its own first, if they are fewer than the splits."""

@@ -81,7 +81,7 @@ _ALL = (
     ),
     Algorithm(
         "bnpo",
-        "Token losses are averaged over the tokens of the pass at hand.",
+        "Another name of dapo's loss: all passes of a step are averaged together, while TRL's bnpo averages each.",
         "TRL 1.16, GRPOConfig.loss_type bnpo",
         **_loss("bnpo", epsilon=0.2, epsilon_high=0.28),
     ),
@@ -182,8 +182,15 @@ def contradictions(name: str, values: Mapping[str, Any]) -> list[str]:
         values: The fields of a configuration, by dotted name.
     """
     chosen = ALGORITHMS[name]
-    return [
+    found = [
         f"{field_name} is {values[field_name]}, and {NAME} {name} means {wanted}; with {NAME} grpo it is free."
         for field_name, wanted in chosen.means.items()
         if values[field_name] != wanted
     ]
+    cap = values["algorithm.epsilon_high"]
+    if chosen.program == _GROUPS and values["algorithm.loss_type"] == "cispo" and cap < 1:
+        found.append(
+            f"algorithm.epsilon_high is {cap}, and algorithm.loss_type cispo caps the importance ratio itself there, "
+            "which is 1 for fresh answers: set it to 5, or set another loss_type, such as dapo."
+        )
+    return found

@@ -35,8 +35,8 @@ class EnvironmentSection(Section):
     )
     reward_weights_end: dict[str, float] = Field(
         default_factory=dict,
-        description="Weights of reward parts after the last step; they change linearly over the run. Parts that are "
-        "not named keep theirs.",
+        description="Weights of reward parts after the last step; they change linearly over training, and evaluations "
+        "keep the first. Parts that are not named keep theirs.",
     )
     reward_weights: dict[str, float] = Field(
         default_factory=dict,
@@ -64,7 +64,7 @@ class EnvironmentSection(Section):
         ge=0,
         le=16_777_216,
         description="Memory in MB for the environment's worker and the processes that it starts. A worker that exceeds "
-        "it is restarted and loses its rollouts in progress. 0: no limit.",
+        "it is restarted and loses its rollouts in progress. 0: 80 % of the machine's.",
     )
     network: Literal["allow", "own", "deny"] = Field(
         "allow",

@@ -73,6 +73,7 @@ def hosted_conflicts(value: Callable[[str], Any]) -> list[str]:
         "policy.lora_target_modules": ("all-linear", "services adapt all layers"),
         "algorithm.beta": (0.0, "services have no KL term"),
         "algorithm.importance_sampling_level": ("token", "ratios are by token"),
+        "algorithm.importance_sampling_mode": ("none", "services clip the ratio to the sampler"),
         "algorithm.deterministic": (False, "nobody can promise it of a service"),
         "rollout.temperature": (1.0, "the service trains at temperature 1"),
         "rollout.top_p": (1.0, "the service trains on all tokens"),

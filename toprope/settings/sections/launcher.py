@@ -156,7 +156,8 @@ class LauncherSection(Section):
     def resources_of(self, component: str) -> Resources:
         """The room of a component on a cluster."""
         usual = {"cpus": self.threads} if component in ("trainer", "inference") else {}
-        if self.inference_gpus and usual and self.device != "cpu":
+        if usual and (self.device == "cuda" or (self.inference_gpus and self.device != "cpu")):
+            # Without GPUs of its own, inference shares the trainer's.
             usual["gpus"] = self.inference_gpus if component == "inference" else self.num_processes
         return Resources.model_validate({**usual, **self.resources.get(component, {})})
 

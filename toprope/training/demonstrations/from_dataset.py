@@ -92,6 +92,7 @@ async def write_dataset_demonstrations(
                     turns=sum(one.get("role") == "assistant" for one in action),
                     teacher=source.name,
                     verdict={name: item.metadata[name] for name in _VERDICT if name in item.metadata},
+                    first_messages=len(state),
                 )
             )
             if len(traces) >= _FLUSH_EVERY:

@@ -216,6 +216,7 @@ class DemonstrationCollector:
                     parts=outcome.parts,
                     turns=outcome.turns,
                     teacher=self._name,
+                    first_messages=len(start.messages),
                 )
         finally:
             if is_open and worker.alive:
@@ -224,7 +225,8 @@ class DemonstrationCollector:
     async def _request_answer(
         self, worker: EnvironmentWorker, handle: int, messages: list[dict[str, Any]], draw: int
     ) -> str | None:
-        """The teacher's next answer; None if the environment's solver has none."""
+        """The teacher's next answer; None if the environment's solver has none, or the answer was cut off."""
         if self._teacher is None:
             return await worker.solve(handle, draw, timeout=self._timeout)
-        return (await self._teacher.chat(messages, self._sampling))[0].text
+        [answer] = await self._teacher.chat(messages, self._sampling)
+        return None if answer.truncated else answer.text

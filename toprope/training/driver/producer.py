@@ -15,7 +15,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 
 from toprope.errors import ComponentFailed, Corrupt
 from toprope.records.journal.groups import Outcome
@@ -47,6 +46,7 @@ _OTHER = "other"
 # Reasons for which groups are given up. They are stored in status.json.
 _TOO_LONG = "the prompt left no room"
 _EMPTY = "nothing was sampled"
+_UNJUDGED = "the judge failed"
 _SESSION = "inference was started again"
 _ENDED = "training had ended"
 
@@ -147,7 +147,6 @@ class GroupProducer:
     ) -> None:
         self._member, self._spec, self._config = member, member.spec, member.spec.config
         self._environments, self._api, self._sampling = environments, api, sampling
-        self._training = replace(sampling, trains=True)
         self._tasks, self._evaluator, self._validation_tasks = tasks, evaluator, validation_tasks
         self._on_group = on_group
         for label, sampler in environments.samplers.items():
@@ -237,11 +236,13 @@ class GroupProducer:
         is_posting, posted, counts = False, False, True
         try:
             sampler = self._environments.samplers[choice.label]
-            sampled = await sampler.sample(choice.task, self._config.rollout.group_size, self._training)
+            sampled = await sampler.sample(choice.task, self._config.rollout.group_size, self._sampling)
             group = sampled.to_record(choice.label, self._group_id(number))
             if not group.tokens:
                 errors = [outcome.error for outcome in sampled.outcomes if outcome.error]
                 why = f": {errors[0]}" if errors else ""
+                if any(outcome.unjudged for outcome in sampled.outcomes):
+                    return self._count_failure(choice, _UNJUDGED, f"no answer of it could be judged{why}")
                 return self._count_failure(choice, _EMPTY, f"no rollout of it contains a sampled token{why}")
             self._failures_in_a_row[choice.label] = 0
             self._on_group(sampled)

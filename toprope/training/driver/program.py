@@ -178,16 +178,17 @@ class Driver:
         await self._member.address_async("inference")
         return PolicyClient(lambda: self._member.peer("inference"), self._member.secret)
 
-    def _sampling(self) -> Sampling:
-        rollout, algorithm = self._config.rollout, self._config.algorithm
+    def _sampling(self, **changed: Any) -> Sampling:
+        rollout, algorithm = self._config.rollout.model_copy(update=changed), self._config.algorithm
         seed = algorithm.seed if algorithm.deterministic else None
         return Sampling(rollout.temperature, rollout.top_p, rollout.max_new_tokens, tuple(rollout.stop), seed)
 
     def _create_evaluator(self, environments: EnvironmentSet) -> Evaluator:
+        shared = {} if self._spec.member is None else self._spec.member.sampling
         return Evaluator(
             self._member.folder,
             environments,
-            self._sampling(),
+            self._sampling(**shared),
             concurrency=1 if self._config.algorithm.deterministic else max(64, self._config.rollout.concurrency),
             progress=self._report_progress,
             digests=lambda: evaluator_digests(self._hosts),
@@ -216,8 +217,7 @@ class Driver:
         try:
             written = await write_teacher_demonstrations(self._hosts, self._spec, path, teacher, self._report_progress)
             for trace in read_traces(written):
-                first = next(n for n, said in enumerate(trace.messages) if said["role"] == "assistant")
-                self._trained.add(trace.task_id, trace.messages[:first])
+                self._trained.add(trace.task_id, trace.prompt)
             return written
         finally:
             if teacher is not None:

@@ -66,7 +66,8 @@ class Evaluator:
     If a run has several environments, their tasks are counted together, and each environment's separately under
     `environments`. An environment with too few tasks to hold any out is counted there only, with the split `train`,
     unless all are so small. A task that cannot be sampled (its `reset` raises, its prompt is too long) counts as an
-    error with reward 0. Every method raises ComponentFailed if no task can be sampled.
+    error. Errors earn 0, or the least reward if that is less. Every method raises ComponentFailed if no task can be
+    sampled.
 
     Args:
         environments: The environments with the policy.
@@ -190,7 +191,8 @@ class Evaluator:
 
         try:
             async with self._environments.sealed() if split == SEALED else nullcontext():
-                return list(await asyncio.gather(*(sample(index) for index in range(tasks))))
+                groups = await asyncio.gather(*(sample(index) for index in range(tasks)))
+                return self._environments.lower_errors(groups)
         except WorkerFailure as failure:
             if split != SEALED:
                 raise
@@ -363,12 +365,14 @@ def summarize_test(groups: list[SampledGroup], group_size: int) -> dict[str, Any
 
 def _has_signal(group: SampledGroup) -> bool:
     """Return True if rewards that are compared differ, so that training on the group teaches something."""
-    sets = [[group.outcomes[one].reward for one in peers] for _, peers in comparisons(group.outcomes)]
+    worst = min((one.reward for one in group.outcomes if one.error is None), default=0.0)
+    rewards = [one.reward if one.error is None else min(0.0, worst) for one in group.outcomes]
+    sets = [[rewards[one] for one in peers] for _, peers in comparisons(group.outcomes)]
     return any(max(own) - min(own) > 1e-9 for own in sets)
 
 
 def failed_group(index: int, size: int, error: str, environment: str = "") -> SampledGroup:
-    """A group of a task that could not be sampled: an error with reward 0 for each rollout."""
+    """A group of a task that could not be sampled: an error for each rollout."""
     outcomes = [Outcome(0.0, turns=0, error=error[:_MAX_ERROR_LENGTH])] * size
     return SampledGroup(f"number {index}", [], [""] * size, outcomes, [[]] * size, 0.0, environment=environment)
 

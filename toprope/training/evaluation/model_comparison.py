@@ -154,6 +154,8 @@ class _ModelTest:
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
             raise cause from None
+        lowered = environments.lower_errors(list(self._groups.values()))
+        self._groups = dict(zip(self._groups, lowered, strict=True))
 
     def _result(self, policy: Policy | None, error: str | None, seconds: float) -> TestedModel:
         endpoint = self._model.endpoint

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 from toprope.errors import TopropeError
-from toprope.records.messages import Failed, Warned
+from toprope.records.messages import Failed, OutOfBudget, Warned
+from toprope.records.purse import LimitReached
 from toprope.records.run.usage import purse_of
 from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
@@ -24,6 +25,8 @@ def run(member: CrewMember) -> int:
 
     def fail(error: TopropeError) -> None:
         failures.append(error)
+        if isinstance(error, LimitReached):  # the keeper then stops the run, so that the trainer saves its work
+            member.report(OutOfBudget(error.used, error.needed))
         member.report(Failed(error.message, error.hint, isinstance(error, PeerAway)))
         member.ending.set()
 

@@ -12,13 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from typing import Any
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
-from toprope.records.messages import Warned
+from toprope.records.messages import OutOfBudget, Warned
 from toprope.records.purse import LimitReached
 from toprope.records.run.checkpoints import problem_of
 from toprope.records.run.folder import checkpoints_in
@@ -59,6 +59,8 @@ class HostedRun(TrainingRun):
         """Last saved state of the service, and its step."""
         self._grad_norm = 0.0
         """Of the last step, as the service tells it."""
+        self._cut_short: LimitReached | None = None
+        """The limit that left no room for the next step."""
 
     def _load(self, policy: Path) -> dict[str, Any]:
         self._folder, self._policy = policy, HostedPolicy.read(policy)
@@ -73,6 +75,10 @@ class HostedRun(TrainingRun):
             self._service.wait,
         )
         return {"client": f"tinker {self._service.version}", "model": self._policy.base_model}
+
+    def _beat_while_held(self) -> None:
+        super()._beat_while_held()
+        self._publisher.renew()
 
     def _start_optimizer(self) -> None:
         pass  # every step names the optimizer's settings
@@ -131,6 +137,11 @@ class HostedRun(TrainingRun):
     def _save_final(self) -> None:
         """Writes the last checkpoint, then downloads its adapters; they stay at the service in any case."""
         super()._save_final()
+        self._download()
+        if self._cut_short is not None:  # the keeper then stops the run
+            self._member.report(OutOfBudget(self._cut_short.used, self._cut_short.needed))
+
+    def _download(self) -> None:
         if self._policy.sampler is None or self._saved_step != self._step or self._member.ending.is_set():
             return
         folder = self._member.folder.path / WEIGHTS
@@ -158,7 +169,7 @@ class HostedRun(TrainingRun):
             `logprobs` of each sequence before the step, and metrics.
 
         Raises:
-            EndOfTraining: A limit on cost leaves no room for the step; it was told, and the steps before are kept.
+            EndOfTraining: A limit on cost leaves no room for the step; the steps before are kept.
             LimitReached: The same for a run that has taken no step.
         """
         section, prices = self._config.optimizer, self._member.spec.hosted
@@ -168,7 +179,7 @@ class HostedRun(TrainingRun):
         except LimitReached as error:
             if self._step == 0:
                 raise
-            self._member.report(Warned(f"The training ends with step {self._step}: {error.message}"))
+            self._cut_short = error
             raise EndOfTraining from error
         import tinker
 
@@ -227,8 +238,6 @@ class HostedGroups(HostedRun):
         config, asked = self._config, time.perf_counter()
         timer.start_preparing()
         rows = [row for row in build_rows(batch.groups, config) if len(row.prompt) + len(row.completion) > 1]
-        if config.algorithm.mask_truncated_completions:
-            rows = [replace(row, trained=[False] * len(row.trained)) if row.truncated else row for row in rows]
         rows = self._with_logprobs(rows)
         count = max(1, sum(sum(row.trained) for row in rows))
         # A row without an advantage has no gradient; sending it would cost and change nothing. Its tokens count.

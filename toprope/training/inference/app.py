@@ -293,7 +293,7 @@ class InferenceServer:
 
     def _with_settings(self, body: AnyRequest, session: str) -> AnyRequest:
         settings = self.outside if is_outside(session) else self.sessions.sampling(session)
-        if settings is not None and (settings.trains or settings is self.outside):
+        if settings is not None and (settings.fixed or settings is self.outside):
             self._tell_once("temperature", other_temperature(body, settings))
         return with_settings(body, settings)
 
@@ -409,6 +409,7 @@ async def serve_engine(member: CrewMember, server: InferenceServer, engine: Engi
     """Serve until the run ends, reporting the address and signs of life."""
     ending = asyncio.Event()
     server.outside = SessionSampling.of(member.spec.config.rollout)
+    server.sessions = SessionStore.of(member.spec.config)
 
     async def watch() -> None:
         while not member.ending.is_set():

@@ -41,8 +41,6 @@ class Sampling:
     stop: tuple[str, ...] = ()
     seed: int | None = None
     """Makes answers repeatable; None for different answers every time."""
-    trains: bool = False
-    """The answers are trained on: the trainer computes with this temperature, so no request may have another one."""
 
     def greedy(self) -> Sampling:
         """The same settings, but with the most likely token at each position."""
@@ -195,7 +193,7 @@ class PolicyClient:
             The server's life.
         """
         settings = SessionSampling(
-            sampling.temperature, sampling.top_p, sampling.max_new_tokens, list(sampling.stop), sampling.trains
+            sampling.temperature, sampling.top_p, sampling.max_new_tokens, list(sampling.stop), fixed=True
         )
         await self._call("PUT", f"/v1/sessions/{session}", _encode(settings), _LIFE_PROBE)
         return self._lives.pop(_LIFE_PROBE)

@@ -72,7 +72,7 @@ def with_settings(body: AnyRequest, settings: SessionSampling | None) -> AnyRequ
     """A request with its session's settings in place of those that it does not name."""
     if settings is None:
         return body
-    keeps = body.temperature is not None and not settings.trains
+    keeps = body.temperature is not None and not settings.fixed
     unlimited = body.max_tokens is None and body.max_completion_tokens is None
     return msgspec.structs.replace(
         body,
@@ -87,8 +87,8 @@ def other_temperature(body: _Sampling, settings: SessionSampling) -> str | None:
     """A line for the log if a request names another temperature than its session has; None if it does not."""
     if body.temperature is None or body.temperature == settings.temperature:
         return None
-    if settings.trains:
-        return f"a rollout asks for {body.temperature:g} and gets the trainer's {settings.temperature:g}"
+    if settings.fixed:
+        return f"a rollout asks for {body.temperature:g} and gets {settings.temperature:g}, as the run samples"
     if body.temperature == 0:  # the key of an outside environment is also that of its evaluations and judges
         return None
     return f"an outside environment asks for {body.temperature:g}; the trainer computes with {settings.temperature:g}"

@@ -25,6 +25,7 @@ from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingR
 from toprope.training.inference.growing_cache import RowMoves
 from toprope.training.inference.sampling import TokenSampler
 from toprope.training.policy.short_forward import ShortForward, make_short_forward
+from toprope.training.policy.turn_end import turn_end_ids
 from toprope.training.policy.weight_sync import WeightReader, WeightsDiffer
 
 if TYPE_CHECKING:
@@ -396,7 +397,7 @@ def takes_wide_masks(model: Any) -> bool:
 
 
 def find_end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end an answer, by the model's generation settings and its tokenizer."""
+    """Token ids that end an answer, by the model's generation settings, its tokenizer and chat template."""
     found = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = [*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id]
-    return frozenset(token for token in ids if token is not None)
+    return frozenset(token for token in ids if token is not None) | turn_end_ids(tokenizer)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB
-from toprope.settings.schema import RolloutSection
+from toprope.settings.schema import Config, RolloutSection
 
 LIFE_HEADER = "x-toprope-life"
 """Identifies one process of the server: its own in answers, the expected one in requests. A restarted server does not
@@ -33,6 +33,8 @@ UNRECORDED = "~"
 
 OPPONENT = "opponent"
 """Model name of a fixed opponent's weights, for unrecorded requests."""
+_LEAST = 8192
+"""Sessions that every store has room for, those of evaluations among them."""
 
 
 def new_session() -> str:
@@ -61,8 +63,9 @@ class SessionSampling(msgspec.Struct):
     top_p: float
     max_tokens: int
     stop: list[str]
-    trains: bool = False
-    """The temperature stands even if a request names another one, because the trainer computes with it."""
+    fixed: bool = False
+    """The temperature stands even if a request names another one: the trainer computes with it, and evaluations
+    record it."""
 
     @classmethod
     def of(cls, rollout: RolloutSection) -> SessionSampling:
@@ -131,10 +134,16 @@ class Session:
 class SessionStore:
     """The sessions of one inference server; forgets the least recently used one above `limit`."""
 
-    def __init__(self, limit: int = 8192) -> None:
+    def __init__(self, limit: int = _LEAST) -> None:
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._sampling: OrderedDict[str, SessionSampling] = OrderedDict()
         self._limit = limit
+
+    @classmethod
+    def of(cls, config: Config) -> SessionStore:
+        """A store with room for all rollouts of a run at once, and as many that nobody closed."""
+        rollout = config.rollout
+        return cls(max(_LEAST, 2 * rollout.concurrency * rollout.group_size * config.launcher.driver_count))
 
     def __len__(self) -> int:
         return len(self._sessions)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from toprope.atomic import append
 from toprope.errors import InvalidValue
-from toprope.records.journal.groups import Outcome
+from toprope.records.journal.groups import JUDGE_FAILED, Outcome
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.worker_messages import Card, RewardPart
 from toprope.settings.endpoints import Endpoint
@@ -48,7 +48,8 @@ _TRIES = 2
 """Questions after which an unreadable verdict is an error of its rollouts."""
 _LONGEST_VERDICT = 2000
 """Characters kept of a verdict with a rollout."""
-_MOST_TOKENS = 1024
+_MOST_TOKENS, _MORE_TOKENS = 1024, 8192
+"""Longest verdict, and longest one where thoughts filled the first."""
 
 
 class JudgeModel(Protocol):
@@ -133,8 +134,8 @@ class Judges:
         judges: The judges.
         verdicts: Those that were paid for.
         parts: The environment's own parts and those of the judges, with the weights in force.
-        decide: An answer succeeds if the judges' part of its reward is at least half way from the smallest to the
-            largest; otherwise success is the environment's decision.
+        decide: An answer succeeds if the part of its reward by judges that score is at least half way from the smallest
+            to the largest; otherwise success is the environment's decision.
     """
 
     def __init__(
@@ -170,9 +171,9 @@ class Judges:
         return dataclasses.replace(group, outcomes=outcomes)
 
     def _solves(self, values: Mapping[str, float], weights: Mapping[str, float]) -> bool:
-        """Return True if the judges' part of the reward is large enough for a success."""
+        """Return True if the scores of judges are large enough for a success; a rank depends on the other answers."""
         given = low = high = 0.0
-        for function in (one.function for one in self._judges):
+        for function in (one.function for one in self._judges if not one.function.compare):
             weight = weights[function.name]
             ends = (weight * function.low, weight * function.high)
             given, low, high = given + weight * values[function.name], low + min(ends), high + max(ends)
@@ -219,8 +220,9 @@ class Judges:
         if (known := self._verdicts.get(key)) is not None:
             return read(known), known
         problem = Unreadable("the judge was not asked")
+        room = _MOST_TOKENS
         for _ in range(_TRIES):
-            sampling = Sampling(0.0, 1.0, _MOST_TOKENS, (), None)
+            sampling = Sampling(0.0, 1.0, room, (), None)
             try:
                 [answer] = await judge.model.chat([{"role": "user", "content": question}], sampling)
             except Unanswered as error:
@@ -229,6 +231,7 @@ class Judges:
                 values = read(answer.text)
             except Unreadable as error:
                 problem = Unreadable(f"{error}; it answered {answer.text[-200:]!r}" if not sealed else str(error))
+                room = _MORE_TOKENS if answer.truncated else room
                 continue
             self._verdicts.keep(key, answer.text, sealed=sealed)
             return values, answer.text
@@ -239,8 +242,14 @@ def judged_card(card: Card, judges: Sequence[Judge], weights: Mapping[str, float
     """The card with the judges' parts and with these weights.
 
     Raises:
-        InvalidValue: A judge has the name of an own part, or a weight names no part.
+        InvalidValue: A judge has the name of an own part, a weight names no part, or nothing can decide on success.
     """
+    if JUDGED_SUCCESS in card.tags and all(judge.function.compare for judge in judges):
+        raise InvalidValue(
+            "Judges decide on success in this environment, and these only rank the answers of a group, so nothing "
+            "would measure the policy.",
+            hint="Add a judge that scores (without compare) to environment.rewards; a small weight suffices.",
+        )
     for judge in judges:
         if judge.function.name in card.parts:
             raise InvalidValue(f"The environment already has a reward part {judge.function.name!r}: rename the judge.")
@@ -273,7 +282,7 @@ def _rewarded(
     values, verdicts = dict(outcome.parts), {}
     for name, found in given.items():
         if isinstance(found, Unreadable):
-            error = f"JudgeFailed: {name}: {found}"[:500]
+            error = f"{JUDGE_FAILED}: {name}: {found}"[:500]
             return Outcome(0.0, turns=outcome.turns, truncated=outcome.truncated, error=error, seat=outcome.seat)
         values[name] = found[0]
         if found[1] and not sealed:

@@ -52,6 +52,9 @@ def export_policy(
         InvalidValue: There are no adapters, their base is gone, or the model cannot be loaded.
         ComponentFailed: Merging changed the policy, or the converter failed.
     """
+    from toprope.training.policy.loading import load_tokenizer
+    from toprope.training.policy.turn_end import declare_turn_end
+
     adapters = (model / _ADAPTER).is_file()
     if form == "adapter":
         if not adapters:
@@ -67,6 +70,7 @@ def export_policy(
         _save_merged(model, merged, dtype)
     else:
         _copy(model, merged)
+    declare_turn_end(merged, load_tokenizer(merged))
     if form == "gguf":
         _convert(merged, target / "model.gguf", converter)
         shutil.rmtree(merged)

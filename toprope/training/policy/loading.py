@@ -274,8 +274,8 @@ def load_model(
 
     Args:
         folder: The policy's folder.
-        trained: True for the trainer. With dtype `auto`, weights that are trained in full are float32 also on a GPU: a
-            usual step is lost in bfloat16, whose values are 0.8 % apart. Inference rounds the published weights.
+        trained: True for the trainer. Weights that are trained in full are float32 whatever the dtype: a usual step is
+            lost in bfloat16, whose values are 0.8 % apart. Inference rounds the published weights.
         whole: False leaves the model on the CPU, for a trainer that splits it between devices.
         overwritten: True if the weights of a checkpoint or of the trainer follow, for adapters as configured. Those of
             the folder then need not fit: there are new ones in their place.
@@ -291,9 +291,10 @@ def load_model(
     if trained and has_adapters and not policy.lora:
         raise _unfit_adapters(folder, "policy.lora is false", "set policy.lora to true")
     dtype = policy.dtype
-    if dtype == "auto":
-        in_full = trained and not policy.lora
-        dtype = "float32" if device == "cpu" or in_full else "bfloat16"
+    if trained and not policy.lora:
+        dtype = "float32"
+    elif dtype == "auto":
+        dtype = "float32" if device == "cpu" else "bfloat16"
     numbers, source = getattr(torch, dtype), folder
     options: dict[str, Any] = {"dtype": numbers}
     if has_adapters:

@@ -94,7 +94,7 @@ class EndpointProxy:
         if type(count) is not int or not 1 <= count <= 1024:
             return _error(400, f"n must be between 1 and 1024, not {count!r}.")
         try:
-            body = self._body(request_body)
+            body = self._body(request_body, is_judge=place == _JUDGE)
         except (TypeError, ValueError):
             return _error(400, "max_tokens, temperature and top_p must be numbers.")
         try:
@@ -111,13 +111,14 @@ class EndpointProxy:
             return web.Response(body=stream, content_type="text/event-stream")
         return _json(answer)
 
-    def _body(self, request_body: dict[str, Any]) -> dict[str, Any]:
+    def _body(self, request_body: dict[str, Any], *, is_judge: bool) -> dict[str, Any]:
         sampling = self._sampling
         wanted = request_body.get("max_completion_tokens") or request_body.get("max_tokens") or sampling.max_new_tokens
         body = {name: request_body[name] for name in _FORWARDED if request_body.get(name) is not None}
         temperature, top_p = request_body.get("temperature"), request_body.get("top_p")
         body["max_tokens"] = min(int(wanted), sampling.max_new_tokens)
-        body["temperature"] = sampling.temperature if temperature is None else float(temperature)
+        named = sampling.temperature if temperature is None else float(temperature)
+        body["temperature"] = named if is_judge else sampling.temperature  # at which rollouts are measured
         top_p = sampling.top_p if top_p is None else float(top_p)
         if top_p < 1:
             body["top_p"] = top_p

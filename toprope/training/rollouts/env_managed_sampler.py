@@ -150,8 +150,9 @@ class EnvManagedSampler(GroupSampler):
         timeout = self.rollout_timeout_s + _GRACE_S
         for url in {session["base_url"] for session in sessions}:
             await worker.reach(url)
+        weights = self.worker_weights(task.split)
         return await worker.run(
-            task.split, task.index, sessions, timeout=timeout, weights=self.worker_weights, variant=task.variant
+            task.split, task.index, sessions, timeout=timeout, weights=weights, variant=task.variant
         )
 
     def _session(

@@ -89,16 +89,19 @@ class GroupSampler:
         self.worker, self._policy, self._environment = worker, policy, environment
         self._multi_turn, self._timeout = multi_turn, call_timeout_s
         self.weights: dict[str, float] | None = None
-        """Weights of reward parts for rollouts that begin from now on; None: the environment's own."""
+        """Weights of reward parts for training; None: the run's own, which evaluations have always."""
         self.check_task: Callable[[TaskRef, str], None] = lambda task, task_id: None
         """Called with each task and its id before it is sampled; may raise to skip it."""
         self.judges: Judges | None = None
         """Judge every group and compute its rewards, if some parts come from models."""
 
-    @property
-    def worker_weights(self) -> dict[str, float] | None:
+    def weights_of(self, split: str) -> dict[str, float] | None:
+        """The weights of a split: a schedule is for training, or evaluations before and after it would differ."""
+        return self.weights if split == _TRAIN else None
+
+    def worker_weights(self, split: str) -> dict[str, float] | None:
         """The weights that the worker applies: with judges, rewards are computed once their parts are known."""
-        return self.weights if self.judges is None else None
+        return self.weights_of(split) if self.judges is None else None
 
     async def sample(self, task: TaskRef, size: int, sampling: Sampling) -> SampledGroup:
         """Samples `size` rollouts of a task.
@@ -122,7 +125,8 @@ class GroupSampler:
             try:
                 group = await self._sample_once(worker, task, size, sampling)
                 self.worker.count_group()
-                return group if self.judges is None else await self.judges.judge(group, task.split, self.weights)
+                weights = self.weights_of(task.split)
+                return group if self.judges is None else await self.judges.judge(group, task.split, weights)
             except (WorkerDied, WorkerTimeout) as error:
                 await self.worker.replace(worker, error)
                 killed = isinstance(error, WorkerDied) and error.code == -signal.SIGKILL  # by the system or a person
@@ -142,7 +146,7 @@ class GroupSampler:
             task.index,
             size,
             timeout=self._timeout,
-            weights=self.worker_weights,
+            weights=self.worker_weights(task.split),
             variant=task.variant,
         )
         firsts = start.per_rollout or [start.messages] * len(start.rollouts)

@@ -39,16 +39,12 @@ class SampledGroup:
         """The group in the trajectory API's form: one row per segment, without rollouts that have no token.
 
         An error earns no more than the worst answer of its group: where all rewards are negative, 0 would teach the
-        policy to fail.
+        policy to fail. A rollout whose judge failed has no row, because long answers fail more often.
         """
         tokens, masks, logprobs, versions, scores, owners = [], [], [], [], [], []
-        lowest = min((one.reward for one in self.outcomes if one.error is None), default=0.0)
-        outcomes = [
-            one if one.error is None else msgspec.structs.replace(one, reward=min(one.reward, lowest))
-            for one in self.outcomes
-        ]
+        outcomes = lower_errors(self.outcomes)
         for index, (turns, outcome) in enumerate(zip(self.turns, outcomes, strict=True)):
-            for segment in join_turns(turns):
+            for segment in join_turns(turns) if not outcome.unjudged else ():
                 tokens.append(segment.tokens)
                 masks.append(segment.masks)
                 logprobs.append(segment.logprobs)
@@ -71,6 +67,15 @@ class SampledGroup:
             answers=self.transcripts or None,
             seconds=round(self.seconds, 4),
         )
+
+
+def lower_errors(outcomes: Sequence[Outcome], floor: float | None = None) -> list[Outcome]:
+    """The outcomes with errors that earn no more than `floor`, by default what the worst of the others earns."""
+    if floor is None:
+        floor = min((one.reward for one in outcomes if one.error is None), default=0.0)
+    return [
+        one if one.error is None else msgspec.structs.replace(one, reward=min(one.reward, floor)) for one in outcomes
+    ]
 
 
 def excerpt(messages: Sequence[dict[str, Any]]) -> str:

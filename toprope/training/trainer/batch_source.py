@@ -130,17 +130,20 @@ def _deviation(values: list[float]) -> float:
 
 
 def _without_seats(groups: list[Group], rewards: list[list[float]]) -> list[float]:
-    """Return all rewards of a batch; those of players are less the mean of their seat, and more that of all seats.
+    """Return the rewards of a batch; those of players are less the mean of their seat, and more that of all seats.
 
-    A seat that wins more often, whatever its player does, must not widen the deviation that advantages are divided by.
+    Unjudged rollouts are left out. A seat that wins more often, whatever its player does, must not widen the deviation
+    that advantages are divided by.
     """
     found: list[float] = []
     seats: dict[tuple[str, str], list[int]] = {}
     for group, own in zip(groups, rewards, strict=True):
-        for number, outcome in enumerate(group.outcomes or ()):
+        for outcome, reward in zip(group.outcomes or [Outcome(one) for one in own], own, strict=True):
+            if outcome.unjudged:
+                continue
             if outcome.seat:
-                seats.setdefault((group.environment or "", outcome.seat), []).append(len(found) + number)
-        found += own
+                seats.setdefault((group.environment or "", outcome.seat), []).append(len(found))
+            found.append(reward)
     for environment in {environment for environment, _ in seats}:
         own_seats = [numbers for (label, _), numbers in seats.items() if label == environment]
         overall = statistics.fmean(found[number] for numbers in own_seats for number in numbers)
@@ -179,17 +182,18 @@ def build_rows(groups: list[Group], config: Config) -> list[TrainingRow]:
             rollout = group.outcome_of(index)
             logprobs = group.inference_logprobs[index] if group.inference_logprobs else [0.0] * len(tokens)
             trained = [mask != MASKED for mask in masks[start:]]
+            truncated = group.outcomes[rollout].truncated if group.outcomes else False
             given = None if algorithm.shuffle_rewards else _given_advantages(group, index)
             versions = group.versions[index] if group.versions else []
             rows.append(
                 TrainingRow(
                     prompt=tokens[:start],
                     completion=tokens[start:],
-                    trained=trained,
+                    trained=[False] * len(trained) if truncated and algorithm.mask_truncated_completions else trained,
                     logprobs=[value if kept else 0.0 for value, kept in zip(logprobs[start:], trained, strict=True)],
                     advantage=scaled[rollout],
                     token_advantages=None if given is None else given[start:],
-                    truncated=group.outcomes[rollout].truncated if group.outcomes else False,
+                    truncated=truncated,
                     version=min((version for version, _ in versions), default=None),
                     rollout=before + rollout,
                     reward=own[rollout],
@@ -299,11 +303,19 @@ class BatchSource:
     def _reason_to_drop(self, group: Group, age: int) -> str | None:
         if age > self._config.rollout.max_staleness:
             return "stale"
-        if not any(mask != MASKED for masks in group.masks for mask in masks):
+        if not self._has_trained_token(group):
             return "empty"
         if self._drops_zero_signal and self._has_no_signal(group):
             return "zero_signal"
         return None
+
+    def _has_trained_token(self, group: Group) -> bool:
+        outcomes = group.outcomes if self._config.algorithm.mask_truncated_completions else None
+        return any(
+            any(mask != MASKED for mask in masks)
+            for row, masks in enumerate(group.masks)
+            if outcomes is None or not outcomes[group.outcome_of(row)].truncated
+        )
 
     def _has_no_signal(self, group: Group) -> bool:
         if group.advantages is not None and not self._config.algorithm.shuffle_rewards:

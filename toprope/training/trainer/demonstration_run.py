@@ -21,6 +21,7 @@ from toprope.records.messages import Finished, Ready, Warned
 from toprope.settings.schema import Config
 from toprope.training.component.member import CrewMember
 from toprope.training.component.time_limit import render_limit
+from toprope.training.policy.turn_end import turn_end_ids
 from toprope.training.trainer.base import Learner, TrainingRun
 from toprope.training.trainer.batch_source import EndOfTraining
 from toprope.training.trainer.checkpoints.checkpoint_folder import CheckpointState
@@ -40,7 +41,7 @@ TokenizedRow = dict[str, list[int]]
 
 @dataclass
 class TokenizedTraces:
-    """Demonstrations as token sequences whose labels are the assistant's tokens."""
+    """Demonstrations as token sequences whose labels are the tokens of the answers."""
 
     rows: list[TokenizedRow] = field(default_factory=list)
     too_long: int = 0
@@ -62,10 +63,10 @@ def tokenize_traces(
         max_length: Most tokens of a sequence.
         beat: Called between demonstrations.
     """
-    found = TokenizedTraces()
+    found, ends = TokenizedTraces(), turn_end_ids(tokenizer) | {tokenizer.eos_token_id}
     for trace in traces:
         beat()
-        sequences, rewritten = _sequences(tokenizer, trace)
+        sequences, rewritten = _sequences(tokenizer, trace, ends)
         found.rewritten += rewritten
         for ids, labels in sequences:
             if len(ids) > max_length:
@@ -75,17 +76,17 @@ def tokenize_traces(
     return found
 
 
-def _sequences(tokenizer: Any, trace: Trace) -> tuple[list[tuple[list[int], list[int]]], int]:
+def _sequences(tokenizer: Any, trace: Trace, ends: frozenset[int]) -> tuple[list[tuple[list[int], list[int]]], int]:
     """Token ids and labels of each sequence of a demonstration, and the number of answers left out."""
     ids: list[int] = []
     labels: list[int] = []
     sequences: list[tuple[list[int], list[int]]] = []
     rewritten = 0
     for place, message in enumerate(trace.messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or place < trace.first_messages:
             continue
-        before = _render(tokenizer, trace.messages[:place], prompt=True)
-        after = _render(tokenizer, trace.messages[: place + 1], prompt=False)
+        before = _render(tokenizer, trace.messages[:place])
+        after = _render(tokenizer, trace.messages[: place + 1], ends)
         if after[: len(before)] != before:
             rewritten += 1
             continue
@@ -97,13 +98,14 @@ def _sequences(tokenizer: Any, trace: Trace) -> tuple[list[tuple[list[int], list
     return [*sequences, (ids, labels)] if ids else sequences, rewritten
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> list[int]:
+def _render(tokenizer: Any, messages: list[dict[str, Any]], ends: frozenset[int] | None = None) -> list[int]:
+    """Token ids of a prompt, or of a conversation that closes with one of `ends`."""
     with render_limit():
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ends is None)
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if not prompt:
+    if ends is not None:
         # Templates put a newline behind the last message; the policy never samples past its end token.
-        while ids and ids[-1] != tokenizer.eos_token_id and tokenizer.eos_token_id in ids[-3:]:
+        while ids and ids[-1] not in ends and ends.intersection(ids[-3:]):
             ids.pop()
     return ids
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +43,11 @@ class GrpoLearner(StepLearner):
 
     def _update(self, step: int, batch: StepBatch, prepared: torch.Tensor | None) -> dict[str, float | None]:
         config, found = self._config, GrpoMetrics(self._ranks)
-        size = StepSize(len(batch.rows), batch.tensors.tokens, config.rollout.max_new_tokens)
+        lengths = Counter[int]()
+        for row in batch.rows:
+            lengths[row.rollout] += sum(row.trained)
+        size = StepSize(len(lengths), batch.tensors.tokens, config.rollout.max_new_tokens)
+        answers = torch.tensor([float(lengths[row.rollout]) for row in batch.rows], device=self._forward.device)
         moving = self._moving(batch.rows)
         looked, each = _sample_of_others(batch.rows, moving, step)
         weights = torch.ones((len(batch.rows), 2), device=self._forward.device)
@@ -65,6 +70,7 @@ class GrpoLearner(StepLearner):
                 config.algorithm,
                 size,
                 counts,
+                answers[numbers],
             )
             total = loss.total
             if scores.aux_loss is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from toprope.settings.schema import LEAST_VALUE_RATE
 from toprope.training.policy.loading import describe_device
 from toprope.training.trainer.base import Learner
 from toprope.training.trainer.optimization import make_optimizer
@@ -75,7 +76,7 @@ class PpoRun(SteppedRun):
         head = ValueHead(self._model.config.get_text_config().hidden_size).to(device)
         self._head = self._ranks.shard(head)
         optimizer = make_optimizer(self._config, trained)
-        rate = self._config.ppo.value_learning_rate or section.learning_rate
+        rate = self._config.ppo.value_learning_rate or max(section.learning_rate, LEAST_VALUE_RATE)
         optimizer.add_param_group({"params": list(self._head.parameters()), "lr": rate, "weight_decay": 0.0})
         return optimizer
 

@@ -179,7 +179,7 @@ class RunReader:
             if trace.task_id in self._sealed:
                 self.captured.sealed += 1
                 continue
-            first = next((at for at, one in enumerate(trace.messages) if one.get("role") == "assistant"), 0)
+            first = len(trace.prompt)
             self.captured.items += 1
             self.captured.texts["messages"] = self.captured.texts.get("messages", 0) + 1
             yield TrajectoryItem(

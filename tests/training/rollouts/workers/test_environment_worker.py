@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toprope.sdk.errors import WorkerError
+from toprope.sdk.errors import WorkerError, WorkerTimeout
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 
 NONSENSE = """
@@ -93,6 +93,50 @@ def test_calls_about_rollouts_may_take_as_long_as_the_environment_s_own_limits(t
             assert (await worker.score("train", 0, "x", timeout=0.2, variant="longer")).reward == 1.0
             await worker.open(source, timeout=60, knobs={"own_s": 1e6})
             assert worker.allowed_s(7.0, 3) == 3 * 3600, "an hour a rollout"
+
+    asyncio.run(main())
+
+
+TOOLED = """
+import time
+from toprope.sdk import Task
+from toprope.sdk.tooled import ToolEnvironment, tool
+
+class Tooled(ToolEnvironment):
+    def tasks(self):
+        for number in range(50):
+            yield Task(f"Say {number}.")
+
+    @tool(timeout_s=20.0)
+    def wait(self, seconds: float) -> str:
+        \"\"\"Waits.\"\"\"
+        time.sleep(seconds)
+        return "waited"
+
+    def step(self, text):
+        if "hang" in text:
+            time.sleep(60.0)
+        return super().step(text)
+
+    def score(self):
+        return 1.0
+"""
+
+
+def test_each_tool_that_an_answer_calls_has_its_own_limit(tmp_path: Path) -> None:
+    file = tmp_path / "tooled.py"
+    file.write_text(TOOLED)
+    wait = '<tool_call>{"name": "wait", "arguments": {"seconds": 0.3}}</tool_call>'
+
+    async def main() -> None:
+        async with await EnvironmentWorker.start() as worker:
+            card = await worker.open({"file": str(file), "attribute": "Tooled"}, timeout=60)
+            assert (card.tool_s, card.most_calls) == (30.0, 8)
+            begun = await worker.begin("train", 0, 2, timeout=20)
+            [moved] = await worker.advance([[begun.rollouts[0], wait * 3, False]], timeout=0.5)
+            assert [said["content"] for said in moved.messages or []] == ["waited"] * 3
+            with pytest.raises(WorkerTimeout):
+                await worker.advance([[begun.rollouts[1], "hang", False]], timeout=0.5)
 
     asyncio.run(main())
 

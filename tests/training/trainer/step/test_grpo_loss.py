@@ -285,6 +285,27 @@ def few_rows(config: Config, counts: list[list[float]] | None = None, **changed:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "rloo"])
+def test_segments_of_an_answer_move_the_policy_as_one_row(name: str) -> None:
+    """Two answers of six and three tokens: in a row each, or the first one in two."""
+    config, _ = apply_changes(small_config(), {"algorithm.name": name})
+    config.algorithm.beta = 0.0 if name == "rloo" else 0.1
+    found = []
+    for lengths, advantages in (([6, 3], [1.0, -1.0]), ([2, 4, 3], [1.0, 1.0, -1.0])):
+        tokens = torch.full((9,), -1.0, requires_grad=True)
+        starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+        mask = torch.arange(6) < torch.tensor(lengths).unsqueeze(1)
+        logps = tokens[torch.where(mask, starts.unsqueeze(1) + torch.arange(6), 0)]
+        reference = logps.detach() - 0.5 if config.algorithm.beta else None
+        loss = grpo_loss(
+            logps, torch.ones_like(logps), logps.detach(), torch.tensor(advantages).unsqueeze(1), mask, reference,
+            config.algorithm, StepSize(2, 9.0, 6), None, torch.tensor([6.0] * (len(lengths) - 1) + [3.0]),
+        )  # fmt: skip
+        loss.total.backward()
+        found.append(tokens.grad)
+    assert found[0].abs().max() > 0.01 and torch.allclose(*found)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "rloo"])
 def test_row_without_an_advantage_has_no_gradient_even_if_its_ratio_overflows(name: str) -> None:
     config, _ = apply_changes(small_config(), {"algorithm.name": name})
     far = few_rows(config, sampled=torch.tensor([[-1.0] * 4, [-200.0] * 4]))

@@ -1,4 +1,4 @@
-"""Keys of tasks made of rows or samples, where prompts do not tell them apart."""
+"""Keys of tasks made of rows, samples or games, where prompts do not tell them apart."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pprint import saferepr
 from typing import Any
 
 from toprope.sdk.authoring.environment import Task
 
-__all__ = ["NUMBERING", "keyed", "keyed_samples", "written_alike"]
+__all__ = ["LARGE", "NUMBERING", "held", "keyed", "keyed_samples", "written_alike"]
 
+LARGE = 1000
+"""Containers with more elements are word lists; games do not change them, so copies share them."""
 NUMBERING = re.compile(r"(?i)(^|_)(id|idx|index|uid|uuid)(_|$)")
 """Columns that differ in rows that are the same task, which must not be both trained and held out."""
 _NO_PROMPT = "(the task says)"
@@ -93,3 +95,20 @@ def _sample_written(task: Task, folders: Sequence[str]) -> str:
 def written_alike(columns: dict[str, Any]) -> str:
     """Write columns of any type as a text that is the same in every process, so without addresses of objects."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", saferepr(columns))
+
+
+def held(value: Any, depth: int = 8) -> Any:
+    """Return a JSON form of a value that is equal in every process, without word lists."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if hasattr(value, "tolist"):  # arrays
+        return value.tolist()
+    if depth == 0 or (isinstance(value, list | tuple | set | frozenset | dict) and len(value) > LARGE):
+        return type(value).__name__
+    if isinstance(value, Mapping):
+        return [[str(key), held(item, depth - 1)] for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [held(item, depth - 1) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return held(vars(value), depth - 1) if hasattr(value, "__dict__") and not callable(value) else type(value).__name__

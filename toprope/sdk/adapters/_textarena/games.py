@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from toprope.sdk.adapters._shared.held import LARGE, held
+from toprope.sdk.adapters._shared.keys import LARGE, held
 from toprope.sdk.adapters._shared.listing import why_not, with_nltk_data
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.knobs import knob

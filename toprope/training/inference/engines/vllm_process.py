@@ -29,6 +29,7 @@ from toprope.errors import ComponentFailed
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.schema import Config
 from toprope.text_format import clip, hide, hide_keys, printed_line
+from toprope.training.policy.turn_end import turn_end_ids
 
 MOST_ROWS = 256
 """Answers that a server samples at once."""
@@ -287,9 +288,9 @@ def keeps_old_head(policy: Path, device: str) -> bool:
 
 
 def end_ids_of(policy: Path, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end an answer, by the policy's files and its tokenizer."""
+    """Token ids that end an answer, by the policy's files, its tokenizer and chat template."""
     found: list[Any] = [tokenizer.eos_token_id]
     for name in ("config.json", "generation_config.json"):
         written = _written(policy, name).get("eos_token_id")
         found += written if isinstance(written, list) else [written]
-    return frozenset(token for token in found if isinstance(token, int))
+    return frozenset(token for token in found if isinstance(token, int)) | turn_end_ids(tokenizer)

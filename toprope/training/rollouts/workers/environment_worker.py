@@ -18,7 +18,7 @@ from toprope.records.worker_messages import Advanced, Begun, Card, SampledGroup,
 from toprope.sdk.errors import WorkerError
 from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import WorkerClient
-from toprope.sdk.worker.splits import SHARING_RULE
+from toprope.sdk.worker.splits import FAMILY_RULE
 
 _T = TypeVar("_T")
 _PART = 256
@@ -41,6 +41,8 @@ class EnvironmentWorker(WorkerClient):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._tools = 0.0, 0
+        """Longest limit of a tool's call in seconds, and the most calls in one answer."""
         self._known: dict[tuple[str, str], float] = {}
         """Tasks that the worker has found, by split and variant; infinite once it has them all."""
 
@@ -64,7 +66,7 @@ class EnvironmentWorker(WorkerClient):
         max_turns: int | None = None,
         seed: int = 0,
         rewards: Sequence[Mapping[str, Any]] = (),
-        split_rule: int = SHARING_RULE,
+        split_rule: int = FAMILY_RULE,
     ) -> Card:
         """Open an environment in place of the one before.
 
@@ -88,13 +90,14 @@ class EnvironmentWorker(WorkerClient):
             **({"rewards": [dict(one) for one in rewards]} if rewards else {}),
         }
         card = await self._ask(Card, "open", timeout, arguments)
-        self.call_s, self._known = card.call_s, {}
+        self.call_s, self._known, self._tools = card.call_s, {}, (card.tool_s, card.most_calls)
         return card
 
     async def vary(self, variant: str, knobs: Mapping[str, Any], *, timeout: float) -> Card:
         """Open the same environment with other knobs beside what is open."""
         card = await self._ask(Card, "vary", timeout, {"variant": variant, "knobs": dict(knobs)})
         self.call_s = max(self.call_s, card.call_s)
+        self._tools = max(self._tools[0], card.tool_s), max(self._tools[1], card.most_calls)
         return card
 
     async def tasks(self, split: str, start: int, count: int, *, timeout: float, variant: str = "") -> TaskPage:
@@ -131,9 +134,15 @@ class EnvironmentWorker(WorkerClient):
 
         Args:
             moves: `[rollout, text, truncated, token ids]` each; the last two may be left out.
-            timeout: Seconds for all of them.
+            timeout: Seconds for all of them; each tool that they call has its own limit beside.
         """
-        return await self._ask(list[Advanced], "advance", self.allowed_s(timeout, len(moves)), {"moves": moves})
+        seconds = self.allowed_s(timeout, len(moves)) + sum(self._tools_s(str(move[1])) for move in moves)
+        return await self._ask(list[Advanced], "advance", seconds, {"moves": moves})
+
+    def _tools_s(self, answer: str) -> float:
+        """Return the seconds that the tools that an answer calls may take one after the other, an hour at most."""
+        longest, most = self._tools
+        return min(min(answer.count("<tool_call>"), most) * longest, _LONGEST_CALL_S)
 
     async def settle(self, rollouts: Sequence[int], *, timeout: float) -> list[Outcome | None]:
         """Score rollouts that wait for their group; None for those that the worker does not know."""

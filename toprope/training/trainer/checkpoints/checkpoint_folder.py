@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ class CheckpointState:
 
 
 def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Writes a checkpoint aside, seals it, renames it into place, and removes all but the newest `keep`.
+    """Writes a checkpoint aside, seals it, renames it into place, and removes all but the newest `keep` and those that
+    other runs began with.
 
     Args:
         folder: Folder of the checkpoints, in the run's folder.
@@ -67,9 +69,25 @@ def commit_checkpoint(folder: Path, step: int, write: Callable[[Path], None], ke
             raise OSError(number, os.strerror(number)) from error
         raise
     fsync(folder)
-    for old in checkpoints_in(folder)[: -max(keep, 1)]:
-        shutil.rmtree(old, ignore_errors=True)
+    old = checkpoints_in(folder)[: -max(keep, 1)]
+    named = _named_by_others(folder, old) if old else set()
+    for path in old:
+        if path not in named:
+            shutil.rmtree(path, ignore_errors=True)
     return final
+
+
+def _named_by_others(folder: Path, checkpoints: Sequence[Path]) -> set[Path]:
+    """The checkpoints that specifications of other runs name: these runs need them, as the base of their adapters for
+    example, for as long as they exist."""
+    run = folder.absolute().parent
+    texts = {path: f"/{run.name}/{folder.name}/{path.name}/".encode() for path in checkpoints}
+    found: set[Path] = set()
+    for specification in run.parent.glob("*/spec.json"):
+        with suppress(OSError):  # another user's, or deleted meanwhile
+            content = specification.read_bytes() if specification.parent != run else b""
+            found.update(path for path, text in texts.items() if text in content)
+    return found
 
 
 def disk_full_errno(text: str) -> int | None:

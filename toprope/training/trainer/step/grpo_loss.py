@@ -31,7 +31,7 @@ _SMALLEST_RATIO, _LARGEST_LOG_RATIO = 1e-8, 20.0
 class StepSize:
     """Size of a whole optimizer step, over all its micro-batches."""
 
-    rows: int
+    rollouts: int
     tokens: float
     """Number of trained tokens."""
     longest: int
@@ -60,6 +60,7 @@ def grpo_loss(
     section: AlgorithmSection,
     size: StepSize,
     counts: torch.Tensor | None = None,
+    answers: torch.Tensor | None = None,
 ) -> GrpoLoss:
     """The loss of one pass over R rows of at most C tokens.
 
@@ -76,6 +77,9 @@ def grpo_loss(
         size: Size of the step that the rows belong to.
         counts: R x 2, how many tokens each token of a row stands for in the means, and how many rows the row; 1 if
             not given.
+        answers: R, trained tokens of the whole answer that a row belongs to; those of the row if not given. A mean over
+            answers counts the segments of one together. Ratios of sequences are by segment, which may lie in different
+            passes.
     """
     weight = mask.to(logps.dtype)
     lengths = weight.sum(-1)
@@ -140,11 +144,13 @@ def grpo_loss(
     note("entropy", entropies)
     loss = loss * weight
     if kind in ("grpo", "sapo", "rloo"):
-        total = (loss.sum(-1) / lengths.clamp(min=1.0)).sum() / max(size.rows, 1)
+        # The log-probabilities of segments add up to the whole answer's, so in RLOO their losses do, too.
+        each = lengths if answers is None or kind == "rloo" else answers
+        total = (loss.sum(-1) / each.clamp(min=1.0)).sum() / max(size.rollouts, 1)
     elif kind == "luspo":
-        total = loss.sum() / max(size.rows, 1)
+        total = loss.sum() / max(size.rollouts, 1)
     elif kind == "dr_grpo":
-        total = loss.sum() / (max(size.rows, 1) * size.longest)
+        total = loss.sum() / (max(size.rollouts, 1) * size.longest)
     else:
         total = loss.sum() / max(size.tokens, 1.0)
     return GrpoLoss(total, means, largest, smallest)

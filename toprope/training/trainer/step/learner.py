@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,6 @@ class StepLearner(ABC):
 
     def _collate(self, delivered: GroupBatch) -> StepBatch:
         rows = build_rows(delivered.groups, self._config)
-        if self._config.algorithm.mask_truncated_completions:
-            rows = [replace(row, trained=[False] * len(row.trained)) if row.truncated else row for row in rows]
         batch = StepBatch(rows, collate(rows, delivered.version, self._forward.device))
         if unknown := [number for number, row in enumerate(rows) if not row.has_logprobs]:
             # Of what nobody scored, the policy before the step is the best guess; 0 would mean that it was certain.

@@ -1,0 +1,40 @@
+"""The token with which a chat template closes an answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from toprope.atomic import write_json
+from toprope.training.component.time_limit import render_limit
+
+_QUESTION, _ANSWER = "question", "answer"
+
+
+def turn_end_ids(tokenizer: Any) -> frozenset[int]:
+    """The id of the special token that the chat template writes directly behind an answer; empty without one.
+
+    It ends an answer, too. Tokenizers of base models often name another end, the one of documents: Qwen2.5's is
+    <|endoftext|>, and its template closes turns with <|im_end|>.
+    """
+    messages = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        with render_limit():
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+        _, found, rest = text.rpartition(_ANSWER)
+        end: int = tokenizer(rest, add_special_tokens=False)["input_ids"][0]
+        closes = bool(found) and tokenizer.added_tokens_decoder[end].special
+    except Exception:  # a template is a program from the model and may raise anything
+        return frozenset()
+    return frozenset([end]) if closes else frozenset()
+
+
+def declare_turn_end(folder: Path, tokenizer: Any) -> None:
+    """Add the token to the ends that a written model declares, so that other programs stop there too."""
+    written, ids = folder / "generation_config.json", turn_end_ids(tokenizer)
+    said = json.loads(written.read_bytes()) if written.is_file() else {}
+    ends = said.get("eos_token_id")
+    known = [tokenizer.eos_token_id] if ends is None else ends if isinstance(ends, list) else [ends]
+    if not ids <= set(known):
+        write_json(written, {**said, "eos_token_id": [*known, *(ids - set(known))]}, indent=2)
