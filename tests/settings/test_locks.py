@@ -48,6 +48,18 @@ def test_null_rate_of_the_value_head_is_allowed_down_to_its_floor(tmp_path, most
     assert (locks_of(tmp_path, text).refusal("ppo.value_learning_rate", None) is None) == allows
 
 
+def test_null_rate_of_the_value_head_is_held_as_training_takes_it(tmp_path):
+    text = "locks: [{field: ppo.value_learning_rate, %s, reason: x}]"
+    most, least = locks_of(tmp_path, text % "max: 5e-6"), locks_of(tmp_path, text % "min: 5e-6")
+    config, fields = Config(), all_fields()
+    config.optimizer.learning_rate = 1e-6  # the head would learn at 1e-5
+    with pytest.raises(LockedField, match="at most 5e-06"):
+        most.enforce(config, fields)
+    assert most.adjust(config, fields)[0] == {"ppo.value_learning_rate": 5e-6}
+    least.enforce(config, fields)
+    assert least.adjust(config, fields) == ({}, [])
+
+
 def test_enforce_checks_values_however_they_were_set(tmp_path):
     locks, fields = locks_of(tmp_path, TWO), all_fields([{"name": "length", "type": "int", "default": 9}])
     config = Config()

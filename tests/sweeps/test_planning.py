@@ -78,6 +78,7 @@ def test_plan_counts_runs_and_steps(tmp_path):
         ({"evaluation.heldout_tasks": [1, 2]}, InvalidValue, "winner"),
         ({"environment.knobs.length": [2, 4]}, InvalidValue, "tasks of its own, and the easiest would win"),
         ({"environment.max_turns": [2, 4]}, InvalidValue, "tasks of its own"),
+        ({"environment.reward_weights": [{"style": 0.1}, {"style": 1.0}]}, InvalidValue, "measured by rewards"),
     ],
 )
 def test_invalid_space_is_refused(tmp_path, space, error, says):

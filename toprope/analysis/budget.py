@@ -130,7 +130,7 @@ def freeze_limits(
     caps = _caps(limits)
     prices = limits.prices
     gpu_price = prices.of_gpu(demand.gpu) if demand.gpu is not None else None
-    bounds = _bounds(caps, demand, prices.cpu_hour_usd, gpu_price)
+    bound_by = bounds(caps, demand, prices.cpu_hour_usd, gpu_price)
     refusals += _unknown_price(limits, demand, prices.cpu_hour_usd, gpu_price)
     refusals += _steps(limits, demand)
     refusals += _at_once(limits, accounts, count)
@@ -140,7 +140,7 @@ def freeze_limits(
         if limit is None or (quantity == "gpu_hours" and demand.gpu is None):
             continue
         left = limit.max - sum(account.held(quantity) for account in accounts)
-        bound = bounds.get(quantity)
+        bound = bound_by.get(quantity)
         if bound is None and not any(refusal.limit == limit.name for refusal in refusals):
             bound = max(left, 0.0) / count  # unbounded: it may use what is left of the day
         if bound is None:
@@ -173,10 +173,17 @@ def _caps(limits: Limits) -> dict[str, Cap]:
     }
 
 
-def _bounds(
+def bounds(
     caps: Mapping[str, Cap], demand: Demand, cpu_price: float | None, gpu_price: float | None
 ) -> dict[str, float]:
-    """Return the most that a run can use by quantity; unbounded quantities are left out."""
+    """Return the most that a run can use by quantity; unbounded quantities are left out.
+
+    Args:
+        caps: Set by the limits per run.
+        demand: Of the run.
+        cpu_price: USD for an hour of a CPU; None if unknown.
+        gpu_price: USD for an hour of its GPU; None if unknown.
+    """
     walls = [demand.own_s / HOUR] if demand.own_s is not None else []
     walls += [caps["wall_hours"].value] if "wall_hours" in caps else []
     found: dict[str, float] = {}

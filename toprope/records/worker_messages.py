@@ -12,8 +12,6 @@ import msgspec
 
 from toprope.records.journal.groups import Outcome
 
-_UNBOUNDED = 1e6
-
 Message = dict[str, Any]
 """A chat message: `role`, `content`, and whatever else the environment gave it."""
 
@@ -71,12 +69,6 @@ class Card(msgspec.Struct):
     def min_reward(self) -> float:
         """Lowest reward that the weights and ranges of the parts allow."""
         return sum(min(part.weight * part.low, part.weight * part.high) for part in self.parts.values())
-
-    @property
-    def is_bounded(self) -> bool:
-        """True if the rewarded parts have true ranges: where an author names none, adapters put a million or more."""
-        rewarded = [part for part in self.parts.values() if part.weight]
-        return all(max(-part.low, part.high) < _UNBOUNDED for part in rewarded)
 
     @property
     def knob_values(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from toprope.settings.yamlfiles import check_keys, read_yaml
 
 _KEYS = ("field", "value", "min", "max", "reason")
 _FOLLOWS = {"ppo.value_learning_rate": "optimizer.learning_rate"}
-"""Fields that take the value of another field if they are null."""
+"""Fields that take the value of another field, or `LEAST_VALUE_RATE` if that is higher, if they are null."""
 _NO_LIMIT = frozenset({"environment.memory_mb"})
 """Fields whose value 0 means that there is no limit."""
 
@@ -285,6 +285,8 @@ def _parse(entry: Any, where: str, fields: dict[str, Field]) -> Lock:
 
 
 def _effective(config: Config, fields: Mapping[str, Field], name: str) -> Any:
-    """The value that counts for a field: that of another field if it is null and follows that."""
+    """The value that counts for a field: if it is null and follows another field, the one that training takes."""
     value = get_value(config, fields[name])
-    return get_value(config, fields[_FOLLOWS[name]]) if value is None and name in _FOLLOWS else value
+    if value is None and name in _FOLLOWS:
+        return max(get_value(config, fields[_FOLLOWS[name]]), LEAST_VALUE_RATE)
+    return value

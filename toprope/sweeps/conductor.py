@@ -35,6 +35,7 @@ from toprope.settings.owner import Home
 from toprope.sweeps.members import SweepMembers, hopeless_reason
 from toprope.sweeps.strategy_runner import StrategyRunner
 from toprope.training.component.member import CrewMember, send_heartbeats
+from toprope.workbench.launch.accepted_code import CodeChanged
 from toprope.workbench.launch.budgets.reserve_budget import NoRoomWithin
 
 _CHECK_EVERY_S = 0.25
@@ -195,7 +196,7 @@ class Conductor:
         try:
             if not await self._resume_interrupted(run_id):
                 await self._start(run_id, lambda: members.start(candidate, epoch, standing))
-        except NoRoomWithin:
+        except (CodeChanged, NoRoomWithin):  # without a score, so that a resumed sweep can measure it
             raise
         except TopropeError as error:
             if not members.exists(run_id) or members.was_interrupted(run_id):
@@ -221,7 +222,7 @@ class Conductor:
         """Start a run as soon as the owner's limits have room for it beside live runs.
 
         Raises:
-            NoRoomWithin: The limits will not leave room.
+            CodeChanged, NoRoomWithin: The sweep cannot go on.
             TopropeError: The run cannot start.
         """
         warned = False
@@ -248,7 +249,7 @@ class Conductor:
         """Resume a run that was interrupted before this conductor began; False if it was not.
 
         Raises:
-            NoRoomWithin, TopropeError: See `_start`.
+            CodeChanged, NoRoomWithin, TopropeError: See `_start`.
         """
         members = self._members
         if not await asyncio.to_thread(members.was_interrupted, run_id):
@@ -304,7 +305,7 @@ class Conductor:
         try:
             if not await self._resume_interrupted(run_id):
                 await self._start("the winner's run", lambda: self._members.start_final(winner, standing))
-        except NoRoomWithin:
+        except (CodeChanged, NoRoomWithin):
             raise
         except TopropeError as error:
             if not self._members.exists(run_id) or self._members.was_interrupted(run_id):

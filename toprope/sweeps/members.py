@@ -20,6 +20,7 @@ from toprope.settings.owner import Home
 from toprope.settings.sections.environment import RUN
 from toprope.sweeps.planning import SAMPLING
 from toprope.workbench.launch import open_runs
+from toprope.workbench.launch.accepted_code import require_unchanged
 from toprope.workbench.launch.budgets.sweep_budget import draft_of_sweep
 from toprope.workbench.launch.freeze import freeze_drafts
 from toprope.workbench.launch.lineage import base_of
@@ -97,6 +98,7 @@ class SweepMembers:
             standing: The decisions so far.
 
         Raises:
+            CodeChanged: The environment's code is other than what the sweep was confirmed with.
             NoRoomWithin: The owner's limits leave no room.
             TopropeError: The candidate's configuration cannot run.
         """
@@ -131,7 +133,7 @@ class SweepMembers:
         """Start the run that measures the winner on held-out tasks, unless it was started before.
 
         Raises:
-            NoRoomWithin, TopropeError: See `start`.
+            CodeChanged, NoRoomWithin, TopropeError: See `start`.
         """
         run_id = final_id(self._sweep.run_id)
         if self.exists(run_id):
@@ -172,9 +174,10 @@ class SweepMembers:
         """Resume a run that was interrupted, from its last checkpoint.
 
         Raises:
-            NoRoomWithin: The owner's limits leave no room.
+            CodeChanged, NoRoomWithin: See `start`.
             TopropeError: The run cannot be resumed.
         """
+        require_unchanged(self._sweep)
         open_runs.resume_run(self._home, self.runs, run_id)
 
     def _launch(
@@ -186,6 +189,7 @@ class SweepMembers:
         base: tuple[str, str] | None,
     ) -> None:
         sweep = self._sweep
+        require_unchanged(sweep)
         config, _ = apply_changes(sweep.config, changes, self._plan.knobs)
         plan = test or training_plan(config)
         [made] = freeze_drafts(

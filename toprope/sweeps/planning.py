@@ -38,8 +38,8 @@ _NOT_VARIED = {
     "policy.model": "PBT and halving continue from weights by themselves",
     "launcher.kind": "it is the same for all candidates",
 }
-_MEASURING = ("knobs", "max_turns", "opponent", "model_roles", "mixture", "curriculum")
-"""Fields of `environment` that decide what a candidate is measured on."""
+_MEASURING = ("knobs", "max_turns", "opponent", "model_roles", "mixture", "curriculum", "rewards", "reward_weights")
+"""Fields of `environment` that decide what a candidate is measured on, and by which rewards it succeeds."""
 SAMPLING = ("temperature", "top_p", "max_new_tokens", "stop")
 """Fields of `rollout` that do so, too."""
 _EXAMPLE = (
@@ -87,8 +87,8 @@ def parse_space(space: Mapping[str, Any], draft: Draft, locks: Locks, evaluate: 
             raise InvalidValue(f"space: {name} cannot be varied: {why}.")
         if evaluate == "train" and _is_measuring(field.name):
             raise InvalidValue(
-                f"space: {name} cannot be varied between candidates that train: each would be measured on tasks of its "
-                "own, and the easiest would win.",
+                f"space: {name} cannot be varied between candidates that train: each would be measured by rewards or "
+                "on tasks of its own, and the easiest would win.",
                 hint='options={"evaluate": "test"} measures one policy under each value.',
             )
         found[name] = _parse_dimension(name, field, given, locks)

@@ -57,6 +57,12 @@ def test_classify_names_failure_from_log_line(kind: str, line: str) -> None:
     assert found.evidence == line and found.hint and found.confidence != "low"
 
 
+def test_advice_on_the_dtype_is_for_lora_only() -> None:
+    """Without it all weights are trained in float32."""
+    hint = classify("trainer", 1, None, ["The loss at step 9 is not a number."]).hint
+    assert "with LoRA policy.dtype to float32" in hint
+
+
 def test_classify_uses_signal_and_exit_code_without_log() -> None:
     assert classify("trainer", None, "SIGKILL", ["step 3"]).kind == "killed"
     assert classify("trainer", 137).kind == "killed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections import Counter
@@ -13,8 +14,11 @@ from tests.support.run_harness import RunHarness
 from toprope.analysis.statistics.comparison import Answers, Cost, Measured, Side, compare, on_shared_tasks, unlike
 from toprope.analysis.statistics.intervals import mean_interval, paired_difference, seeds_margin, t_quantile, wilson
 from toprope.analysis.statistics.run_samples import _conditions
+from toprope.analysis.statistics.run_samples import measured as measured_run
 from toprope.analysis.statistics.sign_flip import sign_flip
 from toprope.errors import InvalidValue
+from toprope.records.run.folder import RunFolder
+from toprope.records.run.specification import SweepMember
 
 
 @pytest.mark.parametrize(
@@ -223,3 +227,15 @@ def test_greedy_comparison_requires_greedy_answers_of_all():
 def test_only_measurements_on_the_same_split_are_compared(tmp_path, kind, split, told):
     specification = RunHarness(tmp_path).specification(kind)
     assert _conditions(specification, {"sampled": {"split": split}})["kind of measurement"] == told
+
+
+def test_members_of_a_sweep_have_the_sampling_that_measured_them(tmp_path):
+    specification = RunHarness(tmp_path).specification("test")
+    specification.config.rollout.max_new_tokens = 7
+    folder = RunFolder.create(tmp_path / "runs", specification.run_id)
+    member = SweepMember(sweep="s", candidate="c1", epoch=1, sampling={"max_new_tokens": 64, "top_p": 0.5})
+    specification.model_copy(update={"member": member}).write(folder)
+    evaluation = {"version": 1, "temperature": 1.0, "sampled": {"by_task": {"tasks": ["a"], "wins": [1]}}}
+    folder.evaluation("test").write_text(json.dumps(evaluation))
+    found = measured_run(folder, "completed").loose
+    assert (found["rollout.max_new_tokens"], found["rollout.top_p"]) == ("64", "0.5")

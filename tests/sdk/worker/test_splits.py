@@ -332,6 +332,24 @@ def test_few_tasks_of_two_levels_are_in_one_split_each(easy: int, hard: int) -> 
     assert crossing(SHARING_RULE), "runs that began under it measure the same when they resume"
 
 
+def test_a_level_of_few_tasks_trains_on_one_that_the_family_holds_out_nowhere() -> None:
+    def found(shift: int) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+        class Level(ListedRows):
+            def tasks(self):
+                return (Task(f"level {shift} row {number}") for number in range(self.rows))
+
+        small, large = Level(), Level()
+        small.rows, large.rows = 1 + shift % 2, 60
+        first = TaskSplits(small)
+        second = TaskSplits(large, family=[first])
+        return contents(first, 500), contents(second, 500)
+
+    for shift in range(60):
+        one, other = found(shift)
+        assert one["train"], shift
+        assert all(one[split] <= other[split] for split in SPLITS), shift
+
+
 def test_a_level_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = ListedRows()
     broken.broken_at = 2

@@ -13,13 +13,17 @@ import pytest
 
 from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy, only_environment
 from toprope.errors import ComponentFailed
+from toprope.records.journal import groups
 from toprope.records.journal.groups import Outcome
+from toprope.records.run import digests
 from toprope.records.run.digests import environment_digest, measurement_digests
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.specification import EnvironmentSource
 from toprope.settings.sections.launcher import LauncherSection
 from toprope.training.driver.contamination import ContaminationTracker, normalized_words, write_contamination
 from toprope.training.evaluation.evaluator import Evaluator
+from toprope.training.judges import judging, questions
+from toprope.training.rollouts import environment_set, sampled_group
 from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import GroupSampler
 from toprope.training.rollouts.sampled_group import SampledGroup
@@ -253,6 +257,14 @@ def test_environment_digest_follows_source(tmp_path):
         "missing",
         environment_digest(adapter.model_copy(update={"target": "y"})),
     )
+
+
+def test_evaluator_digest_follows_all_code_that_measures(monkeypatch):
+    read = []
+    monkeypatch.setattr(digests, "digest_of", lambda files, more="": read.extend(map(str, files)))
+    digests.evaluator_digest()
+    assert {module.__file__ for module in (environment_set, sampled_group, judging, questions, groups)} <= set(read)
+    assert all(os.path.isfile(file) for file in read)
 
 
 def test_contamination_of_earlier_attempts_stays(tmp_path):

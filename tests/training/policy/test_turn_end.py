@@ -54,11 +54,48 @@ def test_exported_models_declare_the_closing_token(tokenizer: Any, tiny_policy: 
     assert declared() == before
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "declared"),
+    [
+        ({"eos_token_id": [7, None]}, None, [7, CLOSING]),
+        ({"eos_token_id": 7}, {"eos_token_id": [None, 9]}, [9, CLOSING]),
+        ({"eos_token_id": None}, {"eos_token_id": [None]}, [END, CLOSING]),
+        ({}, None, [END, CLOSING]),
+    ],
+)
+def test_declared_ends_are_numbers_and_those_that_the_model_has(
+    tokenizer: Any, tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, declared: list[int]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    written = tmp_path / "generation_config.json"
+    if generation is not None:
+        written.write_text(json.dumps(generation))
+    declare_turn_end(tmp_path, tokenizer)
+    assert json.loads(written.read_text())["eos_token_id"] == declared
+    written.unlink()
+    tokenizer.eos_token = None
+    (tmp_path / "config.json").unlink()
+    declare_turn_end(tmp_path, tokenizer)
+    assert json.loads(written.read_text())["eos_token_id"] == [CLOSING]
+
+
 def test_demonstrations_end_with_the_closing_token(tokenizer: Any) -> None:
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     [row] = tokenize_traces(tokenizer, [Trace("t", 0, talk)], 100).rows
     learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0]
     assert tokenizer.decode(learned) == "a<bot>" and learned[-1] == CLOSING
+
+
+@pytest.mark.parametrize("answers", [["a", "b"], ["", ""]])
+def test_the_end_of_a_document_is_no_part_of_an_answer(tokenizer: Any, answers: list[str]) -> None:
+    """As in Phi-3, whose template writes it behind the last message."""
+    tokenizer.chat_template = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
+    talk = [
+        one for said in answers for one in ({"role": "user", "content": "q"}, {"role": "assistant", "content": said})
+    ]
+    [row] = tokenize_traces(tokenizer, [Trace("t", 0, talk)], 100).rows
+    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label >= 0]
+    assert tokenizer.decode(learned) == "".join(f"{said}<bot>" for said in answers)
 
 
 @pytest.mark.parametrize(

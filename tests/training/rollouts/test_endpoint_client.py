@@ -46,6 +46,17 @@ class Raising(Add):
 
     def score(self):
         raise ValueError("no score")
+
+
+class JudgeFailed(Exception):
+    """No verdict."""
+
+
+class Unjudged(Add):
+    """Has a judge that is away."""
+
+    def score(self):
+        raise JudgeFailed("style: busy")
 '''
 
 
@@ -193,10 +204,18 @@ def test_failed_models_do_not_affect_others(tmp_path: Path, server: OpenAiStandI
     assert told["models"]["silent"] is None
 
 
-def test_errors_of_a_model_earn_the_least_reward(tmp_path: Path, server: OpenAiStandIn) -> None:
+def test_errors_of_a_model_have_no_reward_and_make_it_no_better(tmp_path: Path, server: OpenAiStandIn) -> None:
     [failing] = play(tmp_path, server, ["right"], tasks=2, attribute="Raising")
-    assert failing.sampled["errors"] == 4 and failing.sampled["reward_mean"] == -2.0
-    assert failing.scores == [[-2.0, -2.0]] * 2
+    assert failing.sampled["errors"] == 4 and failing.sampled["reward_mean"] is None
+    sampled = {**failing.sampled, "errors": 0, "reward_mean": -2.0}
+    sound = failing.model_copy(update={"name": "sound", "sampled": sampled})
+    best = best_model([failing, sound, failing])
+    assert best is not None and best.name == "sound"
+
+
+def test_model_whose_answers_nobody_could_judge_has_no_accuracy(tmp_path: Path, server: OpenAiStandIn) -> None:
+    [unjudged] = play(tmp_path, server, ["right"], tasks=2, attribute="Unjudged")
+    assert unjudged.sampled is None and "No answer could be judged" in unjudged.error
 
 
 def test_too_many_refused_questions_fail_the_model(tmp_path: Path, server: OpenAiStandIn) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ from tests.support.rollout_stand_ins import SAMPLING, ScriptedPolicy, only_envir
 from toprope.errors import ComponentFailed
 from toprope.records.journal.groups import MASKED, Outcome
 from toprope.records.run.folder import RunFolder
-from toprope.records.worker_messages import RewardPart
 from toprope.settings.sections.launcher import LauncherSection
-from toprope.training.evaluation.evaluator import Evaluator, example_record, summarize, summarize_test
+from toprope.training.evaluation.evaluator import (
+    Evaluator,
+    example_record,
+    results_by_task,
+    scores_by_task,
+    summarize,
+    summarize_test,
+)
 from toprope.training.inference.sessions import Turn
 from toprope.training.rollouts.group_sampler import GroupSampler, TaskRef
 from toprope.training.rollouts.sampled_group import SampledGroup
@@ -173,9 +180,7 @@ def evaluate(tmp_path: Path, context: int) -> dict[str, Any]:
     async def work(sampler: GroupSampler, link: EnvironmentWorker) -> dict[str, Any]:
         folder = RunFolder(tmp_path)
         folder.evaluations.mkdir()
-        environments = only_environment(sampler)
-        environments.hosts["only"].card.parts["reward"].low = -100.0
-        evaluator = Evaluator(folder, environments, SAMPLING, concurrency=4, progress=lambda *told: None)
+        evaluator = Evaluator(folder, only_environment(sampler), SAMPLING, concurrency=4, progress=lambda *told: None)
         return await evaluator.evaluate_heldout("before", 12, 2, greedy=False)
 
     return run_with_worker(tmp_path, policy, work)
@@ -185,7 +190,7 @@ def test_failed_task_is_error_in_evaluation(tmp_path: Path) -> None:
     summary = evaluate(tmp_path, context=len("Count down from 1 (game 100)\n"))
     assert summary["tasks"] == 12
     assert 0 < summary["errors"] < 12
-    assert summary["reward_mean"] < -50 * summary["errors"] / 12, "an error is no better than the worst answer"
+    assert summary["accuracy"] == summary["successes"] / 12, "an error is a wrong answer"
     assert summary["policy_version"] == 3
     assert "no room for an answer" in (tmp_path / "evaluations" / "before.json").read_text()
 
@@ -207,7 +212,7 @@ def test_summarize_counts_and_averages() -> None:
         ]
     )
     assert summary["accuracy"] == 0.25
-    assert summary["reward_mean"] == 0.375
+    assert summary["reward_mean"] == 0.75, "errors have none"
     assert summary["parts"] == {"exact": 0.25}
     assert summary["truncated"] == 0.25
     assert summary["errors"] == 2
@@ -236,22 +241,39 @@ def test_an_answer_whose_judge_failed_has_no_row() -> None:
     assert group.outcomes is not None and len(group.outcomes) == 3, "the error is kept for people"
 
 
-def test_errors_of_an_evaluation_earn_the_least_of_their_environment() -> None:
-    failed = Outcome(0.0, error="context is full")
+@pytest.mark.parametrize("error", ["JudgeFailed: style: busy", "JudgeFailed (its text is sealed)"])
+def test_an_answer_whose_judge_failed_counts_nowhere(error: str) -> None:
+    won, failed = Outcome(0.7, {"style": 0.7}, True), Outcome(0.0, truncated=True, error=error)
+    summary = summarize([won, failed])
+    assert summary.pop("unjudged") == 1
+    assert summary == {key: value for key, value in summarize([won]).items() if key != "unjudged"}
+    groups = [
+        SampledGroup(task, [], ["a"] * 2, outcomes, [[]] * 2, 0.1)
+        for task, outcomes in (("won", [won, won]), ("half", [won, failed]), ("none", [failed, failed]))
+    ]
+    tested = summarize_test(groups, 2)
+    assert (tested["tasks"], tested["rollouts"], tested["successes"], tested["unjudged"]) == (2, 3, 3, 3)
+    assert (tested["pass_at_k"], tested["all_right_share"], tested["all_wrong_share"]) == (1.0, 1.0, 0.0)
+    assert results_by_task(groups) == {"tasks": ["won"], "wins": [2]}
+    assert scores_by_task(groups) == [[0.7, 0.7], [0.7], []]
 
-    def rewards(part: RewardPart, *outcomes: Outcome) -> list[float]:
-        environments = only_environment(None)  # type: ignore[arg-type]
-        shown = RewardPart(0.0, -1e9, 1e9)
-        environments.hosts["only"].card.parts = {"reward": part, "shown": shown}
-        groups = [SampledGroup("t", [], ["a"], [one], [[]], 0.1) for one in outcomes]
-        return [group.outcomes[0].reward for group in environments.lower_errors(groups)]
 
-    assert rewards(RewardPart(1.0, 0.0, 1.0), Outcome(0.7), failed) == [0.7, 0.0]
-    assert rewards(RewardPart(2.0, -1.0, 1.0), Outcome(-0.5), failed) == [-0.5, -2.0]
-    assert rewards(RewardPart(1.0, 0.5, 1.0), Outcome(0.7), failed) == [0.7, 0.0], "never above 0"
-    unbounded = RewardPart(1.0, -1e6, 1e6)
-    assert rewards(unbounded, Outcome(-3.0), failed, Outcome(5.0)) == [-3.0, -3.0, 5.0]
-    assert rewards(unbounded, failed) == [0.0]
+def test_evaluation_without_any_verdict_fails(tmp_path: Path) -> None:
+    """The judge is away: neither 0 % nor nothing would be the policy's accuracy."""
+
+    class Unjudging:
+        async def judge(self, group: SampledGroup, *_: Any) -> SampledGroup:
+            return replace(group, outcomes=[Outcome(0.0, error="JudgeFailed: style: busy") for _ in group.outcomes])
+
+    async def work(sampler: GroupSampler, link: EnvironmentWorker) -> None:
+        sampler.judges = Unjudging()  # type: ignore[assignment]
+        evaluator = Evaluator(
+            RunFolder(tmp_path), only_environment(sampler), SAMPLING, concurrency=4, progress=lambda *told: None
+        )
+        await evaluator.evaluate_heldout("before", 3, 0, greedy=False)
+
+    with pytest.raises(ComponentFailed, match=r"No answer to the 3 tasks .* JudgeFailed \(its text is sealed\)"):
+        run_with_worker(tmp_path, ScriptedPolicy(number_below), work)
 
 
 def test_an_error_is_no_signal_where_training_would_find_none() -> None:

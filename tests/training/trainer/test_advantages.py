@@ -17,6 +17,7 @@ from toprope.settings.schema import Config
 from toprope.training.trainer import batch_source
 from toprope.training.trainer.batch_source import BatchSource, EndOfTraining, advantages, build_rows
 from toprope.training.trainer.collate import collate
+from toprope.training.trainer.environment_metrics import EnvironmentMetrics
 
 
 def test_segments_of_a_rollout_share_one_advantage() -> None:
@@ -74,6 +75,28 @@ def test_a_seat_is_compared_with_the_same_seat() -> None:
     assert found([1.0, -1.0], "0", "1") == [1.0, -1.0], "a seat that one rollout has is compared with the group"
     assert found([1.0, -1.0, 1.0], "0", "1", "0") == [0.0, pytest.approx(-4 / 3), 0.0]
     assert found([1.0, 0.0, 0.5, 0.0], "0", "", "0", "") == [0.25, -0.375, -0.25, -0.375], "failed before they sat"
+
+
+def test_a_failed_judge_leaves_its_seat_to_the_others_in_it() -> None:
+    """Compared with the other seat, which wins more often, the seat-mate would be punished for sitting there."""
+    config = Config()
+    config.algorithm.scale_rewards = "none"
+    group = seated([1.0, -1.0, 0.5, 0.0], *"0101")
+    assert group.outcomes is not None
+    group.outcomes[3].error = "JudgeFailed: style: busy"
+    assert [row.advantage for row in build_rows([group], config)] == [0.25, 0.0, -0.25, 0.0]
+
+
+def test_a_failed_judge_is_no_reward_in_the_metrics_of_a_step() -> None:
+    group = rollout_group([1.0, 1.0, 0.0])
+    assert group.outcomes is not None
+    group.outcomes = [Outcome(1.0, success=True)] * 2 + [Outcome(0.0, error="JudgeFailed: style: busy")]
+    found = batch_source._step_metrics([group], [group], [0], 0.0)
+    assert (found["reward"], found["success"], found["unjudged"]) == (1.0, 1.0, 1.0)
+    assert (found["frac_reward_zero_std/all_right"], found["errors"]) == (1.0, 1.0)
+    group.environment = "a"
+    own = EnvironmentMetrics(["a", "b"]).add_step([group], [group])
+    assert (own["environments/a/reward"], own["environments/a/success"]) == (1.0, 1.0)
 
 
 def test_deviation_of_a_batch_leaves_out_how_much_seats_win() -> None:

@@ -15,7 +15,7 @@ from toprope.records.run.checkpoints import seal
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import EnvironmentSource, Specification, TestPlan, TrainPlan
 from toprope.records.run.status import Status
-from toprope.sdk.worker.splits import PROMPT_RULE, SHARING_RULE, SOURCE_RULE
+from toprope.sdk.worker.splits import FAMILY_RULE, PROMPT_RULE, SHARING_RULE, SOURCE_RULE
 from toprope.settings.locks import Lock, Locks
 from toprope.settings.owner import Home
 from toprope.settings.presets import Preset
@@ -113,6 +113,21 @@ def test_weights_of_splits_by_source_may_move_on_to_shared_tasks(folder):
     next_run = specification("b", "Please: {question}", base_run="run-a")
     found = with_split_rule(next_run, folder.path.parent, SHARING_RULE)
     assert found.environment.split_rule == SHARING_RULE
+
+
+def test_weights_of_levels_keep_the_rule_of_their_levels(folder):
+    """Rows of few that these weights have seen at one level would be held out at all."""
+    base, runs = specification("run-a", "{question}"), folder.path.parent
+    base.environment.split_rule = SHARING_RULE
+    next_run = specification("b", "{question}", base_run="run-a")
+    base.write(folder)
+    assert with_split_rule(next_run, runs, FAMILY_RULE).environment.split_rule == FAMILY_RULE
+    base.config.environment.curriculum = {"knob": "level", "levels": [1, 2]}
+    (runs / "run-a" / "spec.json").unlink()
+    base.write(folder)
+    assert with_split_rule(next_run, runs, FAMILY_RULE).environment.split_rule == SHARING_RULE
+    next_run.environment.name = "another"
+    assert with_split_rule(next_run, runs, FAMILY_RULE).environment.split_rule == FAMILY_RULE
 
 
 FIELD = "policy.chat_template_kwargs"

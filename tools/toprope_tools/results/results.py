@@ -319,6 +319,8 @@ def _rest(measured: Accuracy) -> str:
         parts.append(f"{percent(measured.truncated)} cut off")
     if measured.errors:
         parts.append(plural(measured.errors, "error"))
+    if measured.unjudged:
+        parts.append(f"{measured.unjudged} more not judged")
     return f" ({', '.join(parts)})" if parts else ""
 
 

@@ -202,7 +202,7 @@ def _tested(models: Sequence[TestedModel]) -> Models | None:
         for model in models
     ]
     measured = [(report.name, report.measured) for report in reports if report.measured is not None]
-    best = max(measured, key=lambda one: (one[1].accuracy, one[1].reward_mean or 0.0), default=None)
+    best = max(measured, key=lambda one: (one[1].accuracy, -one[1].errors, one[1].reward_mean or 0.0), default=None)
     works = [2 * one.errors < (one.rollouts or one.tasks) for _, one in measured]
     return Models(
         models=reports,

@@ -26,6 +26,8 @@ class Accuracy(BaseModel):
     reward_mean: float | None = None
     truncated: float | None = None
     errors: int = 0
+    unjudged: int = 0
+    """Answers whose judge failed; all other figures leave them out."""
     error_kinds: dict[str, int] = Field(default={}, exclude=True)
     """Number of rollouts that each error ended; untrusted text. Sealed for held-out tasks."""
     parts: dict[str, float] = {}

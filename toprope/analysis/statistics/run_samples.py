@@ -57,10 +57,12 @@ def measured(folder: RunFolder, state: str) -> Measured:
         ) from None
     config = specification.config
     functions = rewards_of(config.environment.rewards)
+    shared = {} if specification.member is None else specification.member.sampling
+    rollout = config.rollout.model_copy(update=shared)
     loose = {
         "temperature of the sampled answers": temperature,
-        "rollout.max_new_tokens": str(config.rollout.max_new_tokens),
-        "rollout.top_p": str(config.rollout.top_p),
+        "rollout.max_new_tokens": str(rollout.max_new_tokens),
+        "rollout.top_p": str(rollout.top_p),
         "environment.reward_weights": json.dumps(config.environment.reward_weights, sort_keys=True)[:200],
         **({"environment.rewards": ", ".join(one.fn for one in functions)[:200]} if functions else {}),
         "starting policy": _base(folder, config.policy.model),

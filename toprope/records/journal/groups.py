@@ -7,7 +7,7 @@ share its score if its turns do not extend each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -40,23 +40,27 @@ class Outcome(msgspec.Struct, omit_defaults=True):
     @property
     def unjudged(self) -> bool:
         """True if its judge failed: the reward says nothing about the answer, so nothing is learned from it."""
-        return (self.error or "").startswith(f"{JUDGE_FAILED}:")
+        return (self.error or "").startswith((f"{JUDGE_FAILED}:", f"{JUDGE_FAILED} ("))  # the latter: a sealed text
 
 
 def comparisons(outcomes: Sequence[Outcome]) -> list[tuple[list[int], list[int]]]:
     """Return the rollouts of a group by the rollouts that their rewards are compared with: numbers of both.
 
     Those are the rollouts in the same seat, because the first player of a game may win more often, whatever it plays.
-    Rollouts without a seat, or alone in theirs, are compared with the whole group. Unjudged ones are with none.
+    Rollouts without a seat, or alone in theirs, are compared with the whole group. Unjudged ones are with none, and
+    leave theirs to the others in it.
     """
     seats: dict[str, list[int]] = {}
-    judged = [number for number, outcome in enumerate(outcomes) if not outcome.unjudged]
-    for number in judged:
-        seats.setdefault(outcomes[number].seat, []).append(number)
-    own = [numbers for seat, numbers in seats.items() if seat and len(numbers) > 1]
+    for number, outcome in enumerate(outcomes):
+        seats.setdefault(outcome.seat, []).append(number)
+
+    def judged(numbers: Iterable[int]) -> list[int]:
+        return [number for number in numbers if not outcomes[number].unjudged]
+
+    own = [judged(numbers) for seat, numbers in seats.items() if seat and len(numbers) > 1]
     alone = [number for seat, numbers in seats.items() if not seat or len(numbers) == 1 for number in numbers]
-    rest = [(sorted(alone), judged)] if alone else []
-    return [*((numbers, numbers) for numbers in own), *rest]
+    found = [*((numbers, numbers) for numbers in own), (judged(sorted(alone)), judged(range(len(outcomes))))]
+    return [(members, peers) for members, peers in found if members]
 
 
 class Group(msgspec.Struct, omit_defaults=True):

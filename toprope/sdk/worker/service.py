@@ -25,6 +25,7 @@ from toprope.sdk.authoring.rewards import RewardFunctions, Scored, functions_of,
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import InvalidRequest, LoadError
 from toprope.sdk.rollouts import Rollout, configure, grouped
+from toprope.sdk.worker.accepted import accept_only
 from toprope.sdk.worker.group_scoring import GroupScoring
 from toprope.sdk.worker.scripted_policy import scripted_session
 from toprope.sdk.worker.splits import FAMILY_RULE, SPLITS, TaskSplits
@@ -148,7 +149,10 @@ class Service:
         """Open an environment in place of the one before.
 
         `rewards`: reward functions to add, in the form that `toprope.sdk.authoring.rewards.load_rewards` takes.
+        `source.accepted`: arguments of `toprope.sdk.worker.accepted.accept_only`, if only accepted code may run.
         """
+        if accepted := source.get("accepted"):
+            accept_only(**accepted)
         self._rollouts.clear()
         self._groups.clear()
         self._unsettled.clear()

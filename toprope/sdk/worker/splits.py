@@ -135,7 +135,7 @@ class TaskSplits:
         self._first: list[Task] | None = [] if not self._maybe_few else None
         """The first tasks, read to learn if there are others."""
         self._held: dict[str, str] = {}
-        """Stricter splits of tasks so few that their hashes leave a split empty, by id."""
+        """Other splits of tasks so few that their hashes leave a split empty, by id."""
         if self._own:
             tasks: Callable[[str], Iterable[Task]] = environment.tasks  # type: ignore[assignment]
             self._streams = {split: _Stream(functools.partial(tasks, split)) for split in SPLITS}
@@ -230,12 +230,13 @@ class TaskSplits:
             self._share_fewest()
 
     def _split_of(self, task: Task) -> str:
-        """Return the split of a task: by its hash, or a stricter one that a member of the family holds it out in."""
+        """Return the split of a task: by its hash, or the strictest that a member of the family has moved it to."""
         found = self._split_by_hash(task)
         if self._rule < FAMILY_RULE or not self._family:
             return found
         name = self.id_of(task)
-        return min((one._held.get(name, found) for one in (self, *self._family)), key=_STRICTEST.index)
+        moved = [one._held[name] for one in (self, *self._family) if name in one._held]
+        return min(moved, default=found, key=_STRICTEST.index)
 
     def _split_by_hash(self, task: Task) -> str:
         h = _bucket(self._deciding(task, _content(task)))
@@ -259,25 +260,30 @@ class TaskSplits:
                 self._found[split].append(task)
 
     def _read_first(self) -> None:
-        """Read the first tasks, once; if a hash leaves a split empty, hold out as many as it needs."""
+        """Read the first tasks, once; if hashes leave a split empty, move as many to it as it needs."""
         if self._first is not None:
             return
         stream, self._first = self._streams["train"], []
         while len(self._first) < FEW and self._repeats < PATIENCE and (task := stream.next()) is not None:
             if self._is_new(_content(task)):
                 self._first.append(task)
-        if not self._are_few(self._first):
+        if not self._are_few(self._first, least=1):
             return
         by_hash = {self.id_of(task): self._split_by_hash(task) for task in self._first}
+        if "train" not in by_hash.values():
+            fullest = max(_STRICTEST[:2], key=list(by_hash.values()).count)
+            self._held[min(name for name, split in by_hash.items() if split == fullest)] = "train"
+        if not self._are_few(self._first):
+            return
         free, wanted = sorted(name for name, split in by_hash.items() if split == "train"), max(1, len(by_hash) // 10)
         for split in _STRICTEST[:2]:
             if split not in by_hash.values() and len(free) > wanted:
                 self._held |= dict.fromkeys(free[:wanted], split)
                 free = free[wanted:]
 
-    def _are_few(self, first: Sequence[Task]) -> bool:
+    def _are_few(self, first: Sequence[Task], least: int = len(SPLITS)) -> bool:
         over = self._streams["train"].ended or self._repeats >= PATIENCE
-        return over and len(SPLITS) <= len(first) < FEW
+        return over and least <= len(first) < FEW
 
     def _divided(self, first: Sequence[Task], chosen: list[str]) -> list[str]:
         """Return the splits of the first tasks of an environment without a family."""

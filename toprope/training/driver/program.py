@@ -130,7 +130,7 @@ class Driver:
             is_only = len(plans) == 1
             host = await EnvironmentHost.start(
                 self._spec, plan, source, self._member.report,
-                is_only=is_only, trained=self._trained.inherited, helpers=helpers,
+                is_only=is_only, trained=self._trained.inherited, helpers=helpers, attempt=self._member.attempt,
             )  # fmt: skip
             self._hosts.append(host)
 

@@ -41,8 +41,14 @@ _RAISED = re.compile(r"^([A-Za-z_][\w.]*):")
 
 
 def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
-    """Counts and means over rollouts: tasks, successes, accuracy, reward_mean, parts, truncated share, errors."""
-    count = len(outcomes)
+    """Counts and means over rollouts: tasks, successes, accuracy, reward_mean, parts, truncated share, errors.
+
+    Unjudged rollouts are only counted, as `unjudged`. Errors are no successes and have no reward: whatever stood for it
+    would decide the mean where rewards have wide bounds.
+    """
+    unjudged = sum(outcome.unjudged for outcome in outcomes)
+    outcomes = [outcome for outcome in outcomes if not outcome.unjudged]
+    count, rewards = len(outcomes), [outcome.reward for outcome in outcomes if outcome.error is None]
     parts: Counter[str] = Counter()
     for outcome in outcomes:
         parts.update(outcome.parts)
@@ -52,11 +58,12 @@ def summarize(outcomes: list[Outcome]) -> dict[str, Any]:
         "tasks": count,
         "successes": successes,
         "accuracy": successes / count if count else None,
-        "reward_mean": sum(outcome.reward for outcome in outcomes) / count if count else None,
+        "reward_mean": sum(rewards) / len(rewards) if rewards else None,
         "parts": {name: total / count for name, total in sorted(parts.items())},
         "truncated": sum(outcome.truncated for outcome in outcomes) / count if count else None,
         "errors": sum(errors.values()),
         "error_kinds": dict(errors.most_common(5)),
+        "unjudged": unjudged,
     }
 
 
@@ -66,8 +73,8 @@ class Evaluator:
     If a run has several environments, their tasks are counted together, and each environment's separately under
     `environments`. An environment with too few tasks to hold any out is counted there only, with the split `train`,
     unless all are so small. A task that cannot be sampled (its `reset` raises, its prompt is too long) counts as an
-    error. Errors earn 0, or the least reward if that is less. Every method raises ComponentFailed if no task can be
-    sampled.
+    error. Answers whose judge failed count nowhere. Every method raises ComponentFailed if no task can be sampled, or
+    no answer judged.
 
     Args:
         environments: The environments with the policy.
@@ -125,7 +132,7 @@ class Evaluator:
             return {"split": self._measured("validation", own)} | summarize_test(own, group_size)
 
         counted = self._counted(groups)
-        by_task = results_by_task(counted) | {"scores": scores_by_task(counted)}
+        by_task = results_by_task(counted) | {"scores": scores_by_task(_judged(counted))}
         sampled = summary(counted) | {"by_task": by_task} | _by_environment(groups, summary)
         result = self._result("test", began, groups, sampled, groups[:_MAX_TEST_EXAMPLES])
         return await self._write("test", result, began)
@@ -191,8 +198,7 @@ class Evaluator:
 
         try:
             async with self._environments.sealed() if split == SEALED else nullcontext():
-                groups = await asyncio.gather(*(sample(index) for index in range(tasks)))
-                return self._environments.lower_errors(groups)
+                return await asyncio.gather(*(sample(index) for index in range(tasks)))
         except WorkerFailure as failure:
             if split != SEALED:
                 raise
@@ -263,7 +269,8 @@ def status_summary(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def results_by_task(groups: list[SampledGroup]) -> dict[str, Any]:
     """Results in the order of the split: `tasks`, the hashes of the tasks' contents, and `wins`, the number of
-    successful answers to each."""
+    successful answers to each. Tasks with an unjudged answer are left out: their wins compare with no others."""
+    groups = _judged(groups)
     return {
         "tasks": [f"{group.environment}/{group.task_id}" if group.environment else group.task_id for group in groups],
         "wins": [sum(outcome.success for outcome in group.outcomes) for group in groups],
@@ -271,8 +278,13 @@ def results_by_task(groups: list[SampledGroup]) -> dict[str, Any]:
 
 
 def scores_by_task(groups: list[SampledGroup]) -> list[list[float]]:
-    """The rewards of all answers to each task, with six significant digits."""
-    return [[float(f"{outcome.reward:.6g}") for outcome in group.outcomes] for group in groups]
+    """The rewards of all judged answers to each task, with six significant digits."""
+    return [[float(f"{one.reward:.6g}") for one in group.outcomes if not one.unjudged] for group in groups]
+
+
+def _judged(groups: list[SampledGroup]) -> list[SampledGroup]:
+    """Return the groups without an unjudged answer."""
+    return [group for group in groups if not any(outcome.unjudged for outcome in group.outcomes)]
 
 
 def _by_environment(
@@ -324,10 +336,16 @@ def _oldest_version(groups: list[SampledGroup]) -> int | None:
     """The oldest policy version that sampled a token; None if no answer was asked for, as in games won by forfeit.
 
     Raises:
-        ComponentFailed: No task could be sampled.
+        ComponentFailed: No task could be sampled, or no answer judged.
     """
     versions = _versions(groups)
-    errors = [outcome.error for group in groups for outcome in group.outcomes]
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    errors = [outcome.error for outcome in outcomes]
+    if outcomes and all(outcome.unjudged for outcome in outcomes):
+        raise ComponentFailed(
+            f"No answer to the {len(groups)} tasks could be judged; the first: {errors[0]}",
+            hint="Once the judge answers again, resume_training continues the run.",
+        )
     if not versions and all(errors):
         raise ComponentFailed(
             f"None of the {len(groups)} tasks could be sampled; the first: {errors[0] if errors else None}",
@@ -342,7 +360,7 @@ def newest_version(group: SampledGroup) -> int:
 
 
 def summarize_test(groups: list[SampledGroup], group_size: int) -> dict[str, Any]:
-    """Summary over all answers of a test, and shares of tasks that were solved at least once, never, or always.
+    """Summary over all judged answers of a test, and shares of tasks that were solved at least once, never, or always.
 
     `signal_share` is the share of groups whose rewards differ.
 
@@ -350,15 +368,16 @@ def summarize_test(groups: list[SampledGroup], group_size: int) -> dict[str, Any
     `parsed` is 0).
     """
     outcomes = [outcome for group in groups for outcome in group.outcomes]
-    wins = [sum(outcome.success for outcome in group.outcomes) for group in groups]
+    judged = [[one.success for one in group.outcomes if not one.unjudged] for group in groups]
+    solved = [own for own in judged if own]
     return summarize(outcomes) | {
-        "rollouts": len(outcomes),
-        "tasks": len(groups),
+        "rollouts": sum(map(len, solved)),
+        "tasks": len(solved),
         "group_size": group_size,
         "parse_failures": _parse_failures(groups),
-        "pass_at_k": sum(won > 0 for won in wins) / len(wins) if wins else None,
-        "all_wrong_share": sum(won == 0 for won in wins) / len(wins) if wins else None,
-        "all_right_share": sum(won == group_size for won in wins) / len(wins) if wins else None,
+        "pass_at_k": sum(map(any, solved)) / len(solved) if solved else None,
+        "all_wrong_share": sum(not any(own) for own in solved) / len(solved) if solved else None,
+        "all_right_share": sum(map(all, solved)) / len(solved) if solved else None,
         "signal_share": sum(map(_has_signal, groups)) / len(groups) if groups else None,
     }
 

@@ -154,8 +154,6 @@ class _ModelTest:
             while isinstance(cause, BaseExceptionGroup):
                 cause = cause.exceptions[0]
             raise cause from None
-        lowered = environments.lower_errors(list(self._groups.values()))
-        self._groups = dict(zip(self._groups, lowered, strict=True))
 
     def _result(self, policy: Policy | None, error: str | None, seconds: float) -> TestedModel:
         endpoint = self._model.endpoint
@@ -177,6 +175,8 @@ class _ModelTest:
             }
         if error is None and not groups:
             error = "No task was answered."
+        elif error is None and all(one.unjudged for group in groups for one in group.outcomes):
+            error = f"No answer could be judged. {groups[0].outcomes[0].error}"
         return TestedModel(
             name=self._model.name,
             model=endpoint.model if endpoint else self._policy_name,
@@ -204,11 +204,12 @@ def models_summary(models: Sequence[TestedModel]) -> dict[str, Any]:
 
 
 def best_model(models: Sequence[TestedModel]) -> TestedModel | None:
-    """The measured model with the highest accuracy, then reward; None if no model was measured."""
+    """The measured model with the highest accuracy, then the fewest errors, which have no reward, then the highest
+    reward; None if no model was measured."""
     measured = [model for model in models if model.sampled is not None]
 
-    def rank(model: TestedModel) -> tuple[float, float]:
+    def rank(model: TestedModel) -> tuple[float, int, float]:
         assert model.sampled is not None
-        return model.sampled["accuracy"], model.sampled["reward_mean"]
+        return model.sampled["accuracy"], -model.sampled["errors"], model.sampled["reward_mean"] or 0.0
 
     return max(measured, key=rank, default=None)

@@ -238,18 +238,32 @@ class Judges:
         raise problem
 
 
+def undecided(card: Card, judges: Sequence[Judge], attempt: int) -> str:
+    """Return a warning if judges are to decide on success and none of them can; empty otherwise.
+
+    Args:
+        attempt: The run's. Earlier versions began such runs, so later attempts may go on.
+
+    Raises:
+        InvalidValue: It is the first attempt.
+    """
+    if JUDGED_SUCCESS not in card.tags or not all(judge.function.compare for judge in judges):
+        return ""
+    why = "Judges decide on success in this environment, and these only rank the answers of a group, so nothing "
+    if attempt > 1:
+        return f"{why}measures the policy: every answer counts as wrong."
+    raise InvalidValue(
+        f"{why}would measure the policy.",
+        hint="Add a judge that scores (without compare) to environment.rewards; a small weight suffices.",
+    )
+
+
 def judged_card(card: Card, judges: Sequence[Judge], weights: Mapping[str, float]) -> Card:
     """The card with the judges' parts and with these weights.
 
     Raises:
-        InvalidValue: A judge has the name of an own part, a weight names no part, or nothing can decide on success.
+        InvalidValue: A judge has the name of an own part, or a weight names no part.
     """
-    if JUDGED_SUCCESS in card.tags and all(judge.function.compare for judge in judges):
-        raise InvalidValue(
-            "Judges decide on success in this environment, and these only rank the answers of a group, so nothing "
-            "would measure the policy.",
-            hint="Add a judge that scores (without compare) to environment.rewards; a small weight suffices.",
-        )
     for judge in judges:
         if judge.function.name in card.parts:
             raise InvalidValue(f"The environment already has a reward part {judge.function.name!r}: rename the judge.")

@@ -10,6 +10,7 @@ from toprope.atomic import write_json
 from toprope.training.component.time_limit import render_limit
 
 _QUESTION, _ANSWER = "question", "answer"
+_ENDS = "eos_token_id"
 
 
 def turn_end_ids(tokenizer: Any) -> frozenset[int]:
@@ -33,8 +34,17 @@ def turn_end_ids(tokenizer: Any) -> frozenset[int]:
 def declare_turn_end(folder: Path, tokenizer: Any) -> None:
     """Add the token to the ends that a written model declares, so that other programs stop there too."""
     written, ids = folder / "generation_config.json", turn_end_ids(tokenizer)
-    said = json.loads(written.read_bytes()) if written.is_file() else {}
-    ends = said.get("eos_token_id")
-    known = [tokenizer.eos_token_id] if ends is None else ends if isinstance(ends, list) else [ends]
+    said = _read(written)
+    known = _ends(said) or _ends(_read(folder / "config.json")) or _ends({_ENDS: tokenizer.eos_token_id})
     if not ids <= set(known):
-        write_json(written, {**said, "eos_token_id": [*known, *(ids - set(known))]}, indent=2)
+        write_json(written, {**said, _ENDS: [*known, *(ids - set(known))]}, indent=2)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    return found
+
+
+def _ends(said: dict[str, Any]) -> list[int]:
+    ends = said.get(_ENDS)
+    return [token for token in (ends if isinstance(ends, list) else [ends]) if token is not None]

@@ -15,7 +15,7 @@ from typing import Any
 from toprope.errors import ComponentFailed, InvalidValue, LockedField
 from toprope.records.journal.groups import Outcome
 from toprope.records.messages import ENV_FOLDER, Progress, Renewed, Report, Warned
-from toprope.records.run.digests import changed_files, measurement_digests
+from toprope.records.run.digests import changed_files, measurement_digests, only_accepted
 from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.trained_tasks import content_id
 from toprope.records.worker_messages import Card, TaskView
@@ -26,7 +26,7 @@ from toprope.sdk.worker.client import worker_environment
 from toprope.settings.locks import require_allowed_knobs
 from toprope.settings.sections.environment import MemberPlan, members_of
 from toprope.training.judges.helpers import Helpers
-from toprope.training.judges.judging import JUDGED_SUCCESS, Judge, Judges, judged_card
+from toprope.training.judges.judging import JUDGED_SUCCESS, Judge, Judges, judged_card, undecided
 from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
 from toprope.training.rollouts.group_sampler import GroupSampler, Policy
@@ -70,6 +70,7 @@ class EnvironmentHost:
         is_only: Whether the run has no other environment, so that messages need no name.
         trained: Ids of tasks that the run's first weights were trained on. They are left out of evaluations.
         helpers: The models that judge answers or play as the opponent.
+        attempt: The run's, from 1.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class EnvironmentHost:
         is_only: bool = True,
         trained: frozenset[str] = frozenset(),
         helpers: Helpers | None = None,
+        attempt: int = 1,
     ) -> None:
-        self._trained, self._helpers = trained, helpers
+        self._trained, self._helpers, self._attempt = trained, helpers, attempt
         clients = {} if helpers is None else helpers.clients
         self._judges = [Judge(one, clients[one.judge]) for one in plan.rewards if one.judge]
         self._numbers: dict[str, list[int]] = {}
@@ -107,7 +109,7 @@ class EnvironmentHost:
         self._worker: RestartingWorker | None = None
         self._watch: asyncio.Task[None] | None = None
         """Limits what the current worker uses; ends with it."""
-        self._is_marked = False
+        self._warned: set[str] = set()
         self._network: Network = plan.section.network
 
     @property
@@ -151,6 +153,7 @@ class EnvironmentHost:
         is_only: bool = True,
         trained: frozenset[str] = frozenset(),
         helpers: Helpers | None = None,
+        attempt: int = 1,
     ) -> EnvironmentHost:
         """Starts the worker and opens the environment in it.
 
@@ -158,7 +161,9 @@ class EnvironmentHost:
             WorkerFailure: The worker does not start, or the environment does not load.
             InvalidValue, LockedField: The configuration does not fit the environment, or the owner's locks forbid it.
         """
-        host = cls(specification, plan, source, report, is_only=is_only, trained=trained, helpers=helpers)
+        host = cls(
+            specification, plan, source, report, is_only=is_only, trained=trained, helpers=helpers, attempt=attempt
+        )
         host._worker = await RestartingWorker.start(
             host._open_worker, specification.config.launcher, host._report, host.name_error
         )
@@ -238,14 +243,19 @@ class EnvironmentHost:
             raise self.name_error(error) from (error.__cause__ if self.is_only else error)
         self.loaded = {"loaded": loaded, "versions": self.card.versions}
         self._watch = asyncio.create_task(watch_worker(worker, section.memory_mb))
-        if (warning := missing_wall(worker.enclosure)) and not self._is_marked:
-            self._is_marked = True
-            self._send(Warned(warning))
+        if warning := missing_wall(worker.enclosure):
+            self._warn(warning)
         return worker
+
+    def _warn(self, warning: str) -> None:
+        """Send a warning once; workers are opened again and again."""
+        if warning not in self._warned:
+            self._warned.add(warning)
+            self._send(Warned(warning))
 
     def _require_accepted_code(self) -> None:
         """Raises InvalidValue if the environment's code is other than what the run was started or resumed with."""
-        if self._code is not None and (changed := changed_files(self.source, self._code)):
+        if self._code is not None and (changed := changed_files([self.source], self._code)):
             raise InvalidValue(
                 f"{self.subject} has other code than the run was started with, and it was not run: "
                 f"{', '.join(changed)} changed.",
@@ -259,8 +269,9 @@ class EnvironmentHost:
         knobs = dict(section.knobs)
         if curriculum is not None:
             knobs[curriculum.knob] = curriculum.levels[curriculum.measured]
+        accepted = only_accepted(self.source, self._code, passed_on().agents)
         card = self._card = await worker.open(
-            self.source.for_worker(os.environ),
+            self.source.for_worker(os.environ, *self.plan.knob_sets) | accepted,
             timeout=timeout,
             knobs=knobs,
             reward_weights={} if self._judges else section.reward_weights,
@@ -270,6 +281,8 @@ class EnvironmentHost:
             split_rule=self.source.split_rule,
         )
         if self._judges:
+            if warning := undecided(card, self._judges, self._attempt):
+                self._warn(f"{self.subject}: {warning}")
             card = self._card = judged_card(card, self._judges, section.reward_weights)
         if section.opponent and SELF_PLAY not in card.tags:
             raise InvalidValue(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from msgspec.structs import asdict
@@ -17,7 +16,7 @@ from toprope.records.run.digests import join_digests, measurement_digests
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.training.rollouts.group_sampler import GroupSampler, Policy, TaskRef
-from toprope.training.rollouts.sampled_group import SampledGroup, lower_errors
+from toprope.training.rollouts.sampled_group import SampledGroup
 
 
 class EnvironmentSet:
@@ -56,20 +55,6 @@ class EnvironmentSet:
         label, place = self._place(split, index)
         own = self.hosts[label].number(split, place)
         return await self.samplers[label].sample(TaskRef(split, own), size, sampling)
-
-    def lower_errors(self, groups: Sequence[SampledGroup]) -> list[SampledGroup]:
-        """The groups of an evaluation with errors that earn the least of their environment, and never above 0.
-
-        That is the least that its parts allow, or if a part has no true bounds, what the worst of these answers earned.
-        """
-        floors: dict[str, float] = {}
-        for label in {group.environment for group in groups}:
-            card = self.hosts[label or next(iter(self.hosts))].card
-            seen = [
-                one.reward for group in groups if group.environment == label for one in group.outcomes if not one.error
-            ]
-            floors[label] = min(0.0, card.min_reward if card.is_bounded else min(seen, default=0.0))
-        return [replace(group, outcomes=lower_errors(group.outcomes, floors[group.environment])) for group in groups]
 
     @asynccontextmanager
     async def sealed(self) -> AsyncIterator[None]:

@@ -69,10 +69,9 @@ class SampledGroup:
         )
 
 
-def lower_errors(outcomes: Sequence[Outcome], floor: float | None = None) -> list[Outcome]:
-    """The outcomes with errors that earn no more than `floor`, by default what the worst of the others earns."""
-    if floor is None:
-        floor = min((one.reward for one in outcomes if one.error is None), default=0.0)
+def lower_errors(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes of a group with errors that earn no more than what the worst of the others earns."""
+    floor = min((one.reward for one in outcomes if one.error is None), default=0.0)
     return [
         one if one.error is None else msgspec.structs.replace(one, reward=min(one.reward, floor)) for one in outcomes
     ]

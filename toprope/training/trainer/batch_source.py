@@ -22,7 +22,12 @@ from toprope.records.messages import Skipping
 from toprope.settings.schema import Config
 from toprope.settings.sections.algorithms import ALGORITHMS
 from toprope.settings.sections.environment import members_of
-from toprope.training.trainer.environment_metrics import EnvironmentMetrics, has_equal_rewards, rollout_rewards
+from toprope.training.trainer.environment_metrics import (
+    EnvironmentMetrics,
+    has_equal_rewards,
+    judged_rewards,
+    rollout_rewards,
+)
 
 PARSED = "parsed"
 """Reward part by which an environment reports whether it could parse an answer: 1 or 0."""
@@ -332,12 +337,12 @@ class BatchSource:
 
 def _step_metrics(seen: Sequence[Group], kept: list[Group], ages: Sequence[int], waited: float) -> dict[str, float]:
     """Metrics over the groups delivered for a step, under TRL's names where TRL has one."""
-    rewards = [reward for group in seen for reward in rollout_rewards(group)]
+    rewards = [reward for group in seen for reward in judged_rewards(group)]
     flat = [group for group in seen if has_equal_rewards(group)]
     outcomes = [outcome for group in seen for outcome in group.outcomes or []]
     lengths = [sum(mask != MASKED for mask in masks) for group in seen for masks in group.masks]
     metrics = {
-        "reward": statistics.fmean(rewards),
+        "reward": statistics.fmean(rewards) if rewards else 0.0,
         "reward_std": _deviation(rewards),
         "frac_reward_zero_std": len(flat) / len(seen),
         **_zero_std_shares(flat, len(seen)),
@@ -350,7 +355,9 @@ def _step_metrics(seen: Sequence[Group], kept: list[Group], ages: Sequence[int],
         "wait_seconds": round(waited, 4),
     }
     if outcomes:
-        metrics["success"] = sum(outcome.success for outcome in outcomes) / len(outcomes)
+        unjudged = sum(outcome.unjudged for outcome in outcomes)
+        metrics["success"] = sum(outcome.success for outcome in outcomes) / max(1, len(outcomes) - unjudged)
+        metrics["unjudged"] = float(unjudged)
         metrics["completions/clipped_ratio"] = sum(outcome.truncated for outcome in outcomes) / len(outcomes)
         metrics["errors"] = float(sum(outcome.error is not None for outcome in outcomes))
         metrics["errors/share"] = metrics["errors"] / len(outcomes)
@@ -376,8 +383,9 @@ def _zero_std_shares(flat: list[Group], total: int) -> dict[str, float]:
     right = wrong = 0
     for group in flat:
         if group.outcomes:
-            won = [outcome.success for outcome in group.outcomes]
-            right, wrong = right + all(won), wrong + (not any(won) and group.outcomes[0].reward <= 0)
+            won = [outcome.success for outcome in group.outcomes if not outcome.unjudged]
+            first = next(iter(judged_rewards(group)), 0.0)
+            right, wrong = right + (any(won) and all(won)), wrong + (not any(won) and first <= 0)
         else:
             right, wrong = right + (group.scores[0] >= 1), wrong + (group.scores[0] <= 0)
     shares = {"all_right": right, "all_wrong": wrong, "other": len(flat) - right - wrong}

@@ -30,6 +30,8 @@ IGNORED = -100
 """Label of a token that is not learned."""
 
 _LOOK_EVERY_S = 0.5
+_BEHIND = 3
+"""Most last tokens of a rendered conversation among which the end of its answer is sought."""
 _TEMPLATE = (
     "Set policy.chat_template_kwargs so that prompts and answers are rendered alike (such as enable_thinking: false), "
     "or choose a model whose template does."
@@ -63,7 +65,7 @@ def tokenize_traces(
         max_length: Most tokens of a sequence.
         beat: Called between demonstrations.
     """
-    found, ends = TokenizedTraces(), turn_end_ids(tokenizer) | {tokenizer.eos_token_id}
+    found, ends = TokenizedTraces(), (turn_end_ids(tokenizer), frozenset([tokenizer.eos_token_id]))
     for trace in traces:
         beat()
         sequences, rewritten = _sequences(tokenizer, trace, ends)
@@ -76,7 +78,9 @@ def tokenize_traces(
     return found
 
 
-def _sequences(tokenizer: Any, trace: Trace, ends: frozenset[int]) -> tuple[list[tuple[list[int], list[int]]], int]:
+def _sequences(
+    tokenizer: Any, trace: Trace, ends: tuple[frozenset[int], ...]
+) -> tuple[list[tuple[list[int], list[int]]], int]:
     """Token ids and labels of each sequence of a demonstration, and the number of answers left out."""
     ids: list[int] = []
     labels: list[int] = []
@@ -85,11 +89,12 @@ def _sequences(tokenizer: Any, trace: Trace, ends: frozenset[int]) -> tuple[list
     for place, message in enumerate(trace.messages):
         if message["role"] != "assistant" or place < trace.first_messages:
             continue
-        before = _render(tokenizer, trace.messages[:place])
-        after = _render(tokenizer, trace.messages[: place + 1], ends)
+        before = _render(tokenizer, trace.messages[:place], prompt=True)
+        after = _render(tokenizer, trace.messages[: place + 1], prompt=False)
         if after[: len(before)] != before:
             rewritten += 1
             continue
+        after = _closed(after, max(len(before), len(after) - _BEHIND), ends)
         if ids and before[: len(ids)] != ids:
             sequences.append((ids, labels))
             ids, labels = [], []
@@ -98,15 +103,23 @@ def _sequences(tokenizer: Any, trace: Trace, ends: frozenset[int]) -> tuple[list
     return [*sequences, (ids, labels)] if ids else sequences, rewritten
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], ends: frozenset[int] | None = None) -> list[int]:
-    """Token ids of a prompt, or of a conversation that closes with one of `ends`."""
+def _render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool) -> list[int]:
+    """Token ids of a prompt, or of a conversation."""
     with render_limit():
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ends is None)
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    if ends is not None:
-        # Templates put a newline behind the last message; the policy never samples past its end token.
-        while ids and ids[-1] not in ends and ends.intersection(ids[-3:]):
-            ids.pop()
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _closed(ids: list[int], start: int, ends: tuple[frozenset[int], ...]) -> list[int]:
+    """The ids up to the first end at `start` or later, of the first kind of `ends` that is there.
+
+    Templates put a newline or the end of the document (Phi-3's does) behind the last message; the policy never samples
+    past its end token.
+    """
+    for kind in ends:
+        for place in range(start, len(ids)):
+            if ids[place] in kind:
+                return ids[: place + 1]
     return ids
 
 

@@ -24,6 +24,13 @@ def rollout_rewards(group: Group) -> list[float]:
     return list(group.scores)
 
 
+def judged_rewards(group: Group) -> list[float]:
+    """As `rollout_rewards`, without rollouts whose judge failed."""
+    if group.outcomes is not None:
+        return [outcome.reward for outcome in group.outcomes if not outcome.unjudged]
+    return list(group.scores)
+
+
 def has_equal_rewards(group: Group) -> bool:
     """True if rewards that are compared with each other are equal: no signal for group-relative advantages."""
     rewards = rollout_rewards(group)
@@ -63,11 +70,13 @@ class EnvironmentMetrics:
             own = [group for group in delivered if group.environment == label]
             if not own:
                 continue
-            metrics[f"{prefix}/reward"] = statistics.fmean(reward for group in own for reward in rollout_rewards(group))
+            rewards = [reward for group in own for reward in judged_rewards(group)]
+            metrics[f"{prefix}/reward"] = statistics.fmean(rewards) if rewards else 0.0
             metrics[f"{prefix}/frac_reward_zero_std"] = sum(map(has_equal_rewards, own)) / len(own)
             outcomes = [outcome for group in own for outcome in group.outcomes or []]
             if outcomes:
-                metrics[f"{prefix}/success"] = sum(outcome.success for outcome in outcomes) / len(outcomes)
+                judged = sum(not outcome.unjudged for outcome in outcomes)
+                metrics[f"{prefix}/success"] = sum(outcome.success for outcome in outcomes) / max(1, judged)
                 errors = sum(outcome.error is not None for outcome in outcomes)
                 metrics |= {f"{prefix}/errors": float(errors), f"{prefix}/errors_share": errors / len(outcomes)}
         return metrics

@@ -11,10 +11,10 @@ from toprope.records.run.checkpoints import checkpoint_of, split_step
 from toprope.records.run.folder import RUN_ID, RunFolder, nearest_runs
 from toprope.records.run.specification import DatasetSource, Specification
 from toprope.records.run.status import Status
-from toprope.sdk.worker.splits import SOURCE_RULE
+from toprope.sdk.worker.splits import FAMILY_RULE, SHARING_RULE, SOURCE_RULE
 from toprope.settings.locks import Locks
 from toprope.settings.schema import Config
-from toprope.settings.sections.environment import RUN
+from toprope.settings.sections.environment import RUN, members_of
 from toprope.training.policy.loading import kept_variables
 from toprope.trajectories.datasets.store import DatasetStore
 
@@ -119,7 +119,8 @@ def with_split_rule(specification: Specification, runs: Path, rule: int) -> Spec
     """Set the rule that decides the splits of tasks.
 
     A run that begins from weights that were trained under PROMPT_RULE keeps that rule: under another one, rows that the
-    weights have seen would be held out.
+    weights have seen would be held out. Likewise, FAMILY_RULE is not for weights that saw levels of its environments
+    under an older one.
 
     Raises:
         InvalidValue: It keeps the older rule, and its knobs would move such rows.
@@ -139,6 +140,11 @@ def with_split_rule(specification: Specification, runs: Path, rule: int) -> Spec
                     hint="Use the knobs of that run (fork_config), or start from other weights.",
                 )
             rule = kept
+        if base is not None and kept < FAMILY_RULE:
+            plans = zip(members_of(base.config.environment), [base.environment, *base.mixture], strict=False)
+            leveled = {source.name for plan, source in plans if plan.curriculum is not None}
+            if leveled & {source.name for source in (specification.environment, *specification.mixture)}:
+                rule = min(rule, SHARING_RULE)
     sources = [specification.environment, *specification.mixture]
     first, *mixture = [source.model_copy(update={"split_rule": rule}) for source in sources]
     return specification.model_copy(update={"environment": first, "mixture": mixture})

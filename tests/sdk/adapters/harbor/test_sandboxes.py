@@ -102,7 +102,7 @@ def test_a_task_of_terminal_bench_may_hold_a_stray_task_toml(tmp_path: Path) -> 
 
 def test_a_call_may_take_as_long_as_a_command_and_the_tests_together(tasks: Path) -> None:
     async def body(link: EnvironmentWorker) -> tuple[float, float]:
-        return link.allowed_s(1.0), link._tools_s(2 * "<tool_call>")
+        return link.allowed_s(1.0), link._tools_s([[1, 2 * '<tool_call>{"name": "bash"}</tool_call>']])
 
     allowed, commands = with_worker(tasks, body, command_s=100.0)
     assert 100 + 60 < allowed < 100 + 60 + 60 and commands == 2 * 100

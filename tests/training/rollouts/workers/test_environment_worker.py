@@ -132,6 +132,12 @@ def test_each_tool_that_an_answer_calls_has_its_own_limit(tmp_path: Path) -> Non
         async with await EnvironmentWorker.start() as worker:
             card = await worker.open({"file": str(file), "attribute": "Tooled"}, timeout=60)
             assert (card.tool_s, card.most_calls) == (30.0, 8)
+            for text, truncated, calls in (
+                (wait * 9, False, 8), (wait * 9, True, 0), (f"<think>{wait}</think>{wait}", False, 1),
+                ("<tool_call>" * 9, False, 0),
+            ):  # fmt: skip
+                assert worker._tools_s([[1, text, truncated], [2, "no"]]) == calls * 30.0
+            assert worker._tools_s([[place, wait * 8] for place in range(20)]) == 3600.0, "an hour in all"
             begun = await worker.begin("train", 0, 2, timeout=20)
             [moved] = await worker.advance([[begun.rollouts[0], wait * 3, False]], timeout=0.5)
             assert [said["content"] for said in moved.messages or []] == ["waited"] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from pathlib import Path
@@ -288,21 +289,26 @@ def few_rows(config: Config, counts: list[list[float]] | None = None, **changed:
 def test_segments_of_an_answer_move_the_policy_as_one_row(name: str) -> None:
     """Two answers of six and three tokens: in a row each, or the first one in two."""
     config, _ = apply_changes(small_config(), {"algorithm.name": name})
-    config.algorithm.beta = 0.0 if name == "rloo" else 0.1
-    found = []
-    for lengths, advantages in (([6, 3], [1.0, -1.0]), ([2, 4, 3], [1.0, 1.0, -1.0])):
+    gradients, losses = [], []
+    for beta, segments in itertools.product((0.0, 0.1), (([6, 3], [1.0, -1.0]), ([2, 4, 3], [1.0, 1.0, -1.0]))):
+        config.algorithm.beta, (lengths, advantages) = beta, segments
         tokens = torch.full((9,), -1.0, requires_grad=True)
         starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
         mask = torch.arange(6) < torch.tensor(lengths).unsqueeze(1)
         logps = tokens[torch.where(mask, starts.unsqueeze(1) + torch.arange(6), 0)]
-        reference = logps.detach() - 0.5 if config.algorithm.beta else None
+        reference = logps.detach() - 0.5
         loss = grpo_loss(
             logps, torch.ones_like(logps), logps.detach(), torch.tensor(advantages).unsqueeze(1), mask, reference,
             config.algorithm, StepSize(2, 9.0, 6), None, torch.tensor([6.0] * (len(lengths) - 1) + [3.0]),
         )  # fmt: skip
         loss.total.backward()
-        found.append(tokens.grad)
-    assert found[0].abs().max() > 0.01 and torch.allclose(*found)
+        gradients.append(tokens.grad)
+        losses.append(float(loss.total.detach()))
+    assert gradients[0].abs().max() > 0.01 and torch.allclose(*gradients[:2])
+    # In RLOO the ratio of a segment, which weights the divergence, is not the answer's.
+    assert name == "rloo" or torch.allclose(*gradients[2:])
+    divergences = losses[2] - losses[0], losses[3] - losses[1]
+    assert divergences[0] > 0.001 and divergences[1] == pytest.approx(divergences[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "rloo"])

@@ -16,6 +16,7 @@ import msgspec
 from toprope.records.journal.groups import Outcome
 from toprope.records.worker_messages import Advanced, Begun, Card, SampledGroup, SplitSize, TaskPage, UserObject
 from toprope.sdk.errors import WorkerError
+from toprope.sdk.tooled import calls_in
 from toprope.sdk.wall import Wall
 from toprope.sdk.worker.client import WorkerClient
 from toprope.sdk.worker.splits import FAMILY_RULE
@@ -24,7 +25,7 @@ _T = TypeVar("_T")
 _PART = 256
 """Tasks that a new worker finds in one call."""
 _LONGEST_CALL_S = 3600.0
-"""Most seconds that an environment's own limits give a call, per rollout."""
+"""Most seconds that an environment's own limits give a call per rollout, and that the tools give it in all."""
 
 
 class EnvironmentWorker(WorkerClient):
@@ -136,13 +137,19 @@ class EnvironmentWorker(WorkerClient):
             moves: `[rollout, text, truncated, token ids]` each; the last two may be left out.
             timeout: Seconds for all of them; each tool that they call has its own limit beside.
         """
-        seconds = self.allowed_s(timeout, len(moves)) + sum(self._tools_s(str(move[1])) for move in moves)
+        seconds = self.allowed_s(timeout, len(moves)) + self._tools_s(moves)
         return await self._ask(list[Advanced], "advance", seconds, {"moves": moves})
 
-    def _tools_s(self, answer: str) -> float:
-        """Return the seconds that the tools that an answer calls may take one after the other, an hour at most."""
+    def _tools_s(self, moves: Sequence[Sequence[Any]]) -> float:
+        """Return the seconds that the tools that answers call may take one after the other, an hour at most.
+
+        Calls that `ToolEnvironment.step` does not run take none: malformed ones, and those of answers that were cut
+        off.
+        """
         longest, most = self._tools
-        return min(min(answer.count("<tool_call>"), most) * longest, _LONGEST_CALL_S)
+        whole = [str(move[1]) for move in moves if most and not any(move[2:3])]
+        calls = sum(not call.problem for text in whole for call in calls_in(text)[:most])
+        return min(calls * longest, _LONGEST_CALL_S)
 
     async def settle(self, rollouts: Sequence[int], *, timeout: float) -> list[Outcome | None]:
         """Score rollouts that wait for their group; None for those that the worker does not know."""

@@ -83,6 +83,7 @@ def grpo_loss(
     """
     weight = mask.to(logps.dtype)
     lengths = weight.sum(-1)
+    answers = lengths if answers is None else answers
     per_token, per_row = torch.ones_like(lengths).expand(2, -1) if counts is None else counts.unbind(-1)
     counted, rows, tokens = weight * per_token.unsqueeze(1), per_row.sum(), (lengths * per_token).sum()
     moves = (advantages != 0).any(-1, keepdim=True)
@@ -138,6 +139,8 @@ def grpo_loss(
         delta = (reference - logps) * weight
         divergence = (torch.exp(delta) - delta - 1) * ratio
         note("kl", divergence)
+        if section.loss_type == "rloo":  # the divergence is a mean over the whole answer
+            divergence = divergence * (lengths.clamp(min=1.0) / answers.clamp(min=1.0)).unsqueeze(-1)
         loss = loss + section.beta * divergence
     else:
         loss = torch.where(moves, loss, torch.zeros_like(loss))
@@ -145,7 +148,7 @@ def grpo_loss(
     loss = loss * weight
     if kind in ("grpo", "sapo", "rloo"):
         # The log-probabilities of segments add up to the whole answer's, so in RLOO their losses do, too.
-        each = lengths if answers is None or kind == "rloo" else answers
+        each = lengths if kind == "rloo" else answers
         total = (loss.sum(-1) / each.clamp(min=1.0)).sum() / max(size.rollouts, 1)
     elif kind == "luspo":
         total = loss.sum() / max(size.rollouts, 1)
