@@ -56,6 +56,14 @@ def test_run_is_stopped_with_checkpoint_at_cap(harness):
     harness.check_nothing_left(folder)
 
 
+def test_run_that_costs_nothing_goes_on_where_nothing_may_be_spent(harness):
+    caps = {"cost_usd": Cap(value=0.0, limit="per_day.cost_usd", reason="")}
+    runs, folder = started(harness, caps, cpu_hour_usd=0.0)
+    status = ended(runs, folder)
+    assert status.state == "completed", status.reason
+    assert not [event for event in read_events(folder.events) if event.kind == "finding"]
+
+
 def test_run_whose_next_call_does_not_fit_is_stopped_and_says_so(harness):
     caps = {"cost_usd": Cap(value=1.2, limit="per_run.cost_usd")}
     spends = {"trainer": {"steps": 9, "at": "step-2", "do": "spend", "times": 1}}

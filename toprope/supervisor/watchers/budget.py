@@ -150,9 +150,9 @@ class BudgetWatcher(Watcher):
         if cap is None:
             return
         steps = quantity == "steps"  # a run may do its last step
-        if used > cap.value or (used == cap.value and not steps):
+        if used > cap.value or (used == cap.value > 0 and not steps):
             self._record("budget_spent", quantity, used, cap)
-        elif used >= _NEAR * cap.value and not steps:
+        elif used >= _NEAR * cap.value > 0 and not steps:
             self._record("budget_near", quantity, used, cap)
 
     def _record(self, rule: str, quantity: str, used: float, cap: Cap, needed: float = 0.0) -> None:

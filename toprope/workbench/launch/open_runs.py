@@ -107,7 +107,7 @@ def resume_run(home: Home, runs: RunManager, run_id: str, *, by_owner: bool = Fa
     """Start the next attempt of an ended run, if the owner's present locks and limits allow it.
 
     Args:
-        by_owner: See `code_to_resume`.
+        by_owner: See `code_to_resume`. If starts are confirmed, only the owner's resume takes raised limits.
 
     Returns:
         Its first status and its specification.
@@ -122,7 +122,9 @@ def resume_run(home: Home, runs: RunManager, run_id: str, *, by_owner: bool = Fa
         specification = frozen = Specification.read(folder)
         variables: Mapping[str, Mapping[str, str]] = {}
         if status.ended and status.state in RESUMABLE:  # otherwise the manager says what is wrong
-            specification = with_raised_caps(frozen, home.limits())
+            limits = home.limits()
+            if by_owner or limits.confirm == "never":
+                specification = with_raised_caps(frozen, limits, runs.machine(), home.runs)
             variables = variables_to_resume(home, specification)
             code = code_to_resume(specification, home, by_owner=by_owner)
             specification = specification.model_copy(update={"code": code})

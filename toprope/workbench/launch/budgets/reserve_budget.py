@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from toprope.analysis.budget import Demand, Refusal, demand_of, freeze_limits, spent
+from toprope.analysis.budget import Account, Demand, Refusal, bounds, demand_of, freeze_limits, spent
 from toprope.errors import NotPossibleNow
 from toprope.machine import gpu_names, processor_count
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.usage import Usage
 from toprope.settings.endpoints import Endpoint
-from toprope.settings.limits import UNITS, Cap, FrozenLimits, Limits
+from toprope.settings.limits import UNITS, Cap, FrozenLimits, Limit, Limits
 from toprope.supervisor.capacity.budget_ledger import read_accounts
 from toprope.supervisor.capacity.reservations import Machine, gpus_wanted
 from toprope.workbench.launch.budgets.token_costs import token_costs, unpriced
@@ -103,19 +104,64 @@ def reserve_calls(endpoints: Mapping[str, Endpoint], limits: Limits, runs: Path,
     return frozen
 
 
-def with_raised_caps(specification: Specification, limits: Limits) -> Specification:
-    """Return the specification of an ended run with the limits per run that the owner has raised since its start."""
+def with_raised_caps(specification: Specification, limits: Limits, machine: Machine, runs: Path) -> Specification:
+    """Return the specification of an ended run with the caps that the owner's present limits raise.
+
+    A limit per run counts as it is now, if it was raised or removed. The limits on all runs together count by what they
+    leave, as at a start: on top of the run's use so far it may use what its budget needs, or all that is left. If that
+    is less than its former cap, it keeps the former one, unless that was all that was left.
+    """
     frozen = specification.limits
-    raised = {
-        quantity: Cap(value=limit.max, limit=limit.name, reason=limit.reason)
-        for quantity, cap in (frozen.caps if frozen else {}).items()
-        if cap.limit == f"per_run.{quantity}" and (limit := limits.get(cap.limit)) and limit.max > cap.value
-    }
-    if frozen is None or not raised:
+    if frozen is None:
         return specification
-    reserved = {name: raised[name].value if name in raised else most for name, most in frozen.reserved.items()}
-    changed = {"caps": frozen.caps | raised, "reserved": reserved, "source": limits.source}
+    if specification.run_kind.starts_runs:
+        limits = _limits_of_sweep(limits)
+    own: dict[str, Cap] = {}
+    for quantity, cap in frozen.caps.items():
+        if (limit := limits.get(f"per_run.{quantity}")) is not None:
+            kept = cap.limit == limit.name and cap.value >= limit.max
+            own[quantity] = cap if kept else Cap(value=limit.max, limit=limit.name, reason=limit.reason)
+    most = bounds(own, demand(specification, machine), frozen.cpu_hour_usd, frozen.gpu_hour_usd)
+    used, accounts = _used(specification.run_id, runs), _accounts(specification.run_id, runs)
+    caps, reserved = dict(frozen.caps), dict(frozen.reserved)
+    for quantity, former in frozen.caps.items():
+        now, before, bound = own.get(quantity), used.get(quantity, 0.0), most.get(quantity, math.inf)
+        together = limits.get("disk_gb" if quantity == "disk_gb" else f"per_day.{quantity}")
+        together = together if bound else None  # 0: it uses none of it
+        if together is not None:
+            room = before + min(_left(together, quantity, accounts), bound)
+            if now is None or room < now.value:
+                now = Cap(value=room, limit=together.name, reason=together.reason)
+            took_the_rest = former.limit == together.name and former.value < bound
+            if now.value < former.value and not (took_the_rest and now.value > before):
+                continue
+        if now == former:
+            continue
+        caps.pop(quantity)
+        reserved.pop(quantity, None)
+        if now is not None:
+            caps[quantity] = now
+            if together is not None and now.limit != "disk_gb":
+                reserved[quantity] = now.value
+    if caps == frozen.caps:
+        return specification
+    changed = {"caps": caps, "reserved": reserved, "source": limits.source}
     return specification.model_copy(update={"limits": frozen.model_copy(update=changed)})
+
+
+def _used(run_id: str, runs: Path) -> dict[str, float]:
+    return spent(Usage.read(RunFolder(runs / run_id)) or Usage())
+
+
+def _accounts(run_id: str, runs: Path) -> list[Account]:
+    """Return the accounts of all runs; an ended one that is about to go on holds what it used, even under its lock."""
+    return [dataclasses.replace(one, live=one.live and one.run_id != run_id) for one in read_accounts(runs)]
+
+
+def _left(limit: Limit, quantity: str, accounts: Sequence[Account]) -> float:
+    """Return what a limit on all runs together leaves, at least 0."""
+    held = (one.disk_gb if quantity == "disk_gb" else one.held(quantity) for one in accounts)
+    return max(limit.max - sum(held), 0.0)
 
 
 def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
@@ -125,8 +171,10 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
         NoRoomWithin: Its caps are used up, or other runs leave no room for the rest.
     """
     frozen = specification.limits
-    usage = Usage.read(RunFolder(runs / specification.run_id)) or Usage()
-    used = spent(usage)
+    used = _used(specification.run_id, runs)
+    goes_on = (
+        "it resumes" if limits.confirm == "never" else f"the owner's `toprope resume {specification.run_id}` may go on"
+    )
     refusals = []
     for quantity, cap in (frozen.caps if frozen else {}).items():
         if quantity not in ("steps", "disk_gb") and used.get(quantity, 0.0) >= cap.value:
@@ -134,14 +182,15 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
             refusals.append(
                 Refusal(
                     cap.limit,
-                    f"{specification.run_id} has used {used[quantity]:.3g} of the {cap.value:.3g} {UNITS[quantity]} "
-                    f"that {cap.limit} allowed it at its start, set by {frozen.source if frozen else ''}{why}.",
-                    "Its checkpoint stays: it resumes once the owner raises a limit per run; a new run can start from "
-                    "it, under the limits as they are then.",
+                    f"{specification.run_id} has used {used.get(quantity, 0.0):.3g} of the {cap.value:.3g} "
+                    f"{UNITS[quantity]} that {cap.limit} allowed it at its start, set by "
+                    f"{frozen.source if frozen else ''}{why}.",
+                    f"Its checkpoint stays: once {cap.limit} leaves it more, {goes_on}; a new run can start from it, "
+                    "under the limits as they are then.",
                 )
             )
-    others = read_accounts(runs, leave_out=[specification.run_id])
-    live = sum(account.live and account.is_run for account in others)
+    accounts = _accounts(specification.run_id, runs)
+    live = sum(account.live and account.is_run for account in accounts)
     limit = limits.get("concurrent_runs")
     if limit is not None and live + 1 > limit.max:
         text = f"concurrent_runs is {limit.max:g}, set by {limits.source}; {live} are live."
@@ -149,11 +198,11 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
     for quantity, reserved in (frozen.reserved if frozen else {}).items():
         limit = limits.get(f"per_day.{quantity}")
         rest = reserved - used.get(quantity, 0.0)
-        left = 0.0 if limit is None else limit.max - sum(account.held(quantity) for account in others)
-        if limit is not None and rest > left:
+        left = 0.0 if limit is None else _left(limit, quantity, accounts)
+        if limit is not None and rest > left + 1e-9:  # both are differences
             text = (
-                f"{limit.name} is {limit.max:g} {UNITS[quantity]}, set by {limits.source}; {max(left, 0.0):.3g} are "
-                f"left today, and the run may still use {rest:.3g}."
+                f"{limit.name} is {limit.max:g} {UNITS[quantity]}, set by {limits.source}; {left:.3g} are left today, "
+                f"and the run may still use {rest:.3g}."
             )
             refusals.append(
                 Refusal(limit.name, text, "The count starts anew tomorrow; live runs free what they do not use.")
