@@ -17,7 +17,7 @@ from tests.support.run_harness import eventually
 from toprope.errors import Corrupt
 from toprope.records.messages import Evaluated
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.specification import Specification
+from toprope.records.run.specification import AcceptedFile, Specification
 from toprope.records.run.status import read_events
 from toprope.records.sweep_journal import (
     Candidate,
@@ -40,6 +40,7 @@ from toprope.sweeps.conductor import Conductor
 from toprope.sweeps.members import SweepMembers
 from toprope.sweeps.planning import create_strategy
 from toprope.workbench.launch import open_runs
+from toprope.workbench.launch.accepted_code import CodeChanged
 from toprope.workbench.launch.budgets.reserve_budget import NoRoomWithin
 from toprope.workbench.launch.start import RunStarter
 
@@ -313,3 +314,28 @@ def test_member_waits_while_another_one_is_being_started(tmp_path, monkeypatch):
             await Conductor(member, home)._start("c", never)
 
     anyio.run(both)
+
+
+def test_sweep_whose_code_changed_fails_without_scores(tmp_path, monkeypatch):
+    home = Home(tmp_path / "home", tmp_path / "config").ensure()
+    file = tmp_path / "dice.py"
+    file.write_text("replaced = True")
+    spec = sweep_stand_ins.sweep_in(home, population=2, epochs=1)
+    source = spec.environment.model_copy(update={"file": str(file)})
+    accepted = [AcceptedFile(file=str(file), sha256="0" * 64)]
+    spec = spec.model_copy(update={"environment": source, "code": accepted})
+
+    async def held():
+        return None
+
+    folder = RunFolder.create(tmp_path, "dice")
+    member = SimpleNamespace(
+        spec=spec, folder=folder, report=lambda _: None, ending=threading.Event(), hold_async=held
+    )  # fmt: skip
+    for interrupted in (False, True):
+        monkeypatch.setattr(SweepMembers, "was_interrupted", lambda *_, found=interrupted: found)
+        monkeypatch.setattr(SweepMembers, "is_over", lambda *_: True)
+        monkeypatch.setattr(SweepMembers, "status", lambda *_: None)
+        with pytest.raises(CodeChanged, match="changed after its start was confirmed") as refused:
+            anyio.run(Conductor(member, home).run)
+        assert f"toprope resume {spec.run_id}" in refused.value.hint and not lines_of(folder, "scored")

@@ -17,7 +17,7 @@ The variables of runs come from settings.yaml. Nothing is created until it is ne
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -183,10 +183,15 @@ class OwnerSettings(BaseModel, extra="forbid"):
 
     @property
     def tool_variables(self) -> dict[str, str]:
-        """The variables of all lent tools, as the process that starts workers gets them."""
+        """The variables of all lent tools, see `variables_of_tools`."""
+        return self.variables_of_tools(self.tools)
+
+    def variables_of_tools(self, names: Collection[str]) -> dict[str, str]:
+        """The variables of the lent tools with these names, as the process that starts workers gets them."""
         return {
             tool_variable(tool, name): value
             for tool, one in self.tools.items()
+            if tool in names
             for name, value in one.variables.items()
         }
 

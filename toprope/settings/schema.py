@@ -224,9 +224,12 @@ class RolloutSection(Section):
         "the update waits; pause: they go on with the new ones; drop (embedded alone): they begin again, once. auto: "
         "keep for embedded and for adapters in vllm, pause otherwise. Every token's version is known.",
     )
+    outside: bool = Field(
+        False, description="Environments outside of the run may post groups, by crew/outside.env in the run's folder."
+    )
     unmatched: Literal["drop", "train"] = Field(
         "drop",
-        description="For groups posted by an external environment with tokens that inference did not sample as posted, "
+        description="For groups that such an environment posts with tokens that inference did not sample as posted, "
         "so their policy version is unknown. They are counted either way.",
     )
     queue_groups: int = Field(

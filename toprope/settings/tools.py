@@ -10,7 +10,7 @@ tools:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +77,17 @@ def tool_variable(tool: str, name: str) -> str:
     return f"{TOOL_VARIABLE}{tool}:{name}"
 
 
-def with_values(target: str, given: Mapping[str, str]) -> str:
-    """A target of the environment `orchestrator` with the values of its tools' variables.
+def with_values(target: str, given: Mapping[str, str], used: Collection[str] = ()) -> str:
+    """A target of the environment `orchestrator` with the values of the used tools' variables.
 
     Args:
-        given: Values by `tool_variable`; a variable without one gets null.
+        given: Values by `tool_variable`.
+        used: Names of tools; the variables of all others get null, as do those without a value.
     """
     if '"variables"' not in target:
         return target
     content = json.loads(target)
     for tool, declared in content.get("tools", {}).items():
         for name in declared.get("variables") or ():
-            declared["variables"][name] = given.get(tool_variable(tool, name))
+            declared["variables"][name] = given.get(tool_variable(tool, name)) if tool in used else None
     return json.dumps(content, sort_keys=True)

@@ -244,7 +244,8 @@ def _fill(
             if entry.status != "ready":
                 raise InvalidValue(f"Step {number}: {entry.name} is {entry.status}: {entry.problem}")
             order.environments[step.environment] = entry.environment
-            keys |= settings.tool_variables if entry.environment.adapter == ORCHESTRATOR else {}
+            if entry.environment.adapter == ORCHESTRATOR:
+                keys |= settings.variables_of_tools(entry.environment.tools_in(step.knobs))
             order.locks, order.network = locks.record(), not locks.refusal("environment.network", "allow")
             order.load_timeout_s = default_section(home, entry.name, locks).load_timeout_s
             order.memory_mb = int(locks.nearest("environment.memory_mb", 0))

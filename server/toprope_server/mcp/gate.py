@@ -163,6 +163,8 @@ class Gate:
             logger.warning("The audit trail could not be written: %s", error)
 
     def _known_secrets(self) -> list[str]:
+        from toprope_tools.runs.logs import owners_secrets
+
         from toprope.supervisor.environment_variables import secret_values
 
         workshop = self._workshop()
@@ -172,10 +174,10 @@ class Gate:
             at = 0.0
         if at != self._secrets[0]:
             try:
-                variables = workshop.settings().variables.values()
+                secrets = owners_secrets(workshop)
             except TopropeError:
-                variables = {}.values()
-            self._secrets = (at, secret_values(os.environ, *variables))
+                secrets = secret_values(os.environ)
+            self._secrets = (at, secrets)
         return self._secrets[1]
 
 

@@ -141,7 +141,9 @@ def test_few_distinct_beginnings_fill_every_split(tmp_path: Path) -> None:
 
 
 def test_games_that_begin_alike_and_hide_their_state_are_tasks_of_their_own(tmp_path: Path) -> None:
-    begun = "self.resets = getattr(self, 'resets', 0) + 1; self.shown = self.number % 2; "
+    begun = (
+        "self.resets = getattr(self, 'resets', 0) + 1; self.kept, self.most = seed, 5; self.shown = self.number % 2; "
+    )
     shown = GUESS.replace('return f"Guess a number', f'{begun}return f"{{self.shown}}? Guess a number')
     tasks = list(itertools.islice(opened(tmp_path / "hiding.py", shown, high=9).tasks(), 20))
     assert len({task.id for task in tasks}) == 20, "the number is not shown"

@@ -101,14 +101,15 @@ def test_keys_of_the_owner_are_masked_in_logs_also_while_they_are_followed(ended
     (tmp_path / "config").mkdir(exist_ok=True)
     (tmp_path / "config" / "settings.yaml").write_text(
         "variables:\n  trainer: {WANDB_API_KEY: canary-of-the-settings}\n"
+        "tools:\n  shop: {command: [shop], variables: {SHOP_KEY: canary-of-a-tool}}\n"
     )
     (tmp_path / "config" / "settings.yaml").chmod(0o600)
-    ended.log("trainer").write_text("sent canary-of-the-settings\nand canary-of-the-surroundings\n")
+    ended.log("trainer").write_text("sent canary-of-the-settings\nand canary-of-the-surroundings\ncanary-of-a-tool\n")
     for words in ([], ["trainer"], ["trainer", "--follow"]):
         shown = toprope("logs", ended.run_id, *words).stdout
-        assert "canary" not in shown and shown.count("[secret]") == 2
+        assert "canary" not in shown and shown.count("[secret]") == 3
     tail = LogTail(ended.log("trainer"), secrets=["canary-of-the-settings"])
-    assert tail.lines() == ["sent [secret]", "and canary-of-the-surroundings"]
+    assert tail.lines() == ["sent [secret]", "and canary-of-the-surroundings", "canary-of-a-tool"]
     tail.close()
 
 

@@ -220,10 +220,12 @@ def test_resources_need_the_tool_that_tells_the_same(tmp_path):
 def test_every_call_is_in_the_audit_trail(tmp_path):
     shop, launcher = make_workshop(tmp_path)
     shop.home.ensure()
+    shop.home.settings_file.parent.mkdir(exist_ok=True)
+    shop.home.settings_file.write_text("tools: {shop: {command: [shop], variables: {SHOP_KEY: canary-of-a-tool}}}")
 
     async def work(client):
         await client.call_tool("list_runs", {})
-        await client.call_tool("stop_training", {"run_id": "no-run", "api_key": "0123456789"})
+        await client.call_tool("stop_training", {"run_id": "canary-of-a-tool", "api_key": "0123456789"})
         await client.call_tool("no_such_tool", {})
 
     try:
@@ -234,7 +236,7 @@ def test_every_call_is_in_the_audit_trail(tmp_path):
     assert [(line["did"], line["outcome"]) for line in lines] == [
         ("list_runs", "done"), ("stop_training", "refused"), ("no_such_tool", "refused"),
     ]  # fmt: skip
-    assert lines[1]["arguments"] == {"run_id": "no-run", "api_key": "[secret]"}
+    assert lines[1]["arguments"] == {"run_id": "[secret]", "api_key": "[secret]"}
     assert lines[0]["by"]["client"]
     assert not AuditTrail(shop.home.path).verify().problems
 

@@ -62,12 +62,15 @@ def test_outside_environment_finds_addresses_and_keys_in_a_private_file(harness)
     folder = RunFolder.create(harness.path / "runs", spec.run_id)
     lock = RunLock.acquire(folder.lock)
     try:
-        crew = Crew(folder, spec, lock, attempt=1, programs=None, surroundings=os.environ)
         file = folder.crew / OUTSIDE
-        for name, address in (("policy", "/models/it's mine"), ("api", "http://127.0.0.1:1")):
-            crew.announce(name, address)
-            assert not file.exists()
-        crew.announce("inference", "http://127.0.0.1:2")
+        for outside in (False, True):
+            spec.config.rollout.outside = outside
+            crew = Crew(folder, spec, lock, attempt=1, programs=None, surroundings=os.environ)
+            for name, address in (("policy", "/models/it's mine"), ("api", "http://127.0.0.1:1")):
+                crew.announce(name, address)
+                assert not file.exists()
+            crew.announce("inference", "http://127.0.0.1:2")
+            assert file.exists() == outside
         assert file.stat().st_mode & 0o077 == 0
         names = ("API", "INFERENCE", "KEY", "POLICY")
         told = f". {file}; printf '%s\\n' " + " ".join(f'"$TOPROPE_{name}"' for name in names)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anyio
 import msgspec
 import pytest
 from toprope_tools.page import now
+from toprope_tools.page.actions import act
 from toprope_tools.page.source import MOST_CHARACTERS, PageSource
 from toprope_tools.workshop import Workshop
 
@@ -243,3 +245,17 @@ def test_clients_get_less_and_owners_everything(house: House) -> None:
     assert len(json.dumps(clients)) <= MOST_CHARACTERS
     with pytest.raises(InvalidValue, match="no question"):
         ask(house, owner=False, what="ledger")
+
+
+def test_keys_of_lent_tools_are_masked_in_logs_and_in_the_trail(house: House) -> None:
+    shop, folder = house[0], start_run(house[0])
+    shop.home.settings_file.parent.mkdir(exist_ok=True)
+    shop.home.settings_file.write_text("tools: {shop: {command: [shop], variables: {SHOP_KEY: canary-of-a-tool}}}")
+    folder.log("trainer").parent.mkdir(exist_ok=True)
+    folder.log("trainer").write_text("sent canary-of-a-tool\n")
+    with pytest.raises(NotFound):
+        anyio.run(act, shop, "stop", "canary-of-a-tool", {})
+    shown = str(ask(house, what="log", run_id=folder.run_id, component="trainer"))
+    assert "[secret]" in shown and "canary" not in shown
+    trail = "".join(path.read_text() for path in shop.home.path.glob("audit*"))
+    assert "[secret]" in trail and "canary" not in trail

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import py_compile
 import time
 
 import anyio
 import pytest
-import yaml
 from toprope_tools.runs.training import resume_training, start_training
 from toprope_tools.workshop import Workshop
 
@@ -14,11 +15,13 @@ from tests.support.tools_house import StandInLauncher, become, do, make_workshop
 from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification, SweepMember
+from toprope.sdk.errors import WorkerError
 from toprope.settings.presets import load_preset
 from toprope.training.driver.program import environment_plans
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.workbench.approvals import Approvals
 from toprope.workbench.catalog.catalog import Catalog
+from toprope.workbench.launch import start
 from toprope.workbench.launch.accepted_code import accepted_code
 from toprope.workbench.launch.open_runs import resume_run
 from toprope.workbench.launch.start import RunStarter
@@ -46,17 +49,31 @@ def house(tmp_path):
     launcher.close()
 
 
+@pytest.fixture
+def confirming(house):
+    confirm(house[0])
+    return house
+
+
+def confirm(shop: Workshop) -> None:
+    (shop.home.configuration / "limits.yaml").write_text("confirm: always")
+
+
 def written(shop: Workshop, beside: str = "") -> None:
     place = shop.home.configuration / "environments"
     (place / "few.py").write_text(CODE)
     (place / "beside_it.py").write_text(beside)
 
 
-def started(shop: Workshop) -> RunFolder:
-    written(shop)
+def drafted(shop: Workshop) -> str:
     source = Catalog.of_home(shop.home.ensure()).find("few").environment
     preset = load_preset("cpu-embedded", shop.home.preset_folders)
-    draft = shop.drafts.create(source, preset, [], shop.home.locks())[0].id
+    return shop.drafts.create(source, preset, [], shop.home.locks())[0].id
+
+
+def started(shop: Workshop, beside: str = "") -> RunFolder:
+    written(shop, beside)
+    draft = drafted(shop)
     try:
         return shop.runs.folder(do(start_training, shop, draft_id=draft).data.run_id)
     except NotPossibleNow:
@@ -82,10 +99,8 @@ def open_worker(folder: RunFolder) -> None:
     anyio.run(work)
 
 
-@pytest.mark.parametrize("rules", ["", "confirm: always"])
-def test_replaced_code_does_not_run_until_the_owner_resumes(house, rules):
-    shop, launcher = house
-    (shop.home.configuration / "limits.yaml").write_text(rules)
+def test_replaced_code_does_not_run_until_the_owner_resumes(confirming):
+    shop, launcher = confirming
     folder = started(shop)
     open_worker(folder)
     written(shop, "replaced = True")
@@ -93,9 +108,8 @@ def test_replaced_code_does_not_run_until_the_owner_resumes(house, rules):
         open_worker(folder)
     assert f"toprope resume {folder.run_id}" in refused.value.hint
     stopped(folder, launcher)
-    if rules:
-        with pytest.raises(NotPossibleNow, match=r"changed after its start was confirmed: .*beside_it\.py"):
-            do(resume_training, shop, run_id=folder.run_id)
+    with pytest.raises(NotPossibleNow, match=r"changed after its start was confirmed: .*beside_it\.py"):
+        do(resume_training, shop, run_id=folder.run_id)
     assert do(resume_training, shop, run_id=folder.run_id, by_owner=True).data.attempt == 2
     open_worker(folder)
     stopped(folder, launcher)
@@ -103,8 +117,8 @@ def test_replaced_code_does_not_run_until_the_owner_resumes(house, rules):
     open_worker(folder)
 
 
-def test_lost_run_does_not_go_on_with_other_code(house):
-    shop, launcher = house
+def test_lost_run_does_not_go_on_with_other_code(confirming):
+    shop, launcher = confirming
     folder = started(shop)
     launcher.leave(folder.run_id)
     become(folder, "lost", ended_at=time.time(), resume_at=time.time() - 1)
@@ -115,8 +129,8 @@ def test_lost_run_does_not_go_on_with_other_code(house):
         open_worker(folder)
 
 
-def test_members_of_a_sweep_execute_what_it_was_started_with(house):
-    shop, launcher = house
+def test_members_of_a_sweep_execute_what_it_was_started_with(confirming):
+    shop, launcher = confirming
     sweep = started(shop)
     written(shop, "replaced = True")
     first = Specification.read(sweep)
@@ -132,11 +146,57 @@ def test_members_of_a_sweep_execute_what_it_was_started_with(house):
         open_worker(folder)
 
 
-def test_agents_that_may_save_environments_change_what_waits(house):
-    shop, _ = house
-    shop.home.settings_file.write_text(yaml.safe_dump({"saves": "allow"}))
+def test_code_is_free_to_change_where_no_start_is_confirmed(house):
+    shop, launcher = house
     folder = started(shop)
+    assert Specification.read(folder).code is None
     written(shop, "replaced = True")
     open_worker(folder)
-    (shop.home.configuration / "limits.yaml").write_text("confirm: always")
+    stopped(folder, launcher)
+    confirm(shop)
     assert accepted_code(Specification.read(folder), shop.home)
+
+
+def test_code_that_is_swapped_while_a_start_waits_is_not_accepted(confirming, monkeypatch):
+    shop, _ = confirming
+    written(shop)
+    draft = drafted(shop)
+    with pytest.raises(NotPossibleNow):
+        do(start_training, shop, draft_id=draft)
+    [asked] = Approvals(shop.home).pending()
+    Approvals(shop.home).approve(asked.hash)
+    written(shop, "replaced = True")
+    lock = start.ledger_lock
+
+    def swap_back(*arguments):
+        written(shop)
+        return lock(*arguments)
+
+    monkeypatch.setattr(start, "ledger_lock", swap_back)
+    with pytest.raises(NotPossibleNow, match="Nothing was started"):
+        do(start_training, shop, draft_id=draft)
+
+
+@pytest.mark.parametrize("change", ["computed", "swapped"])
+def test_worker_imports_accepted_code_only(confirming, monkeypatch, change):
+    shop, _ = confirming
+    folder = started(shop, "" if change == "swapped" else "import importlib\nimportlib.import_module('late' + 'r')")
+    if change == "swapped":  # after the driver's check
+        monkeypatch.setattr(EnvironmentHost, "_require_accepted_code", lambda self: None)
+        written(shop, "replaced = True")
+    else:
+        (shop.home.configuration / "environments" / "later.py").write_text("replaced = True")
+    with pytest.raises(WorkerError, match="is not part of the code that the run was started with"):
+        open_worker(folder)
+
+
+def test_worker_reads_no_bytecode_that_nobody_accepted(confirming):
+    shop, _ = confirming
+    folder = started(shop)
+    source = shop.home.configuration / "environments" / "beside_it.py"
+    forged = source.with_name("forged.py")
+    forged.write_text("raise RuntimeError('forged')")
+    cache = importlib.util.cache_from_source(str(source))
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(forged), cfile=cache, invalidation_mode=mode)
+    open_worker(folder)

@@ -117,7 +117,7 @@ def test_no_file_holds_the_key_of_a_tool(shop):
     variables = variables_of(run, shop)
     assert KEY not in run.model_dump_json() + job.order.model_dump_json()
     for given in (variables["environment"], job.keys):
-        assert KEY in run.environment.for_worker(given)["target"]
+        assert KEY in run.environment.for_worker(given, {"tools": ["price"]})["target"]
     assert all(KEY not in str(values) for component, values in variables.items() if component != "environment")
     assert "environment" not in variables_of(stored(shop, "dataset"), shop)
 
@@ -164,3 +164,22 @@ def test_files_of_earlier_versions_lose_the_keys_of_tools(shop):
     target["tools"]["price"]["variables"] = {"SHOP_KEY": KEY}
     content["environment"]["target"] = json.dumps(target, sort_keys=True)
     assert Specification.model_validate(content) == run
+
+
+def test_key_of_a_tool_goes_to_those_alone_that_use_it(shop):
+    tools = {name: {"command": ["shop"], "variables": {"KEY": f"key-of-{name}"}} for name in ("price", "stock")}
+    settle(shop, tools=tools)
+    run = stored(shop, "orchestrator", tools=["think", "price"])
+    recipe = {"target_size": 1, "steps": [{"environment": "orchestrator", "knobs": {"tools": ["price"]}}]}
+    job = build_order(shop, Catalog.of_home(shop), "prices", [], None, recipe)
+    for given in (variables_of(run, shop)["environment"], job.keys):
+        assert "key-of-price" in str(given) and "key-of-stock" not in str(given)
+    everything, knobs = shop.settings().tool_variables, {"tools": ["price"]}
+    target = run.environment.for_worker(everything, knobs)["target"]
+    assert "key-of-price" in target and "key-of-stock" not in target
+    assert "key-of" not in run.environment.for_worker(everything)["target"]
+    environment = run.config.environment.model_copy(
+        update={"curriculum": {"knob": "tools", "levels": [["think"], ["stock"]]}, "knobs": knobs}
+    )
+    moved = run.model_copy(update={"config": run.config.model_copy(update={"environment": environment})})
+    assert "key-of-stock" in str(variables_of(moved, shop)["environment"])

@@ -17,6 +17,7 @@ from toprope.records.run.folder import describe_misfits
 from toprope.supervisor.environment_variables import secret_values
 from toprope.workbench.approvals import Approvals
 from toprope_tools.experiments.ledger import note_experiment
+from toprope_tools.runs.logs import owners_secrets
 from toprope_tools.runs.training import resume_training, stop_training
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def _record(workshop: Workshop, entry: dict[str, Any], arguments: dict[str, Any]
         OSError: It cannot be written: what a person decides must leave a trace.
     """
     try:
-        secrets = secret_values(os.environ, *workshop.settings().variables.values())
+        secrets = owners_secrets(workshop)
     except TopropeError:
         secrets = secret_values(os.environ)
     told = {**entry, **({"said": shorten(_first(said), secrets)} if said else {})}

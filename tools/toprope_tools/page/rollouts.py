@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast, get_args
@@ -13,13 +12,12 @@ from toprope.errors import InvalidValue, NotFound
 from toprope.records.journal.groups import Group, Outcome
 from toprope.records.journal.rollout_browser import FoundGroup, Order, Query, find_group, find_rollouts
 from toprope.records.run.specification import Specification
-from toprope.supervisor.environment_variables import secret_values
 from toprope.text_format import clip, said
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope_tools.page.shapes import Answer, Foreign, foreign
 from toprope_tools.results.rollout_group import as_talk
 from toprope_tools.results.rollouts import answer_of, prompt_of
-from toprope_tools.runs.logs import components_of
+from toprope_tools.runs.logs import components_of, owners_secrets
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -320,7 +318,7 @@ def log(workshop: Workshop, run_id: str, component: str, *, lines: int = 200) ->
         raise InvalidValue(f"There is no component {clip(component, 40)!r}.", hint=f"They are {', '.join(known)}.")
     if not folder.log(component).is_file():
         raise NotFound(f"{run_id} has no log of {component}.")
-    secrets = secret_values(os.environ, *workshop.settings().variables.values())
+    secrets = owners_secrets(workshop)
     found = workshop.runs.read_log(run_id, component, lines=max(1, min(lines, 500)), secrets=secrets)
     return Log(
         what="log",

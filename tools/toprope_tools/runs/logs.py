@@ -42,7 +42,8 @@ def components_of(folder: RunFolder) -> tuple[str, ...]:
 
 def owners_secrets(workshop: Workshop) -> list[str]:
     """The owner's keys, which no shown log may contain."""
-    return secret_values(os.environ, *workshop.settings().variables.values())
+    settings = workshop.settings()
+    return secret_values(os.environ, settings.tool_variables, *settings.variables.values())
 
 
 async def read_logs(

@@ -5,20 +5,35 @@ Two runs can be compared only if these are the same, and a run can be trusted on
 
 from __future__ import annotations
 
+import glob
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import toprope
 from toprope.records.run.specification import AcceptedFile, EnvironmentSource
-from toprope.sdk.wall.paths import data_paths, imported_by
+from toprope.sdk.wall.paths import code_paths, folders_above, imports_of, is_broad, package_of, project_of
 from toprope.shipped import ENVIRONMENTS
 
 _PACKAGE = Path(toprope.__file__).resolve().parent
 _SDK = ("sdk", "sdk/authoring", "sdk/worker")
-_EVALUATOR = ("training/evaluation/evaluator.py", "training/rollouts/group_sampler.py")
-"""Code that samples and counts answers; the code that scores them is in the sdk."""
+_EVALUATOR = (
+    "training/evaluation/evaluator.py",
+    "training/rollouts/group_sampler.py",
+    "training/rollouts/environment_set.py",
+    "training/rollouts/sampled_group.py",
+    "training/judges/judging.py",
+    "training/judges/questions.py",
+    "records/journal/groups.py",
+    "records/worker_messages.py",
+)
+"""Code that samples, judges and counts answers; the code that scores them is in the sdk."""
 _SHOWN = 16
+_CODE = (".py", ".pyc", ".so", ".pyd")
+"""Endings of files that an import executes."""
+_UNREADABLE = "unreadable"
 
 
 def environment_digest(source: EnvironmentSource) -> str:
@@ -36,23 +51,64 @@ def environment_digest(source: EnvironmentSource) -> str:
 
 
 def code_of(sources: Sequence[EnvironmentSource]) -> dict[str, str]:
-    """SHA-256 by file of environments and reward functions, and of the modules beside them that they import; packages
-    have none."""
-    waiting = [file for source in sources for file in (source.file, *(one.file for one in source.rewards)) if file]
-    waiting += [path for source in sources for path in data_paths(source.target) if path.endswith(".py")]
+    """SHA-256 by file of environments and reward functions, of the packages that they lie in, and of the modules and
+    packages beside them that they import by `import` statements; installed packages have none."""
     found: dict[str, str] = {}
-    while waiting:
-        file = Path(waiting.pop())
-        if str(file) in found:
-            continue
-        try:
-            found[str(file)] = sha256_of(file)
-        except OSError:
-            found[str(file)] = "unreadable"
-            continue
-        beside = [file.with_name(f"{module}.py") for module, _ in imported_by(str(file))]
-        waiting += [str(one) for one in beside if one.is_file()]
+    for file in _first(sources):
+        roots, package = _roots(file), package_of(file)
+        waiting, seen = [file, *(_files_below(package) if package else ())], set[str]()
+        while waiting:
+            if (one := waiting.pop()) in seen:
+                continue
+            seen.add(one)
+            try:
+                found[one] = sha256_of(Path(one))
+            except OSError:
+                found[one] = _UNREADABLE
+            waiting += _imported(one, roots)
     return found
+
+
+def _first(sources: Sequence[EnvironmentSource]) -> list[str]:
+    """The files that environments name."""
+    named = [file for source in sources for file in (source.file, *(one.file for one in source.rewards)) if file]
+    return list(dict.fromkeys([*named, *(path for source in sources for path in code_paths(source.target))]))
+
+
+def _roots(file: str) -> list[tuple[str, str]]:
+    """Folders from which an environment's file imports, as a worker arranges them: `toprope.sdk.authoring.loading`.
+
+    Returns:
+        Each with the only name that can be imported from it; empty for all.
+    """
+    if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
+        return []
+    package = package_of(file)
+    alone = [package] if package and not project_of(package) else []
+    roots = [(os.path.split(one)) for one in (*alone, *folders_above(file))]
+    roots += [(project_of(package), "")] if package and not alone else []
+    return [(os.path.dirname(os.path.abspath(file)), ""), *roots]
+
+
+def _imported(file: str, roots: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """The files that the imports of a file may execute."""
+    for level, name in imports_of(file) if roots else ():
+        above = Path(file).absolute().parents[level - 1 :][:1] if level else ()
+        for folder, only in [(str(one), "") for one in above] or roots:
+            place, parts = folder, name.split(".") if name else []
+            for part in parts if only in ("", *parts[:1]) else ():
+                place = os.path.join(place, part)
+                yield from (one for one in glob.glob(f"{glob.escape(place)}.*") if one.endswith(_CODE))
+                if not only and os.path.isfile(os.path.join(place, "__init__.py")):
+                    yield from _files_below(place)
+                    break
+                yield from (one for one in glob.glob(f"{glob.escape(place)}/__init__.*") if one.endswith(_CODE))
+
+
+def _files_below(package: str) -> Iterator[str]:
+    for folder, folders, names in os.walk(package):
+        folders[:] = [one for one in folders if not one.startswith((".", "__pycache__"))]
+        yield from (os.path.join(folder, name) for name in names if name.endswith(_CODE))
 
 
 def accepted_files(sources: Sequence[EnvironmentSource]) -> list[AcceptedFile]:
@@ -64,9 +120,28 @@ def accepted_files(sources: Sequence[EnvironmentSource]) -> list[AcceptedFile]:
     ]
 
 
-def changed_files(source: EnvironmentSource, accepted: Sequence[AcceptedFile]) -> list[str]:
-    """The files of an environment's code that are other than what was accepted."""
-    return [one.file for one in accepted_files([source]) if one not in accepted]
+def changed_files(sources: Sequence[EnvironmentSource], accepted: Sequence[AcceptedFile]) -> list[str]:
+    """The files of the code of environments that are other than what was accepted, and accepted ones that are gone."""
+    gone = [one.file for one in accepted if one.sha256 != _UNREADABLE and not os.path.exists(one.file)]
+    return list(dict.fromkeys([*gone, *(one.file for one in accepted_files(sources) if one not in accepted)]))
+
+
+def only_accepted(
+    source: EnvironmentSource, accepted: Sequence[AcceptedFile] | None, agents: Iterable[str]
+) -> dict[str, Any]:
+    """What a source needs besides for a worker that imports accepted code only: `toprope.sdk.worker.accepted`.
+
+    Args:
+        accepted: The accepted code; None if any may run.
+        agents: Folders of files that agents wrote.
+    """
+    if accepted is None:
+        return {}
+    first = [file for file in _first([source]) if not Path(file).is_relative_to(ENVIRONMENTS)]
+    near = [package_of(file) or os.path.dirname(os.path.abspath(file)) for file in first]
+    files = {os.path.realpath(one.file): one.sha256 for one in accepted}
+    folders = [path for one in (*agents, *near) if not is_broad(one) for path in (one, os.path.realpath(one))]
+    return {"accepted": {"files": files, "folders": folders}}
 
 
 def rewards_digest(source: EnvironmentSource) -> str:

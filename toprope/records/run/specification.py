@@ -71,16 +71,23 @@ class EnvironmentSource(BaseModel, extra="forbid"):
             self.target = with_values(self.target, {})
         return self
 
-    def for_worker(self, variables: Mapping[str, str]) -> dict[str, Any]:
-        """The source as a worker opens it; the tools that the owner lends get their variables.
+    def for_worker(self, variables: Mapping[str, str], *knobs: Mapping[str, Any]) -> dict[str, Any]:
+        """The source as a worker opens it; the tools in use get their variables, because reward functions that an agent
+        saved may run in the same worker.
 
         Args:
             variables: Values by `toprope.settings.tools.tool_variable`.
+            knobs: All with which the worker will open the environment.
         """
         sent = self.model_dump(include={"file", "attribute", "adapter", "target", "knobs"}, exclude_none=True)
         if self.adapter == ORCHESTRATOR and self.target:
-            sent["target"] = with_values(self.target, variables)
+            sent["target"] = with_values(self.target, variables, self.tools_in(*knobs))
         return sent
+
+    def tools_in(self, *knobs: Mapping[str, Any]) -> set[str]:
+        """Names of the tools that an environment with any of these knobs uses."""
+        named = [one.get("tools", self.knobs.get("tools")) for one in knobs]
+        return {tool for tools in named if isinstance(tools, list) for tool in tools if isinstance(tool, str)}
 
     @property
     def place(self) -> str:

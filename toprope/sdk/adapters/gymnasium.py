@@ -186,14 +186,15 @@ class Gymnasium(Environment):
             if (earlier := texts.index(text)) < seed:
                 one, again, other = (self._held(each) for each in (earlier, earlier, seed))
                 # A counter of resets differs for the same seed, too.
-                if any(one[name] == again.get(name) != other.get(name) for name in one):
+                if any(one[name] == again.get(name) != other[name] for name in one.keys() & other.keys()):
                     return True
         return False
 
     def _held(self, seed: int) -> dict[str, Any]:
         game = self._begin(seed)[1]
         state = getattr(getattr(game, "unwrapped", game), "__dict__", {})
-        return {name: held(one, 4) for name, one in state.items()}
+        # Gymnasium's own base stores the seed, which hides nothing of a game.
+        return {name: held(one, 4) for name, one in state.items() if not isinstance(one, int) or one != seed}
 
     def _row_tasks(self) -> Iterator[Task]:
         if self._user is None:

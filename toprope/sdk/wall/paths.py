@@ -19,8 +19,8 @@ from typing import Any
 from toprope.sdk.wall.kernel import is_within
 
 __all__ = [
-    *("DEVICES", "SYSTEM", "data_paths", "editable_paths", "folders_above", "imported_by", "interpreter_paths"),
-    *("package_of", "program_paths", "project_of", "source_paths", "without"),
+    *("DEVICES", "SYSTEM", "code_paths", "data_paths", "editable_paths", "folders_above", "imported_by", "imports_of"),
+    *("interpreter_paths", "is_broad", "package_of", "program_paths", "project_of", "source_paths", "without"),
 ]
 
 _ETC = (
@@ -75,13 +75,13 @@ def _installation(python: str) -> tuple[str, ...]:
     places += _prefix(os.path.realpath(python))
     if os.path.abspath(python) == os.path.abspath(sys.executable):
         found = (sys.prefix, sys.base_prefix, sys.exec_prefix)
-        places += [place for prefix in found if not _is_broad(prefix) for place in _installed(prefix)]
+        places += [place for prefix in found if not is_broad(prefix) for place in _installed(prefix)]
     return tuple(dict.fromkeys(place for place in places if place))
 
 
 def _prefix(python: str) -> list[str]:
     prefix = os.path.dirname(os.path.dirname(python))
-    return _installed(prefix) if prefix and not _is_broad(prefix) else [os.path.join(prefix, "lib"), python]
+    return _installed(prefix) if prefix and not is_broad(prefix) else [os.path.join(prefix, "lib"), python]
 
 
 def _installed(prefix: str) -> list[str]:
@@ -157,7 +157,7 @@ def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
         closed: See `folders_above`.
     """
     folder = os.path.dirname(os.path.abspath(file))
-    if _is_broad(folder):
+    if is_broad(folder):
         return [file, *glob.glob(os.path.join(glob.escape(folder), "*.py"))]
     package = package_of(file)
     above = folders_above(file, closed)
@@ -165,7 +165,7 @@ def source_paths(file: str, closed: Iterable[str] = ()) -> list[str]:
     project = None if not above or _up_to(file, _is_repository) else _up_to(file, _is_project)
     described = [os.path.join(project[1], _PROJECT)] if project else []
     root = os.path.dirname(folder)  # a server of OpenEnv is run from the folder of its manifest
-    described += [root] if os.path.isfile(os.path.join(root, _MANIFEST)) and not _is_broad(root) else []
+    described += [root] if os.path.isfile(os.path.join(root, _MANIFEST)) and not is_broad(root) else []
     return [file, (project_of(package) or package) if package else folder, *above, *described]
 
 
@@ -176,7 +176,7 @@ def package_of(file: str) -> str:
         file: Its path.
     """
     folder, package = os.path.dirname(os.path.abspath(file)), ""
-    while os.path.isfile(os.path.join(folder, "__init__.py")) and not _is_broad(folder):
+    while os.path.isfile(os.path.join(folder, "__init__.py")) and not is_broad(folder):
         folder, package = os.path.dirname(folder), folder
     return package
 
@@ -189,7 +189,7 @@ def project_of(package: str) -> str:
     """
     above = os.path.dirname(package)
     root = os.path.dirname(above) if os.path.basename(above) == "src" else above
-    is_own = any(os.path.exists(os.path.join(root, name)) for name in _OF_PROJECTS) and not _is_broad(root)
+    is_own = any(os.path.exists(os.path.join(root, name)) for name in _OF_PROJECTS) and not is_broad(root)
     return above if is_own else ""
 
 
@@ -206,7 +206,7 @@ def folders_above(file: str, closed: Iterable[str] = ()) -> list[str]:
     """
     shut = [os.path.realpath(place) for place in closed]
     above, root = _up_to(file, _is_repository) or _up_to(file, _is_project) or ([], "")  # a download has no history
-    if not above or any(_is_broad(one) or os.path.realpath(one) in shut for one in (*above, root)):
+    if not above or any(is_broad(one) or os.path.realpath(one) in shut for one in (*above, root)):
         return []
     # An import of the file runs the packages that it lies in too.
     packages = [os.path.join(one, "__init__.py") for one in above]
@@ -246,6 +246,15 @@ def imported_by(file: str) -> set[tuple[str, str]]:
 
     None if it cannot be read.
     """
+    parts = (name.partition(".") for level, name in imports_of(file) if not level)
+    return {(top, rest.replace(".", "/")) for top, _, rest in parts}
+
+
+def imports_of(file: str) -> list[tuple[int, str]]:
+    """The modules that a file's `import` statements may name, each with its level: 0 if absolute, 1 from its package.
+
+    None if it cannot be read.
+    """
     from pathlib import Path
 
     from toprope.sdk.discovery import parse
@@ -253,15 +262,15 @@ def imported_by(file: str) -> set[tuple[str, str]]:
     try:
         tree = parse(Path(file))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    found: list[str] = []
+        return []
+    found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    parts = (name.partition(".") for name in found)
-    return {(top, rest.replace(".", "/")) for top, _, rest in parts}
+            found += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = f"{node.module}." if node.module else ""
+            found += [(node.level, one) for one in (above[:-1], *(above + alias.name for alias in node.names)) if one]
+    return found
 
 
 def _is_package(folder: str, rest: str) -> bool:
@@ -281,11 +290,24 @@ def data_paths(target: str | None, closed: Iterable[str] = ()) -> list[str]:
     """
     if not target:
         return []
+    return list(dict.fromkeys(path for text in _texts(_said(target)) for path in _named(text, closed)))
+
+
+def code_paths(target: str | None) -> list[str]:
+    """The Python files that an adapter's target names, see `data_paths`, without what is beside them.
+
+    Args:
+        target: The adapter's target.
+    """
+    found = map(_path_in, _texts(_said(target or "")))
+    return list(dict.fromkeys(path for path in found if path.endswith(".py") and os.path.isfile(path)))
+
+
+def _said(target: str) -> Any:
     try:
-        said = json.loads(target) if target.lstrip().startswith("{") else target
+        return json.loads(target) if target.lstrip().startswith("{") else target
     except ValueError:
-        said = target
-    return list(dict.fromkeys(path for text in _texts(said) for path in _named(text, closed)))
+        return target
 
 
 def _texts(said: Any) -> Iterator[str]:
@@ -303,22 +325,25 @@ def _texts(said: Any) -> Iterator[str]:
 
 
 def _named(text: str, closed: Iterable[str]) -> list[str]:
+    path = _path_in(text)
+    if os.path.isfile(path) and path.endswith(".py"):
+        return source_paths(path, closed)
+    if os.path.isfile(path) and os.access(path, os.X_OK):
+        return [path, *_prefix(os.path.realpath(path))]
+    return [path] if path else []
+
+
+def _path_in(text: str) -> str:
+    """The path that a text of a target names; empty if nothing is there."""
     if text.startswith(("http://", "https://")):
         text = text.partition("#")[2]
     if not text.startswith("/"):
-        return []
-    for mark in ("", ":", "@"):
-        path = text.rpartition(mark)[0] if mark else text
-        if path and os.path.exists(path):
-            if os.path.isfile(path) and path.endswith(".py"):
-                return source_paths(path, closed)
-            if os.path.isfile(path) and os.access(path, os.X_OK):
-                return [path, *_prefix(os.path.realpath(path))]
-            return [path]
-    return []
+        return ""
+    paths = (text.rpartition(mark)[0] if mark else text for mark in ("", ":", "@"))
+    return next((path for path in paths if path and os.path.exists(path)), "")
 
 
-def _is_broad(folder: str) -> bool:
+def is_broad(folder: str) -> bool:
     """True if a folder holds more than one program: a HOME, one above it, or a place of temporary files."""
     folder = os.path.realpath(folder or "/")
     home = os.path.realpath(os.path.expanduser("~"))

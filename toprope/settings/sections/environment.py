@@ -125,6 +125,12 @@ class MemberPlan:
     def rewards(self) -> list[RewardFunction]:
         return rewards_of(self.section.rewards)
 
+    @property
+    def knob_sets(self) -> list[dict[str, Any]]:
+        """Its knobs, and those of each level of its curriculum."""
+        knobs, moved = self.section.knobs, self.curriculum
+        return [knobs] if moved is None else [knobs, *({**knobs, moved.knob: value} for value in moved.levels)]
+
 
 def members_of(section: EnvironmentSection) -> list[MemberPlan]:
     """The environments of a run, the selected one first."""

@@ -217,7 +217,7 @@ class Crew:
     def _write_outside(self) -> None:
         """Write addresses and keys for an environment that its user starts beside the run, in the form of a shell."""
         found = [self._addresses.get(name) for name in ("api", "inference", "policy")]
-        if None in found:
+        if None in found or not self._spec.config.rollout.outside:
             return
         api, inference, policy = found
         values = {"API": f"{api}/{self._secret}", "INFERENCE": f"{inference}/v1", "KEY": f"{self._secret}.outside"}

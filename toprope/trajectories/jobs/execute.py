@@ -357,7 +357,7 @@ class Work:
             stack.push_async_callback(link.close)
             stack.callback(asyncio.create_task(watch_worker(link, memory_mb)).cancel)
             card = await link.open(
-                source.for_worker(os.environ),
+                source.for_worker(os.environ, knobs),
                 timeout=self._order.load_timeout_s,
                 knobs=knobs,
             )

@@ -105,7 +105,7 @@ class WorkerOptions:
     async def open(self, worker: EnvironmentWorker, entry: Entry, **more: Any) -> Card:
         """Open the environment in a started worker."""
         return await worker.open(
-            entry.environment.for_worker(self.tool_variables),
+            entry.environment.for_worker(self.tool_variables, self.knobs),
             timeout=self.load_timeout_s,
             knobs=dict(self.knobs),
             reward_weights=dict(self.reward_weights),

@@ -12,6 +12,10 @@ from toprope.records.run.specification import AcceptedFile, Specification
 from toprope.settings.owner import Home
 
 
+class CodeChanged(NotPossibleNow):
+    """The code of a run is other than what its start was confirmed with."""
+
+
 def accepted_code(run: Specification, home: Home) -> list[AcceptedFile] | None:
     """Return the code that a run which starts now may execute; None for any.
 
@@ -32,7 +36,7 @@ def code_to_resume(run: Specification, home: Home, *, by_owner: bool) -> list[Ac
         by_owner: The owner resumes it, and so accepts the code as it is now.
 
     Raises:
-        NotPossibleNow: The code has changed, and the owner wants starts confirmed.
+        CodeChanged: The code has changed, and the owner wants starts confirmed.
     """
     if by_owner:
         return _present(run, home)
@@ -40,17 +44,22 @@ def code_to_resume(run: Specification, home: Home, *, by_owner: bool) -> list[Ac
         return accepted_code(run, home)
     if run.code is None or home.limits().confirm == "never":
         return _present(run, home)
-    if changed := [file for source in (run.environment, *run.mixture) for file in changed_files(source, run.code)]:
-        raise NotPossibleNow(
+    require_unchanged(run)
+    return run.code
+
+
+def require_unchanged(run: Specification) -> None:
+    """Raises CodeChanged if the code on disk is other than what a run was started or resumed with."""
+    if run.code is not None and (changed := changed_files([run.environment, *run.mixture], run.code)):
+        raise CodeChanged(
             f"The code of {run.run_id} changed after its start was confirmed: {', '.join(changed)}. Nothing was "
             "started.",
             hint=f"Put the former code back, or ask the owner, who accepts it with: toprope resume {run.run_id}",
         )
-    return run.code
 
 
 def _present(run: Specification, home: Home) -> list[AcceptedFile] | None:
-    """Return the code on disk; None if no start is confirmed and agents may change it."""
-    if home.limits().confirm == "never" and home.settings().saves == "allow":
+    """Return the code on disk; None if no start is confirmed, because then nobody accepted any."""
+    if home.limits().confirm == "never":
         return None
     return accepted_files([run.environment, *run.mixture])

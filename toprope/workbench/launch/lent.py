@@ -49,17 +49,21 @@ def renewed(specifications: Sequence[Specification], home: Home) -> list[Specifi
 
 
 def tool_variables(run: Specification, home: Home) -> dict[str, str]:
-    """Return the variables of the tools that the owner lends to a run, for its driver; no specification holds them.
+    """Return the variables of the lent tools that a run uses, for its driver; no specification holds them.
 
     Raises:
         LockedField: settings.yaml lacks a variable of a tool that the run uses.
     """
-    sources, found = [run.environment, *run.mixture], home.settings().tool_variables
+    sources, settings = [run.environment, *run.mixture], home.settings()
     if run.ask is not None or all(source.adapter != ORCHESTRATOR for source in sources):
         return {}
+    found: dict[str, str] = {}
     for source, plan in zip(sources, members_of(run.config.environment), strict=True):
-        tools = _allowed(source).get("tools", {})
-        for tool in plan.section.knobs.get("tools") or ():
+        if source.adapter != ORCHESTRATOR:
+            continue
+        tools, used = _allowed(source).get("tools", {}), source.tools_in(*plan.knob_sets)
+        found |= settings.variables_of_tools(used)
+        for tool in sorted(used):
             for name in tools.get(tool, {}).get("variables", ()):
                 if tool_variable(tool, name) not in found:
                     raise LockedField(

@@ -139,7 +139,7 @@ class RunStarter:
         else:
             require("A run", *TRAINING)
         require_memory(specifications[0], self._home.settings())
-        code = accepted_code(specifications[0], self._home)  # before the preview, whose hash covers the code
+        code = accepted_code(specifications[0], self._home)  # the hash of the preview covers it
         specifications = [one.model_copy(update={"code": code}) for one in specifications]
         with ExitStack() as stack:
             with ledger_lock(self._home.ensure().runs):

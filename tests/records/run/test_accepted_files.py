@@ -1,0 +1,54 @@
+"""The code that is accepted with a run: what environments name, and what that imports."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from toprope.records.run.digests import accepted_files, changed_files
+from toprope.records.run.specification import EnvironmentSource
+
+
+def made(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        file = folder / f"{name.replace('__', '/')}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+
+def names(source: EnvironmentSource, folder: Path) -> set[str]:
+    return {os.path.relpath(one.file, folder) for one in accepted_files([source])}
+
+
+def test_packages_beside_an_environment_and_relative_imports_are_accepted(tmp_path):
+    made(tmp_path, env="import games.chess, space.deep.one\nimport os.path", space__deep__one="", other="")
+    made(tmp_path, games__chess="from . import rules", games__rules="import helper", helper="")
+    (tmp_path / "games" / "__init__.py").write_text("")
+    source = EnvironmentSource(name="a", file=str(tmp_path / "env.py"), attribute="A")
+    expected = {"env.py", "games/__init__.py", "games/chess.py", "games/rules.py", "helper.py", "space/deep/one.py"}
+    assert names(source, tmp_path) == expected
+    inner = source.model_copy(update={"file": str(tmp_path / "games" / "chess.py")})
+    assert names(inner, tmp_path) == {"games/__init__.py", "games/chess.py", "games/rules.py"}
+
+
+@pytest.mark.parametrize("shadow", ["helper/__init__.py", "helper.abi3.so", "helper.so", "json.py"])
+def test_modules_that_shadow_an_accepted_one_and_removed_ones_are_changes(tmp_path, shadow):
+    made(tmp_path, env="import helper, json", helper="")
+    source = EnvironmentSource(name="a", file=str(tmp_path / "env.py"), attribute="A")
+    accepted = accepted_files([source])
+    assert changed_files([source], accepted) == []
+    (tmp_path / shadow).parent.mkdir(exist_ok=True)
+    (tmp_path / shadow).write_text("")
+    assert changed_files([source], accepted) == [str(tmp_path / shadow)]
+    (tmp_path / shadow).unlink()
+    (tmp_path / "helper.py").unlink()
+    assert changed_files([source], accepted) == [str(tmp_path / "helper.py")]
+
+
+def test_files_that_have_nothing_to_do_with_an_adapters_target_are_not_accepted(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made(tmp_path, game="import helper", helper="", unrelated="")
+    source = EnvironmentSource(name="a", adapter="gymnasium", target=f"{tmp_path}/game.py:Game")
+    assert names(source, tmp_path) == {"game.py", "helper.py"}
