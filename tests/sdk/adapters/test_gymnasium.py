@@ -147,6 +147,9 @@ def test_games_that_begin_alike_and_hide_their_state_are_tasks_of_their_own(tmp_
     shown = GUESS.replace('return f"Guess a number', f'{begun}return f"{{self.shown}}? Guess a number')
     tasks = list(itertools.islice(opened(tmp_path / "hiding.py", shown, high=9).tasks(), 20))
     assert len({task.id for task in tasks}) == 20, "the number is not shown"
+    bits = shown.replace("self.number % 2; ", "seed % 2; self.number = bool(seed % 3); ")
+    tasks = list(itertools.islice(opened(tmp_path / "bits.py", bits, high=9).tasks(), 20))
+    assert len({task.id for task in tasks}) == 20
     told = shown.replace("self.number % 2; ", "self.number = self.number % 2; ")
     tasks = list(itertools.islice(opened(tmp_path / "telling.py", told, high=9).tasks(), 20))
     assert len({task.id for task in tasks}) == 2

@@ -185,16 +185,17 @@ class Gymnasium(Environment):
         for seed, text in enumerate(texts):
             if (earlier := texts.index(text)) < seed:
                 one, again, other = (self._held(each) for each in (earlier, earlier, seed))
-                # A counter of resets differs for the same seed, too.
-                if any(one[name] == again.get(name) != other[name] for name in one.keys() & other.keys()):
-                    return True
+                for name in one.keys() & other.keys():
+                    stores_seed = (one[name], other[name]) == (earlier, seed)  # as Gymnasium's own base does
+                    # A counter of resets differs for the same seed, too.
+                    if one[name] == again.get(name) != other[name] and not stores_seed:
+                        return True
         return False
 
     def _held(self, seed: int) -> dict[str, Any]:
         game = self._begin(seed)[1]
         state = getattr(getattr(game, "unwrapped", game), "__dict__", {})
-        # Gymnasium's own base stores the seed, which hides nothing of a game.
-        return {name: held(one, 4) for name, one in state.items() if not isinstance(one, int) or one != seed}
+        return {name: held(one, 4) for name, one in state.items()}
 
     def _row_tasks(self) -> Iterator[Task]:
         if self._user is None:
