@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from toprope.records.run import digests
 from toprope.records.run.digests import accepted_files, changed_files
 from toprope.records.run.specification import EnvironmentSource
 
@@ -52,3 +54,37 @@ def test_files_that_have_nothing_to_do_with_an_adapters_target_are_not_accepted(
     made(tmp_path, game="import helper", helper="", unrelated="")
     source = EnvironmentSource(name="a", adapter="gymnasium", target=f"{tmp_path}/game.py:Game")
     assert names(source, tmp_path) == {"game.py", "helper.py"}
+
+
+@pytest.mark.parametrize("installed", ["venv/lib/deep.py", "lib/site-packages/one.py", "node_modules/one.py"])
+def test_installations_within_a_package_are_not_accepted(tmp_path, installed):
+    made(tmp_path, games__chess="from . import rules", games__rules="")
+    for place in ("games/__init__.py", f"games/{installed}", "games/venv/pyvenv.cfg", "games/pyvenv.cfg"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("")
+    source = EnvironmentSource(name="a", file=str(tmp_path / "games" / "chess.py"), attribute="A")
+    assert names(source, tmp_path) == {"games/__init__.py", "games/chess.py", "games/rules.py"}
+
+
+def test_installed_environment_is_accepted_without_its_package(tmp_path):
+    package = tmp_path / "site-packages" / "games"
+    made(package, chess="from . import rules", rules="")
+    (package / "__init__.py").write_text("")
+    source = EnvironmentSource(name="a", file=str(package / "chess.py"), attribute="A")
+    assert names(source, package) == {"chess.py"}
+
+
+def test_folders_are_read_once_however_many_modules_import_them(tmp_path, monkeypatch):
+    many = range(30)
+    text = "".join(f"from . import m{number}\nimport games.m{number}\n" for number in many)
+    made(tmp_path, **{f"games__m{number}": text for number in many})
+    (tmp_path / "games" / "__init__.py").write_text("")
+    read: list[str] = []
+    real = {"listdir": os.listdir, "walk": os.walk}
+    for name, function in real.items():
+        monkeypatch.setattr(os, name, lambda place, function=function: read.append(str(place)) or function(place))
+    parsed: list[str] = []
+    monkeypatch.setattr(digests, "imports_of", lambda file, real=digests.imports_of: parsed.append(file) or real(file))
+    sources = [EnvironmentSource(name="a", file=f"{tmp_path}/games/m{number}.py", attribute="A") for number in (1, 2)]
+    assert len(accepted_files(sources)) == 31
+    assert len(parsed) == 31 and max(Counter(read).values()) <= len(sources)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import py_compile
+import threading
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
 import anyio
 import pytest
+from toprope_tools.runs.sweeps import start_sweep
 from toprope_tools.runs.training import resume_training, start_training
 from toprope_tools.workshop import Workshop
 
 from tests.support.tools_house import StandInLauncher, become, do, make_workshop
 from toprope.errors import InvalidValue, NotPossibleNow
+from toprope.records.run import digests
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification, SweepMember
+from toprope.records.walls import ENV_WALLS, Walls
 from toprope.sdk.errors import WorkerError
 from toprope.settings.presets import load_preset
 from toprope.training.driver.program import environment_plans
+from toprope.training.rollouts import environment_host
 from toprope.training.rollouts.environment_host import EnvironmentHost
 from toprope.workbench.approvals import Approvals
 from toprope.workbench.catalog.catalog import Catalog
@@ -59,8 +66,9 @@ def confirm(shop: Workshop) -> None:
     (shop.home.configuration / "limits.yaml").write_text("confirm: always")
 
 
-def written(shop: Workshop, beside: str = "") -> None:
-    place = shop.home.configuration / "environments"
+def written(shop: Workshop, beside: str = "", place: Path | None = None) -> None:
+    place = place or shop.home.configuration / "environments"
+    place.mkdir(parents=True, exist_ok=True)
     (place / "few.py").write_text(CODE)
     (place / "beside_it.py").write_text(beside)
 
@@ -71,8 +79,8 @@ def drafted(shop: Workshop) -> str:
     return shop.drafts.create(source, preset, [], shop.home.locks())[0].id
 
 
-def started(shop: Workshop, beside: str = "") -> RunFolder:
-    written(shop, beside)
+def started(shop: Workshop, beside: str = "", place: Path | None = None) -> RunFolder:
+    written(shop, beside, place)
     draft = drafted(shop)
     try:
         return shop.runs.folder(do(start_training, shop, draft_id=draft).data.run_id)
@@ -177,17 +185,95 @@ def test_code_that_is_swapped_while_a_start_waits_is_not_accepted(confirming, mo
         do(start_training, shop, draft_id=draft)
 
 
-@pytest.mark.parametrize("change", ["computed", "swapped"])
-def test_worker_imports_accepted_code_only(confirming, monkeypatch, change):
+COMPUTED = "import importlib\nimportlib.import_module('late' + 'r')"
+NOT_ACCEPTED = "is not part of the code that the run was started with"
+
+
+def test_worker_imports_only_accepted_code_of_agents(confirming, monkeypatch):
     shop, _ = confirming
-    folder = started(shop, "" if change == "swapped" else "import importlib\nimportlib.import_module('late' + 'r')")
-    if change == "swapped":  # after the driver's check
-        monkeypatch.setattr(EnvironmentHost, "_require_accepted_code", lambda self: None)
-        written(shop, "replaced = True")
-    else:
-        (shop.home.configuration / "environments" / "later.py").write_text("replaced = True")
-    with pytest.raises(WorkerError, match="is not part of the code that the run was started with"):
+    monkeypatch.setenv(ENV_WALLS, Walls.of_home(shop.home).encode())
+    place = shop.home.agent_environments
+    folder = started(shop, "", place)
+    open_worker(folder)
+    folder = started(shop, COMPUTED, place)
+    (place / "later.py").write_text("")
+    with pytest.raises(WorkerError, match=NOT_ACCEPTED):
         open_worker(folder)
+
+
+@pytest.mark.parametrize("home", [False, True])
+def test_worker_imports_accepted_code_as_it_was(confirming, monkeypatch, home):
+    shop, _ = confirming
+    if home:
+        monkeypatch.setenv("HOME", str(shop.home.configuration / "environments"))
+        monkeypatch.setenv(ENV_WALLS, Walls(rights={"few": {"trust": True}}).encode())  # a wall would hide the file
+    folder = started(shop)
+    monkeypatch.setattr(EnvironmentHost, "_require_accepted_code", lambda self: None)  # swapped after this check
+    open_worker(folder)
+    written(shop, "replaced = True")
+    with pytest.raises(WorkerError, match=NOT_ACCEPTED):
+        open_worker(folder)
+
+
+@pytest.mark.parametrize(
+    "beside", [COMPUTED, "import sys, os\nsys.path.insert(0, os.path.dirname(__file__) + '/src')\nimport package.part"]
+)
+def test_worker_imports_what_else_the_owner_has(confirming, beside):
+    shop, _ = confirming
+    place = shop.home.configuration / "environments"
+    for name in ("src/package/__init__.py", "src/package/part.py", "later/__init__.py"):
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text("")
+    open_worker(started(shop, beside))
+
+
+def test_driver_reads_code_beside_its_event_loop(confirming, monkeypatch):
+    shop, _ = confirming
+    folder, threads = started(shop), []
+    for name in ("changed_files", "measurement_digests"):
+        real = getattr(environment_host, name)
+        monkeypatch.setattr(
+            environment_host, name, lambda *given, real=real: threads.append(threading.current_thread()) or real(*given)
+        )
+    open_worker(folder)
+    assert len(threads) == 2 and threading.main_thread() not in threads
+
+
+def test_preview_of_a_sweep_covers_its_code(confirming):
+    shop, _ = confirming
+    written(shop)
+    space = {"optimizer.learning_rate": {"choices": [0.001, 0.002]}}
+    options = {"preview": True}
+
+    def previewed(draft: str) -> str:
+        asked = do(start_sweep, shop, draft_id=draft, space=space, strategy="random", population=2, options=options)
+        return asked.data.preview["hash"]
+
+    draft = drafted(shop)
+    first = previewed(draft)
+    assert previewed(draft) == first
+    written(shop, "replaced = True")
+    assert previewed(draft) != first
+
+
+@pytest.mark.parametrize("confirmed", [False, True])
+def test_preview_reads_no_code_while_it_holds_the_ledger(house, monkeypatch, confirmed):
+    shop, _ = house
+    if confirmed:
+        confirm(shop)
+    written(shop)
+    draft, lock, real, events = drafted(shop), start.ledger_lock, digests.code_of, []
+
+    @contextmanager
+    def watched(*arguments):
+        with lock(*arguments):
+            events.append("locked")
+            yield
+
+    monkeypatch.setattr(start, "ledger_lock", watched)
+    monkeypatch.setattr(digests, "code_of", lambda sources: events.append("read") or real(sources))
+    do(start_training, shop, draft_id=draft, preview=True)
+    assert events == (["read", "locked"] if confirmed else ["locked"])
 
 
 def test_worker_reads_no_bytecode_that_nobody_accepted(confirming):

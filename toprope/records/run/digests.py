@@ -5,16 +5,16 @@ Two runs can be compared only if these are the same, and a run can be trusted on
 
 from __future__ import annotations
 
-import glob
+import functools
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import toprope
 from toprope.records.run.specification import AcceptedFile, EnvironmentSource
-from toprope.sdk.wall.paths import code_paths, folders_above, imports_of, is_broad, package_of, project_of
+from toprope.sdk.wall.paths import code_paths, folders_above, imports_of, package_of, project_of
 from toprope.shipped import ENVIRONMENTS
 
 _PACKAGE = Path(toprope.__file__).resolve().parent
@@ -34,6 +34,7 @@ _SHOWN = 16
 _CODE = (".py", ".pyc", ".so", ".pyd")
 """Endings of files that an import executes."""
 _UNREADABLE = "unreadable"
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def environment_digest(source: EnvironmentSource) -> str:
@@ -54,19 +55,32 @@ def code_of(sources: Sequence[EnvironmentSource]) -> dict[str, str]:
     """SHA-256 by file of environments and reward functions, of the packages that they lie in, and of the modules and
     packages beside them that they import by `import` statements; installed packages have none."""
     found: dict[str, str] = {}
+    code_in, imports = functools.cache(_code_in), functools.cache(imports_of)
     for file in _first(sources):
         roots, package = _roots(file), package_of(file)
-        waiting, seen = [file, *(_files_below(package) if package else ())], set[str]()
+        waiting, seen = [file, *([os.path.join(package, "")] if package and roots else ())], set[str]()
+        asked: set[tuple[str, str, str]] = set()  # many files import the same
         while waiting:
             if (one := waiting.pop()) in seen:
                 continue
             seen.add(one)
-            try:
-                found[one] = sha256_of(Path(one))
-            except OSError:
-                found[one] = _UNREADABLE
-            waiting += _imported(one, roots)
+            if one.endswith(os.sep):
+                waiting += _files_below(one)
+                continue
+            if one not in found:
+                found[one] = _hash_of(one)
+            for folder, only, name in _searched(one, imports(one), roots) if roots else ():
+                if (folder, only, name) not in asked:
+                    asked.add((folder, only, name))
+                    waiting += _imported(folder, only, name, code_in)
     return found
+
+
+def _hash_of(file: str) -> str:
+    try:
+        return sha256_of(Path(file))
+    except OSError:
+        return _UNREADABLE
 
 
 def _first(sources: Sequence[EnvironmentSource]) -> list[str]:
@@ -81,7 +95,7 @@ def _roots(file: str) -> list[tuple[str, str]]:
     Returns:
         Each with the only name that can be imported from it; empty for all.
     """
-    if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
+    if not _INSTALLED.isdisjoint(Path(file).parts):
         return []
     package = package_of(file)
     alone = [package] if package and not project_of(package) else []
@@ -90,24 +104,50 @@ def _roots(file: str) -> list[tuple[str, str]]:
     return [(os.path.dirname(os.path.abspath(file)), ""), *roots]
 
 
-def _imported(file: str, roots: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """The files that the imports of a file may execute."""
-    for level, name in imports_of(file) if roots else ():
+def _searched(
+    file: str, imports: Iterable[tuple[int, str]], roots: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, str, str]]:
+    """The folders that a file's imports search, each with the only name in it, see `_roots`, and the module."""
+    for level, name in imports:
         above = Path(file).absolute().parents[level - 1 :][:1] if level else ()
-        for folder, only in [(str(one), "") for one in above] or roots:
-            place, parts = folder, name.split(".") if name else []
-            for part in parts if only in ("", *parts[:1]) else ():
-                place = os.path.join(place, part)
-                yield from (one for one in glob.glob(f"{glob.escape(place)}.*") if one.endswith(_CODE))
-                if not only and os.path.isfile(os.path.join(place, "__init__.py")):
-                    yield from _files_below(place)
-                    break
-                yield from (one for one in glob.glob(f"{glob.escape(place)}/__init__.*") if one.endswith(_CODE))
+        yield from ((folder, only, name) for folder, only in [(str(one), "") for one in above] or roots)
+
+
+def _imported(
+    folder: str, only: str, name: str, code_in: Callable[[str], Mapping[str, Sequence[str]]]
+) -> Iterator[str]:
+    """The files that the import of a module from a folder may execute; its package's folder ends with a slash."""
+    place, parts = folder, name.split(".")
+    for part in parts if only in ("", parts[0]) else ():
+        yield from code_in(place).get(part, ())
+        place = os.path.join(place, part)
+        if not only and os.path.isfile(os.path.join(place, "__init__.py")):
+            yield os.path.join(place, "")
+            break
+        yield from code_in(place).get("__init__", ())
+
+
+def _code_in(folder: str) -> dict[str, list[str]]:
+    """The files with code in a folder, by the module that each may be; none if it cannot be read."""
+    found: dict[str, list[str]] = {}
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return found
+    for name in names:
+        if name.endswith(_CODE):
+            found.setdefault(name.partition(".")[0], []).append(os.path.join(folder, name))
+    return found
 
 
 def _files_below(package: str) -> Iterator[str]:
+    """The files with code of a package, without installations that lie in it."""
     for folder, folders, names in os.walk(package):
-        folders[:] = [one for one in folders if not one.startswith((".", "__pycache__"))]
+        if "pyvenv.cfg" in names and folder != package:
+            folders.clear()
+            continue
+        apart = {"__pycache__", "node_modules", *_INSTALLED}
+        folders[:] = [one for one in folders if not one.startswith(".") and one not in apart]
         yield from (os.path.join(folder, name) for name in names if name.endswith(_CODE))
 
 
@@ -122,13 +162,13 @@ def accepted_files(sources: Sequence[EnvironmentSource]) -> list[AcceptedFile]:
 
 def changed_files(sources: Sequence[EnvironmentSource], accepted: Sequence[AcceptedFile]) -> list[str]:
     """The files of the code of environments that are other than what was accepted, and accepted ones that are gone."""
-    gone = [one.file for one in accepted if one.sha256 != _UNREADABLE and not os.path.exists(one.file)]
-    return list(dict.fromkeys([*gone, *(one.file for one in accepted_files(sources) if one not in accepted)]))
+    known = {one.file: one.sha256 for one in accepted}
+    gone = [file for file, digest in known.items() if digest != _UNREADABLE and not os.path.exists(file)]
+    others = [one.file for one in accepted_files(sources) if known.get(one.file) != one.sha256]
+    return list(dict.fromkeys([*gone, *others]))
 
 
-def only_accepted(
-    source: EnvironmentSource, accepted: Sequence[AcceptedFile] | None, agents: Iterable[str]
-) -> dict[str, Any]:
+def only_accepted(accepted: Sequence[AcceptedFile] | None, agents: Iterable[str]) -> dict[str, Any]:
     """What a source needs besides for a worker that imports accepted code only: `toprope.sdk.worker.accepted`.
 
     Args:
@@ -137,10 +177,8 @@ def only_accepted(
     """
     if accepted is None:
         return {}
-    first = [file for file in _first([source]) if not Path(file).is_relative_to(ENVIRONMENTS)]
-    near = [package_of(file) or os.path.dirname(os.path.abspath(file)) for file in first]
     files = {os.path.realpath(one.file): one.sha256 for one in accepted}
-    folders = [path for one in (*agents, *near) if not is_broad(one) for path in (one, os.path.realpath(one))]
+    folders = [path for one in agents for path in (os.path.abspath(one), os.path.realpath(one))]
     return {"accepted": {"files": files, "folders": folders}}
 
 

@@ -1,4 +1,4 @@
-"""Lets a worker import no other code than its run was accepted with, from the folders of environments.
+"""Lets a worker import accepted files only as they were accepted, and nothing else from folders of agents.
 
 A module is compared as it is imported, so code that is replaced after its driver's check does not run.
 """
@@ -7,34 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import os
-import site
-import sysconfig
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType
 
 __all__ = ["accept_only"]
 
-_SDK = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
 
 def accept_only(files: Mapping[str, str], folders: Sequence[str]) -> None:
-    """From now on, this process's imports raise ImportError for other modules below some folders.
+    """From now on, this process's imports raise ImportError for accepted files that changed and others of agents.
 
-    Installed packages are not compared, nor what code reads and executes by itself, nor programs that it starts.
+    Other files of the owner are not compared, nor what code reads and executes by itself, nor programs that it starts.
 
     Args:
-        files: SHA-256 in hexadecimal by real path.
-        folders: Their paths, with links and without.
+        files: SHA-256 of the accepted files in hexadecimal by real path.
+        folders: The folders that agents write, with links and without.
     """
-    known = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    installed = [_SDK, *known, *site.getsitepackages(), site.getusersitepackages()]
-    apart = tuple(os.path.join(os.path.realpath(place), "") for place in installed)
     watched = tuple(os.path.join(folder, "") for folder in folders)
 
     def is_watched(path: str) -> bool:
         real = os.path.realpath(path)  # a link may lead into these folders, or out of them
-        return (real.startswith(watched) or os.path.abspath(path).startswith(watched)) and not real.startswith(apart)
+        return real in files or real.startswith(watched) or os.path.abspath(path).startswith(watched)
 
     def require(path: str, content: bytes) -> None:
         if files.get(os.path.realpath(path)) != hashlib.sha256(content).hexdigest():

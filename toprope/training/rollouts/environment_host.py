@@ -200,8 +200,8 @@ class EnvironmentHost:
 
     async def _open_worker(self) -> EnvironmentWorker:
         """A new worker with the environment and its levels open. Raises: see `start`."""
-        self._require_accepted_code()
-        loaded = measurement_digests(self.source)
+        await asyncio.to_thread(self._require_accepted_code)  # packages may be large
+        loaded = await asyncio.to_thread(measurement_digests, self.source)
         section = self.plan.section
         # The keeper gave this process all variables that the environment may have, including keys that the owner named
         # for it. The run's folder marks every process that the environment starts as the run's.
@@ -269,7 +269,7 @@ class EnvironmentHost:
         knobs = dict(section.knobs)
         if curriculum is not None:
             knobs[curriculum.knob] = curriculum.levels[curriculum.measured]
-        accepted = only_accepted(self.source, self._code, passed_on().agents)
+        accepted = only_accepted(self._code, passed_on().agents)
         card = self._card = await worker.open(
             self.source.for_worker(os.environ, *self.plan.knob_sets) | accepted,
             timeout=timeout,

@@ -19,7 +19,6 @@ from typing import Any
 
 from toprope.analysis.budget import GB, HOUR, Demand
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.digests import accepted_files
 from toprope.records.run.folder import RUN_ID, RunFolder, folder_bytes, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
@@ -404,7 +403,6 @@ def _sampling(first: Specification, runs: Path) -> tuple[str, float] | None:
 def _hash(specifications: Sequence[Specification], shown: Preview, frozen: FrozenLimits | None) -> str:
     """Hash everything that was shown and would be started, without run ids and times."""
     first = specifications[0]
-    code = accepted_files([first.environment, *first.mixture]) if first.code is None else first.code
     content = {
         "draft": [first.draft_id, first.draft_revision, first.kind],
         "plan": [
@@ -416,7 +414,7 @@ def _hash(specifications: Sequence[Specification], shown: Preview, frozen: Froze
         "environment": first.environment.model_dump(mode="json"),
         "mixture": [source.model_dump(mode="json") for source in first.mixture],
         # A start runs what is hashed here: read twice, the code could be replaced in between.
-        "code": [one.model_dump() for one in code],
+        "code": [one.model_dump() for one in first.code or ()],
         "config": [one.config.model_dump(mode="json") for one in specifications],
         "estimates": {
             name: None if one is None else [f"{value:.3g}" for value in (one.value, one.low, one.high)]

@@ -139,8 +139,7 @@ class RunStarter:
         else:
             require("A run", *TRAINING)
         require_memory(specifications[0], self._home.settings())
-        code = accepted_code(specifications[0], self._home)  # the hash of the preview covers it
-        specifications = [one.model_copy(update={"code": code}) for one in specifications]
+        specifications = self._with_code(specifications)
         with ExitStack() as stack:
             with ledger_lock(self._home.ensure().runs):
                 specifications, make_preview = self._reserve(specifications, request, stack)
@@ -173,6 +172,11 @@ class RunStarter:
         python = engine_python(self._home, specification.config.inference.engine)
         return specification.model_copy(update={"engine_python": python})
 
+    def _with_code(self, specifications: Sequence[Specification]) -> list[Specification]:
+        """Take the code that may run, part of the preview's hash; before the ledger's lock, because it is slow."""
+        code = accepted_code(specifications[0], self._home)
+        return [one.model_copy(update={"code": code}) for one in specifications]
+
     def preview(
         self, request: StartRequest, *, with_keys: bool = True, ask: bool = True
     ) -> tuple[Preview, str, list[Specification]]:
@@ -184,7 +188,7 @@ class RunStarter:
 
         Raises: As `start`; a limit that forbids the start is found here, too.
         """
-        specifications = self._frozen(request, with_keys=with_keys)
+        specifications = self._with_code(self._frozen(request, with_keys=with_keys))
         require_memory(specifications[0], self._home.settings())
         with ExitStack() as stack, ledger_lock(self._home.ensure().runs):
             specifications, make_preview = self._reserve(specifications, request, stack)

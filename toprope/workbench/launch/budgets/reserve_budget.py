@@ -127,7 +127,8 @@ def with_raised_caps(specification: Specification, limits: Limits, machine: Mach
     for quantity, former in frozen.caps.items():
         now, before, bound = own.get(quantity), used.get(quantity, 0.0), most.get(quantity, math.inf)
         together = limits.get("disk_gb" if quantity == "disk_gb" else f"per_day.{quantity}")
-        together = together if bound else None  # 0: it uses none of it
+        # With bound 0 it uses none of it. A former cap above 0 stays: its GPUs may be back at the next resume.
+        together = together if bound or former.value else None
         if together is not None:
             room = before + min(_left(together, quantity, accounts), bound)
             if now is None or room < now.value:
@@ -177,12 +178,14 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
     )
     refusals = []
     for quantity, cap in (frozen.caps if frozen else {}).items():
-        if quantity not in ("steps", "disk_gb") and used.get(quantity, 0.0) >= cap.value:
+        before = used.get(quantity, 0.0)
+        spent_all = before > cap.value or before == cap.value > 0  # as the watcher of budgets decides
+        if quantity not in ("steps", "disk_gb") and spent_all:
             why = f" (reason: {cap.reason.rstrip('.')})" if cap.reason else ""
             refusals.append(
                 Refusal(
                     cap.limit,
-                    f"{specification.run_id} has used {used.get(quantity, 0.0):.3g} of the {cap.value:.3g} "
+                    f"{specification.run_id} has used {before:.3g} of the {cap.value:.3g} "
                     f"{UNITS[quantity]} that {cap.limit} allowed it at its start, set by "
                     f"{frozen.source if frozen else ''}{why}.",
                     f"Its checkpoint stays: once {cap.limit} leaves it more, {goes_on}; a new run can start from it, "

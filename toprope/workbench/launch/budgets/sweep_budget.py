@@ -93,7 +93,8 @@ def _member(sweep: Specification, plan: SweepPlan, steps: int, home: Home) -> Sp
     else:
         run_plan = TestPlan(tasks=config.evaluation.validation_tasks, group_size=config.rollout.group_size)
     [made] = freeze_drafts(home, [draft_of_sweep(sweep, config)], run_plan)
-    return made.model_copy(update={"member": SweepMember(sweep=made.run_id, candidate="c001", epoch=1)})
+    member = SweepMember(sweep=made.run_id, candidate="c001", epoch=1)
+    return made.model_copy(update={"member": member, "code": sweep.code})
 
 
 def _of_all(found: Preview, plan: SweepPlan, sweep: Specification) -> Preview:
