@@ -119,3 +119,13 @@ def test_shipped_limits_are_valid_and_need_no_consent():
     shipped = Limits.read(Path(__file__).resolve().parents[2] / "configs" / "limits.yaml", owners=False)
     assert shipped.confirm == "never"
     assert isinstance(freeze_limits(shipped, DEMAND, []), FrozenLimits)
+
+
+def test_a_run_that_costs_nothing_starts_when_the_money_of_the_day_is_spent(tmp_path):
+    owner = limits(tmp_path, "per_day: {cost_usd: 5}\nprices: {cpu_hour_usd: 0}")
+    found = freeze_limits(owner, DEMAND, [account(used={"cost_usd": 6.0})])
+    assert isinstance(found, FrozenLimits) and found.caps["cost_usd"].value == found.reserved["cost_usd"] == 0
+    # A run without a bound takes what is left, which is nothing.
+    endless = Demand(steps=1000, processors=4)
+    [refusal] = freeze_limits(owner, endless, [account(used={"cost_usd": 6.0})])
+    assert refusal.limit == "per_day.cost_usd"

@@ -108,8 +108,9 @@ def test_lineage_follows_weights_through_runs(folder):
     assert len(lineage_of(folder, model)) <= 20
 
 
-def measured(name, wins):
-    return Measured(name, 0, {}, {}, Answers(tuple(f"t{index}" for index in range(len(wins))), tuple(wins)))
+def measured(name, wins, *, begin=0):
+    tasks = tuple(f"t{index}" for index in range(len(wins)))
+    return Measured(name, 0, {}, {}, Answers(tasks[begin:], tuple(wins)[begin:]))
 
 
 def test_win_of_one_seed_alone_is_a_warning():
@@ -120,3 +121,7 @@ def test_win_of_one_seed_alone_is_a_warning():
     near = [0] * 5 + [1] * 12 + [0] * 83
     assert lone_wins("b", [measured("a", low), measured("b", near)]).state == "ok"
     assert lone_wins("a", [measured("a", low)]).state == "unknown"
+    # An answer that nobody judged leaves the others comparable.
+    lucky = lone_wins("c", [measured("a", low, begin=1), measured("b", low), measured("c", high)])
+    assert lucky.state == "warning" and (lucky.observed["alone"], lucky.observed["tasks"]) == (50, 99)
+    assert lone_wins("c", [measured("a", low, begin=80), measured("c", high)]).state == "unknown"

@@ -18,7 +18,7 @@ from toprope.errors import Corrupt
 from toprope.records.messages import Evaluated
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import AcceptedFile, Specification
-from toprope.records.run.status import read_events
+from toprope.records.run.status import Status, read_events
 from toprope.records.sweep_journal import (
     Candidate,
     Finalist,
@@ -339,3 +339,15 @@ def test_sweep_whose_code_changed_fails_without_scores(tmp_path, monkeypatch):
         with pytest.raises(CodeChanged, match="changed after its start was confirmed") as refused:
             anyio.run(Conductor(member, home).run)
         assert f"toprope resume {spec.run_id}" in refused.value.hint and not lines_of(folder, "scored")
+
+
+def test_strategies_are_told_how_many_answers_were_errors(tmp_path):
+    home = Home(tmp_path / "home", tmp_path / "config").ensure()
+    spec = sweep_stand_ins.sweep_in(home)
+    spec.write(RunFolder.create(home.runs, spec.run_id))
+    after = {"accuracy": 0.0, "tasks": 4, "successes": 0, "reward_mean": None, "errors": 4}
+    times = {"created_at": 0.0, "since": 0.0, "updated_at": 0.0}
+    status = Status(run_id=spec.run_id, kind="train", environment="dice", state="completed", **times)
+    status.evaluations = {"after": after}
+    measured = SweepMembers(home, spec).read_result(status)
+    assert measured.model_dump(include=set(after)) == after

@@ -354,12 +354,17 @@ async def rl_test_inference(
 
 
 def _tested(model: Mapping[str, Any]) -> dict[str, Any]:
-    """One model's result. Hermes counts an answer as correct if its score is above 0."""
+    """One model's result. Hermes counts an answer as correct if its score is above 0.
+
+    A step without scores is left out; errors have no scores, but count as answers that are not correct.
+    """
     steps = [
         {"step": number, "completions": len(scores), "correct": sum(one > 0 for one in scores), "scores": scores}
         for number, scores in enumerate(model.get("scores", []), 1)
+        if scores
     ]
-    answered, right = sum(one["completions"] for one in steps), sum(one["correct"] for one in steps)
+    measured = model.get("measured") or {"rollouts": 0, "tasks": 0}
+    answered, tasks, right = measured["rollouts"], measured["tasks"], sum(one["correct"] for one in steps)
     solved, scale = sum(one["correct"] > 0 for one in steps), model["name"].rpartition("/")[2]
     told = {
         "model": model["model"],
@@ -371,7 +376,7 @@ def _tested(model: Mapping[str, Any]) -> dict[str, Any]:
         "correct_completions": right,
         "accuracy": round(right / answered, 3) if answered else 0,
         "steps_with_correct": solved,
-        "step_success_rate": round(solved / len(steps), 3) if steps else 0,
+        "step_success_rate": round(solved / tasks, 3) if tasks else 0,
     }
     return told if model.get("error") is None else {**told, "error": marked(model["error"], 400)}
 

@@ -145,7 +145,8 @@ def freeze_limits(
             bound = max(left, 0.0) / count  # unbounded: it may use what is left of the day
         if bound is None:
             continue
-        if left <= 0 or bound * count > left * (1 + 1e-9):
+        free = bound_by.get(quantity) == 0
+        if not free and (left <= 0 or bound * count > left * (1 + 1e-9)):
             refusals.append(_too_much(limits, limit, quantity, bound, count, left, accounts, demand))
         else:
             reserved[quantity] = bound

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from toprope.analysis.statistics.comparison import Measured
+from toprope.analysis.statistics.comparison import Measured, Side, on_shared_tasks, unlike
 from toprope.analysis.statistics.sign_flip import sign_flip
 from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RUN_ID, RunFolder, read_json
@@ -88,10 +88,16 @@ def lone_wins(run_id: str, group: Sequence[Measured]) -> Check:
     Args:
         group: All measured runs of its group, this one included.
     """
+    unknown = Check(name="seeds", state="unknown", what="No other seed of its group was measured on the same tasks.")
     own = next((one for one in group if one.run_id == run_id), None)
-    others = [one for one in group if one.run_id != run_id and one.sampled.tasks == (own and own.sampled.tasks)]
-    if own is None or not others:
-        return Check(name="seeds", state="unknown", what="No other seed of its group was measured on the same tasks.")
+    if own is None:
+        return unknown
+    mine = Side(run_id, (own,))
+    rest = [one for one in group if one.run_id != run_id and not unlike(mine, Side(one.run_id, (one,)))]
+    if not rest or unlike(mine, Side("others", tuple(rest))):
+        return unknown
+    # An answer that its judge left out is missing in one run alone.
+    (own,), others = (side.runs for side in on_shared_tasks(mine, Side("others", tuple(rest))))
     by_task = list(zip(own.sampled.wins, *(one.sampled.wins for one in others), strict=True))
     alone = sum(won > 0 and not any(rest) for won, *rest in by_task)
     rival = max(others, key=lambda one: one.sampled.accuracy)

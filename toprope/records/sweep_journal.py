@@ -90,13 +90,15 @@ class Started(_Line):
 
 
 class Measured(BaseModel, frozen=True):
-    """The result of a candidate's run. `tasks`, `successes`, `accuracy` and `reward_mean` are of the validation split,
-    None if nothing was measured. `steps`: its optimizer steps; `groups`: groups delivered to its whole line."""
+    """The result of a candidate's run. `tasks`, `successes`, `accuracy`, `reward_mean` and `errors` are of the
+    validation split, None if nothing was measured. `steps`: its optimizer steps; `groups`: groups delivered to its
+    whole line."""
 
     accuracy: float | None = None
     tasks: int | None = None
     successes: int | None = None
     reward_mean: float | None = None
+    errors: int | None = None
     steps: int = 0
     groups: int = 0
     state: str = ""

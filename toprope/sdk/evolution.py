@@ -10,8 +10,8 @@ own strategy is a class with any of these three methods; `Evolution` provides th
 
 A candidate is a mapping: `id`, `values` (by field), `steps` (optimizer steps of its own run), `parent` (id of the
 candidate it was derived from) and `continues` (id of the candidate whose weights and optimizer it continues with; None
-to start afresh). The result of a run is a mapping too: `accuracy`, `tasks`, `successes`, `reward_mean` on validation
-tasks, `steps`, `state`.
+to start afresh). The result of a run is a mapping too: `accuracy`, `tasks`, `successes`, `reward_mean` and `errors` on
+validation tasks, `steps`, `state`. `reward_mean` leaves errors out and is None if no answer has a reward.
 
 A strategy keeps no state between calls, because a conductor that was killed creates it again and goes on. Random
 numbers come from `self.chance(...)`, which depends on its arguments only. Use the standard library only: the strategy

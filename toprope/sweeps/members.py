@@ -219,6 +219,7 @@ class SweepMembers:
             tasks=summary.get("tasks"),
             successes=summary.get("successes"),
             reward_mean=summary.get("reward_mean"),
+            errors=summary.get("errors"),
             steps=int(row.get("step") or 0),
             groups=specification.first_task + int(status.counts.get("accepted") or 0),
             state=status.state,

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -239,3 +240,23 @@ def test_members_of_a_sweep_have_the_sampling_that_measured_them(tmp_path):
     folder.evaluation("test").write_text(json.dumps(evaluation))
     found = measured_run(folder, "completed").loose
     assert (found["rollout.max_new_tokens"], found["rollout.top_p"]) == ("64", "0.5")
+
+
+def without(answers, *left_out):
+    kept = [(task, won) for task, won in zip(answers.tasks, answers.wins, strict=True) if task not in left_out]
+    return Answers(tuple(task for task, _ in kept), tuple(won for _, won in kept))
+
+
+def test_greedy_answers_that_nobody_judged_are_compared_nowhere():
+    a, b = run("a", wins(10), greedy=wins(50)), run("b", wins(10), greedy=wins(100))
+    for left_out in ([], ["t7"]):  # of two lists of one length, the pairs would be of different tasks
+        one = replace(a, greedy=without(a.greedy, "t60"))
+        other = replace(b, greedy=without(b.greedy, *left_out))
+        found = compare(side("a", one), side("b", other), greedy=True)
+        assert found.only_a == 0 and found.only_b == 49 and found.verdict == "b"
+    # The sampled answers leave out another task than the greedy ones.
+    one = replace(a, sampled=without(a.sampled, "t3"), greedy=without(a.greedy, "t60"))
+    found = compare(side("a", one), side("b", b), greedy=True)
+    assert (found.only_a, found.only_b) == (0, 49)
+    few = replace(b, greedy=without(b.greedy, *(f"t{index}" for index in range(29, 200))))
+    assert compare(side("a", a), side("b", few), greedy=True) is None

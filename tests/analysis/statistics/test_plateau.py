@@ -58,3 +58,12 @@ def test_experiments_on_other_tasks_are_left_out():
     assert plateau([*easy, *hard]) is None
     found = plateau([*easy, *hard, trial(9, 0.9, measured="hard")])
     assert not found.stands and found.best_before == 0.4 and "(4 experiments on other tasks left out)" in found.says
+
+
+def test_means_over_seeds_are_less_noisy_than_single_runs():
+    seeds = (0.44, 0.46, 0.5, 0.54, 0.56)  # their standard deviation is .051
+    later = [trial(number, *(one + 0.1 for one in seeds), tasks=9000) for number in (2, 3, 4)]
+    found = plateau([trial(1, *seeds, tasks=9000), *later])
+    # t(0.975, 16) = 2.12; 2.12 * .051 * sqrt(1/5 + 1/5) = .0684; for single runs .153
+    assert found.floor == pytest.approx(0.0684, abs=0.0002) and found.from_seeds
+    assert not found.stands

@@ -12,6 +12,7 @@ from toprope_server.mcp.app import TopropeServer
 from toprope_server.mcp.roles import Role
 from toprope_tools.answers.answer import Answer
 from toprope_tools.answers.runs import Started
+from toprope_tools.hermes import _tested
 from toprope_tools.workshop import Workshop
 
 from tests.support.services.openai_stand_in import OpenAiStandIn
@@ -273,3 +274,13 @@ def test_models_are_measured_in_a_real_run(tmp_path, monkeypatch):
     assert right["accuracy"] == right["step_success_rate"] == 1.0 and right["steps"][2]["scores"] == [1.0, 1.0]
     assert mute["correct_completions"] == 0 and mute["steps_with_correct"] == 0
     assert told["summary"]["best_model"] == "right" and told["summary"]["models_succeeded"] == 2
+
+
+def test_answers_without_a_score_are_no_steps():
+    """Of three tasks, one answer is an error and two have no verdict."""
+    measured = {"rollouts": 4, "tasks": 2}
+    told = _tested({"name": "a", "model": "a", "scores": [[1.0, 0.0], [], [1.0]], "measured": measured})
+    assert [one["step"] for one in told["steps"]] == [1, 3] and told["steps_tested"] == 2
+    assert (told["total_completions"], told["accuracy"], told["step_success_rate"]) == (4, 0.5, 1.0)
+    failed = _tested({"name": "a", "model": "a", "scores": [], "measured": None, "error": "no key"})
+    assert (failed["total_completions"], failed["accuracy"], failed["step_success_rate"]) == (0, 0, 0)

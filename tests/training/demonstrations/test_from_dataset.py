@@ -20,6 +20,7 @@ from toprope.training.rollouts.workers.environment_worker import EnvironmentWork
 from toprope.trajectories.datasets.store import DatasetStore
 from toprope.trajectories.datasets.writers import writing
 from toprope.trajectories.items import TrajectoryItem
+from toprope.trajectories.synthesis.generators import add_noise, swap_io
 from toprope.workbench.launch.lineage import with_dataset
 
 ADD = '''
@@ -120,6 +121,15 @@ def test_heldout_items_of_data_set_are_left_out(tmp_path: Path):
         0
     ].task_id == Task("1 + 1?").id
     assert seen == [("best@v1", traces[0].task_id), ("add", traces[1].task_id)]
+
+
+def test_copies_of_heldout_items_are_left_out(tmp_path: Path):
+    of_task = TrajectoryItem("other words", "x", 1.0, {"task": f"add/{Task('104 + 1?').id}"})
+    firsts = [item(103), of_task, item(1)]
+    made(tmp_path / "datasets", *swap_io(add_noise(firsts, 0.3)), *add_noise(firsts, 0.3))
+    traces, _ = taken(tmp_path, frozen(tmp_path))
+    assert len(traces) == 2
+    assert {trace.variant for trace in traces} == {3, 6}
 
 
 def test_items_of_the_only_task_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -11,11 +11,13 @@ import pytest
 
 from tests.support.rollout_stand_ins import only_environment
 from tests.support.services.openai_stand_in import OpenAiStandIn
+from toprope.analysis.reports.report import _tested
 from toprope.errors import ComponentFailed
 from toprope.records.run.specification import ModelUnderTest, TestPlan
+from toprope.records.run.tested_models import TestedModel, best_model
 from toprope.settings.endpoints import Endpoint
 from toprope.settings.sections.launcher import LauncherSection
-from toprope.training.evaluation.model_comparison import best_model, compare_models, models_summary
+from toprope.training.evaluation.model_comparison import compare_models, models_summary
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, ModelFailed, Unanswered
 from toprope.training.rollouts.environment_set import EnvironmentSet
@@ -207,10 +209,22 @@ def test_failed_models_do_not_affect_others(tmp_path: Path, server: OpenAiStandI
 def test_errors_of_a_model_have_no_reward_and_make_it_no_better(tmp_path: Path, server: OpenAiStandIn) -> None:
     [failing] = play(tmp_path, server, ["right"], tasks=2, attribute="Raising")
     assert failing.sampled["errors"] == 4 and failing.sampled["reward_mean"] is None
-    sampled = {**failing.sampled, "errors": 0, "reward_mean": -2.0}
-    sound = failing.model_copy(update={"name": "sound", "sampled": sampled})
-    best = best_model([failing, sound, failing])
-    assert best is not None and best.name == "sound"
+    assert failing.scores == [[], []]
+
+    def model(name: str, *rewards: float) -> TestedModel:
+        sampled = {**failing.sampled, "errors": 4 - len(rewards), "reward_mean": sum(rewards) / len(rewards)}
+        return failing.model_copy(update={"name": name, "sampled": sampled, "scores": [list(rewards)]})
+
+    def best(*models: TestedModel) -> str:
+        found, told = best_model(models), _tested(models)
+        assert found is not None and told is not None and told.best == found.name
+        return found.name
+
+    assert best(failing, model("sound", -2.0, -1.0, -2.0, -2.0), failing) == "sound"
+    # One error weighs no more than one answer.
+    assert best(model("bad", -9.0, -9.0, -9.0, -9.0), model("good", -1.0, -1.0, -1.0)) == "good"
+    assert best(model("good", 0.9, 0.9, 0.9), model("bad", 0.1, 0.1, 0.1, 0.1)) == "good"
+    assert best(model("one", 0.5, 0.5), model("four", 0.4, 0.4, 0.4, 0.4)) == "four"
 
 
 def test_model_whose_answers_nobody_could_judge_has_no_accuracy(tmp_path: Path, server: OpenAiStandIn) -> None:

@@ -254,8 +254,10 @@ def test_an_answer_whose_judge_failed_counts_nowhere(error: str) -> None:
     tested = summarize_test(groups, 2)
     assert (tested["tasks"], tested["rollouts"], tested["successes"], tested["unjudged"]) == (2, 3, 3, 3)
     assert (tested["pass_at_k"], tested["all_right_share"], tested["all_wrong_share"]) == (1.0, 1.0, 0.0)
-    assert results_by_task(groups) == {"tasks": ["won"], "wins": [2]}
+    assert results_by_task(groups) == {"tasks": ["won"], "wins": [2], "unjudged": ["half", "none"]}
     assert scores_by_task(groups) == [[0.7, 0.7], [0.7], []]
+    raised = Outcome(0.0, error="ValueError")  # 0 would be the best of negative rewards
+    assert scores_by_task([replace(groups[0], outcomes=[Outcome(-0.5), raised])]) == [[-0.5]]
 
 
 def test_evaluation_without_any_verdict_fails(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from toprope.records.run.folder import (
 from toprope.records.run.metrics import read_history
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Event, Status, read_events
-from toprope.records.run.tested_models import TestedModel, read_answers, read_measurements, read_models
+from toprope.records.run.tested_models import TestedModel, best_model, read_answers, read_measurements, read_models
 
 _POINTS = 10
 _BEFORE, _AFTER, _TEST = "before", "after", "test"
@@ -202,11 +202,11 @@ def _tested(models: Sequence[TestedModel]) -> Models | None:
         for model in models
     ]
     measured = [(report.name, report.measured) for report in reports if report.measured is not None]
-    best = max(measured, key=lambda one: (one[1].accuracy, -one[1].errors, one[1].reward_mean or 0.0), default=None)
+    best = best_model(models)
     works = [2 * one.errors < (one.rollouts or one.tasks) for _, one in measured]
     return Models(
         models=reports,
-        best=best[0] if best else None,
+        best=best.name if best else None,
         mean_accuracy=_mean(one.accuracy for _, one in measured),
         environment_works=any(works) if works else None,
     )

@@ -84,7 +84,7 @@ class ModelReport(BaseModel):
     error: str | None = None
     measured: Accuracy | None = None
     scores: list[list[float]] = []
-    """The rewards of all answers to each task."""
+    """The rewards of all answers to each task; errors have none."""
     examples: list[dict[str, Any]] = []
     seconds: float
     unanswered: int = 0

@@ -147,7 +147,7 @@ def unlike(a: Side, b: Side) -> list[str]:
         for run in runs[1:]:
             if not _same_tasks(first.sampled.tasks, run.sampled.tasks):
                 same = len(set(run.sampled.tasks) & set(first.sampled.tasks))
-                if len(_shared(runs)) < FEWEST_SHARED:
+                if len(_shared([one.sampled.tasks for one in runs])) < FEWEST_SHARED:
                     problems.append(
                         f"{run.run_id} was measured on other tasks than {first.run_id}: {len(run.sampled.tasks)} and "
                         f"{len(first.sampled.tasks)}, {same} of them the same; {FEWEST_SHARED} are the fewest."
@@ -167,7 +167,7 @@ def on_shared_tasks(a: Side, b: Side) -> tuple[Side, Side]:
     runs = [*a.runs, *b.runs]
     if all(_same_tasks(runs[0].sampled.tasks, run.sampled.tasks) for run in runs[1:]):
         return a, b
-    kept = _shared(runs)
+    kept = _shared([run.sampled.tasks for run in runs])
 
     def only(side: Side) -> Side:
         return replace(
@@ -181,14 +181,10 @@ def on_shared_tasks(a: Side, b: Side) -> tuple[Side, Side]:
     return only(a), only(b)
 
 
-def _shared(runs: Sequence[Measured]) -> list[str]:
-    """Return the tasks that all runs measured once, in the order of the first run."""
-    counts = [Counter(run.sampled.tasks) for run in runs]
-    return [
-        task
-        for task in runs[0].sampled.tasks
-        if not task.startswith(_UNPLAYED) and all(count[task] == 1 for count in counts)
-    ]
+def _shared(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Return the tasks that every list has once, in the order of the first."""
+    counts = [Counter(tasks) for tasks in lists]
+    return [task for task in lists[0] if not task.startswith(_UNPLAYED) and all(count[task] == 1 for count in counts)]
 
 
 def _only(answers: Answers, kept: Sequence[str]) -> Answers:
@@ -198,8 +194,11 @@ def _only(answers: Answers, kept: Sequence[str]) -> Answers:
 
 
 def _greedy_only(answers: Answers | None, kept: Sequence[str]) -> Answers | None:
-    """Return the greedy answers to the kept tasks; None if there are none, or not to all of them."""
-    return None if answers is None or not set(kept) <= set(answers.tasks) else _only(answers, kept)
+    """Return the greedy answers to those of the kept tasks that have one; None if there are none at all."""
+    if answers is None:
+        return None
+    judged = set(answers.tasks)
+    return _only(answers, [task for task in kept if task in judged])
 
 
 def _same_tasks(one: Sequence[str], other: Sequence[str]) -> bool:
@@ -217,7 +216,7 @@ def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
         greedy: Compare the greedy answers instead of the sampled ones.
 
     Returns:
-        The comparison; None if a run has no greedy answers.
+        The comparison; None if a run has no greedy answers, or too few to tasks that all share.
 
     Raises:
         InvalidValue: The sides are not comparable, or one is empty.
@@ -227,9 +226,10 @@ def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
     if problems := unlike(a, b):
         raise InvalidValue(" ".join(problems))
     a, b = on_shared_tasks(a, b)
-    answers_a, answers_b = (_answers(side, greedy) for side in (a, b))
-    if answers_a is None or answers_b is None:
+    answers = _answers([*a.runs, *b.runs], greedy)
+    if answers is None:
         return None
+    answers_a, answers_b = answers[: len(a.runs)], answers[len(a.runs) :]
     means_a, means_b = _means(answers_a), _means(answers_b)
     difference = statistics.fmean(means_b.by_run) - statistics.fmean(means_a.by_run)
     units = _differences(answers_a, answers_b)
@@ -262,9 +262,16 @@ def compare(a: Side, b: Side, *, greedy: bool = False) -> Comparison | None:
     )
 
 
-def _answers(side: Side, greedy: bool) -> list[Answers] | None:
-    found = [run.greedy if greedy else run.sampled for run in side.runs]
-    return None if any(one is None for one in found) else [one for one in found if one is not None]
+def _answers(runs: Sequence[Measured], greedy: bool) -> list[Answers] | None:
+    """Return the answers of all runs to the same tasks; None if a run has none, or they share too few tasks."""
+    found = [one for run in runs if (one := run.greedy if greedy else run.sampled) is not None]
+    if len(found) < len(runs):
+        return None
+    # Unjudged answers are left out of the greedy and of the sampled ones, so their tasks may differ.
+    if all(_same_tasks(found[0].tasks, one.tasks) for one in found[1:]):
+        return found if found[0].tasks else None
+    kept = _shared([one.tasks for one in found])
+    return [_only(one, kept) for one in found] if len(kept) >= FEWEST_SHARED else None
 
 
 def _means(answers: Sequence[Answers]) -> Means:

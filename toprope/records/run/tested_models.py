@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ class TestedModel(BaseModel):
     sampled: dict[str, Any] | None = None
     """Counts, means and shares over all answers, as in an evaluation."""
     scores: list[list[float]] = []
-    """The rewards of all answers to each task, in the order of the tasks."""
+    """The rewards of all answers to each task, in the order of the tasks; errors have none."""
     examples: list[dict[str, Any]] = []
     seconds: float
     answered: int = 0
@@ -133,6 +134,24 @@ def read_answers(folder: RunFolder) -> list[AnsweredConversation]:
         Corrupt: It cannot be read.
     """
     return _read(folder, "answers.json", _answers)
+
+
+def best_model(models: Sequence[TestedModel]) -> TestedModel | None:
+    """The measured model with the highest accuracy, then the highest mean reward; None if no model was measured.
+
+    An error counts as the lowest reward of all models here, or 0 if that is less.
+    """
+    measured = [(model, model.sampled) for model in models if model.sampled and model.sampled["tasks"]]
+    rewards = [reward for model, _ in measured for scores in model.scores for reward in scores]
+    worst = min(0.0, *rewards, *(sampled["reward_mean"] or 0.0 for _, sampled in measured)) if measured else 0.0
+
+    def rank(one: tuple[TestedModel, dict[str, Any]]) -> tuple[float, float]:
+        sampled = one[1]
+        answers, errors = sampled.get("rollouts") or sampled["tasks"], sampled["errors"]
+        total = (sampled["reward_mean"] or 0.0) * (answers - errors) + worst * errors
+        return sampled["accuracy"], total / answers
+
+    return max(measured, key=rank)[0] if measured else None
 
 
 def add_measurement(folder: RunFolder, by: str, measurement: Measurement) -> None:

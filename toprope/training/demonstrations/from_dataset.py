@@ -76,8 +76,10 @@ async def write_dataset_demonstrations(
                 continue
             prompt_id = content_id(state)
             task = str(item.metadata.get("task") or prompt_id)
-            own_id = task.rpartition("/")[2]  # tasks of a mixture are ENVIRONMENT/ID
-            if not heldout.isdisjoint((task, own_id, prompt_id)):
+            first = str(item.metadata.get("first_task") or task)  # of the item that a mutation copied
+            ids = {prompt_id, str(item.metadata.get("first_prompt")), task, first}
+            ids |= {one.rpartition("/")[2] for one in (task, first)}  # tasks of a mixture are ENVIRONMENT/ID
+            if not heldout.isdisjoint(ids):
                 left += 1
                 continue
             taken += 1

@@ -269,17 +269,24 @@ def status_summary(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def results_by_task(groups: list[SampledGroup]) -> dict[str, Any]:
     """Results in the order of the split: `tasks`, the hashes of the tasks' contents, and `wins`, the number of
-    successful answers to each. Tasks with an unjudged answer are left out: their wins compare with no others."""
-    groups = _judged(groups)
-    return {
-        "tasks": [f"{group.environment}/{group.task_id}" if group.environment else group.task_id for group in groups],
-        "wins": [sum(outcome.success for outcome in group.outcomes) for group in groups],
+    successful answers to each. Tasks with an unjudged answer are in `unjudged`: their wins compare with no others."""
+    judged = _judged(groups)
+    found: dict[str, Any] = {
+        "tasks": [_task_of(group) for group in judged],
+        "wins": [sum(outcome.success for outcome in group.outcomes) for group in judged],
     }
+    if len(judged) < len(groups):
+        found["unjudged"] = sorted({_task_of(group) for group in groups} - set(found["tasks"]))
+    return found
+
+
+def _task_of(group: SampledGroup) -> str:
+    return f"{group.environment}/{group.task_id}" if group.environment else group.task_id
 
 
 def scores_by_task(groups: list[SampledGroup]) -> list[list[float]]:
-    """The rewards of all judged answers to each task, with six significant digits."""
-    return [[float(f"{one.reward:.6g}") for one in group.outcomes if not one.unjudged] for group in groups]
+    """The rewards of all answers to each task, with six significant digits; errors have none."""
+    return [[float(f"{one.reward:.6g}") for one in group.outcomes if one.error is None] for group in groups]
 
 
 def _judged(groups: list[SampledGroup]) -> list[SampledGroup]:

@@ -14,7 +14,7 @@ from typing import Any
 from toprope.errors import TopropeError
 from toprope.records.purse import Purse
 from toprope.records.run.specification import ModelUnderTest, TestPlan
-from toprope.records.run.tested_models import TestedModel
+from toprope.records.run.tested_models import TestedModel, best_model
 from toprope.sdk.errors import WorkerError
 from toprope.training.evaluation.evaluator import (
     example_record,
@@ -201,15 +201,3 @@ def models_summary(models: Sequence[TestedModel]) -> dict[str, Any]:
         kept = ("split", "accuracy", "tasks", "successes", "rollouts", "reward_mean", "errors")
         summary |= {"best": best.name} | {key: best.sampled[key] for key in kept}
     return summary
-
-
-def best_model(models: Sequence[TestedModel]) -> TestedModel | None:
-    """The measured model with the highest accuracy, then the fewest errors, which have no reward, then the highest
-    reward; None if no model was measured."""
-    measured = [model for model in models if model.sampled is not None]
-
-    def rank(model: TestedModel) -> tuple[float, int, float]:
-        assert model.sampled is not None
-        return model.sampled["accuracy"], -model.sampled["errors"], model.sampled["reward_mean"] or 0.0
-
-    return max(measured, key=rank, default=None)

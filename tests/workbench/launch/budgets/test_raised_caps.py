@@ -122,3 +122,20 @@ def test_agents_do_not_raise_the_cap_that_a_person_confirmed(house):
         resumed(house, folder)
     assert f"toprope resume {folder.run_id}" in refused.value.hint
     assert resumed(house, folder, by_owner=True).caps["cpu_hours"].value == 15
+
+
+def test_a_run_that_costs_nothing_goes_on(house):
+    confirm = "\nconfirm: {above: {steps: 1000000}}"
+    text = "per_day: {cost_usd: 5}\nprices: {cpu_hour_usd: 0}" + confirm
+    folder = ended(house, text, used=1, train_s=60.0)
+    assert resumed(house, folder).caps["cost_usd"].value == 0
+
+
+def test_a_cap_stays_while_the_machine_shows_no_gpu(house):
+    folder = ended(house, "per_day: {gpu_hours: 8}", used=0)
+    frozen = Specification.read(folder)
+    caps = {"gpu_hours": Cap(value=3, limit="per_day.gpu_hours")}  # as on a machine with a GPU
+    limits = frozen.limits.model_copy(update={"caps": caps, "reserved": {"gpu_hours": 3.0}})
+    frozen.model_copy(update={"limits": limits}).write(folder)
+    limits = resumed(house, folder)
+    assert limits.caps == caps and limits.reserved == {"gpu_hours": 3.0}
