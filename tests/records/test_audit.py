@@ -1,6 +1,7 @@
 """The audit trail: chained, bounded, without secrets."""
 
 import json
+import os
 import threading
 
 import pytest
@@ -103,3 +104,14 @@ def test_a_line_is_never_longer_than_its_limit(trail):
     trail.append({"did": "x", "arguments": {str(n): {str(m): "y" * 200 for m in range(20)} for n in range(20)}})
     assert max(map(len, trail.path.read_bytes().splitlines())) < 8192
     assert not trail.verify().problems
+
+
+def test_line_that_a_full_disk_cuts_is_taken_back(trail, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(audit.os, "write", lambda file, data: write(file, data[: len(data) // 2]))
+    with pytest.raises(OSError, match="No space"):
+        trail.append({"did": "lost"})
+    monkeypatch.undo()
+    assert trail.verify() == audit.Trail(6, 1, ())
+    trail.append({"did": "next"})
+    assert trail.verify() == audit.Trail(7, 1, ())

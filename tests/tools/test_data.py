@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -359,3 +361,65 @@ def test_killed_job_counts_as_ended_and_starting_job_does_not(tmp_path):
     os.close(descriptor)
     failed = job.standing()
     assert failed.ended and "was killed" in str(failed.failure) and not job.stop()
+
+
+_STOPPED = """
+import os, signal, sys
+from toprope.trajectories import __main__ as program
+program.read_json = lambda path: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(program.main(sys.argv[1:]))
+"""
+
+
+def test_stopped_job_begins_again_and_old_result_says_its_age(shop):
+    given = {"sources": ["run-a"], "format": "json", "where": {"limit": 5}}
+    order = export_order(shop.home, ["run-a"], "json", {"limit": 5})
+    job = begin(shop.home, order)
+    job.wait(WAIT_S)
+    old = time.time() - 3 * 3600
+    os.utime(job.folder / "outcome.json", (old, old))
+    reported = ask(data.export_trajectories, shop, **given)
+    assert reported.data.items == 5 and "made 3 h 0 min ago for an earlier call" in reported.text
+    assert "earlier call" not in ask(data.export_trajectories, shop, **given).text
+
+    (job.folder / "told").unlink()
+    older = time.time() - 30 * 3600
+    os.utime(job.folder / "outcome.json", (older, older))
+    assert "earlier call" not in ask(data.export_trajectories, shop, **given).text
+    assert job.is_awaited() is False and job.told()
+
+    (job.folder / "told").unlink()
+    os.utime(job.folder / "outcome.json", (older, older))
+    assert job.is_awaited(paid=True)
+    (job.folder / "outcome.json").unlink()
+    (job.folder / "order.json").unlink()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _STOPPED, str(job.folder)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    assert process.wait(WAIT_S) == 1 and json.loads((job.folder / "failure.json").read_text())["stopped"]
+    assert ask(data.export_trajectories, shop, **given).data.items == 5
+
+
+def test_data_set_survives_a_power_cut(shop, monkeypatch):
+    synced = set()
+    fsync = os.fsync
+
+    def noted(descriptor):
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    store = DatasetStore(shop.home.datasets)
+
+    def keep(text):
+        with store.making("power") as aside:
+            (aside / "items.jsonl").write_text(text)
+            return store.keep("power", aside, {"items.jsonl": 1}, lineage={}, counts={})
+
+    version, _ = keep("one\n")
+    assert {path.stat().st_ino for path in version.path.iterdir() if path.name != "items.jsonl"} <= synced
+    record = version.path / "dataset.json"
+    record.chmod(0o600)
+    record.write_bytes(b"")
+    version, new = keep("one\n")
+    assert (version.name, new) == ("power@v2", True) and store.find("power").name == "power@v2"

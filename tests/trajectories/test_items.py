@@ -389,3 +389,17 @@ def test_a_limit_ends_with_its_block():
     with render_limit(0.05):
         pass
     time.sleep(0.1)
+
+
+@pytest.mark.parametrize("told", ["false", "true", 1, [], {}])
+def test_verdict_that_is_no_boolean_does_not_count(told):
+    assert not TrajectoryItem("q", "a", 0.0, {"success": told}).success
+    assert TrajectoryItem("q", "a", 1.0, {"success": told}).success
+    assert TrajectoryItem("q", "a", 0.0, {"success": True}).success
+
+
+@pytest.mark.parametrize("told", ["v2", True, None, 2.5])
+def test_version_that_is_no_integer_is_unknown(told):
+    item = TrajectoryItem("q", "a", 1.0, {"version": told})
+    assert not Query(min_version=1).matches(item) and not Query(max_version=9).matches(item) and Query().matches(item)
+    assert Query(min_version=2).matches(TrajectoryItem("q", "a", 1.0, {"version": 2}))

@@ -55,6 +55,15 @@ def test_revert_adds_a_revision(drafts):
     assert (same.revision, changed) == (again.revision, [])
 
 
+def test_revert_over_another_algorithm_restores_its_fields(drafts):
+    draft, _ = drafts.create(SOURCE, Preset("p", "", {"algorithm.epsilon_high": 0.2}, {}), KNOBS, NONE)
+    first = draft.config
+    for name in ("sft", "rloo"):
+        changed, _ = drafts.edit(draft.id, {"algorithm.name": name}, NONE)
+    assert changed.config != first and drafts.at(draft.id, 1) == first
+    assert drafts.revert(draft.id, 1, NONE)[0].config == first
+
+
 def test_revert_applies_newer_lock(drafts):
     draft_id = edited(drafts)
     locks = Locks({"budget.steps": Lock("budget.steps", "short", max=8)})

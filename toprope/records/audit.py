@@ -10,6 +10,7 @@ matters. Lines are written without waiting for the disk.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -110,7 +111,9 @@ class AuditTrail:
                     size, tail = 0, b""
                 line, digest = _line(number + 1, last, entry)
                 lead = b"\n" if size and not tail.endswith(b"\n") else b""
-                os.write(file, lead + line)
+                if os.write(file, lead + line) < len(lead + line):  # a disk that fills up takes a part
+                    os.ftruncate(file, size)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             finally:
                 os.close(file)
             os.pwrite(head, f"{number + 1} {digest} {max(first, 1)}\n".ljust(120).encode(), 0)

@@ -41,6 +41,8 @@ def apply_changes(
     changes: Mapping[str, Any],
     knobs: Iterable[Mapping[str, Any]] = (),
     locks: LockCheck | None = None,
+    *,
+    implied: bool = True,
 ) -> tuple[Config, list[Change]]:
     """A copy of the configuration with all changes, and the fields that now differ. All or nothing.
 
@@ -49,13 +51,15 @@ def apply_changes(
         changes: Values by dotted field name, in any form that `Field.coerce` accepts.
         knobs: The knobs on the environment's card.
         locks: The owner's locks; a value that they do not allow is refused with the owner's reason.
+        implied: Let a change of `algorithm.name` set the fields that it implies. An earlier configuration is restored
+            without, because they may have been edited since.
 
     Raises:
         NotFound, LockedField, InvalidValue: Nothing was changed. The message lists every problem; the class is that of
             the problems if they are of one kind, else InvalidValue.
     """
     fields = all_fields(knobs)
-    if str(changes.get(NAME, config.algorithm.name)).strip().lower() != config.algorithm.name:
+    if implied and str(changes.get(NAME, config.algorithm.name)).strip().lower() != config.algorithm.name:
         changes = {
             **changes,
             **implied_fields(changes, lambda name, value: locks is None or locks.refusal(name, value) is None),

@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from toprope.atomic import write_json
 from toprope.errors import TopropeError
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
         return 1
     os.nice(_NICE)
     signal.signal(signal.SIGTERM, _ended)
-    failure: dict[str, str]
+    failure: dict[str, Any]
     try:
         order = Order.model_validate(read_json(folder / "order.json"))
 
@@ -51,6 +52,7 @@ def main(arguments: list[str]) -> int:
         failure = {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
     except (KeyboardInterrupt, SystemExit):
         failure = {"kind": "NotPossibleNow", "message": "It was stopped.", "hint": "Repeat the call to continue."}
+        failure["stopped"] = True
     except BaseException as error:
         traceback.print_exc()
         failure = {

@@ -32,7 +32,8 @@ class TrajectoryItem(msgspec.Struct):
 
     `metadata` of a run's rollout: `run`, `environment`, `task`, `group`, `rollout`, `version` (policy version of
     its oldest sampled token), `split`, `success`, `turns`, `truncated`, `error`, `parts`, `tokens` (sampled), and
-    `text` (source of the words, see `toprope.trajectories.capture.texts`).
+    `text` (source of the words, see `toprope.trajectories.capture.texts`). If its judge failed, `success` is None and
+    `unscored` True.
     """
 
     state: str | list[Message]
@@ -49,7 +50,7 @@ class TrajectoryItem(msgspec.Struct):
     def success(self) -> bool:
         """True if solved: the environment's own verdict, otherwise a reward of at least 1."""
         said = self.metadata.get("success")
-        return self.reward >= 1.0 if said is None else bool(said)
+        return said if isinstance(said, bool) else self.reward >= 1.0 and not self.metadata.get("unscored")
 
     @property
     def id(self) -> str:

@@ -300,14 +300,14 @@ def live_jobs(home: Home) -> Iterator[Job]:
 
 
 def begin(home: Home, asked: DataOrder) -> Job:
-    """Start the program for an order unless it runs or its result was not reported yet.
+    """Start the program for an order unless it runs or its result is still to be reported (`Job.is_awaited`).
 
     Raises:
         NoRoomWithin, NotPossibleNow: See `reserve_paid_calls`; or the owner's limit of concurrent jobs is reached.
         ComponentFailed: The program does not start.
     """
     job = job_of(home, asked.order)
-    if job.alive() if not job.ended() else not job.told():
+    if job.is_awaited(paid=bool(asked.order.teachers)) if job.ended() else job.alive():
         return job
     require_thawed(home.path)
     most = home.settings().data.at_once

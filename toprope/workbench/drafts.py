@@ -146,14 +146,14 @@ class Drafts:
         return self._edit(draft_id, lambda _: changes, locks)
 
     def _edit(
-        self, draft_id: str, changes: Callable[[Draft], Mapping[str, Any]], locks: Locks
+        self, draft_id: str, changes: Callable[[Draft], Mapping[str, Any]], locks: Locks, *, implied: bool = True
     ) -> tuple[Draft, list[Change]]:
         """See `edit`. `changes` is called within the transaction, with the draft that is edited."""
         done: list[Change] = []
 
         def edit(row: DraftRow) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             draft = _draft(row)
-            config, changed = apply_changes(draft.config, changes(draft), draft.knobs, locks)
+            config, changed = apply_changes(draft.config, changes(draft), draft.knobs, locks, implied=implied)
             done.extend(changed)
             records = [{"field": one.field, "before": one.before, "after": one.after} for one in changed]
             return config.model_dump(mode="json"), records
@@ -193,7 +193,7 @@ class Drafts:
             overridden.extend(moved)
             return {change.field: change.after for change in difference(draft.config, wanted)} | allowed
 
-        edited, changed = self._edit(draft_id, former, locks)
+        edited, changed = self._edit(draft_id, former, locks, implied=False)
         return edited, changed, overridden
 
     def fork(

@@ -65,7 +65,7 @@ def taken_back(
     for led_to, changes in reversed(edits):
         if led_to > revision:
             former |= {change.field: change.before for change in changes}
-    return apply_changes(config, former, knobs)[0]
+    return apply_changes(config, former, knobs, implied=False)[0]
 
 
 def config_of_preset(preset: Preset, environment: str) -> Config:

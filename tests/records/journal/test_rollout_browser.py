@@ -74,6 +74,16 @@ def test_filters_by_task_part_and_failure(folder):
     assert find_rollouts(folder, Query(task="xyz")).groups[2].group.outcomes[0].error == "it raised"
 
 
+def test_unjudged_answers_are_not_ranked(folder):
+    failed = "JudgeFailed: style: busy"
+    write(folder, [group(1, [0.0, 0.8], error=failed), group(2, [0.0], error=failed), group(3, [0.3, 0.5])])
+    best, worst = (find_rollouts(folder, Query(order)) for order in ("best", "worst"))
+    assert (numbers(best), numbers(worst)) == ([1, 3], [3, 1])
+    entry = best.groups[0].entry
+    assert (entry.size, entry.mean, entry.low, entry.errors, entry.parts["exact"]) == (1, 0.8, 0.8, 1, 0.8)
+    assert numbers(find_rollouts(folder, Query(failed=True))) == [2, 1]
+
+
 def test_most_changed_compares_first_and_last_sample_of_task(folder):
     write(
         folder,
@@ -114,7 +124,7 @@ def test_torn_frame_is_indexed_once_it_is_whole(folder):
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"no index of ours\n", b'{"toprope_rollouts":99}\n', b'{"toprope_rollouts":1}\n[1,2']
+    "damage", [b"", b"no index of ours\n", b'{"toprope_rollouts":99}\n', b'{"toprope_rollouts":2}\n[1,2']
 )
 def test_damaged_or_foreign_index_is_rebuilt(folder, damage):
     write(folder, [group(1, [0.5]), group(2, [0.5])])

@@ -4,6 +4,7 @@ import re
 
 import msgspec
 import pytest
+from toprope_tools.page.rollouts import rollouts
 from toprope_tools.planning.environments import select_environment
 from toprope_tools.results.rollouts import browse_rollouts
 from toprope_tools.runs.inference import test_inference as try_inference
@@ -11,6 +12,7 @@ from toprope_tools.runs.training import start_training
 
 from tests.support.journal_rollouts import group
 from tests.support.tools_house import do
+from toprope.atomic import write_json
 from toprope.errors import InvalidValue, NotFound
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Group, Outcome
@@ -177,3 +179,21 @@ def test_groups_that_were_not_kept_are_told_in_words(shop, keep, indexed):
         assert "yes 40" in page.text, "compressed segments are read"
         found = do(browse_rollouts, shop, run_id=run, task="task-17")
         assert ("yes 17" in found.text) == (keep == "sample")
+
+
+@pytest.mark.parametrize("kept", ["tasks", "unjudged"])
+@pytest.mark.parametrize("order", ["newest", "best", "most_changed"])
+def test_texts_of_heldout_tasks_from_outside_are_in_no_list(shop, order, kept):
+    groups = [group(number, [0.0, 1.0], task, answers=[f"{task} no", f"{task} yes"]) for number, task in
+              enumerate(["canary", "open", "canary", "open"], 1)]  # fmt: skip
+    run = started(shop, groups)
+    folder = shop.runs.folder(run)
+    by_task = {"tasks": [], "wins": []} | {kept: ["canary"]}
+    write_json(folder.evaluation("before"), {"sampled": {"split": "heldout", "by_task": by_task}})
+    page = do(browse_rollouts, shop, run_id=run, order=order)
+    shown = {one.task: (one.prompt, len(one.rollouts)) for one in page.data.groups}
+    assert shown["canary"] == (None, 0) and shown["open"][0] is not None and shown["open"][1]
+    assert "canary no" not in page.text and "canary yes" not in page.text and "of a held-out task" in page.text
+    assert "canary yes" not in msgspec.json.encode(rollouts(shop, run, order=order)).decode()
+    with pytest.raises(NotFound, match="no readable group 1"):
+        do(browse_rollouts, shop, run_id=run, group=1)

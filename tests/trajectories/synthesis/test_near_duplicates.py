@@ -9,6 +9,7 @@ import pytest
 
 from tests.trajectories.synthesis.conftest import WORDS, items, texts
 from toprope.errors import InvalidValue
+from toprope.records.trained_tasks import content_id
 from toprope.trajectories.items import TrajectoryItem
 from toprope.trajectories.synthesis.generators import add_noise, swap_io
 from toprope.trajectories.synthesis.near_duplicates import (
@@ -52,6 +53,17 @@ def test_shared_template_text_makes_no_duplicates():
     states = [f"Spell this word backward, letter by letter (example: sun becomes nus): {word}" for word in WORDS]
     kept, left = deduplicate(items([*states, *states[:5]]), 0.85)
     assert (len(kept), left) == (len(WORDS), 5)
+
+
+def test_long_shared_prompt_makes_no_duplicates():
+    prompt = " ".join(f"rule{number}" for number in range(80))
+    states = [f"{prompt} {one}" for one in texts(300, 3)]
+    kept, left = deduplicate(items([*states, *states[:5]]), 0.85)
+    assert (len(kept), left) == (300, 5)
+    found = Deduplicator(0.85)
+    assert [one for size in (0, 150) for one in found.add(states[size : size + 150])] == [None] * 300
+    split = split_dataset(items(states), [0.5, 0.5])
+    assert [len(held) for held in split.values()] == [150, 150]
 
 
 def test_split_dataset_separates_near_duplicates_and_tasks():
@@ -108,8 +120,11 @@ def test_add_noise_changes_given_share_of_questions_only():
 
 
 def test_swap_io_drops_score():
-    [swapped] = swap_io([TrajectoryItem("2+2?", "4", 1.0, {"score": 1, "task": "t", "success": True})])
+    [swapped] = swap_io([TrajectoryItem("2+2?", "4", 1.0, {"score": 1, "task": "t", "success": True, "index": 3})])
     assert (swapped.state, swapped.action, swapped.reward) == ("4", "2+2?", 0.0)
     first = TrajectoryItem("2+2?", "4", 1.0).id
-    assert swapped.metadata == {"origin": "swap_io", "unscored": True, "made_from": first}
+    prompt = content_id([{"role": "user", "content": "2+2?"}])
+    of_first = {"made_from": first, "first_prompt": prompt, "first_task": "t"}
+    assert swapped.metadata == {"origin": "swap_io", "unscored": True, **of_first}
+    assert add_noise([swapped], 0.5)[0].metadata.items() >= of_first.items()
     assert filter_by_score([swapped, TrajectoryItem("a", "b", 0.4)], 0.3)[0].state == "a"

@@ -19,6 +19,7 @@ from toprope.trajectories.jobs.execute import Work
 from toprope.trajectories.jobs.orders import Code, Order
 from toprope.trajectories.synthesis.generators import Mutation, TemplateSynthesiser
 from toprope.trajectories.synthesis.model_steps import (
+    EnvironmentScorer,
     EnvironmentTasks,
     OwnFilter,
     OwnGenerator,
@@ -27,7 +28,7 @@ from toprope.trajectories.synthesis.model_steps import (
     TeacherQuestions,
 )
 from toprope.trajectories.synthesis.near_duplicates import split_dataset
-from toprope.trajectories.synthesis.pipeline import SynthesisConfig, SynthesisPipeline, TryAgain
+from toprope.trajectories.synthesis.pipeline import Round, SynthesisConfig, SynthesisPipeline, TryAgain
 from toprope.trajectories.synthesis.recipe import parse_recipe
 
 SUMS = {"a": [1, 2, 3, 4, 5], "b": [{"b": "6", "sum": "x"}, {"b": "7", "sum": "y"}]}
@@ -171,6 +172,26 @@ def test_environment_tasks_come_once_despite_sparse_solver(tmp_path: Path, monke
     states = [text_of(item.state) for item in whole.items]
     assert len(states) == len(set(states)) > 24 and not whole.complete  # at most 67
     assert [text_of(item.state) for item in again.items] == states
+
+
+def test_environment_scores_answers_to_its_own_tasks_only(tmp_path: Path):
+    (tmp_path / "sparse.py").write_text(SPARSE)
+
+    async def work():
+        link = await EnvironmentWorker.start(timeout=60)
+        try:
+            await link.call("open", timeout=60, source={"file": str(tmp_path / "sparse.py"), "attribute": "Sparse"})
+            first, second = (one.metadata for one in await EnvironmentTasks(link, "sparse", solve=False).generate(2))
+            given = [first, {**second, "index": 0}, {"environment": "sparse", "task": "t"}, {**second, "index": 9999}]
+            at = Round(SynthesisConfig(), 0, [], 0)
+            seeds = [TrajectoryItem("q", str(n), 0.0, told) for n, told in enumerate(given)]
+            return at, await EnvironmentScorer(link, "sparse").apply(seeds, at)
+        finally:
+            await link.close()
+
+    at, found = asyncio.run(work())
+    assert [(one.action, "success" in one.metadata) for one in found] == [("0", True), ("2", False)]
+    assert at.dropped == {"not scored": 2}
 
 
 CALLING = """

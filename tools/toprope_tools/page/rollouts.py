@@ -1,4 +1,4 @@
-"""Rollouts, groups with whole conversations, and logs for the page. Held-out tasks are in no journal."""
+"""Rollouts, groups with whole conversations, and logs for the page. Texts of held-out tasks are shown nowhere."""
 
 from __future__ import annotations
 

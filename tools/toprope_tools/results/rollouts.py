@@ -1,7 +1,7 @@
 """Tool that browses a training run's rollouts: the best, the worst, the newest, the most changed, or all of a group.
 
 Texts come from environments and models, so they are cut, cleaned of invisible characters and marked as untrusted. The
-journal contains training tasks only; held-out tasks are in no file.
+journal contains training tasks; groups that outside environments post for held-out tasks are shown without texts.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def _lines(one: answers.BrowsedGroup, order: str) -> list[str]:
         head += f", {'up' if one.change >= 0 else 'down'} {number(abs(one.change))} since its first rollout"
     lines = [head]
     if one.prompt is None and not one.rollouts:
-        lines.append("  its texts were not kept (logging.keep_rollouts), or can no longer be read")
+        lines.append("  its texts were not kept (logging.keep_rollouts), are of a held-out task, or unreadable")
     if one.prompt is not None:
         lines.append(f"  asked {marked(one.prompt, _LONGEST)}")
     labels = ("then", "now") if order == "most_changed" and len(one.rollouts) == 2 else ("answer", "answer")

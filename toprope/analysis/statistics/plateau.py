@@ -52,11 +52,12 @@ class Plateau:
         return f"{head}: more than the {100 * self.floor:.1f} points that {why}."
 
 
-def noise_floor(experiments: Sequence[Experiment]) -> tuple[float, bool] | None:
+def noise_floor(experiments: Sequence[Experiment], runs: tuple[int, int] = (1, 1)) -> tuple[float, bool] | None:
     """Return the difference of two accuracies that chance explains (95 %), and True if seeds set it.
 
     Args:
         experiments: Experiments of one environment.
+        runs: Numbers of runs that the two accuracies are means over.
 
     Returns:
         None if nothing was measured.
@@ -79,7 +80,7 @@ def noise_floor(experiments: Sequence[Experiment]) -> tuple[float, bool] | None:
     if not freedom:
         return by_tasks, False
     variance = sum(statistics.variance(values) * (len(values) - 1) for values in repeated) / freedom
-    by_seeds = t_quantile(0.975, freedom) * math.sqrt(2 * variance)
+    by_seeds = t_quantile(0.975, freedom) * math.sqrt(variance * sum(1 / count for count in runs))
     return max(by_tasks, by_seeds), by_seeds > by_tasks
 
 
@@ -93,6 +94,10 @@ def _tasks_of(experiment: Experiment) -> set[str]:
     return {one.measured for one in experiment.figures.values() if one.accuracy is not None}
 
 
+def _runs_of(experiment: Experiment) -> int:
+    return sum(one.accuracy is not None for one in experiment.figures.values())
+
+
 def plateau(experiments: Sequence[Experiment], count: int = 3) -> Plateau | None:
     """Compare the last experiments of an environment with those before; None if too few were measured.
 
@@ -101,12 +106,13 @@ def plateau(experiments: Sequence[Experiment], count: int = 3) -> Plateau | None
         count: Number of last experiments.
     """
     measured = comparable(experiments)
-    floor = noise_floor(measured)
-    if len(measured) <= count or floor is None:
+    if len(measured) <= count:
         return None
-    before, since = measured[:-count], measured[-count:]
-    best_before = max(one.accuracy or 0.0 for one in before)
-    best_since = max(one.accuracy or 0.0 for one in since)
+    before, since = (max(part, key=lambda one: one.accuracy or 0.0) for part in (measured[:-count], measured[-count:]))
+    floor = noise_floor(measured, (_runs_of(before), _runs_of(since)))
+    if floor is None:
+        return None
+    best_before, best_since = before.accuracy or 0.0, since.accuracy or 0.0
     return Plateau(
         environment=measured[-1].environment,
         count=count,

@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -23,6 +22,7 @@ import msgspec
 from toprope.errors import InvalidValue
 from toprope.records.journal.frames import GROUP, scan
 from toprope.records.journal.groups import Group, Outcome
+from toprope.records.journal.sealed import heldout_tasks
 from toprope.records.journal.segments import open_segment, ordinals, sample_path, sampled_ordinals, segment_path
 from toprope.records.run.folder import RunFolder
 
@@ -30,7 +30,7 @@ Order = Literal["best", "worst", "most_changed", "newest"]
 
 PARSED = "parsed"
 """Reward part with which an environment reports whether it could read an answer: 1 or 0."""
-_VERSION = 1
+_VERSION = 2
 _INDEX_SECONDS = 4.0
 _MOST_TASKS = 200_000
 """Most tasks that a search for change distinguishes."""
@@ -49,6 +49,7 @@ class Entry(msgspec.Struct, array_like=True, omit_defaults=True):
     version: int
     """The oldest policy version that sampled one of its tokens; -1 if unknown."""
     size: int
+    """Judged rollouts, to which the rewards, wins and parts belong."""
     mean: float
     low: float
     high: float
@@ -107,7 +108,7 @@ class FoundGroup:
 
     entry: Entry
     group: Group | None
-    """None if its body can no longer be read."""
+    """None if its body can no longer be read, or its task is held out."""
     key: tuple[float, int]
     before: Group | None = None
     change: float | None = None
@@ -144,7 +145,7 @@ def find_rollouts(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SE
     Raises:
         InvalidValue: There is no such reward part.
     """
-    index = _Index(folder.journal)
+    index = _Index(folder)
     complete = index.extend(time.monotonic() + seconds)
     parts: set[str] = set()
     if query.order == "most_changed":
@@ -174,9 +175,9 @@ def find_rollouts(folder: RunFolder, query: Query, *, seconds: float = _INDEX_SE
 def find_group(folder: RunFolder, seq: int) -> tuple[Group | None, int, bool]:
     """Return a group of a run by its number, the number of groups that were searched, and whether these are all.
 
-    The group is None if no group has that number, or if its body can no longer be read.
+    The group is None if no group has that number, if its body can no longer be read, or if its task is held out.
     """
-    index, scanned = _Index(folder.journal), 0
+    index, scanned = _Index(folder), 0
     complete = index.extend(time.monotonic() + _INDEX_SECONDS)
     for entry in index:
         scanned += 1
@@ -196,6 +197,8 @@ def _matches(entry: Entry, query: Query) -> bool:
     if query.task is not None and query.task not in entry.task:
         return False
     if query.failed and not entry.errors and not entry.unread:
+        return False
+    if not entry.size and query.order != "newest":  # nothing to rank it by
         return False
     return query.part is None or query.part in entry.parts
 
@@ -250,9 +253,10 @@ def _most_changed(index: _Index, query: Query, complete: bool) -> RolloutPage:
 class _Index:
     """The index of one journal. If it cannot be written (a read-only folder), it is kept in memory for this call."""
 
-    def __init__(self, journal: Path) -> None:
-        self._journal = journal
-        self._path = journal / "rollouts.idx"
+    def __init__(self, folder: RunFolder) -> None:
+        self._journal = folder.journal
+        self._sealed = heldout_tasks(folder)
+        self._path = folder.journal / "rollouts.idx"
         self._extra: list[Entry] = []
         self._ends: dict[int, int] = {}
 
@@ -288,7 +292,11 @@ class _Index:
             os.close(descriptor)
 
     def read(self, entry: Entry) -> Group | None:
-        """A group's body; None if it was removed or is damaged."""
+        """A group's body; None if it was removed, is damaged, or is of a held-out task."""
+        group = self._read(entry)
+        return None if group is None or group.task_id in self._sealed else group
+
+    def _read(self, entry: Entry) -> Group | None:
         try:
             with open_segment(segment_path(self._journal, entry.segment)) as view:
                 return _groups.decode(view[entry.at : entry.at + entry.length])
@@ -392,11 +400,12 @@ def _entry(segment: int, seq: int, at: int, body: bytes) -> Entry:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return Entry(seq, segment, at, len(body), "", -1, 0, 0.0, 0.0, 0.0, 0, 0, 0, 0)
     outcomes = read.outcomes or [Outcome(score, success=score >= 1) for score in read.scores]
-    rewards = [outcome.reward for outcome in outcomes] or [0.0]
-    names = {name for outcome in outcomes for name in outcome.parts}
+    judged = [outcome for outcome in outcomes if not outcome.unjudged]
+    rewards = [outcome.reward for outcome in judged] or [0.0]
+    names = {name for outcome in judged for name in outcome.parts}
     parts = {}
     for name in sorted(names)[:32]:
-        values = [outcome.parts[name] for outcome in outcomes if name in outcome.parts]
+        values = [outcome.parts[name] for outcome in judged if name in outcome.parts]
         parts[name] = round(sum(values) / len(values), 6)
     answers = read.answers or []
     unread = sum(
@@ -411,11 +420,11 @@ def _entry(segment: int, seq: int, at: int, body: bytes) -> Entry:
         length=len(body),
         task=task if len(task) <= 128 else f"{task[:96]}-{hashlib.sha256(task.encode()).hexdigest()[:16]}",
         version=min((version for row in read.versions or [] for version, _ in row), default=-1),
-        size=len(outcomes),
+        size=len(judged),
         mean=round(sum(rewards) / len(rewards), 6),
         low=min(rewards),
         high=max(rewards),
-        wins=sum(outcome.success for outcome in outcomes),
+        wins=sum(outcome.success for outcome in judged),
         errors=sum(outcome.error is not None for outcome in outcomes),
         unread=unread,
         truncated=sum(outcome.truncated for outcome in outcomes),

@@ -13,17 +13,15 @@ from typing import Any
 
 import msgspec
 
-from toprope.errors import Corrupt, NotFound
 from toprope.records.journal.demonstrations import read_traces
 from toprope.records.journal.frames import GROUP, scan
 from toprope.records.journal.groups import MASKED, Group, Outcome
+from toprope.records.journal.sealed import heldout_tasks
 from toprope.records.journal.segments import open_segment, ordinals, sample_path, sampled_ordinals, segment_path
-from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.trajectories.capture.texts import Reader, Words, kept_words, reader_of
-from toprope.trajectories.items import SEALED, TrajectoryItem
-
-_EVALUATIONS = ("before", "after")
+from toprope.trajectories.items import TrajectoryItem
 
 
 class _Body(msgspec.Struct):
@@ -71,7 +69,7 @@ class RunReader:
         self.specification = Specification.read(folder)
         self.captured = Captured()
         self._reader: Reader | None = reader_of(folder) if words else None
-        self._sealed = _heldout_tasks(folder)
+        self._sealed = heldout_tasks(folder)
 
     def __iter__(self) -> Iterator[TrajectoryItem]:
         yield from self._of_journal()
@@ -147,7 +145,7 @@ class RunReader:
                 "rollout": place,
                 "version": oldest,
                 "split": "train",
-                "success": outcome.success,
+                **({"success": None, "unscored": True} if outcome.unjudged else {"success": outcome.success}),
                 "turns": outcome.turns,
                 "truncated": outcome.truncated,
                 "error": outcome.error,
@@ -204,17 +202,3 @@ class RunReader:
                     "teacher": trace.teacher,
                 },
             )
-
-
-def _heldout_tasks(folder: RunFolder) -> frozenset[str]:
-    """Return the ids of tasks that the run's evaluations held out."""
-    found: set[str] = set()
-    for label in _EVALUATIONS:
-        try:
-            evaluation = read_json(folder.evaluation(label))
-            for measured in evaluation.values():
-                if isinstance(measured, dict) and measured.get("split", SEALED) == SEALED:
-                    found.update(measured.get("by_task", {}).get("tasks", ()))
-        except (NotFound, Corrupt, AttributeError, TypeError):
-            continue
-    return frozenset(found)

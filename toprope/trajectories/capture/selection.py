@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from toprope.errors import InvalidValue, shown
-from toprope.trajectories.items import SEALED, TrajectoryItem
+from toprope.records.trained_tasks import content_id
+from toprope.trajectories.items import SEALED, TrajectoryItem, as_messages
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Query:
         if told.get("split") == SEALED:
             return False
         version = told.get("version")
+        if not isinstance(version, int) or isinstance(version, bool):
+            version = None
         return not (
             (self.run is not None and told.get("run") != self.run)
             or (self.environment is not None and told.get("environment") != self.environment)
@@ -111,7 +114,7 @@ class BestOfTasks:
     """
 
     def __init__(self, items: Iterable[TrajectoryItem], count: int) -> None:
-        tasks: dict[tuple[str, str], dict[tuple[Any, ...], tuple[float, int]]] = {}
+        tasks: dict[tuple[str, ...], dict[tuple[Any, ...], tuple[float, int]]] = {}
         for number, item in enumerate(items):
             task, place = _task_of(item), _place_of(item)
             best = tasks.setdefault(task, {})
@@ -138,8 +141,16 @@ def _best(
     return dict(heapq.nlargest(count, rollouts.items(), key=lambda one: one[1]))
 
 
-def _task_of(item: TrajectoryItem) -> tuple[str, str]:
-    return str(item.metadata.get("environment")), str(item.metadata.get("task"))
+def _task_of(item: TrajectoryItem) -> tuple[str, ...]:
+    """Return the environment and the task; without a task id, the group of the run, otherwise the question."""
+    told = item.metadata
+    if task := told.get("task"):
+        return str(told.get("environment")), str(task)
+    run, group = told.get("run"), told.get("group")
+    if isinstance(run, str) and isinstance(group, int):
+        return str(told.get("environment")), run, str(group)
+    first = told.get("first_prompt") or content_id(as_messages(item.state, "user"))
+    return str(told.get("environment")), "", str(first)
 
 
 def _place_of(item: TrajectoryItem) -> tuple[Any, ...]:

@@ -218,7 +218,8 @@ def kept_words(prompt: str | None, answer: str | None, conversation: Any = None)
     if isinstance(conversation, list) and all(isinstance(one, dict) for one in conversation):
         first = next((place for place, one in enumerate(conversation) if one.get("role") == "assistant"), None)
         if first is not None:
-            return Words(conversation[:first], conversation[first:], "messages")
+            said = [{**one, "content": "" if one.get("content") is None else one["content"]} for one in conversation]
+            return Words(said[:first], said[first:], "messages")
     if prompt is None and answer is None:
         return Words("", "", "none")
     cut = CUT in (prompt or "") or CUT in (answer or "")

@@ -122,8 +122,12 @@ class TrajectoryDataset:
         return self._strategy.process(item) if self._strategy.should_capture(item) else None
 
 
-def read_items(path: Path) -> Iterator[TrajectoryItem]:
+def read_items(path: Path, unreadable: Callable[[str], None] | None = None) -> Iterator[TrajectoryItem]:
     """Yield the items of a JSON lines file; empty lines are skipped.
+
+    Args:
+        path: The file.
+        unreadable: Called with the reason for each line that is not an item; without, such a line is an error.
 
     Raises:
         InvalidValue: A line is not an item; the message names it.
@@ -137,11 +141,20 @@ def read_items(path: Path) -> Iterator[TrajectoryItem]:
                 if not line.strip():
                     continue
                 try:
-                    given = msgspec.json.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    raise InvalidValue(
-                        f"{path.name}, line {number} is not JSON.", hint="Write one object per line."
-                    ) from None
-                yield item_from(given, f"{path.name}, line {number}")
+                    item = _item_of(line, f"{path.name}, line {number}")
+                except InvalidValue as problem:
+                    if unreadable is None:
+                        raise
+                    unreadable(problem.message)
+                    continue
+                yield item
     except OSError as error:
         raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
+
+
+def _item_of(line: bytes, where: str) -> TrajectoryItem:
+    try:
+        given = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise InvalidValue(f"{where} is not JSON.", hint="Write one object per line.") from None
+    return item_from(given, where)

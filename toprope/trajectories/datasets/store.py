@@ -18,7 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import toprope
-from toprope.atomic import fsync, write_json
+from toprope.atomic import fsync, write_json, write_text
 from toprope.errors import Corrupt, InvalidValue, NotFound, shown
 from toprope.records.run.digests import sha256_of
 from toprope.records.run.folder import REPAIR_HINT, read_record
@@ -209,9 +209,10 @@ class DatasetStore:
         whole = hashlib.sha256("".join(f"{one}\0{stored[one].sha256}\n" for one in sorted(stored)).encode()).hexdigest()
         versions = self.versions(name)
         if versions:
-            newest = self._read(self.path / name / versions[-1])
-            if newest.record.digest == whole:
-                return newest, False
+            with suppress(Corrupt):  # An unreadable version is passed over.
+                newest = self._read(self.path / name / versions[-1])
+                if newest.record.digest == whole:
+                    return newest, False
         number = int(versions[-1][1:]) + 1 if versions else 1
         while True:
             record = DatasetRecord(
@@ -225,8 +226,8 @@ class DatasetStore:
                 lineage=json.loads(json.dumps(dict(lineage), default=str)),
                 counts=dict(counts),
             )
-            write_json(aside / _RECORD, record.model_dump(mode="json"))
-            (aside / _CARD).write_text(card(record) if card is not None else f"# {name}\n", encoding="utf-8")
+            write_json(aside / _RECORD, record.model_dump(mode="json"), durable=True)
+            write_text(aside / _CARD, card(record) if card is not None else f"# {name}\n", durable=True)
             for file in aside.iterdir():
                 file.chmod(0o400)
             fsync(aside)

@@ -81,10 +81,12 @@ class Inbox:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if shutil.disk_usage(self.path.parent).free < _FLOOR + len(data):
             raise DiskFull(f"There is no room left for {self.path}.", hint="Make room; nothing was taken.")
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                data = b"\n" + data  # a crash cut the last line short
             if size + len(data) > _MOST_INBOX:
                 raise InvalidValue(f"{self.path} is full.", hint=f"Build a version of {self.name}, and remove it.")
             try:

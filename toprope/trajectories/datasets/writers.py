@@ -198,13 +198,12 @@ def _row(item: TrajectoryItem, writer: Writer) -> dict[str, Any]:
     plain = True
     row: dict[str, Any] = {"reward": item.reward}
     for name, said, role in (("state", item.state, "user"), ("action", item.action, "assistant")):
-        messages = as_messages(said, role)
-        plain = plain and all(one.keys() <= {"role", "content"} and isinstance(one["content"], str) for one in messages)
-        row[name] = [
-            {"role": str(one.get("role", "")), "content": one["content"] if isinstance(one["content"], str) else
-             _encode(one["content"]).decode()}
-            for one in messages
-        ]  # fmt: skip
+        row[name] = []
+        for one in as_messages(said, role):
+            content = "" if one.get("content") is None else one["content"]
+            plain = plain and one.keys() <= {"role", "content"} and isinstance(content, str)
+            text = content if isinstance(content, str) else _encode(content).decode()
+            row[name].append({"role": str(one.get("role", "")), "content": text})
     writer.simplified += not plain
     for name in _TEXTS:
         value = told.get(name)

@@ -23,6 +23,7 @@ from toprope.records.run.tested_models import ENDPOINT_KEY
 from toprope.sdk.errors import WorkerFailure
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.locks import require_allowed_knobs
+from toprope.text_format import plural
 from toprope.training.rollouts.workers.environment_worker import EnvironmentWorker
 from toprope.training.rollouts.workers.walls import environment_wall, passed_on
 from toprope.training.rollouts.workers.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
@@ -104,6 +105,8 @@ class Work:
                     f"{reader.folder.run_id} did not keep all of its older rollouts "
                     f"(logging.keep_rollouts: {reader.specification.config.logging.keep_rollouts})."
                 )
+        if lines := self._left_out["unreadable lines"]:
+            outcome.warnings.append(f"{plural(lines, 'line')} of posted items cannot be read and were left out.")
         outcome.left_out = {why: count for why, count in self._left_out.items() if count}
         outcome.seconds = round(time.monotonic() - began, 2)
         return outcome
@@ -116,10 +119,13 @@ class Work:
             if counted:
                 self._readers.append(reader)
             yield from reader
-        for path in self._files():
+        for path in self._version_files():
             yield from read_items(path)
+        for file in self._order.files:  # An inbox may have a line that a crash cut short.
+            self._digests.setdefault(Path(file).name, sha256_of(Path(file)))
+            yield from read_items(Path(file), lambda _: self._left_out.update({"unreadable lines": counted}))
 
-    def _files(self) -> Iterator[Path]:
+    def _version_files(self) -> Iterator[Path]:
         for version in self._order.versions:
             path = Path(version)
             found = DatasetStore(path.parent.parent).find(f"{path.parent.name}@{path.name}")
@@ -127,9 +133,6 @@ class Work:
                 found.require_sound()
                 self._digests[found.name] = found.record.digest
             yield from found.files
-        for file in self._order.files:
-            self._digests.setdefault(Path(file).name, sha256_of(Path(file)))
-            yield Path(file)
 
     def _selected(self) -> Iterator[TrajectoryItem]:
         """Yield the items that pass the filters. Only `whole` decodes words to find the best of each task."""

@@ -28,12 +28,17 @@ from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
 from toprope.records.run.folder import REPAIR_HINT, describe_misfits, read_json
 from toprope.sdk.worker.client import worker_environment
+from toprope.text_format import ago
 from toprope.trajectories.jobs.orders import Order, Outcome
 
 _START_S = 30.0
 _EVERY_S = 0.05
 _HOLD_S = 5.0
 _WORDS = 1500
+_OLD_S = 60.0
+"""Age from which a result that was not reported says when it was made: its caller no longer waited for it."""
+_FRESH_S = 6 * 3600.0
+"""Age up to which a repeated call takes such a result; a caller may ask about a long job only every few hours."""
 
 
 @dataclass(frozen=True)
@@ -150,14 +155,28 @@ class Job:
 
     def _result(self, alive: bool) -> Standing | None:
         """Return the state if the process wrote its result, else None."""
+        since = self._ended_at()
+        old = f"This result was made {ago(since)} for an earlier call; repeat the call for a new one."
+        is_old = time.time() - since > _OLD_S
         if (outcome := self._read("outcome.json")) is not None:
             try:
-                return Standing(alive, Outcome.model_validate(outcome))
+                found = Outcome.model_validate(outcome)
             except ValidationError as error:
                 raise Corrupt(f"{self.folder}/outcome.json: {describe_misfits(error)}.", hint=REPAIR_HINT) from None
+            return Standing(alive, found.model_copy(update={"warnings": [old, *found.warnings]}) if is_old else found)
         if (failure := self._read("failure.json")) is not None:
-            return Standing(alive, failure=_error(failure))
+            ended = _error(failure)
+            if is_old:
+                ended.message += f" {old}"
+            return Standing(alive, failure=ended)
         return None
+
+    def _ended_at(self) -> float:
+        """Return when the process wrote its result; now if it did not."""
+        for name in ("outcome.json", "failure.json"):
+            with suppress(FileNotFoundError):
+                return (self.folder / name).stat().st_mtime
+        return time.time()
 
     def wait(self, seconds: float) -> Standing:
         """Wait at most this many seconds for the end; return the state."""
@@ -173,6 +192,18 @@ class Job:
     def told(self) -> bool:
         """Return True if the result was reported to a caller."""
         return (self.folder / "told").exists()
+
+    def is_awaited(self, *, paid: bool = False) -> bool:
+        """Return True if a repeated call takes the end of this job; otherwise it starts the job again.
+
+        That is an end that was not reported and is no stop. After some hours it is out of date, if not `paid` for.
+        """
+        if self.told() or not self.ended():
+            return False
+        is_fresh = time.time() - self._ended_at() < _FRESH_S
+        if (self.folder / "outcome.json").exists():
+            return paid or is_fresh
+        return is_fresh and not (self._read("failure.json") or {}).get("stopped")
 
     def tell(self) -> None:
         """Note that the result was reported."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from toprope.errors import InvalidValue
+from toprope.records.trained_tasks import content_id
 from toprope.trajectories.items import Message, TrajectoryItem, as_messages, text_of
 from toprope.trajectories.synthesis.pipeline import DataSynthesiser, Round
 
@@ -167,7 +168,7 @@ def add_noise(items: Iterable[TrajectoryItem], level: float, *, seed: int = 0) -
                 else one
                 for one in item.state
             ]
-        told = {**item.metadata, "origin": "noise", "noise": level, "made_from": item.first_id}
+        told = {**item.metadata, **_first_of(item), "origin": "noise", "noise": level}
         noisy.append(TrajectoryItem(state, item.action, item.reward, told))
     return noisy
 
@@ -180,8 +181,8 @@ def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
     swapped = []
     for item in items:
         before = [one for one in as_messages(item.state, "user") if one.get("role") == "system"]
-        told = {**item.metadata, "origin": "swap_io", "unscored": True, "made_from": item.first_id}
-        for gone in ("success", "score", "parts", "task"):
+        told = {**item.metadata, **_first_of(item), "origin": "swap_io", "unscored": True}
+        for gone in ("success", "score", "parts", "task", "index"):
             told.pop(gone, None)
         asked = text_of([one for one in as_messages(item.state, "user") if one.get("role") != "system"])
         state: str | list[Message] = text_of(item.action)
@@ -189,6 +190,17 @@ def swap_io(items: Iterable[TrajectoryItem]) -> list[TrajectoryItem]:
             state = [*before, {"role": "user", "content": state}]
         swapped.append(TrajectoryItem(state, asked, 0.0, told))
     return swapped
+
+
+def _first_of(item: TrajectoryItem) -> dict[str, Any]:
+    """Return the metadata by which a copy is known as one of its first item's task, which may be held out."""
+    told = item.metadata
+    first = {
+        "made_from": item.first_id,
+        "first_prompt": told.get("first_prompt") or content_id(as_messages(item.state, "user")),
+    }
+    task = told.get("first_task") or told.get("task")
+    return {**first, "first_task": task} if task else first
 
 
 def _check_level(level: float) -> None:

@@ -189,17 +189,21 @@ class EnvironmentTasks(DataSynthesiser):
 class EnvironmentScorer(PipelineStep):
     """Lets an environment score answers to its own tasks from `EnvironmentTasks`; other items pass unchanged.
 
-    Only single-turn answers can be scored.
+    Only single-turn answers can be scored. Items whose task has another number here, because they are older or had
+    other knobs, are dropped.
     """
 
     def __init__(self, link: EnvironmentWorker, environment: str) -> None:
         self._link, self._name = link, environment
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
-        async def scored(item: TrajectoryItem) -> TrajectoryItem:
+        async def scored(item: TrajectoryItem) -> TrajectoryItem | None:
             told = item.metadata
             if told.get("environment") != self._name or "index" not in told:
                 return item
+            page = await self._link.tasks("train", told["index"], 1, timeout=_CALL_S)
+            if [one.id for one in page.tasks] != [told.get("task")]:
+                return None
             outcome = await self._link.score("train", told["index"], text_of(item.action), timeout=_CALL_S)
             kept = {key: value for key, value in told.items() if key != "unscored"}
             kept |= {"success": outcome.success, "parts": outcome.parts, "turns": outcome.turns}

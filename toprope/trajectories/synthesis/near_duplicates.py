@@ -77,7 +77,8 @@ class _Index:
 
     Args:
         threshold: Smallest Jaccard index of near duplicates.
-        common: Boilerplate shingles. None: learned again each time the number of new texts has grown fourfold.
+        common: Boilerplate shingles. None: learned from the first 128 different texts, and again each time the number
+            of new texts has grown fourfold.
     """
 
     def __init__(self, threshold: float, common: frozenset[int] | None = None) -> None:
@@ -88,7 +89,9 @@ class _Index:
 
         self._threshold, self._minhash, self._make = threshold, RMinHash, RMinHashLSH
         self._lsh = self._empty()
-        self._look_at = _FEWEST if common is None else None
+        self._look_at: int | None = None
+        self._first: dict[int, frozenset[int]] | None = {} if common is None else None
+        """Different texts, until boilerplate is learned: before, a long template makes every text a duplicate."""
         self.common = common or frozenset()
         self._sets: list[array[int]] = []
         self._same: dict[int, int] = {}
@@ -104,10 +107,10 @@ class _Index:
         """
         done = 0
         while done < len(texts):
-            self._learn()
-            size = max(_FEWEST, min(_BATCH, len(self._new)))
+            size = _BATCH if self._first is not None else max(_FEWEST, min(_BATCH, len(self._new)))
             sets = [shingles(text) for text in texts[done : done + size]]
             done += len(sets)
+            self._learn(sets)
             rest = [words - self.common for words in sets]
             for words, told, signature in zip(sets, rest, self._signed(rest), strict=True):
                 self._at = words, told, signature
@@ -135,12 +138,18 @@ class _Index:
             if similarity(told, frozenset(self._sets[one]) - self.common) >= self._threshold
         ]
 
-    def _learn(self) -> None:
-        """Learn boilerplate again if the number of texts has grown enough."""
-        if self._look_at is None or len(self._new) < self._look_at:
+    def _learn(self, sets: Sequence[frozenset[int]]) -> None:
+        """Learn boilerplate if the number of texts has grown enough; `sets` are those that come next."""
+        if self._first is not None:
+            self._first.update((hash(words), words) for words in sets)
+            if len(self._first) < _FEWEST:
+                return
+            common, self._first, self._look_at = _frequent(list(self._first.values())), None, _FEWEST * 4
+        elif self._look_at is None or len(self._new) < self._look_at:
             return
-        self._look_at = len(self._new) * 4
-        common = self.boilerplate()
+        else:
+            self._look_at = len(self._new) * 4
+            common = self.boilerplate()
         if common == self.common:
             return
         self.common, self._lsh = common, self._empty()
@@ -151,12 +160,10 @@ class _Index:
                     self._lsh.insert(number, signature)
 
     def boilerplate(self) -> frozenset[int]:
-        """Return the shingles in more than a tenth of the new texts."""
+        """Return the shingles in more than a tenth of the new texts, or of the first ones if few were new."""
         if len(self._new) < _FEWEST:
-            return frozenset()
-        sample = self._new[:: -(-len(self._new) // _SAMPLE)]
-        counted = Counter(shingle for number in sample for shingle in self._sets[number])
-        return frozenset(shingle for shingle, count in counted.items() if count > _COMMON * len(sample))
+            return self.common
+        return _frequent([self._sets[number] for number in self._new[:: -(-len(self._new) // _SAMPLE)]])
 
     def _signed(self, sets: Sequence[frozenset[int]]) -> Any:
         tokens = [[str(one) for one in words] for words in sets]
@@ -164,6 +171,11 @@ class _Index:
 
     def _empty(self) -> Any:
         return self._make(threshold=self._threshold, num_perm=_PERMUTATIONS, num_bands=bands_for(self._threshold))
+
+
+def _frequent(sets: Sequence[Iterable[int]]) -> frozenset[int]:
+    counted = Counter(shingle for words in sets for shingle in words)
+    return frozenset(shingle for shingle, count in counted.items() if count > _COMMON * len(sets))
 
 
 class Deduplicator:

@@ -1,0 +1,82 @@
+"""Items that lack what most have: a task, a verdict, contents, or the end of their line."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+from tests.support.trajectory_runs import asked, group, journal, make_run
+from toprope.errors import InvalidValue
+from toprope.records.journal.groups import Outcome
+from toprope.trajectories.capture.run_reader import RunReader
+from toprope.trajectories.capture.selection import Query
+from toprope.trajectories.datasets.dataset import read_items
+from toprope.trajectories.datasets.trace_inbox import Inbox
+from toprope.trajectories.datasets.writers import writing
+from toprope.trajectories.items import Message, TrajectoryItem
+from toprope.trajectories.jobs.execute import Work
+from toprope.trajectories.jobs.orders import Order
+from toprope.trajectories.synthesis.pipeline import filter_by_score
+
+
+def test_answers_without_verdict_of_a_judge_are_unscored(tmp_path: Path):
+    folder = make_run(tmp_path / "runs")
+    outcomes = [Outcome(0.5), Outcome(0.0, error="JudgeFailed: style: busy"), Outcome(0.0, error="it raised")]
+    journal(folder, [group(1, [asked("q", answer) for answer in "abc"], [0.5, 0.0, 0.0], outcomes=outcomes)])
+    found = list(RunReader(folder))
+    assert [(one.metadata["success"], one.success) for one in found] == [(False, False), (None, False), (False, False)]
+    assert filter_by_score(found, -1.0) == [found[0], found[2]]
+    assert not TrajectoryItem("q", "a", 1.0, {"success": None, "unscored": True}).success
+
+
+def test_per_task_filter_tells_items_without_task_apart(tmp_path: Path):
+    folder = make_run(tmp_path / "runs")
+    talks = [[asked(f"q{number}", "a"), asked(f"q{number}", "b")] for number in (1, 2)]
+    journal(folder, [group(number, two, [1.0, 0.5], task_id=None) for number, two in enumerate(talks, 1)])
+    posted = [TrajectoryItem(question, answer, len(answer)) for question in ("q3", "q4") for answer in ("a", "bb")]
+    found = list(Query(per_task=1).select(lambda: [*RunReader(folder), *posted]))
+    assert found == [*list(RunReader(folder))[::2], *posted[1::2]]
+
+
+def test_torn_line_of_an_inbox_costs_no_other_item(tmp_path: Path):
+    inbox = Inbox(tmp_path / "datasets", "posted")
+    first, second = (TrajectoryItem(state, "a", 1.0) for state in ("first", "second"))
+    inbox.keep([first])
+    with inbox.path.open("ab") as file:
+        file.write(b'{"state": "to')
+    inbox.keep([second])
+    with pytest.raises(InvalidValue, match="line 2 is not JSON"):
+        list(read_items(inbox.path))
+    order = Order(
+        kind="build", files=[str(inbox.path)], store=str(tmp_path / "datasets"), name="posted", where={"per_task": 1}
+    )
+    outcome = asyncio.run(Work(order, tmp_path, lambda *_: None).do())
+    assert [one.state for one in read_items(Path(outcome.path) / "items.jsonl")] == ["first", "second"]
+    assert outcome.left_out == {"unreadable lines": 1} and "1 line of posted items" in outcome.warnings[0]
+
+
+def test_empty_contents_are_empty_in_every_format(tmp_path: Path):
+    folder = make_run(tmp_path / "runs")
+    call: Message = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    posted: list[Message] = [
+        {"role": "user", "content": "q"},
+        call,
+        {"role": "tool"},
+        {"role": "assistant", "content": "a"},
+    ]
+    journal(folder, [group(1, [asked("q", "a")], [1.0], messages=[posted])])
+    [item] = RunReader(folder)
+    assert [one["content"] for one in item.messages] == ["q", "", "", "a"]
+    bare = TrajectoryItem(posted[:1], posted[1:], 1.0)
+    for form in ("csv", "parquet"):
+        with writing(tmp_path / f"a.{form}", form) as writer:
+            writer.write([item, bare])
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = [json.loads(one["action"]) for one in csv.DictReader(file)]
+    rows += [one["action"] for one in pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pylist()]
+    assert [[one["content"] for one in row] for row in rows] == [["", "", "a"]] * 4
