@@ -1,4 +1,5 @@
-"""The tasks that a run's weights were trained on, by its own training and by that of the runs that it descends from.
+"""The tasks that a run's weights were trained on, by its own training and by that of the runs that it descends from,
+and those that its evaluations held out.
 
 trained-tasks.txt in the run's folder has an id on each line: that of the task in its environment, and the hash of its
 prompt, so that other environments with the same questions are known, too. A run that begins from another's weights
@@ -17,9 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from toprope.atomic import append, fsync
+from toprope.errors import Corrupt, NotFound
+from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.full_disk import NO_ROOM
 
 FILE = "trained-tasks.txt"
+_EVALUATIONS = ("before", "after")
+_SEALED = "heldout"
 
 
 def content_id(messages: Sequence[dict[str, Any]]) -> str:
@@ -87,3 +92,18 @@ def read_trained(folder: Path) -> frozenset[str]:
 
 def _files(folder: Path) -> list[Path]:
     return [folder / FILE, *folder.glob(FILE.replace(".", "-*."))]
+
+
+def heldout_tasks(folder: RunFolder) -> frozenset[str]:
+    """Return the ids of tasks that the run's evaluations held out. An outside environment may post groups of them."""
+    found: set[str] = set()
+    for label in _EVALUATIONS:
+        try:
+            evaluation = read_json(folder.evaluation(label))
+            for measured in evaluation.values():
+                if isinstance(measured, dict) and measured.get("split", _SEALED) == _SEALED:
+                    by_task = measured.get("by_task", {})
+                    found.update(by_task.get("tasks", ()), by_task.get("unjudged", ()))
+        except (NotFound, Corrupt, AttributeError, TypeError):
+            continue
+    return frozenset(found)

@@ -22,9 +22,9 @@ import msgspec
 from toprope.errors import InvalidValue
 from toprope.records.journal.frames import GROUP, scan
 from toprope.records.journal.groups import Group, Outcome
-from toprope.records.journal.sealed import heldout_tasks
 from toprope.records.journal.segments import open_segment, ordinals, sample_path, sampled_ordinals, segment_path
 from toprope.records.run.folder import RunFolder
+from toprope.records.trained_tasks import heldout_tasks
 
 Order = Literal["best", "worst", "most_changed", "newest"]
 

@@ -16,10 +16,10 @@ import msgspec
 from toprope.records.journal.demonstrations import read_traces
 from toprope.records.journal.frames import GROUP, scan
 from toprope.records.journal.groups import MASKED, Group, Outcome
-from toprope.records.journal.sealed import heldout_tasks
 from toprope.records.journal.segments import open_segment, ordinals, sample_path, sampled_ordinals, segment_path
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
+from toprope.records.trained_tasks import heldout_tasks
 from toprope.trajectories.capture.texts import Reader, Words, kept_words, reader_of
 from toprope.trajectories.items import TrajectoryItem
 
