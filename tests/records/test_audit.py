@@ -115,3 +115,17 @@ def test_line_that_a_full_disk_cuts_is_taken_back(trail, monkeypatch):
     assert trail.verify() == audit.Trail(6, 1, ())
     trail.append({"did": "next"})
     assert trail.verify() == audit.Trail(7, 1, ())
+
+
+def test_trail_stays_whole_if_the_line_after_a_rotation_fails(trail, monkeypatch):
+    monkeypatch.setattr(audit, "MOST_BYTES", 1)
+    for number in range(audit.PARTS + 1):  # every line begins a new file
+        trail.append({"did": f"{number}"})
+    write = os.write
+    monkeypatch.setattr(audit.os, "write", lambda file, data: write(file, data[:1]))
+    with pytest.raises(OSError, match="No space"):
+        trail.append({"did": "lost"})
+    monkeypatch.undo()
+    assert trail.verify().problems == ()
+    trail.append({"did": "next"})
+    assert trail.verify().problems == ()

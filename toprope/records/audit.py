@@ -107,6 +107,7 @@ class AuditTrail:
                 if size > MOST_BYTES:
                     os.close(file)
                     first = self._rotate(first)
+                    _write_head(head, number, last, first)  # the line below may fail
                     file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
                     size, tail = 0, b""
                 line, digest = _line(number + 1, last, entry)
@@ -116,7 +117,7 @@ class AuditTrail:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             finally:
                 os.close(file)
-            os.pwrite(head, f"{number + 1} {digest} {max(first, 1)}\n".ljust(120).encode(), 0)
+            _write_head(head, number + 1, digest, first)
         finally:
             os.close(head)
 
@@ -210,6 +211,10 @@ class AuditTrail:
                 return int(json.loads(file.readline())["n"])
             except (ValueError, KeyError, TypeError):
                 return first
+
+
+def _write_head(head: int, number: int, digest: str, first: int) -> None:
+    os.pwrite(head, f"{number} {digest} {max(first, 1)}\n".ljust(120).encode(), 0)
 
 
 def _line(number: int, last: str, entry: Mapping[str, Any]) -> tuple[bytes, str]:
