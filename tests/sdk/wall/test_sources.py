@@ -32,6 +32,20 @@ def test_closed_folder_within_sources_stays_closed_unless_it_is_declared(tmp_pat
 
 
 @landlock
+def test_file_in_a_home_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "mine.py"
+    (tmp_path / "helper.py").write_text("WORD = 'beside'\n")
+    file.write_text(
+        "import os\nfrom helper import WORD\ndef work():\n    try: return WORD, os.listdir(os.path.dirname(__file__))\n"
+        "    except PermissionError: return WORD, 'closed'\n"
+    )
+    assert asked(environment_wall(Walls(), EnvironmentSource(name="mine", file=str(file))), file)[0] == [
+        "beside", "closed"
+    ]  # fmt: skip
+
+
+@landlock
 def test_hidden_files_of_sources_stay_closed_unless_they_are_declared(tmp_path: Path) -> None:
     code, names = tmp_path / "code", (".env", "data/.git/config", "data/rows", "data/deep/row", "key", "linked/.netrc")
     for name in names:

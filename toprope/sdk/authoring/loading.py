@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,8 +108,32 @@ def module_of(file: Path) -> ModuleType:
         with contextlib.suppress(ValueError):
             sys.path.remove(folder)
         sys.path.insert(0, folder)
+    _find_beside(folder)
     find_above(file)
     return _import(file, folder)
+
+
+class _Beside:
+    """Finds modules in a folder that nobody behind the wall can list, such as a HOME, where only Python files are open.
+
+    Args:
+        folder: Its path.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        file = os.path.join(self.folder, f"{name}.py")
+        return importlib.util.spec_from_file_location(name, file) if path is None and os.path.isfile(file) else None
+
+
+def _find_beside(folder: str) -> None:
+    try:
+        os.scandir(folder).close()
+    except PermissionError:
+        if not any(isinstance(one, _Beside) and one.folder == folder for one in sys.meta_path):
+            sys.meta_path.append(_Beside(folder))
 
 
 def find_above(file: Path) -> None:
