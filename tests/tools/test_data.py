@@ -390,7 +390,7 @@ def test_stopped_job_begins_again_and_old_result_says_its_age(shop):
 
     (job.folder / "told").unlink()
     os.utime(job.folder / "outcome.json", (older, older))
-    assert job.is_awaited(paid=True)
+    assert job.is_awaited(stored=True)
     (job.folder / "outcome.json").unlink()
     (job.folder / "order.json").unlink()
     process = subprocess.Popen(

@@ -391,11 +391,13 @@ def test_a_limit_ends_with_its_block():
     time.sleep(0.1)
 
 
-@pytest.mark.parametrize("told", ["false", "true", 1, [], {}])
+@pytest.mark.parametrize("told", ["false", "true", 2, [], {}])
 def test_verdict_that_is_no_boolean_does_not_count(told):
     assert not TrajectoryItem("q", "a", 0.0, {"success": told}).success
     assert TrajectoryItem("q", "a", 1.0, {"success": told}).success
-    assert TrajectoryItem("q", "a", 0.0, {"success": True}).success
+    for solved in (True, 1, 1.0):
+        assert TrajectoryItem("q", "a", 0.0, {"success": solved}).success
+        assert not TrajectoryItem("q", "a", 1.0, {"success": 0 * solved}).success
 
 
 @pytest.mark.parametrize("told", ["v2", True, None, 2.5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet
@@ -58,6 +59,13 @@ def test_torn_line_of_an_inbox_costs_no_other_item(tmp_path: Path):
     outcome = asyncio.run(Work(order, tmp_path, lambda *_: None).do())
     assert [one.state for one in read_items(Path(outcome.path) / "items.jsonl")] == ["first", "second"]
     assert outcome.left_out == {"unreadable lines": 1} and "1 line of posted items" in outcome.warnings[0]
+    own = shutil.copyfile(inbox.path, tmp_path / "own.jsonl")
+    with pytest.raises(InvalidValue, match="line 2 is not JSON"):
+        asyncio.run(Work(order.model_copy(update={"files": [str(own)]}), tmp_path, lambda *_: None).do())
+    with inbox.path.open("ab") as file:
+        file.write(b'{"question": "of another form"}\n')
+    with pytest.raises(InvalidValue, match="line 4"):
+        asyncio.run(Work(order, tmp_path, lambda *_: None).do())
 
 
 def test_empty_contents_are_empty_in_every_format(tmp_path: Path):

@@ -50,7 +50,9 @@ class TrajectoryItem(msgspec.Struct):
     def success(self) -> bool:
         """True if solved: the environment's own verdict, otherwise a reward of at least 1."""
         said = self.metadata.get("success")
-        return said if isinstance(said, bool) else self.reward >= 1.0 and not self.metadata.get("unscored")
+        if isinstance(said, bool | int | float) and said in (0, 1):  # tables have no booleans
+            return bool(said)
+        return self.reward >= 1.0 and not self.metadata.get("unscored")
 
     @property
     def id(self) -> str:

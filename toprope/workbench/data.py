@@ -307,7 +307,7 @@ def begin(home: Home, asked: DataOrder) -> Job:
         ComponentFailed: The program does not start.
     """
     job = job_of(home, asked.order)
-    if job.is_awaited(paid=bool(asked.order.teachers)) if job.ended() else job.alive():
+    if job.is_awaited(stored=asked.order.kind != "export") if job.ended() else job.alive():
         return job
     require_thawed(home.path)
     most = home.settings().data.at_once

@@ -66,6 +66,23 @@ def test_long_shared_prompt_makes_no_duplicates():
     assert [len(held) for held in split.values()] == [150, 150]
 
 
+def test_many_near_duplicates_of_one_text_are_no_template():
+    tasks = texts(8, 40)
+    answers = [f"{task} {end}" for task in tasks for end in texts(32, 1)]
+    kept, left = deduplicate(items(answers), 0.85)
+    assert (len(kept), left) == (8, 248)
+    split = split_dataset(items(answers), [0.5, 0.5])
+    assert all(len(held) % 32 == 0 for held in split.values())
+
+
+def test_restored_texts_are_known_though_a_template_was_not_yet():
+    prompt = " ".join(f"rule{number}" for number in range(80))
+    states = [f"{prompt} {one}" for one in texts(120, 3)]
+    found = Deduplicator(0.85)
+    found.restore(states)
+    assert len(found) == 120 and None not in found.add(states)
+
+
 def test_split_dataset_separates_near_duplicates_and_tasks():
     made = texts(300, 10)
     states = [*made, *(one + " again" for one in made[:100])]

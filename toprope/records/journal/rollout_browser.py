@@ -30,7 +30,7 @@ Order = Literal["best", "worst", "most_changed", "newest"]
 
 PARSED = "parsed"
 """Reward part with which an environment reports whether it could read an answer: 1 or 0."""
-_VERSION = 2
+_VERSION = 1
 _INDEX_SECONDS = 4.0
 _MOST_TASKS = 200_000
 """Most tasks that a search for change distinguishes."""

@@ -127,7 +127,7 @@ def read_items(path: Path, unreadable: Callable[[str], None] | None = None) -> I
 
     Args:
         path: The file.
-        unreadable: Called with the reason for each line that is not an item; without, such a line is an error.
+        unreadable: Called with the reason for each line that is not JSON; without, such a line is an error.
 
     Raises:
         InvalidValue: A line is not an item; the message names it.
@@ -140,21 +140,14 @@ def read_items(path: Path, unreadable: Callable[[str], None] | None = None) -> I
                 number += 1
                 if not line.strip():
                     continue
+                where = f"{path.name}, line {number}"
                 try:
-                    item = _item_of(line, f"{path.name}, line {number}")
-                except InvalidValue as problem:
+                    given = msgspec.json.decode(line)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     if unreadable is None:
-                        raise
-                    unreadable(problem.message)
+                        raise InvalidValue(f"{where} is not JSON.", hint="Write one object per line.") from None
+                    unreadable(where)
                     continue
-                yield item
+                yield item_from(given, where)
     except OSError as error:
         raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
-
-
-def _item_of(line: bytes, where: str) -> TrajectoryItem:
-    try:
-        given = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise InvalidValue(f"{where} is not JSON.", hint="Write one object per line.") from None
-    return item_from(given, where)

@@ -37,7 +37,7 @@ _VERSION = re.compile(r"^v(\d{1,6})$")
 _RECORD, _CARD = "dataset.json", "README.md"
 _RECORD_VERSION = 1
 _STALE_S = 7 * 86_400.0
-_INBOX = "inbox.jsonl"
+INBOX_FILE = "inbox.jsonl"
 
 
 class Stored(BaseModel):
@@ -135,7 +135,7 @@ class DatasetStore:
 
     def inbox(self, name: str) -> Path:
         """Return the inbox file, in which posted items wait for a version."""
-        return self.path / name / _INBOX
+        return self.path / name / INBOX_FILE
 
     def find(self, name: str) -> Version:
         """Return a version by `name@v2`, `name@2`, or `name` for the newest.

@@ -32,7 +32,7 @@ from toprope.trajectories.capture.selection import BestOfTasks, Query
 from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, batched, worker
 from toprope.trajectories.datasets.dataset import read_items
 from toprope.trajectories.datasets.dataset_card import card_of
-from toprope.trajectories.datasets.store import DatasetStore
+from toprope.trajectories.datasets.store import INBOX_FILE, DatasetStore
 from toprope.trajectories.datasets.writers import ENDINGS, writing
 from toprope.trajectories.items import TrajectoryItem
 from toprope.trajectories.jobs.orders import Code, Order, Outcome
@@ -121,9 +121,12 @@ class Work:
             yield from reader
         for path in self._version_files():
             yield from read_items(path)
-        for file in self._order.files:  # An inbox may have a line that a crash cut short.
+        for file in self._order.files:
             self._digests.setdefault(Path(file).name, sha256_of(Path(file)))
-            yield from read_items(Path(file), lambda _: self._left_out.update({"unreadable lines": counted}))
+            if Path(file).name == INBOX_FILE:  # it may have a line that a crash cut short
+                yield from read_items(Path(file), lambda _: self._left_out.update({"unreadable lines": counted}))
+            else:
+                yield from read_items(Path(file))
 
     def _version_files(self) -> Iterator[Path]:
         for version in self._order.versions:

@@ -35,7 +35,7 @@ _START_S = 30.0
 _EVERY_S = 0.05
 _HOLD_S = 5.0
 _WORDS = 1500
-_OLD_S = 60.0
+_OLD_S = 3600.0
 """Age from which a result that was not reported says when it was made: its caller no longer waited for it."""
 _FRESH_S = 6 * 3600.0
 """Age up to which a repeated call takes such a result; a caller may ask about a long job only every few hours."""
@@ -156,7 +156,7 @@ class Job:
     def _result(self, alive: bool) -> Standing | None:
         """Return the state if the process wrote its result, else None."""
         since = self._ended_at()
-        old = f"This result was made {ago(since)} for an earlier call; repeat the call for a new one."
+        old = f"This result was made {ago(since)} for an earlier call."
         is_old = time.time() - since > _OLD_S
         if (outcome := self._read("outcome.json")) is not None:
             try:
@@ -193,16 +193,17 @@ class Job:
         """Return True if the result was reported to a caller."""
         return (self.folder / "told").exists()
 
-    def is_awaited(self, *, paid: bool = False) -> bool:
+    def is_awaited(self, *, stored: bool = False) -> bool:
         """Return True if a repeated call takes the end of this job; otherwise it starts the job again.
 
-        That is an end that was not reported and is no stop. After some hours it is out of date, if not `paid` for.
+        That is an end that was not reported and is no stop. After some hours it is out of date, unless what was made
+        is `stored` under a name.
         """
         if self.told() or not self.ended():
             return False
         is_fresh = time.time() - self._ended_at() < _FRESH_S
         if (self.folder / "outcome.json").exists():
-            return paid or is_fresh
+            return stored or is_fresh
         return is_fresh and not (self._read("failure.json") or {}).get("stopped")
 
     def tell(self) -> None:

@@ -32,6 +32,8 @@ _BATCH = 2000
 _FEWEST = 128
 """Number of texts below which nothing counts as boilerplate."""
 _COMMON = 0.1
+_TEMPLATE = 0.25
+"""As `_COMMON`, of texts not judged yet: more than the answers to one task, less than one of three prompts."""
 _SAMPLE = 2000
 """Size of the sample in which boilerplate is searched."""
 _LOOKED_THROUGH = 8000
@@ -77,8 +79,8 @@ class _Index:
 
     Args:
         threshold: Smallest Jaccard index of near duplicates.
-        common: Boilerplate shingles. None: learned from the first 128 different texts, and again each time the number
-            of new texts has grown fourfold.
+        common: Boilerplate shingles. None: learned from the first 128 different texts, from 128 new ones, and again
+            each time the number of new texts has grown fourfold.
     """
 
     def __init__(self, threshold: float, common: frozenset[int] | None = None) -> None:
@@ -144,7 +146,9 @@ class _Index:
             self._first.update((hash(words), words) for words in sets)
             if len(self._first) < _FEWEST:
                 return
-            common, self._first, self._look_at = _frequent(list(self._first.values())), None, _FEWEST * 4
+            # Near duplicates are still among these, so only what a quarter of the texts share counts.
+            common, self._first = _frequent(list(self._first.values()), _TEMPLATE), None
+            self._look_at = _FEWEST
         elif self._look_at is None or len(self._new) < self._look_at:
             return
         else:
@@ -173,9 +177,9 @@ class _Index:
         return self._make(threshold=self._threshold, num_perm=_PERMUTATIONS, num_bands=bands_for(self._threshold))
 
 
-def _frequent(sets: Sequence[Iterable[int]]) -> frozenset[int]:
+def _frequent(sets: Sequence[Iterable[int]], share: float = _COMMON) -> frozenset[int]:
     counted = Counter(shingle for words in sets for shingle in words)
-    return frozenset(shingle for shingle, count in counted.items() if count > _COMMON * len(sets))
+    return frozenset(shingle for shingle, count in counted.items() if count > share * len(sets))
 
 
 class Deduplicator:
@@ -201,6 +205,11 @@ class Deduplicator:
             For each text the number of the earlier new text that it nearly duplicates, or None if it is new.
         """
         return _judged(self._index, texts)
+
+    def restore(self, texts: Sequence[str]) -> None:
+        """Add texts that were judged to be new before."""
+        for _ in self._index.walk(texts):
+            self._index.insert(new=True)
 
 
 def _judged(index: _Index, texts: Sequence[str]) -> list[int | None]:

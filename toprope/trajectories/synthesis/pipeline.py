@@ -344,7 +344,7 @@ class SynthesisPipeline:
             for items, reached in zip(former, done.reached, strict=True):
                 items += reached
             if known is not None:
-                known.add([whole_text(item) for item in done.items])
+                known.restore([whole_text(item) for item in done.items])
         return fed
 
     def _write(self, at: Round, made: list[TrajectoryItem], fed: int, reached: list[list[TrajectoryItem]]) -> None:
