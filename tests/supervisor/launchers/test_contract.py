@@ -293,6 +293,20 @@ def test_submission_that_never_arrived_is_lost_after_its_deadline(local_house, h
     assert eventually(lambda: runs.status(folder.run_id) if runs.status(folder.run_id).ended else None).state == "lost"
 
 
+def test_job_that_its_engine_forgot_after_it_began_is_lost_before_its_deadline(local_house, harness):
+    cluster = OnCluster(local_house, harness)
+    local_house.engine.silent = True
+    runs = cluster.runs()
+    folder = cluster.start(runs)
+    local_house.engine.silent = False
+    claimed = folder.crew / "claim-1"
+    folder.crew.mkdir(exist_ok=True)
+    claimed.write_text(json.dumps({"by": "job", "at": time.time() - 20}))
+    eventually(lambda: "being submitted" in runs.status(folder.run_id).reason)  # its engine may not list it yet
+    claimed.write_text(json.dumps({"by": "job", "at": time.time() - 90}))
+    assert eventually(lambda: runs.status(folder.run_id) if runs.status(folder.run_id).ended else None).state == "lost"
+
+
 def test_job_that_its_engine_refuses_for_a_quota_fails_its_run(cluster):
     if not cluster.house.spent:
         pytest.skip("Ray accepts every job")

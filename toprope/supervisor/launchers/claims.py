@@ -37,6 +37,15 @@ def claimed_by_front_end(folder: RunFolder, attempt: int) -> bool:
         return False
 
 
+def begun_at(folder: RunFolder, attempt: int) -> float | None:
+    """When a keeper claimed the attempt, in seconds since the epoch; None if none did."""
+    try:
+        said = read_json(folder.crew / f"claim-{attempt}")
+        return None if said.get("by") == "front end" else float(said["at"])
+    except (TopropeError, AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
 def is_kept(folder: RunFolder) -> bool:
     """True if a keeper or guard holds the run, or a job on a cluster may hold it: it was submitted, and no end is
     written. Asks no engine."""

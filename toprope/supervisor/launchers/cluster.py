@@ -40,7 +40,7 @@ from toprope.supervisor.heartbeat import BEATING_S, is_beating
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting
 from toprope.supervisor.keeper.logs import LogPage, read_page
 from toprope.supervisor.launchers import KeeperState
-from toprope.supervisor.launchers.claims import claim, claimed_by_front_end
+from toprope.supervisor.launchers.claims import begun_at, claim, claimed_by_front_end
 from toprope.supervisor.launchers.engine import Engine, EngineView, Job, JobRequest, Refused, Unreachable
 from toprope.supervisor.launchers.local import KEEPER, LocalLauncher
 from toprope.supervisor.lock import RunLock, is_held
@@ -48,6 +48,8 @@ from toprope.supervisor.runs.orders import write_end_order, write_stop_order
 
 _SUBMITTED_WITHIN_S = 180.0
 """Longer than a submission takes, also of the first job of a Ray."""
+_LISTED_WITHIN_S = 60.0
+"""Seconds after which an engine's answer lists a job whose keeper has begun; older ones are not used."""
 _DELIVERY_AGAIN_S = 30.0
 """Seconds before the second job that brings what a cluster kept; doubled for each further one, up to two hours."""
 FULL = "mirror-full"
@@ -150,7 +152,9 @@ class ClusterLauncher:
             title, job = self._look(launch)
         except Unreachable as error:
             return KeeperState("alive" if kept else "unknown", f"Nothing is known of its job: {error}")
-        if job is None and time.time() < launch.deadline:
+        begun = None if kept or launch.delivery else begun_at(folder, launch.attempt)
+        is_over = begun is not None and time.time() - begun > _LISTED_WITHIN_S  # its engine lost it, as Ray's head may
+        if job is None and time.time() < launch.deadline and not is_over:
             return KeeperState("alive", f"It is being submitted to {title}.")
         if job is not None and (job.phase in ("waiting", "running") or (job.phase == "ending" and kept)):
             silent = mirrored and not kept and job.phase == "running"
