@@ -76,6 +76,10 @@ class Cap(BaseModel, frozen=True):
     limit: str
     reason: str = ""
 
+    def is_used_up(self, used: float) -> bool:
+        """True if nothing is left. A run that uses nothing may go on under a cap of 0."""
+        return used > self.value or used == self.value > 0
+
 
 class FrozenLimits(BaseModel, frozen=True):
     """The limits that held when a run started, as stored in its specification.

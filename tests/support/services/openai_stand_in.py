@@ -21,7 +21,7 @@ class OpenAiStandIn:
     def __init__(self, answer: Callable[[str], str]) -> None:
         self.answer = answer
         self.cut: Callable[[str], bool] = lambda question: False
-        """Whether the answer to a question is cut off at the limit of tokens."""
+        """Cuts the answer to a question off at the limit of tokens."""
         self.seen: list[tuple[str, str | None, dict[str, Any]]] = []
         self.times: list[float] = []
         self._asked: dict[tuple[str, str], int] = {}

@@ -179,38 +179,35 @@ class Sampler:
         return SampledGroup("t", [], ["x"], [Outcome(1.0)], [[turn]], 0.1)
 
 
-def test_groups_without_a_token_tell_the_error_of_their_rollouts(member: Member) -> None:
-    class Silent:
+_TURN = Turn([], [1], [-0.1], [(0, 1)], "stop")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "turns", "why", "told"),
+    [
+        ([Outcome(0.0), Outcome(0.0, error="SampleError: the prompt is too long")], [[], []], "nothing was sampled",
+         "contains a sampled token: SampleError: the prompt is too long"),
+        ([Outcome(0.0, error="JudgeFailed: style: busy")], [[_TURN]], "the judge failed",
+         "no answer of it could be judged: JudgeFailed: style: busy"),
+    ],
+)  # fmt: skip
+def test_groups_that_cannot_be_trained_tell_the_error_of_their_rollouts(
+    member: Member, outcomes: list[Outcome], turns: list[list[Turn]], why: str, told: str
+) -> None:
+    class Useless:
         async def sample(self, *arguments: Any) -> Any:
             await asyncio.sleep(0)
-            outcomes = [Outcome(0.0), Outcome(0.0, error="SampleError: the prompt is too long")]
-            return SampledGroup("t", [], ["", ""], outcomes, [[], []], 0.1)
+            return SampledGroup("t", [], [""] * len(outcomes), outcomes, turns, 0.1)
 
     async def run() -> None:
         async with asyncio.timeout(10):
-            await produce(member, FullApi(), Silent())
+            await produce(member, FullApi(), Useless())
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run())
-    assert "contains a sampled token: SampleError: the prompt is too long" in str(caught.value.exceptions[0])
-
-
-def test_unjudged_groups_tell_the_error_of_their_judge(member: Member) -> None:
-    class Unjudged:
-        async def sample(self, *arguments: Any) -> Any:
-            await asyncio.sleep(0)
-            turn = Turn([], [1], [-0.1], [(0, 1)], "stop")
-            return SampledGroup("t", [], ["x"], [Outcome(0.0, error="JudgeFailed: style: busy")], [[turn]], 0.1)
-
-    async def run() -> None:
-        async with asyncio.timeout(10):
-            await produce(member, FullApi(), Unjudged())
-
-    with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(run())
-    assert "no answer of it could be judged: JudgeFailed: style: busy" in str(caught.value.exceptions[0])
-    told = [one for one in member.reports if isinstance(one, Making)]
-    assert told[-1].given_up["the judge failed"] >= 32
+    assert told in str(caught.value.exceptions[0])
+    made = [one for one in member.reports if isinstance(one, Making)]
+    assert made[-1].given_up[why] >= 32
 
 
 def only_environment(member: Member, sampler: Any) -> Any:

@@ -280,7 +280,7 @@ def test_evaluation_without_any_verdict_fails(tmp_path: Path) -> None:
 
 def test_an_error_is_no_signal_where_training_would_find_none() -> None:
     def signal(*rewards: float) -> float:
-        outcomes = [*(Outcome(one) for one in rewards), Outcome(-7.0, error="context is full")]
+        outcomes = [*(Outcome(one) for one in rewards), Outcome(0.0, error="context is full")]
         group = SampledGroup("t", [], ["a"] * len(outcomes), outcomes, [[]] * len(outcomes), 0.1)
         return summarize_test([group], len(outcomes))["signal_share"]
 

@@ -169,7 +169,7 @@ def changed_files(sources: Sequence[EnvironmentSource], accepted: Sequence[Accep
 
 
 def only_accepted(accepted: Sequence[AcceptedFile] | None, agents: Iterable[str]) -> dict[str, Any]:
-    """What a source needs besides for a worker that imports accepted code only: `toprope.sdk.worker.accepted`.
+    """Return the fields by which a worker imports accepted code only: `toprope.sdk.worker.accepted`.
 
     Args:
         accepted: The accepted code; None if any may run.

@@ -15,6 +15,8 @@ from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.status import Status
 from toprope.supervisor.lock import is_held
 
+FRONT_END = "front end"
+
 
 def claim(folder: RunFolder, attempt: int | str, *, by: str) -> bool:
     """Claim an attempt: True for the first who does, on whatever node. An exclusive creation is atomic where flock is
@@ -31,19 +33,22 @@ def claim(folder: RunFolder, attempt: int | str, *, by: str) -> bool:
 
 def claimed_by_front_end(folder: RunFolder, attempt: int) -> bool:
     """True if a front end took the attempt before its job began."""
-    try:
-        return bool(read_json(folder.crew / f"claim-{attempt}").get("by") == "front end")
-    except (TopropeError, AttributeError):
-        return False
+    return _read(folder, attempt)[0] == FRONT_END
 
 
 def begun_at(folder: RunFolder, attempt: int) -> float | None:
     """When a keeper claimed the attempt, in seconds since the epoch; None if none did."""
+    by, at = _read(folder, attempt)
+    return None if by == FRONT_END else at
+
+
+def _read(folder: RunFolder, attempt: int) -> tuple[str, float | None]:
+    """Who claimed an attempt, and when; empty and None if nobody did, or the file is not yet written."""
     try:
         said = read_json(folder.crew / f"claim-{attempt}")
-        return None if said.get("by") == "front end" else float(said["at"])
-    except (TopropeError, AttributeError, KeyError, TypeError, ValueError):
-        return None
+        return str(said["by"]), float(said["at"]) if "at" in said else None
+    except (TopropeError, KeyError, TypeError, ValueError):
+        return "", None
 
 
 def is_kept(folder: RunFolder) -> bool:

@@ -40,7 +40,7 @@ from toprope.supervisor.heartbeat import BEATING_S, is_beating
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting
 from toprope.supervisor.keeper.logs import LogPage, read_page
 from toprope.supervisor.launchers import KeeperState
-from toprope.supervisor.launchers.claims import begun_at, claim, claimed_by_front_end
+from toprope.supervisor.launchers.claims import FRONT_END, begun_at, claim, claimed_by_front_end
 from toprope.supervisor.launchers.engine import Engine, EngineView, Job, JobRequest, Refused, Unreachable
 from toprope.supervisor.launchers.local import KEEPER, LocalLauncher
 from toprope.supervisor.lock import RunLock, is_held
@@ -172,7 +172,7 @@ class ClusterLauncher:
     def _deliver(self, folder: RunFolder, launch: Launch, word: str, *, locked: bool) -> KeeperState:
         """Have a job bring what the cluster kept of a run whose job is gone, unless everything has arrived."""
         over = Status.read(folder).ended_at is not None
-        if (over and not wanted(folder)) or (not over and claim(folder, launch.attempt, by="front end")):
+        if (over and not wanted(folder)) or (not over and claim(folder, launch.attempt, by=FRONT_END)):
             return KeeperState("gone", word)  # a job that never began left nothing
         now, number = time.time(), launch.delivery + 1
         if not locked and (number == 1 or now - launch.submitted_at >= _DELIVERY_AGAIN_S * 2 ** min(number, 8)):
@@ -195,7 +195,7 @@ class ClusterLauncher:
         launch = Launch.read(folder)
         if launch is None or (is_held(folder.lock) and not launch.mirror):
             return
-        if not claim(folder, launch.attempt, by="front end"):
+        if not claim(folder, launch.attempt, by=FRONT_END):
             return
         self._cancel(launch)
 

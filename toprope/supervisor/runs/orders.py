@@ -19,7 +19,7 @@ from toprope.records.run.full_disk import NO_ROOM
 from toprope.records.run.launch import Launch
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import members_in
-from toprope.supervisor.launchers.claims import claim, is_kept
+from toprope.supervisor.launchers.claims import FRONT_END, claim, is_kept
 from toprope.supervisor.lock import is_held
 
 
@@ -66,7 +66,7 @@ def stop_members(sweep: RunFolder) -> list[str]:
         write_stop_order(folder, None)
         launch = Launch.read(folder)
         if launch is not None and not is_held(folder.lock):
-            claim(folder, launch.attempt, by="front end")
+            claim(folder, launch.attempt, by=FRONT_END)
     return live
 
 

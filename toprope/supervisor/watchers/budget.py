@@ -150,7 +150,7 @@ class BudgetWatcher(Watcher):
         if cap is None:
             return
         steps = quantity == "steps"  # a run may do its last step
-        if used > cap.value or (used == cap.value > 0 and not steps):
+        if cap.is_used_up(used) and not (steps and used == cap.value):
             self._record("budget_spent", quantity, used, cap)
         elif used >= _NEAR * cap.value > 0 and not steps:
             self._record("budget_near", quantity, used, cap)

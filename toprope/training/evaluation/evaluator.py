@@ -29,7 +29,7 @@ from toprope.text_format import said
 from toprope.training.inference.client import PromptTooLong, Sampling
 from toprope.training.rollouts.environment_set import EnvironmentSet
 from toprope.training.rollouts.group_sampler import SEALED
-from toprope.training.rollouts.sampled_group import SampledGroup
+from toprope.training.rollouts.sampled_group import SampledGroup, lower_errors
 from toprope.training.trainer.batch_source import PARSED
 
 _WRITE_AGAIN_S = 1.0
@@ -391,8 +391,7 @@ def summarize_test(groups: list[SampledGroup], group_size: int) -> dict[str, Any
 
 def _has_signal(group: SampledGroup) -> bool:
     """Return True if rewards that are compared differ, so that training on the group teaches something."""
-    worst = min((one.reward for one in group.outcomes if one.error is None), default=0.0)
-    rewards = [one.reward if one.error is None else min(0.0, worst) for one in group.outcomes]
+    rewards = [one.reward for one in lower_errors(group.outcomes)]
     sets = [[rewards[one] for one in peers] for _, peers in comparisons(group.outcomes)]
     return any(max(own) - min(own) > 1e-9 for own in sets)
 

@@ -176,7 +176,7 @@ def said(text: str) -> Thing:
 
 
 limited: list[bool] = [True]
-"""Whether turns count; then of each answer."""
+"""Marks whether turns count, at first and at each answer."""
 
 
 @contextmanager

@@ -179,8 +179,7 @@ def may_go_on(specification: Specification, limits: Limits, runs: Path) -> None:
     refusals = []
     for quantity, cap in (frozen.caps if frozen else {}).items():
         before = used.get(quantity, 0.0)
-        spent_all = before > cap.value or before == cap.value > 0  # as the watcher of budgets decides
-        if quantity not in ("steps", "disk_gb") and spent_all:
+        if quantity not in ("steps", "disk_gb") and cap.is_used_up(before):
             why = f" (reason: {cap.reason.rstrip('.')})" if cap.reason else ""
             refusals.append(
                 Refusal(
