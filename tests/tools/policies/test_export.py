@@ -219,12 +219,13 @@ def test_installation_without_torch_says_what_is_missing(shop, full, owner, monk
 
 
 SENTENCES = """
-import pathlib, sentencepiece, sys
+import pathlib, sentencepiece, sys, transformers
 text = pathlib.Path("text.txt")
 text.write_text("\\n".join(f"the quick brown fox number {n} jumps over lazy dog {n * 7}" for n in range(400)))
 sentencepiece.SentencePieceTrainer.train(
     input="text.txt", model_prefix="tokenizer", vocab_size=300, byte_fallback=True, hard_vocab_limit=False
 )
+transformers.AutoTokenizer.from_pretrained(".").save_pretrained(".")
 """
 READ = """
 import gguf, json, sys
@@ -248,7 +249,6 @@ def test_llama_cpp_converts_a_trained_policy(shop, owner, base, tmp_path):
     model = run.checkpoints / "step-000002" / "model"
     shutil.rmtree(model)
     model.mkdir()
-    subprocess.run([sys.executable, "-c", SENTENCES], cwd=model, check=True, capture_output=True, env=with_converter)
     LlamaForCausalLM(
         LlamaConfig(
             vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -259,6 +259,7 @@ def test_llama_cpp_converts_a_trained_policy(shop, owner, base, tmp_path):
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     written = {"tokenizer_class": "LlamaTokenizer", "chat_template": template, **special}
     (model / "tokenizer_config.json").write_text(json.dumps(written))
+    subprocess.run([sys.executable, "-c", SENTENCES], cwd=model, check=True, capture_output=True, env=with_converter)
     seal(model.parent)
     owner(f"data: {{llama_cpp: {GGUF}}}\n")
     done = toprope("export", run.run_id, "--form", "gguf", "--to", str(tmp_path / "out"))
