@@ -8,7 +8,7 @@ tasks of each environment are measured before and after it. Everything goes thro
 would do it. Estimated time: twenty minutes; needs reasoning-gym.
 
 - `spell_backward`: words of three and four letters (strings).
-- `word_sequence_reversal`: two words in the other order (lists).
+- `palindrome_generation`: a palindrome of three to five given letters, of which several may be right (constraints).
 - `number_filtering`: the numbers of a list above or below a limit (comparisons).
 
 Right answers alone are rewarded: reasoning-gym's partial scores reward a right number within a longer answer.
@@ -17,7 +17,8 @@ An environment counts as learned if its interval after training lies above the o
 that one and the same answer would get. Without the latter, two counted that were not learned: with few demonstrations
 this policy came to answer every task of `leg_counting` with 0 (right in 17 % of those held out) and every task of
 `number_filtering` with an empty list (7 %). Demonstrations of 24 epochs leave `rotate_matrix` at 0, and 2,000 steps
-leave the sums of `chain_sum` at 4 %.
+leave the sums of `chain_sum` at 4 %. 1,440 demonstrations of `word_sequence_reversal` alone bring it to 11 %, which
+reward does not raise.
 
 control: the same mixture with shuffled rewards must teach none of them.
 """
@@ -48,9 +49,9 @@ FIRST = "reasoning_gym/spell_backward"
 _GYM = "reasoning_gym/"
 _MIXTURE: list[dict[str, Any]] = [
     {
-        "name": f"{_GYM}word_sequence_reversal",
+        "name": f"{_GYM}palindrome_generation",
         "min_share": 0.2,
-        "knobs": {"min_words": 2, "max_words": 2, "scoring": "exact"},
+        "knobs": {"min_length": 3, "max_length": 5, "scoring": "exact"},
     },
     {
         "name": f"{_GYM}number_filtering",
@@ -74,7 +75,7 @@ _ALL: dict[str, Any] = {
     "environment.min_share": 0.2,
     "environment.knobs.scoring": "exact",
     **{f"environment.knobs.{name}": value for name, value in _FIRST_KNOBS.items()},
-    "policy.max_context": 256,
+    "policy.max_context": 512,
     "budget.max_train_seconds": None,
     "evaluation.greedy": False,
     "evaluation.examples": 3,
@@ -86,7 +87,7 @@ SFT: dict[str, Any] = {
     "sft.epochs": 24,
     "sft.batch_size": 32,
     "sft.learning_rate": 0.002,
-    "sft.max_length": 256,
+    "sft.max_length": 512,
     "evaluation.heldout_tasks": 300,
 }
 GRPO: dict[str, Any] = {
