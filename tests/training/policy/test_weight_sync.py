@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pytest
 import torch
 
+from toprope.training.policy.publishing import tell_sampler
 from toprope.training.policy.weight_sync import WeightFile, WeightReader
 
 
@@ -43,3 +47,24 @@ def test_weights_are_converted_to_dtype_of_reader(tmp_path: Path) -> None:
     WeightFile(tmp_path, {"w": torch.tensor([1.0, 2.5, -3.0])}).publish()
     assert WeightReader(tmp_path, copy).refresh() == 1
     assert copy["w"].tolist() == [1.0, 2.5, -3.0]
+
+
+def test_sampler_is_told_without_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, str | None]] = []
+
+    class Sampler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append((self.path, self.headers["Authorization"]))
+            self.send_response(200)
+            self.end_headers()
+
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Sampler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        tell_sampler(f"http://127.0.0.1:{server.server_port}", "secret", "sleep", 10.0)
+        server.shutdown()
+        thread.join()
+    assert told == [("/v1/policy/sleep", "Bearer secret")]

@@ -31,6 +31,8 @@ from toprope.settings.schema import Config
 from toprope.training.policy.weight_sync import CHECK_EVERY, WeightCheck, WeightFile, check_weights
 
 _FOLDER, _NEWEST, _IN_USE, _CHECK, _HANDLES = "published", "newest.json", "in-use", "check.json", "handles.json"
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Asks without a proxy, which this process may have for other addresses."""
 _KEPT = 3
 """Newest folders that stay; inference may be loading one of them."""
 
@@ -256,6 +258,6 @@ def tell_sampler(url: str, secret: str, action: str, timeout_s: float) -> None:
     headers = {"Authorization": f"Bearer {secret}"}
     request = urllib.request.Request(f"{url}/v1/policy/{action}", data=b"", headers=headers, method="POST")
     try:
-        urllib.request.urlopen(request, timeout=timeout_s).close()
+        _DIRECT.open(request, timeout=timeout_s).close()
     except OSError as error:  # a sampler that is started again is awake
         print(f"inference did not {action}: {error}", file=sys.stderr, flush=True)
