@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    *("DeclaredKnob", "EARLIER", "Found", "NAME", "TRAINING_PACKAGES", "discover_file", "environment_files"),
-    *("first_line", "literal", "name_of", "script_requirements", "searched", "subfolders"),
+    *("DeclaredKnob", "EARLIER", "Found", "NAME", "TRAINING_PACKAGES", "assignments", "discover_file"),
+    *("environment_files", "first_line", "imports_in", "literal", "name_of", "script_requirements", "searched"),
+    "subfolders",
 ]
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
@@ -188,6 +189,29 @@ def literal(node: ast.expr | None) -> Any:
         return None
 
 
+def assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the plain names to which a statement assigns, each with its value."""
+    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
+        yield statement.target.id, statement.value
+    elif isinstance(statement, ast.Assign):
+        for target in statement.targets:
+            if isinstance(target, ast.Name):
+                yield target.id, statement.value
+
+
+def imports_in(tree: ast.Module) -> list[tuple[int, str]]:
+    """The modules that the `import` statements of a file may name, each with its level: 0 if absolute, 1 from its
+    package."""
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = f"{node.module}." if node.module else ""
+            found += [(node.level, one) for one in (above[:-1], *(above + alias.name for alias in node.names)) if one]
+    return found
+
+
 def _environments(tree: ast.Module) -> Iterator[ast.ClassDef]:
     ours = set(_BASES)
     theirs: set[str] = set()
@@ -212,7 +236,7 @@ def _is_environment(base: ast.expr, names: set[str]) -> bool:
 
 
 def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
-    assigned = {name: value for statement in node.body for name, value in _assignments(statement)}
+    assigned = {name: value for statement in node.body for name, value in assignments(statement)}
     name = literal(assigned.get("name"))
     is_named_by_file = not isinstance(name, str) or not name
     if is_named_by_file:
@@ -242,15 +266,6 @@ def _found(node: ast.ClassDef, file: Path, alone: bool) -> Found:
         problem=problem,
         is_named_by_file=is_named_by_file,
     )
-
-
-def _assignments(statement: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
-    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
-        yield statement.target.id, statement.value
-    elif isinstance(statement, ast.Assign):
-        for target in statement.targets:
-            if isinstance(target, ast.Name):
-                yield target.id, statement.value
 
 
 def _knobs(node: ast.ClassDef) -> tuple[DeclaredKnob, ...]:

@@ -36,6 +36,7 @@ __all__ = [
     "WorkerError",
     "WorkerFailure",
     "WorkerTimeout",
+    "first_of",
     "sayable",
     "shortened",
     "with_host",
@@ -182,7 +183,7 @@ class Failure:
             error: The exception, with its traceback.
             near: Folder of the environment's own code; a frame in it is preferred as `where`.
         """
-        whole, error = error, _first_of(error)
+        whole, error = error, first_of(error)
         where = getattr(error, "where", "") if isinstance(error, LoadError) else _where(error, near)
         return cls(
             type=type(error).__name__,
@@ -300,7 +301,7 @@ def _package_at_fault(error: BaseException) -> str:
     return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""
 
 
-def _first_of(error: BaseException) -> BaseException:
+def first_of(error: BaseException) -> BaseException:
     """The first exception of a group, whose own text tells no reason; any other exception itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -208,12 +208,10 @@ class RandomSearch(Evolution):
     """A new random population in every epoch: the baseline that other strategies have to beat."""
 
     def advance(self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """See `Evolution.advance`."""
         drawn = self.space.spread(self.population, self.chance("draw", epoch))
         return [{"values": values, "steps": self.steps, "parent": None, "continues": None} for values in drawn]
 
     def plan(self) -> list[tuple[int, int]]:
-        """See `Evolution.plan`."""
         return [(self.population, self.steps)] * self.epochs
 
 
@@ -222,12 +220,12 @@ class PopulationBased(Evolution):
     continues from the weights of a survivor with settings near its own."""
 
     def mutate(self, candidate: Candidate, epoch: int = 0, number: int = 0) -> Candidate:
-        """See `Evolution.mutate`: continue from the candidate's weights, with settings near its own."""
+        """Continue from the candidate's weights, with settings near its own."""
         values = self.space.perturb(candidate["values"], self.mutation_rate, self.chance("explore", epoch, number))
         return {"values": values, "steps": self.steps, "parent": candidate["id"], "continues": candidate["id"]}
 
     def advance(self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """See `Evolution.advance`: the survivors train on with their settings."""
+        """The survivors train on with their settings."""
         if not survivors:
             return super().advance(epoch, survivors, history)
         on = [
@@ -239,7 +237,6 @@ class PopulationBased(Evolution):
         return on + [self.mutate(chance.choice(survivors), epoch, number) for number in new]
 
     def plan(self) -> list[tuple[int, int]]:
-        """See `Evolution.plan`."""
         return [(self.population, self.steps)] * self.epochs
 
 
@@ -248,17 +245,16 @@ class Halving(Evolution):
     more steps in proportion. `selection_ratio` is the share that trains on (1 / eta)."""
 
     def select(self, population: Sequence[Candidate], scores: Sequence[float | None]) -> list[Candidate]:
-        """See `Evolution.select`: a share of the candidates that are still in."""
+        """A share of the candidates that are still in."""
         ranked = super().select(population, scores)
         return ranked[: max(1, int(len(population) * self.selection_ratio + 1e-9))]
 
     @property
     def survivors(self) -> int:
-        """See `Evolution.survivors`: `select` decides the number."""
+        """As many as there are: `select` decides the number."""
         return self.population
 
     def advance(self, epoch: int, survivors: Sequence[Candidate], history: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """See `Evolution.advance`."""
         if not survivors:
             return super().advance(epoch, survivors, history)
         steps = self._new_steps(epoch)
@@ -267,7 +263,6 @@ class Halving(Evolution):
         ]
 
     def plan(self) -> list[tuple[int, int]]:
-        """See `Evolution.plan`."""
         left, found = self.population, [(self.population, self.steps)]
         for epoch in range(2, self.epochs + 1):
             left = max(1, int(left * self.selection_ratio + 1e-9))

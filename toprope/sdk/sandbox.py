@@ -31,6 +31,7 @@ __all__ = ["Ran", "Unconfined", "passes_tests", "run_python"]
 _CHILD = Path(__file__).with_name("_confined.py")
 _CONFINED, _LIMITED = b"confined\n", b"limited\n"
 _LONGEST_PROGRAM = 100_000
+_LONGEST_OUTPUT = 4000
 _MOST_THREADS = 64
 _RECEIVE, _SEND, _CONTINUE = 0xC0502100, 0xC0182101, 1
 """SECCOMP_IOCTL_NOTIF_RECV and _SEND (linux/seccomp.h)."""
@@ -47,30 +48,24 @@ class Ran:
     """The result of a program."""
 
     output: str
-    """Standard output and error together, cut at the limit."""
+    """Standard output and error together, cut at the limit; the program that printed more was killed."""
     code: int | None
     """Its exit code; None if it was killed."""
     why: str = ""
     """Reason of a kill: `time limit`, `output limit`, `memory limit or a signal (SIGSEGV)`; else empty."""
-    seconds: float = 0.0
-    """Wall time, the interpreter's start included."""
 
     @property
     def ok(self) -> bool:
         return self.code == 0
 
 
-def run_python(
-    program: str, *, seconds: float = 5.0, memory_mb: int = 512, output_chars: int = 4000, python: str | None = None
-) -> Ran:
+def run_python(program: str, *, seconds: float = 5.0, memory_mb: int = 512) -> Ran:
     """Run a Python program with the standard library, but without files, network and other processes.
 
     Args:
         program: The source. The value of a last expression is printed, as in a notebook.
         seconds: Wall time of the program.
         memory_mb: Address space in MiB.
-        output_chars: Kill the program when it has printed more than this.
-        python: Path of the interpreter; this one by default.
 
     Raises:
         Unconfined: Not Linux, or a kernel without Landlock or seccomp. Nothing was run.
@@ -81,7 +76,7 @@ def run_python(
     if not sys.platform.startswith("linux"):
         raise Unconfined("Only Linux can confine a program (Landlock and seccomp), so none was run.")
     text = program.encode("utf-8", "replace")
-    return _run(text, seconds, memory_mb, output_chars, ["-S"], [], python or sys.executable, "/")
+    return _run(text, seconds, memory_mb, _LONGEST_OUTPUT, ["-S"], [], "/")
 
 
 def passes_tests(code: str, tests: str, *, seconds: float, memory_mb: int) -> bool:
@@ -101,7 +96,7 @@ def passes_tests(code: str, tests: str, *, seconds: float, memory_mb: int) -> bo
     word = secrets.token_hex(16)
     given = marshal.dumps((code, tests, word))
     with tempfile.TemporaryDirectory(prefix="toprope-tests-", ignore_cleanup_errors=True) as folder:
-        ran = _run(given, seconds, memory_mb, 1_000_000, [], [folder, "tests"], sys.executable, folder)
+        ran = _run(given, seconds, memory_mb, 1_000_000, [], [folder, "tests"], folder)
     return word in ran.output
 
 
@@ -112,14 +107,12 @@ def _run(
     output_chars: int,
     options: list[str],
     scratch: list[str],
-    python: str,
     cwd: str,
 ) -> Ran:
-    began = time.monotonic()
     counter, theirs = socket.socketpair()
     arguments = [str(memory_mb << 20), str(max(1, round(seconds) + 1)), str(theirs.fileno()), *scratch]
     process = subprocess.Popen(
-        [python, "-I", *options, "-B", str(_CHILD), *arguments],
+        [sys.executable, "-I", *options, "-B", str(_CHILD), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -135,18 +128,17 @@ def _run(
     finally:
         _end(process)
         threads.close()
-    taken = time.monotonic() - began
     mark = next((mark for mark in (_CONFINED, _LIMITED) if output.startswith(mark)), None)
     if mark is None:
         if why or process.returncode != 70:
-            return Ran("", None, why or _signal(process.returncode) or "it could not be started", taken)
+            return Ran("", None, why or _signal(process.returncode) or "it could not be started")
         reason = output.decode("utf-8", "replace").removeprefix("unconfined: ").strip()
         raise Unconfined(f"This machine cannot confine a program, so none was run: {reason}.")
     text = output[len(mark) :].decode("utf-8", "replace")
     if len(text) > output_chars:
         text, why = text[:output_chars], why or "output limit"
     code = process.returncode if not why and process.returncode >= 0 else None
-    return Ran(text, code, why or _signal(process.returncode), taken)
+    return Ran(text, code, why or _signal(process.returncode))
 
 
 class _Threads:

@@ -41,7 +41,7 @@ from typing import Any, ClassVar
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
 from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest
-from toprope.sdk.orchestration.dialogue import THINKING
+from toprope.sdk.orchestration.dialogue import ONE_INPUT, THINKING
 from toprope.sdk.orchestration.mcp_tools import McpServer
 from toprope.sdk.orchestration.tool_schema import signature_of
 from toprope.sdk.orchestration.tools import LONGEST_RESULT, Price, Tool, Toolbox
@@ -191,10 +191,7 @@ def tool_prompt(tools: Sequence[Tool]) -> str:
     """Description of the tools for the policy, in the wording of Qwen's chat template."""
     lines = []
     for one in tools:
-        parameters = one.parameters or {
-            "type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]
-        }  # fmt: skip
-        told = {"name": one.name, "description": one.description, "parameters": parameters}
+        told = {"name": one.name, "description": one.description, "parameters": one.parameters or ONE_INPUT}
         lines.append(json.dumps({"type": "function", "function": told}, ensure_ascii=False))
     return _PROMPT.format(tools="\n".join(lines))
 
@@ -353,11 +350,14 @@ class _Connected:
         self._limit = server.timeout_s if server.timeout_s is not None else timeout_s
         self._lock = threading.Lock()
         self._link = self._connect()
-        price = Price(usd=server.usd)
-        listed = self._link.tools(server.only, server.prefix, price)
-        self._calls = {one.name: one.call for one in listed}
         self.tools = [
-            replace(one, call=functools.partial(self._call, one.name), price=price, close=None) for one in listed
+            replace(
+                one,
+                call=functools.partial(self._call, one.name.removeprefix(server.prefix)),
+                price=Price(usd=server.usd),
+                close=None,
+            )
+            for one in self._link.tools(server.only, server.prefix)
         ]
 
     def _connect(self) -> McpServer:
@@ -370,11 +370,9 @@ class _Connected:
         with self._lock:
             if not self._link.alive:
                 self._link = self._connect()
-                server = self._server
-                self._calls = {one.name: one.call for one in self._link.tools(server.only, server.prefix)}
-            link, call = self._link, self._calls[name]
+            link = self._link
         try:
-            return call(given)
+            return link.call(name, given)
         except InvalidRequest:
             raise
         except Exception as error:  # a failure of the connection, not of the tool

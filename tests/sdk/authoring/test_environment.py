@@ -108,7 +108,7 @@ def test_reward_is_weighted_sum() -> None:
     turn = rollout_of(environment).advance("wrong but short"[:5])
     assert turn.outcome is not None
     assert turn.outcome.reward == 2.0 and not turn.outcome.success
-    assert Scoring.of(environment).max_reward == 3.0 and Scoring.of(environment).min_reward == -2.0
+    assert Scoring(environment.parts).max_reward == 3.0 and Scoring(environment.parts).min_reward == -2.0
     assert Echo.parts["short"].weight == 0.5  # the class is as it was
 
 

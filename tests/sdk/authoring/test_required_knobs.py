@@ -26,7 +26,7 @@ class Needs:
 class Reads(Environment):
     """Reads a file."""
 
-    Knobs = Needs  # type: ignore[assignment]
+    Knobs = Needs
 
     def setup(self) -> None:
         if (error := {"odd": OSError, "gone": LoadError, "wrong": InvalidRequest}.get(self.knobs.path)) is not None:

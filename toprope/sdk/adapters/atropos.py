@@ -18,19 +18,19 @@ import inspect
 import os
 import re
 import sys
-import threading
-from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.adapters._servers.atropos import GROUP, Group, Scores, server_class, without_exit
+from toprope.sdk.adapters._servers.atropos import GROUP, Group, Scores, server_class
 from toprope.sdk.adapters._servers.atropos_files import declared
 from toprope.sdk.adapters._servers.atropos_tokenizer import BYTES_PER_TOKEN, templates_give_lists, tokenizer_here
-from toprope.sdk.adapters._shared.bounds import within
+from toprope.sdk.adapters._shared.bounds import bounds_of, within
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
+from toprope.sdk.authoring.event_loop import BackgroundLoop
 from toprope.sdk.authoring.knobs import REQUIRED, knob, settable
 from toprope.sdk.authoring.loading import find_above, import_root
 from toprope.sdk.discovery import first_line
@@ -46,7 +46,7 @@ _CONFIG = "BaseEnvConfig"
 _LONGEST_ITEM = 4000
 _VARYING = re.compile(r" at 0x[0-9a-f]+|\b[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}\b", re.IGNORECASE)
 """Texts that differ in each process: addresses of objects, and identities that an environment draws."""
-_UNDECLARED = 1000.0
+_UNDECLARED = (-1000.0, 1000.0)
 
 
 @dataclass
@@ -69,37 +69,32 @@ class Atropos(OwnLoop):
     listed = True
     packages = ("atroposlib",)
     tags = ("atropos",)
-    Knobs = AtroposKnobs  # type: ignore[assignment]
+    Knobs: type = AtroposKnobs
 
     def __init__(self, cls: Any, file: str) -> None:
         self.files = (file,)
         own = getattr(cls, "name", None)
-        self.name = f"atropos/{own if own and isinstance(own, str) else cls.__name__.lower()}"  # type: ignore[misc]
+        self.name = f"atropos/{own if own and isinstance(own, str) else cls.__name__.lower()}"
         self.__doc__ = first_line(cls.__doc__) or f"The Atropos environment {cls.__name__}"
         self._cls = cls
-        self._given, self._fields, self.Knobs = _knobs(cls)  # type: ignore[assignment]
-        self._loop: _Loop | None = None
+        self._given, self._fields, self.Knobs = _knobs(cls)
+        self._loop = BackgroundLoop()  # its objects are bound to one loop
         self._env: Any = None
 
     def setup(self) -> None:
         knobs = self.knobs
-        low, high = self._bounds()
-        if low >= high:
-            raise InvalidRequest(f"reward_low ({low:g}) must be below reward_high ({high:g}).")
+        self._bounds = low, high = bounds_of(self.knobs, *_UNDECLARED)
         self.parts = {
             "score": Part(1.0, low, high, "the environment's score"),
             "dropped": Part(0.0, 0.0, 1.0, "1: the environment left the rollout out, so its score is its group's mean"),
         }
         self.max_turns = knobs.turns
-        if self._loop is None:
-            self._loop = _Loop()
-        self._env = self._loop.result(self._made())
+        self._env = self._loop.run(self._made())
 
     def tasks(self) -> Iterator[Task]:
-        assert self._loop is not None  # setup has made it
         empty, seen = True, dict[str, dict[str, int]]()
         for _ in range(self.knobs.items):
-            item = self._loop.result(self._next_item())
+            item = self._loop.run(self._next_item())
             if item is None:
                 continue
             empty = False
@@ -119,19 +114,14 @@ class Atropos(OwnLoop):
         known = (self.knobs.success_reward, self.knobs.reward_high, 1.0)
         return bool(parts["score"] >= next(one for one in known if one is not None) - 1e-9)
 
-    def _bounds(self) -> tuple[float, float]:
-        low, high = self.knobs.reward_low, self.knobs.reward_high
-        return -_UNDECLARED if low is None else low, _UNDECLARED if high is None else high
-
     def _unscored(self, scores: Collection[float]) -> float:
         """Return the score of a rollout that the environment dropped from a group with these scores."""
         if scores:
             return sum(scores) / len(scores)
-        low, high = self._bounds()
+        low, high = self._bounds
         return low if self.knobs.reward_low is not None else min(max(0.0, low), high)
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
-        assert self._loop is not None  # setup has made it
         playing = self._loop.start(self._collected(task.data["item"], sessions))
         limit = sessions[0].timeout_s
         try:
@@ -228,7 +218,7 @@ class Atropos(OwnLoop):
         for owner, text, score in zip(group.whose(texts, scored["tokens"]), texts, scored["scores"], strict=True):
             if owner is not None:
                 rewards[owner], talks[owner] = float(score), group.rollouts[owner].talk_in(text)
-        low, high = self._bounds()
+        low, high = self._bounds
         inside = {place: score for place in rewards if (score := within(rewards[place], low, high)) is not None}
         found: list[Played | BaseException] = []
         for place, one in enumerate(group.rollouts):
@@ -291,20 +281,6 @@ def _base_fields(kind: type) -> Sequence[str]:
     """Return the fields that a configuration has from Atropos."""
     found = [one for one in kind.__mro__ if one.__name__ == _CONFIG and one.__module__.startswith(PACKAGE)]
     return list(found[0].model_fields) if found else []  # type: ignore[attr-defined]
-
-
-class _Loop:
-    """An event loop in a thread for all calls of an environment, whose objects are bound to that loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True, name="atropos").start()
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(without_exit(work), self._loop)
-
-    def result(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return self.start(work).result()
 
 
 def make(target: str) -> Atropos:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from toprope.sdk import grading
 from toprope.sdk.adapters._shared import rows as _rows
+from toprope.sdk.adapters._shared.user_files import parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import describe_knobs, knob, make_knobs, nearest
 from toprope.sdk.errors import InvalidRequest, LoadError
@@ -81,12 +82,11 @@ class Dataset(Environment):
     }
 
     def __init__(self, target: Mapping[str, Any]) -> None:
-        self.name = str(target.get("name") or "dataset")  # type: ignore[misc]
+        self.name = str(target.get("name") or "dataset")
         self.__doc__ = str(target.get("description") or DESCRIPTION)
         self._folders = [Path(folder) for folder in target.get("folders", ())]
         self._files = [Path(file) for file in target.get("files", ())]
-        self.Knobs = _knobs(target.get("knobs") or {}, self._folders)  # type: ignore[assignment]
-        self._seen = 0
+        self.Knobs = _knobs(target.get("knobs") or {}, self._folders)
 
     def setup(self) -> None:
         if self._is_judged:
@@ -248,12 +248,7 @@ def make(target: str) -> Dataset:
     Raises:
         LoadError: Not a valid target.
     """
-    try:
-        given = json.loads(target)
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise LoadError("The target of a data set is a JSON object with folders, files, name, description and knobs.")
+    given = parsed(target, "dataset", ("folders", "files", "name", "description", "knobs"))
     try:
         return Dataset(given)
     except InvalidRequest as error:

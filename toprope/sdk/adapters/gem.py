@@ -22,13 +22,7 @@ __all__ = ["PACKAGE", "REQUIREMENTS", "installed", "make"]
 
 PACKAGE = "gem"
 REQUIREMENTS = ("gem-llm==0.1.*", "datasets", "pandas", "pywikiapi", "beautifulsoup4")
-_NEEDS = {
-    "math": ("network", "its tasks are a data set of the Hugging Face Hub"),
-    "code": ("network", "its tasks are a data set of the Hugging Face Hub"),
-    "qa": ("network", "its tasks are a data set of the Hugging Face Hub"),
-    "eval": ("network", "its tasks are a data set of the Hugging Face Hub"),
-    "logic": ("network", "its tasks are a data set of the Hugging Face Hub"),
-}
+_OF_HUB = ("math", "code", "qa", "eval", "logic")
 _BROWSED = "WikiGame"
 
 
@@ -67,8 +61,12 @@ def installed(site_packages: Path) -> list[Listed]:
         if not isinstance(name, str):
             continue  # a name made in a loop: tasks of reasoning-gym
         family, _, rest = name.partition(":")
-        needs, problem = _NEEDS.get(family, ("", ""))
+        problem = "its tasks are a data set of the Hugging Face Hub" if family in _OF_HUB else ""
         if _BROWSED in name:
-            needs, problem = "network", "it reads Wikipedia"
-        found.append(Listed(name, name, f"{rest} of GEM", tags=Gymnasium.tags, problem=problem, needs=needs))
+            problem = "it reads Wikipedia"
+        found.append(
+            Listed(
+                name, name, f"{rest} of GEM", tags=Gymnasium.tags, problem=problem, needs="network" if problem else ""
+            )
+        )
     return found

@@ -58,7 +58,7 @@ from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.adapters._shared.rows import rows_of
 from toprope.sdk.adapters._shared.user_files import ROWS, UserFile, data_beside, parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task, as_messages
-from toprope.sdk.authoring.knobs import REQUIRED, knob
+from toprope.sdk.authoring.knobs import REQUIRED, is_required, knob
 from toprope.sdk.discovery import first_line
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
@@ -92,7 +92,7 @@ class Gymnasium(Environment):
             self._rows = self._rows or next((name for name in ROWS if hasattr(self._user.module, name)), None)
             self.files = self._user.files(self._rows)
         whole = str(target.get("class") or target.get("id"))
-        self.name = str(target.get("name") or whole.lower())  # type: ignore[misc]
+        self.name = str(target.get("name") or whole.lower())
         said = target.get("description") or first_line(inspect.getdoc(self._maker) or "")
         self.__doc__ = str(said or f"{whole}, an environment with reset and step")
         self._bounds = Bounds(target.get("range") or [-1.0, 1.0], True, "`range`")
@@ -102,7 +102,7 @@ class Gymnasium(Environment):
             "reward": self._bounds.part(1.0, "sum of the rewards of all steps, clipped"),
             "return": Part(0.0, -_MOST, _MOST, "the same sum, not clipped; shown"),
         }
-        self.Knobs = _knobs(self._maker, self._given, rows=bool(self._rows))  # type: ignore[assignment]
+        self.Knobs = _knobs(self._maker, self._given, rows=bool(self._rows))
 
     def setup(self) -> None:
         knobs = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
@@ -200,7 +200,7 @@ class Gymnasium(Environment):
     def _row_tasks(self) -> Iterator[Task]:
         if self._user is None:
             path = Path(str(self._rows)).expanduser()
-            rows = rows_of(str(path), [path.parent], [path], "", "train")
+            rows = rows_of(str(path), [path.parent], [path])
         else:
             rows = self._user.rows(self._rows)
         for number, row in enumerate(rows, 1):
@@ -362,12 +362,12 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any], *, rows: bool = 
             required[one.name] = one.annotation
     for argument, kind in _configurations(maker, given).items():
         for field in dataclasses.fields(kind):
-            taken = ("turns",) if _has_no_default(field) else ()  # ours leaves a default of theirs as it is
+            taken = ("turns",) if is_required(field) else ()  # ours leaves a default of theirs as it is
             if field.name in (*defaults, *required, *taken):
                 raise LoadError(
                     f"The knob {field.name} would set {argument}.{field.name} and another argument: rename one of them."
                 )
-            if _has_no_default(field):
+            if is_required(field):
                 required[field.name] = _PLAIN_NAMES[_type_name(field)]
             else:
                 defaults[field.name] = field.default
@@ -378,10 +378,6 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any], *, rows: bool = 
         if (unset or type(value) in _PLAIN) and name.isidentifier() and name != "turns":
             fields.append((name, Any if unset else type(value), knob(value, help="the environment's own setting")))
     return dataclasses.make_dataclass("Knobs", fields, kw_only=True)
-
-
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _type_name(field: dataclasses.Field[Any]) -> str:
@@ -397,8 +393,7 @@ def _configurations(maker: Callable[..., Any], given: Mapping[str, Any]) -> dict
             is_union = get_origin(one.annotation) in (Union, types.UnionType)
             for kind in get_args(one.annotation) if is_union else (one.annotation,):
                 if dataclasses.is_dataclass(kind) and all(
-                    not _has_no_default(field) or _type_name(field) in _PLAIN_NAMES
-                    for field in dataclasses.fields(kind)
+                    not is_required(field) or _type_name(field) in _PLAIN_NAMES for field in dataclasses.fields(kind)
                 ):
                     found.setdefault(one.name, kind)
     return found

@@ -60,7 +60,7 @@ class Harbor(ToolEnvironment):
         if not self._folder.is_dir():
             raise LoadError(f"{self._folder} is not a folder. The target is a folder of Harbor tasks.")
         self._found = task_folders(self._folder)
-        self.name = f"harbor/{self._folder.name}"  # type: ignore[misc]
+        self.name = f"harbor/{self._folder.name}"
         self.__doc__ = f"{len(self._found)} tasks of {self._folder.name} in a shell, in Harbor's format"
         self.files = tuple(str(one.path / one.tests) for one in self._found[:64])
         self.tool_timeout_s = 7200.0  # the knob limits commands

@@ -11,6 +11,7 @@ This relies on an undocumented interface of inspect (its OpenAI-compatible provi
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import os
 import re
@@ -26,11 +27,11 @@ from typing import Any, Literal
 from toprope.sdk.adapters._harbor.sandbox import require_wall
 from toprope.sdk.adapters._inspect_ai.commands import confine_commands, with_refusal
 from toprope.sdk.adapters._inspect_ai.listing import declared, installed
-from toprope.sdk.adapters._inspect_ai.named_models import play_named_models
+from toprope.sdk.adapters._inspect_ai.named_models import GRADER, play_named_models
 from toprope.sdk.adapters._inspect_ai.packages import missing_package, without_markup
-from toprope.sdk.adapters._inspect_ai.provider import PROVIDER, Rollout, give_agents_a_key, register, tokens_of
+from toprope.sdk.adapters._inspect_ai.provider import PROVIDER, Rollout, give_agents_a_key, register
 from toprope.sdk.adapters._inspect_ai.score_values import marks_of, number_of, reports_accuracy, unique_names, values_of
-from toprope.sdk.adapters._shared.bounds import within
+from toprope.sdk.adapters._shared.bounds import bounds_of, within
 from toprope.sdk.adapters._shared.keys import keyed_samples
 from toprope.sdk.adapters._shared.random_state import OwnRandom
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
@@ -51,8 +52,6 @@ EXTRAS = {
 """Extras that `toprope env add PACKAGE` takes unless others are named: what tasks import, without torch and Docker, and
 without what package indexes lack. By the package, with the oldest version that has them."""
 _CURE = "environment.model_roles names a stronger grader"
-_GRADER = "grader"
-"""The role of inspect's model-graded scorers."""
 _UNSCORED = "unscored"
 _SHARE, _UNKNOWN = (0.0, 1.0), (-1000.0, 1000.0)
 """Bounds of scores: shares of right answers, and scores of which nothing is known."""
@@ -94,14 +93,14 @@ class Inspect(OwnLoop):
     listed = True
     packages = ("inspect-ai",)
     tags = ("inspect", "evaluation", "model-roles")
-    Knobs = InspectKnobs  # type: ignore[assignment]
+    Knobs = InspectKnobs
 
     def __init__(self, target: str) -> None:
         self._target = target
         file = target.partition("@")[0]
         self.files = (file,) if Path(file).is_file() else ()
         name = target.rpartition("@")[2] if "@" in target else target.rpartition("/")[2].removesuffix(".py")
-        self.name = f"inspect_ai/{name}"  # type: ignore[misc]
+        self.name = f"inspect_ai/{name}"
         self.__doc__ = f"The inspect-ai task {name}"
         self._task: Any = None
         self._values: dict[str, tuple[str, str]] = {}
@@ -114,7 +113,7 @@ class Inspect(OwnLoop):
         from inspect_ai._util.registry import registry_info
 
         give_agents_a_key()
-        play_named_models(_GRADER, tokens_of)
+        play_named_models()
         try:
             with OwnRandom(0):  # every worker has to find the same tasks in the same order
                 _choices_by_seed()
@@ -165,12 +164,8 @@ class Inspect(OwnLoop):
         self._desk = _Desk()
 
     def _part(self, weight: float, bounds: tuple[float, float]) -> Part:
-        low, high = self.knobs.reward_low, self.knobs.reward_high
-        low = max(bounds[0], _UNKNOWN[0]) if low is None else low
-        high = min(bounds[1], _UNKNOWN[1]) if high is None else high
-        if low >= high:
-            raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
-        return Part(weight, low, high, "a scorer")
+        known = max(bounds[0], _UNKNOWN[0]), min(bounds[1], _UNKNOWN[1])
+        return Part(weight, *bounds_of(self.knobs, *known), "a scorer")
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         goal = self.knobs.success_reward
@@ -309,7 +304,7 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Rollout]], turns: int) ->
     some = asked[0][1].session
     folder = tempfile.mkdtemp(prefix="toprope-inspect-")
     try:
-        names = sorted({_GRADER, *(getattr(task, "model_roles", None) or ()), *some.roles})
+        names = sorted({GRADER, *(getattr(task, "model_roles", None) or ()), *some.roles})
         policy, *graders = (
             get_model(
                 f"{PROVIDER}/{some.roles[role]['model'] if role in some.roles else some.model}",
@@ -354,8 +349,6 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Rollout]], turns: int) ->
 
 
 def _copied(task: Any) -> Any:
-    import copy
-
     copied = copy.copy(task)  # task_with modifies its argument
     copied.early_stopping = None  # It would leave out samples that others make redundant for an evaluation.
     copied.model = None  # The policy answers, whichever model the author names.

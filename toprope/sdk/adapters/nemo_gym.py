@@ -111,7 +111,7 @@ class NemoGym(ToolEnvironment):
         addresses = url if isinstance(url, Mapping) else {"": url}
         self._servers: dict[str, JsonServer] = {}
         if self._folder:
-            self.Knobs = NemoGymKnobs  # type: ignore[assignment]
+            self.Knobs = NemoGymKnobs
         else:
             self._servers = {str(name): JsonServer(str(one or ""), self._timeout) for name, one in addresses.items()}
             if not self._servers:
@@ -122,7 +122,7 @@ class NemoGym(ToolEnvironment):
             raise LoadError(f"rows: no file {missing[0]!r}; give NeMo Gym's JSON lines file.")
         self._rows = [Path(one).expanduser().absolute() for one in files]
         self.files = tuple(map(str, self._rows))
-        self.name = str(target.get("name") or "nemo_gym")  # type: ignore[misc]
+        self.name = str(target.get("name") or "nemo_gym")
         places = self._folder or ", ".join(one.url for one in self._servers.values())
         rows = ", ".join(one.name for one in self._rows)
         self.__doc__ = str(target.get("description") or f"NeMo Gym's server at {places}: {rows}")
@@ -168,7 +168,7 @@ class NemoGym(ToolEnvironment):
     def tasks(self) -> Iterator[Task]:
         column, again = str(self._given.get("reference") or ""), Counter[str]()
         for file in self._rows:
-            rows = _rows.rows_of(str(file), [file.parent], [file], "", "train")
+            rows = _rows.rows_of(str(file), [file.parent], [file])
             for number, row in enumerate(rows, 1):
                 parameters = row.get(_PARAMETERS)
                 name = self._server_of(row, f"Row {number} of {file.name}")

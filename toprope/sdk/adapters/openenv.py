@@ -23,7 +23,7 @@ from toprope.sdk.adapters._servers.openenv_actions import Form, NotAnAction
 from toprope.sdk.adapters._servers.openenv_files import declared, installed, name_of, started
 from toprope.sdk.adapters._servers.openenv_http import Episode
 from toprope.sdk.adapters._servers.openenv_manifest import Manifest, reset_parameters
-from toprope.sdk.adapters._shared.bounds import TOLERANCE, within
+from toprope.sdk.adapters._shared.bounds import TOLERANCE, bounds_of, within
 from toprope.sdk.adapters._shared.fetched_files import with_source
 from toprope.sdk.authoring.env_managed import OwnLoop, Played, Session
 from toprope.sdk.authoring.environment import Messages, Part, Task
@@ -46,8 +46,8 @@ _EVALUATES = re.compile(
     r"target|truth|word"
 )
 """In names of metadata that may give the answer away."""
-_UNDECLARED = 1000.0
-"""Largest size of a reward whose bounds the owner does not set."""
+_UNDECLARED = (-1000.0, 1000.0)
+"""Bounds of a reward for which the owner sets none."""
 _IDENTITIES = frozenset({"episode_id", "request_id", "session_id"})
 """Fields of an observation that differ in each episode and tell the policy nothing."""
 _ID = re.compile(r"(^|_)id$")
@@ -100,12 +100,12 @@ class OpenEnv(OwnLoop):
 
     packages = ("openenv",)
     tags = ("openenv",)
-    Knobs = OpenEnvKnobs  # type: ignore[assignment]
+    Knobs = OpenEnvKnobs
 
     def __init__(
         self, name: str, url: str, command: tuple[str, ...], folder: str, manifest: Manifest | None = None
     ) -> None:
-        self.name = f"openenv/{name}"  # type: ignore[misc]
+        self.name = f"openenv/{name}"
         self.__doc__ = f"An OpenEnv environment: {name}"
         self._place = url, command, folder
         self._manifest = manifest
@@ -117,9 +117,7 @@ class OpenEnv(OwnLoop):
 
     def setup(self) -> None:
         knobs = self.knobs
-        low, high = self._bounds()
-        if low >= high:
-            raise InvalidRequest(f"reward_low ({low:g}) must be below reward_high ({high:g}).")
+        self._bounds = low, high = bounds_of(self.knobs, *_UNDECLARED)
         self.max_turns = knobs.turns or (self._manifest and self._manifest.longest) or _TURNS
         what = "sum of" if knobs.reward == "sum" else "last of"
         self.parts = {
@@ -144,10 +142,10 @@ class OpenEnv(OwnLoop):
         if self._form.calls_tools and server.http is not None:  # it has no list of tools
             self._form = Form.of(schema.get("action"), whole=True, fixed=knobs.action_fields)
         if self._form.calls_tools or not self._form.known:
-            self._tools = [_tool(one) for one in _alone(self._listed_tools())]
+            self._tools = [_tool(one) for one in asyncio.run(self._listed_tools())]
             if self._tools:
                 self._form = Form(calls_tools=True)
-        if not self._form.known and (names := _alone(self._required_fields())):
+        if not self._form.known and (names := asyncio.run(self._required_fields())):
             # A server whose observation has no schema gives none of its action either.
             fields = {name: {"type": "string"} for name in names}
             self._form = Form.of({"properties": fields, "required": names}, fixed=knobs.action_fields)
@@ -164,7 +162,7 @@ class OpenEnv(OwnLoop):
         resets = self._resets()
 
         def begun(seed: int) -> tuple[int, str]:
-            return seed, _alone(self._first(seed, resets[seed % len(resets)]))
+            return seed, asyncio.run(self._first(seed, resets[seed % len(resets)]))
 
         first = [begun(seed) for seed in itertools.islice(seeds, _LOOK_AT + len(resets) - 1)]
         by_seed = self.knobs.by_seed
@@ -192,7 +190,7 @@ class OpenEnv(OwnLoop):
         found: list[dict[str, Any]] = []
         for reset in self._manifest.resets(known - self.knobs.reset.keys())[: self.knobs.tasks or None]:
             with contextlib.suppress(EnvironmentMistake):  # a name that the server does not know
-                _alone(self._first(0, reset))
+                asyncio.run(self._first(0, reset))
                 found.append(reset)
         return found or [{}]
 
@@ -203,10 +201,6 @@ class OpenEnv(OwnLoop):
             return bool(parts["reward"] >= needed - TOLERANCE)
         # A sum of steps that reward progress exceeds 1 long before the end.
         return bool(parts["last_step"] >= _SOLVED - TOLERANCE)
-
-    def _bounds(self) -> tuple[float, float]:
-        low, high = self.knobs.reward_low, self.knobs.reward_high
-        return -_UNDECLARED if low is None else low, _UNDECLARED if high is None else high
 
     async def rollout(self, session: Session) -> Played:
         if not self._gate:  # shared by all copies, which run on one event loop
@@ -250,7 +244,7 @@ class OpenEnv(OwnLoop):
                     if found.get("done"):
                         break
         total = sum(rewards) if self.knobs.reward == "sum" else rewards[-1] if rewards else 0.0
-        low, high = self._bounds()
+        low, high = self._bounds
         if (reward := within(total, low, high)) is None:
             raise EnvironmentMistake(
                 f"The episode's reward is {total:g}, outside {low:g} to {high:g}: set the knobs reward_low and "
@@ -438,8 +432,3 @@ def _number(value: Any) -> float:
     if value is None:
         return 0.0
     raise EnvironmentMistake(f"A step's reward is {value!r:.80}, which is not a number.")
-
-
-def _alone(playing: Any) -> Any:
-    """Run a coroutine without a running event loop."""
-    return asyncio.run(playing)

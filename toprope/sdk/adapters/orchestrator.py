@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toprope.sdk.adapters._shared import rows as _rows
+from toprope.sdk.adapters._shared.user_files import parsed
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import knob, nearest
-from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.grading import is_correct
 from toprope.sdk.orchestration.dialogue import build_system_prompt, parse_action, render_observation
 from toprope.sdk.orchestration.energy import Meter
 from toprope.sdk.orchestration.orchestrator import OrchestratorEnvironment
 from toprope.sdk.orchestration.reward import Scales, Weights, declared, parts_of
 from toprope.sdk.orchestration.search import Corpus, provider
-from toprope.sdk.orchestration.tools import BUILT_IN, Price, Tool, Toolbox, function, priced, web_search
+from toprope.sdk.orchestration.tools import BUILT_IN, Price, Tool, Toolbox, function, web_search
 
 __all__ = ["DESCRIPTION", "Orchestrator", "made_up_facts", "make"]
 
@@ -107,15 +108,14 @@ class Orchestrator(Environment):
                     if value < 0:
                         raise ValueError(f"{what} of {tool} is negative")
 
-    def __init__(self, target: Mapping[str, Any] | None = None) -> None:
-        target = target or {}
+    def __init__(self, target: Mapping[str, Any]) -> None:
         self._folders = [Path(folder) for folder in target.get("folders", ())]
         self._declared: dict[str, Any] = dict(target.get("tools") or {})
 
     def setup(self) -> None:
         knobs = self.knobs
         self._facts = made_up_facts(knobs.facts)
-        search = {"web_search": lambda: web_search(Corpus(self._facts.items()))} if self._facts else {}
+        search = {"web_search": lambda: web_search(Corpus(self._facts.items()).search)} if self._facts else {}
         offered: dict[str, Callable[[], Tool]] = {**BUILT_IN, **search}
         there = [*offered, *self._declared]
         tools = []
@@ -135,7 +135,7 @@ class Orchestrator(Environment):
                 joules=None if name in knobs.watts else tool.price.joules,
                 watts=knobs.watts.get(name, tool.price.watts),
             )
-            tools.append(priced(tool, price))
+            tools.append(replace(tool, price=price))
         self.max_turns = knobs.max_turns
         self._world = OrchestratorEnvironment(Toolbox(tools, Meter()), knobs.max_turns)
         self._scales = Scales(knobs.scale_joules, knobs.scale_usd, knobs.scale_seconds, knobs.scale_watts)
@@ -150,7 +150,7 @@ class Orchestrator(Environment):
         if not self.knobs.path:
             yield from self._arithmetic()
             return
-        for number, row in enumerate(_rows.rows_of(self.knobs.path, self._folders, (), "", "train"), 1):
+        for number, row in enumerate(_rows.rows_of(self.knobs.path, self._folders), 1):
             missing = [column for column in (self.knobs.prompt, self.knobs.reference) if column not in row]
             if missing:
                 raise InvalidRequest(
@@ -275,7 +275,7 @@ def _tool(name: str, told: Mapping[str, Any]) -> Tool:
     price = Price(**{key: told[key] for key in ("usd", "seconds", "joules", "watts") if told.get(key) is not None})
     limit = float(told.get("timeout_s") or 30.0)
     if told.get("corpus"):
-        tool = web_search(Corpus.of(Path(told["corpus"])))
+        tool = web_search(Corpus.of(Path(told["corpus"])).search)
     elif told.get("provider"):
         tool = web_search(provider(told["provider"], told.get("url") or ""))
     elif told.get("python"):
@@ -289,6 +289,7 @@ def _tool(name: str, told: Mapping[str, Any]) -> Tool:
 def _function(target: str) -> Callable[..., Any]:
     """Load the owner's `path/to/file.py:function`."""
     file, _, attribute = target.rpartition(":")
+    # Under a name of its own and without its folder on the path: the file may be called mcp.py.
     specification = importlib.util.spec_from_file_location(f"owners_tool_{Path(file).stem}", file)
     if specification is None or specification.loader is None:
         raise InvalidRequest(f"{file} is not a Python file.")
@@ -324,10 +325,4 @@ def make(target: str) -> Orchestrator:
     Raises:
         LoadError: Not a valid target.
     """
-    try:
-        given = json.loads(target or "{}")
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise LoadError("The target of the orchestrator is a JSON object with folders and tools.")
-    return Orchestrator(given)
+    return Orchestrator(parsed(target or "{}", "orchestrator", ("folders", "tools")))

@@ -59,7 +59,7 @@ class Ors(ToolEnvironment):
         self._server = None if self._file else JsonServer(str(target.get("url") or ""), self._timeout)
         self.files = (self._file,) if self._file else ()
         place = self._file or (self._server.url if self._server is not None else "")
-        self.name = str(target.get("name") or target.get("environment") or "ors").lower()  # type: ignore[misc]
+        self.name = str(target.get("name") or target.get("environment") or "ors").lower()
         self.__doc__ = str(target.get("description") or f"The ORS environment at {place}")
         self._bounds = Bounds(target.get("range"), bool(target.get("clip", True)), "`range`")
         self._solved = float(target.get("success", self._bounds.high))

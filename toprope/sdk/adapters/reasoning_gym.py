@@ -14,42 +14,36 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import itertools
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from toprope.sdk.adapters._reasoning_gym import composite
+from toprope.sdk.adapters._reasoning_gym.entries import SEED, EntryEnvironment, parts_of
 from toprope.sdk.adapters._reasoning_gym.levels import levels_of
 from toprope.sdk.adapters._reasoning_gym.loading import PACKAGE, folder_of, task_classes, task_names
-from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, parts_of, settings_of
-from toprope.sdk.authoring.environment import Environment, Task
+from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, settings_of
+from toprope.sdk.authoring.environment import Environment
 from toprope.sdk.authoring.knobs import nearest
-from toprope.sdk.discovery import first_line, literal, parse
+from toprope.sdk.discovery import assignments, first_line, literal, parse
 from toprope.sdk.errors import InvalidRequest, LoadError
 
 __all__ = ["KEYS", "PACKAGE", "REQUIREMENTS", "ListedTask", "Listing", "ReasoningGym", "make"]
 
 REQUIREMENTS = ("reasoning-gym==0.1.*",)
-_SEED = 0
 
 
-class ReasoningGym(Environment):
+class ReasoningGym(EntryEnvironment):
     """A task of reasoning-gym."""
 
-    packages = ("reasoning-gym",)
-
     def __init__(self, name: str, dataset: type, config: type) -> None:
-        self.name = f"{PACKAGE}/{name}"  # type: ignore[misc]
+        self.name = f"{PACKAGE}/{name}"
         self.tags = (dataset.__module__.split(".")[1],)
         self.__doc__ = _description(name, dataset, config)
         self.parts = parts_of("partial")
         self._levels = levels_of(name, config)
-        self.Knobs = settings_of(config, self._levels)  # type: ignore[assignment]
+        self.Knobs = settings_of(config, self._levels)
         self._dataset_type, self._config_type = dataset, config
-        self._dataset: Any = None
 
     def setup(self) -> None:
         values = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
@@ -57,30 +51,13 @@ class ReasoningGym(Environment):
         if self._levels is not None:
             values = self._levels.values(values.pop(difficulty_of(self._config_type)), values)
         try:
-            config = self._config_type(**values, seed=_SEED)
+            config = self._config_type(**values, seed=SEED)
             if hasattr(config, "validate"):
                 config.validate()
             self._dataset = self._dataset_type(config)
         except (AssertionError, ValueError, TypeError) as error:
             refused = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
             raise InvalidRequest(f"{self.name} refuses these knobs: {refused}") from error
-
-    def tasks(self) -> Iterator[Task]:
-        for index in itertools.count():
-            try:
-                entry = self._dataset[index]
-            except IndexError:
-                if index < len(self._dataset):
-                    raise
-                return  # some tasks generate a fixed number in advance
-            yield Task(str(entry["question"]), reference=entry["answer"], data={"entry": entry})
-
-    def score(self) -> dict[str, float]:
-        value = float(self._dataset.score_answer(self.answer.strip(), self.task.data["entry"]))
-        return {"exact": float(value >= 1.0), "partial": min(max(value, 0.0), 1.0)}
-
-    def success(self, parts: dict[str, float], reward: float) -> bool:
-        return parts["exact"] >= 1.0
 
 
 def make(target: str) -> Environment:
@@ -164,12 +141,11 @@ def _listed(file: Path, category: str) -> list[ListedTask]:
         tree = parse(file)
     except (OSError, SyntaxError, ValueError):
         return []
-    constants, documented = {}, {}
+    constants = {name: literal(value) for node in tree.body for name, value in assignments(node)}
+    documented = {}
     calls = []
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            constants[node.targets[0].id] = literal(node.value)
-        elif isinstance(node, ast.ClassDef):
+        if isinstance(node, ast.ClassDef):
             documented[node.name] = ast.get_docstring(node)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             calls.append(node.value)

@@ -52,13 +52,13 @@ class Score(Environment):
         self._function = self._user.get(name, "the score")
         if not callable(self._function):
             raise LoadError(f"{self._user.path.name}: {name} is {type(self._function).__name__}, not a function.")
-        self._rows = target.get("rows") or next((one for one in _rows_named(self._user)), None)
-        if self._rows is None:
+        self._rows = target.get("rows") or self._user.own_rows()
+        if not self._rows:
             raise LoadError(
                 f"{self._user.path.name} has no rows: give `rows` in the target, a data file or the name of a list."
             )
         self.files = self._user.files(self._rows)
-        self.name = str(target.get("name") or self._user.path.stem)  # type: ignore[misc]
+        self.name = str(target.get("name") or self._user.path.stem)
         said = target.get("description") or first_line(self._function.__doc__) or first_line(self._user.module.__doc__)
         self.__doc__ = str(said or f"Prompts scored by {name} of {self._user.path.name}")
         self._bounds = Bounds(target.get("range"), bool(target.get("clip")), "`range`")
@@ -93,7 +93,7 @@ class Score(Environment):
             columns[name] = row[name] if name in row else self.task.reference
         returned = self._function(self.task.prompt, self.answer, **columns)
         if inspect.isawaitable(returned):
-            returned = self._loop.run(_awaited(returned))
+            returned = self._loop.run(returned)
         return {"score": self._bounds.value(returned, self._label)}
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
@@ -128,15 +128,6 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     ]
 
 
-def _rows_named(user: UserFile) -> Iterator[str]:
-    try:
-        tree = ast.parse(user.path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return
-    if found := data_beside(user.path, tree):
-        yield found
-
-
 def _parameters(function: Any, name: str) -> tuple[list[str], list[str], bool]:
     """Return required and optional parameters besides prompt and completion, and True if it takes any column."""
     try:
@@ -149,7 +140,3 @@ def _parameters(function: Any, name: str) -> tuple[list[str], list[str], bool]:
     more = [*plain[2:], *(one for one in found if one.kind is one.KEYWORD_ONLY)]
     must = [one.name for one in more if one.default is one.empty]
     return must, [one.name for one in more if one.name not in must], any(one.kind is one.VAR_KEYWORD for one in found)
-
-
-async def _awaited(value: Any) -> Any:
-    return await value

@@ -32,7 +32,7 @@ from toprope.sdk.adapters._textarena.games import LIMITS, Games, answer_limit, g
 from toprope.sdk.adapters._textarena.match import Match, tags_of
 from toprope.sdk.authoring.environment import Environment, Messages, Part, Task
 from toprope.sdk.authoring.knobs import nearest
-from toprope.sdk.discovery import literal, parse
+from toprope.sdk.discovery import imports_in, literal, parse
 from toprope.sdk.errors import LoadError
 
 __all__ = ["PACKAGE", "PYTHON", "REQUIREMENTS", "TextArena", "installed", "make"]
@@ -65,10 +65,10 @@ class TextArena(Environment):
     }
 
     def __init__(self, target: str, specification: Any, kind: type) -> None:
-        self.name = f"{PACKAGE}/{target}"  # type: ignore[misc]
+        self.name = f"{PACKAGE}/{target}"
         self.__doc__ = _described(target, specification.kwargs, _what(alone=True, asks=False))
         self._specification, self._kind = specification, kind
-        self.Knobs = game_knobs(specification.kwargs)  # type: ignore[assignment]
+        self.Knobs = game_knobs(specification.kwargs)
         self.max_turns = answer_limit(specification.kwargs, None)
 
     def setup(self) -> None:
@@ -217,7 +217,7 @@ def _problem(site_packages: Path, entry: str) -> tuple[bool, bool, str, str] | N
     of_ours = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     same = of_ours in str(site_packages) or not re.search(r"python3\.\d+", str(site_packages))
     try:
-        roots = _imported(parse(file))
+        roots = {name.partition(".")[0] for level, name in imports_in(parse(file)) if not level}
     except (SyntaxError, ValueError) as error:
         return *kind, "", f"its file does not parse with {of_ours}: {error}" if same else ""
     for root in roots:
@@ -235,34 +235,13 @@ def _problem(site_packages: Path, entry: str) -> tuple[bool, bool, str, str] | N
     return *kind, "", ""
 
 
-def _imported(tree: ast.Module) -> set[str]:
-    roots = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            roots |= {one.name.partition(".")[0] for one in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            roots.add(node.module.partition(".")[0])
-    return roots
-
-
 def _nltk_has(data: str, site_packages: Path) -> bool:
     """Return True if NLTK finds its data for an interpreter with these packages."""
     prefix = site_packages.parents[2] if len(site_packages.parents) > 2 else site_packages
-    places: list[str | Path] = [
-        *os.environ.get("NLTK_DATA", "").split(os.pathsep),
-        Path.home() / "nltk_data",
-        prefix / "nltk_data",
-    ]
-    places += [
-        prefix / "share/nltk_data",
-        prefix / "lib/nltk_data",
-        "/usr/share/nltk_data",
-        "/usr/local/share/nltk_data",
-    ]
-    places += ["/usr/lib/nltk_data", "/usr/local/lib/nltk_data"]
-    return any(
-        (Path(place) / data).is_dir() or (Path(place) / f"{data}.zip").is_file() for place in places if str(place)
-    )
+    named = [Path(place) for place in os.environ.get("NLTK_DATA", "").split(os.pathsep) if place]
+    shared = [Path(root, below) for root in (prefix, "/usr", "/usr/local") for below in ("share", "lib")]
+    places = [*named, *(root / "nltk_data" for root in (Path.home(), prefix, *shared))]
+    return any((place / data).is_dir() or (place / f"{data}.zip").is_file() for place in places)
 
 
 def _what(alone: bool, asks: bool) -> str:

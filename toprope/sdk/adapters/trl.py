@@ -25,7 +25,6 @@ is a further reward with weight 1. Differences: `trainer_state` is not available
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import inspect
@@ -38,9 +37,9 @@ from typing import Any
 from toprope.sdk.adapters._shared.bounds import Bounds
 from toprope.sdk.adapters._shared.keys import keyed
 from toprope.sdk.adapters._shared.random_state import OwnRandom
+from toprope.sdk.adapters._shared.rows import text_of
 from toprope.sdk.adapters._shared.user_files import (
     UserFile,
-    data_beside,
     is_async,
     parsed,
     public_name,
@@ -86,7 +85,7 @@ class Trl(ToolEnvironment):
         self._target, self._script = dict(target), bool(target.get("script"))
         if self._script:
             self._arguments = " ".join(map(shlex.quote, _listed(target, "arguments")))
-            self.Knobs = _script_knobs(self._arguments)  # type: ignore[assignment]
+            self.Knobs = _script_knobs(self._arguments)
         self._read()
 
     def _read(self) -> None:
@@ -107,7 +106,7 @@ class Trl(ToolEnvironment):
             self._functions = [_checked_reward(_callable(user, name, "a reward function"))
                                for name in _listed(target, "reward_funcs")]  # fmt: skip
             self.tools = [_callable(user, name, "a tool") for name in _listed(target, "tools")]  # type: ignore[misc]
-            self._rows = target.get("rows") or _own_rows(user)
+            self._rows = target.get("rows") or user.own_rows()
         if self._rows in (None, "") and (not self._factories or None not in self._factories):
             raise LoadError(
                 f"{user.path.name}: the target needs `rows`, a data file or the name of a list or data set."
@@ -124,7 +123,7 @@ class Trl(ToolEnvironment):
         self.guessed_reference = not self._reference
         self.max_turns = int(target.get("max_turns") or TURNS) if self._factories or self.tools else 1
         self.wants_tokens = bool(self._functions)
-        self.name = str(target.get("name") or user.path.stem)  # type: ignore[misc]
+        self.name = str(target.get("name") or user.path.stem)
         self.__doc__ = str(target.get("description") or first_line(user.module.__doc__) or _said(self))
 
     def setup(self) -> None:
@@ -385,13 +384,6 @@ def _factories(user: UserFile, given: Any) -> dict[str | None, Callable[[], Any]
     return {None: _callable(user, str(given), "an environment")}
 
 
-def _own_rows(user: UserFile) -> str:
-    try:
-        return data_beside(user.path, ast.parse(user.path.read_bytes()))
-    except (OSError, SyntaxError, ValueError):
-        return ""
-
-
 def _methods(kind: type) -> list[str]:
     """Return the tool methods: all public ones but `reset` and `get_reward`."""
     return [
@@ -405,21 +397,12 @@ def _chat(prompt: Any, whose: str) -> Any:
     """Return a prompt as text or text messages. TRL also has messages of blocks; those with images are refused."""
     if isinstance(prompt, str) or not isinstance(prompt, list):
         return prompt
-    return [{**message, "content": _text(message.get("content"), whose)} for message in prompt]
-
-
-def _text(content: Any, whose: str) -> str:
-    if isinstance(content, str):
-        return content
-    blocks = content if isinstance(content, list) else [content]
-    if all(isinstance(block, Mapping) and block.get("type") == "text" for block in blocks):
-        return "".join(str(block["text"]) for block in blocks)
-    raise EnvironmentMistake(f"{whose} has content other than text, such as an image; only text is supported.")
+    return [{**message, "content": text_of(message.get("content"), whose)} for message in prompt]
 
 
 def _observed(message: Mapping[str, Any], observation: Any) -> dict[str, Any]:
-    before = _text(message.get("content"), "The prompt")
-    return {**message, "content": before + _text(observation, "What reset() returned")}
+    before = text_of(message.get("content"), "The prompt")
+    return {**message, "content": before + text_of(observation, "What reset() returned")}
 
 
 def _as_trl(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,10 +64,10 @@ class Verifiers(OwnLoop):
         self._taskset_id = taskset
         cls = taskset_class(taskset)
         self.files = (file,) if file else ()
-        self.name = f"verifiers/{cls.__name__ if taskset.startswith('_') else taskset}"  # type: ignore[misc]
+        self.name = f"verifiers/{cls.__name__ if taskset.startswith('_') else taskset}"
         self.__doc__ = first_line(cls.__doc__) or first_line(sys.modules[cls.__module__].__doc__) or self.name
         config = taskset_config_type(taskset)
-        self._fields, self.Knobs = knobs_of(config)  # type: ignore[assignment]
+        self._fields, self.Knobs = knobs_of(config)
         self._required = [name for name, field in self._fields.items() if config.model_fields[field].is_required()]
         self._nullable = {name for name, field in config.model_fields.items() if allows_null(field.annotation)}
         self._env: Any = None
@@ -89,7 +89,7 @@ class Verifiers(OwnLoop):
         given = dict(own["config"])
         given["taskset"] = {**given.get("taskset", {}), **changed, "id": self._taskset_id}
         register_harness()
-        _find_programs()
+        _prepend("PATH", os.path.dirname(sys.executable))  # harnesses need programs of its packages (uv)
         try:
             config = resolve_env_config(given)
             config = self._at_home(config, own["harness"])
@@ -158,19 +158,10 @@ class Verifiers(OwnLoop):
 
         await self._served()
         rollout_of.set(session)  # after what all rollouts share was started: that belongs to none
-        sampling: dict[str, Any] = {
-            "temperature": session.temperature,
-            "top_p": session.top_p,
-            "max_tokens": session.max_tokens,
-        }
-        if session.stop:
-            sampling["stop"] = list(session.stop)
-        if session.seed is not None:
-            sampling["seed"] = session.seed
         context = ModelContext(
             model=session.model,
             client=client_config(session.base_url, session.api_key, session.judge_key, self._seat),
-            sampling=SamplingConfig(**sampling),
+            sampling=SamplingConfig(**session.sampling),
         )
         episode = await self._env.run_episode(self.task.data["task"], context)
         return self._played(episode)
@@ -418,11 +409,6 @@ def _check_server(server: Any) -> None:
             f"verifiers starts {name} as a program, but {file.name} runs nothing: end it with "
             f'if __name__ == "__main__": {name}.run()'
         )
-
-
-def _find_programs() -> None:
-    """Programs that came with this interpreter's packages (uv) are found by the harnesses that need them."""
-    _prepend("PATH", os.path.dirname(sys.executable))
 
 
 def _prepend(variable: str, folder: str) -> None:

@@ -55,7 +55,8 @@ def defined_object(file: Path, name: str, wanted: Sequence[str]) -> Any:
     if problem := definition_problem(file, name, wanted):
         raise LoadError(problem, f"{file}:1")
     found = attribute_of(file, name)
-    if isinstance(found, type) and wanted and not any(_has(found, method) for method in wanted):
+    kind = found if isinstance(found, type) else type(found)
+    if wanted and not any(_has(kind, method) for method in wanted):
         raise LoadError(f"{name} of {file.name} has none of the methods {_listed(wanted)}.", f"{file}:1")
     return found
 

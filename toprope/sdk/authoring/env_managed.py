@@ -56,6 +56,13 @@ class Session:
     roles: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """`base_url`, `api_key` and `model` of the owner's models by role; nothing that they answer is recorded."""
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The settings of a request to the policy, as OpenAI's interface names them."""
+        known = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens,
+                 "stop": list(self.stop) or None, "seed": self.seed}  # fmt: skip
+        return {name: value for name, value in known.items() if value is not None}
+
     def as_opponent(self) -> Session:
         """The session with which the fixed opponent is asked; nothing that it answers is recorded.
 
@@ -173,12 +180,10 @@ async def sample_group(environment: OwnLoop, task: Task, sessions: Sequence[Sess
 
 
 def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome:
-    if isinstance(found, KeyboardInterrupt):
-        raise found
-    if isinstance(found, BaseException):
-        return Outcome(0.0, error=shortened(Failure.of(found, near).line(), _LONGEST_ERROR))
     seat = ""
     try:
+        if isinstance(found, BaseException):
+            raise found
         if not isinstance(found, Played):
             raise EnvironmentMistake(f"rollout() must return Played(...), not {type(found).__name__}.")
         seat = str(found.seat)[:_LONGEST_SEAT]
@@ -188,7 +193,7 @@ def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome
         if found.error is not None:
             told = shortened(with_host(str(found.error)), _LONGEST_ERROR)
             return Outcome(0.0, turns=turns, truncated=truncated, error=told, seat=seat)
-        scoring = Scoring.of(environment)
+        scoring = Scoring(environment.parts)
         parts = scoring.read(found.parts)
         reward = scoring.reward(parts)
         success = found.success

@@ -27,12 +27,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, sayable
 
-__all__ = ["Environment", "Messages", "Outcome", "Part", "Scoring", "Task", "as_messages", "copy_for"]
+__all__ = [
+    *("Environment", "Messages", "Outcome", "Part", "Scoring", "Task", "as_messages", "copy_for", "finite"),
+    "is_finite",
+]
 
 Messages = list[dict[str, Any]]
 """Chat messages: `{"role": "system" | "user" | "assistant" | "tool", "content": str}`."""
@@ -157,7 +160,7 @@ class Environment:
     Define `tasks` and `score`. Override `setup`, `reset`, `step` and `success` if the defaults do not fit.
     """
 
-    name: ClassVar[str] = ""
+    name: str = ""
     """Name in listings; the name of its file by default."""
     max_turns: int = 1
     """Most answers of the policy in one rollout. `setup` can set it from the knobs."""
@@ -179,10 +182,8 @@ class Environment:
     wants_tokens: bool = False
     """True to fill in `tokens`, at a small cost per answer."""
 
-    @dataclass
-    class Knobs:
-        """Settings, as annotated fields: `length: int = knob(5, ge=1, help="letters in a word")`."""
-
+    Knobs: type = dataclasses.make_dataclass("Knobs", ())
+    """Settings, as a class of annotated fields: `length: int = knob(5, ge=1, help="letters in a word")`."""
     _later: tuple[str, dict[str, Random]] | None = None
     """In a rollout: the seed of its generator, and a place for it that copies of the rollout share."""
     knobs: Any
@@ -265,7 +266,7 @@ class Environment:
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         """Return True if the rollout counts as solved; by default, if it has the highest possible reward."""
-        return reward >= Scoring.of(self).max_reward - _TOLERANCE
+        return reward >= Scoring(self.parts).max_reward - _TOLERANCE
 
 
 class Scoring:
@@ -289,11 +290,6 @@ class Scoring:
         return sum(min(part.weight * part.low, part.weight * part.high) for part in self.parts.values())
 
     @classmethod
-    def of(cls, environment: Environment) -> Scoring:
-        """The scoring of an environment, with the weights of its `parts`."""
-        return cls(environment.parts)
-
-    @classmethod
     def weighted(cls, parts: Any, weights: Mapping[str, float]) -> Scoring:
         """Scoring in which `weights` replaces the weights of the parts that it names.
 
@@ -309,13 +305,13 @@ class Scoring:
                     f"The name of a reward part must be printable text of at most {_LONGEST_NAME} characters, not "
                     f"{name!r:.120}."
                 )
-            if not all(map(_finite, (part.weight, part.low, part.high))) or part.low > part.high:
+            if not all(map(is_finite, (part.weight, part.low, part.high))) or part.low > part.high:
                 raise EnvironmentMistake(f"Part {name!r} needs finite numbers with low <= high, not {part}.")
         own = dict(parts)
         for name, weight in weights.items():
             if name not in own:
                 raise InvalidRequest(f"Unknown reward part {name!r}. {nearest(name, own, 'Parts')}")
-            if not _finite(weight):
+            if not is_finite(weight):
                 raise InvalidRequest(f"The weight of reward part {name!r} must be a finite number, not {weight!r}.")
             own[name] = dataclasses.replace(own[name], weight=float(weight))
         scoring = cls(own)
@@ -350,12 +346,7 @@ class Scoring:
             )
         values = {}
         for name, part in self.parts.items():
-            value = returned[name]
-            if not _is_number(value):
-                raise EnvironmentMistake(f"score() gave part {name!r} {value!r:.40}, which is not a number.")
-            number = float(value)
-            if not math.isfinite(number):
-                raise EnvironmentMistake(f"score() gave part {name!r} {number}, which is not finite.")
+            number = finite(returned[name], f"score() gave part {name!r}")
             if not part.low - _TOLERANCE <= number <= part.high + _TOLERANCE:
                 raise EnvironmentMistake(
                     f"score() gave part {name!r} {number:g}, outside its range of {part.low:g} to {part.high:g}; "
@@ -374,8 +365,27 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, str | bytes | complex) and hasattr(type(value), "__float__")
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def finite(value: Any, said: str) -> float:
+    """Return a number, or a scalar of NumPy or torch, as a float.
+
+    Args:
+        value: The number.
+        said: The start of the error: `score() gave part 'length'`.
+
+    Raises:
+        EnvironmentMistake: It is not a finite number.
+    """
+    if not _is_number(value):
+        raise EnvironmentMistake(f"{said} {value!r:.60}, which is not a number.")
+    number = float(value)
+    if not math.isfinite(number):
+        raise EnvironmentMistake(f"{said} {number}, which is not finite.")
+    return number
+
+
+def is_finite(value: Any) -> bool:
+    """Return True for a finite number that is no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def copy_for(environment: AnyEnvironment, task: Task) -> AnyEnvironment:

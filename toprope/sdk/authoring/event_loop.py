@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
-__all__ = ["BackgroundLoop"]
+from toprope.sdk.errors import EnvironmentMistake
+
+__all__ = ["BackgroundLoop", "without_exit"]
 
 _T = TypeVar("_T")
+
+
+async def without_exit(work: Awaitable[_T]) -> _T:
+    """Await a user's work; an exit of the program would end the loop, and nobody would hear of it.
+
+    Raises:
+        EnvironmentMistake: It raised SystemExit.
+    """
+    try:
+        return await work
+    except SystemExit as error:
+        raise EnvironmentMistake(f"the environment ended its program: {error}") from error
 
 
 class BackgroundLoop:
@@ -23,24 +38,28 @@ class BackgroundLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
-    def run(self, work: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
-        """Run a coroutine and wait for its result.
+    def start(self, work: Awaitable[_T]) -> Future[_T]:
+        """Start work, such as a coroutine."""
+        return asyncio.run_coroutine_threadsafe(without_exit(work), self._running())
+
+    def run(self, work: Awaitable[_T], timeout_s: float | None = None) -> _T:
+        """Do work, such as a coroutine, and wait for its result.
 
         Args:
-            work: The coroutine.
+            work: A coroutine or another awaitable.
             timeout_s: Seconds after which it is cancelled.
 
         Raises:
             TimeoutError: It took longer.
-            BaseException: Whatever it raises.
+            Exception: The work raised it; EnvironmentMistake stands for SystemExit.
         """
-        return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._running()).result()
+        return self.start(asyncio.wait_for(without_exit(work), timeout_s)).result()  # it may be a task of its own
 
-    def run_all(self, works: Sequence[Coroutine[Any, Any, _T]]) -> list[_T | BaseException]:
+    def run_all(self, works: Sequence[Awaitable[_T]]) -> list[_T | BaseException]:
         """Run coroutines concurrently; results in their order, with an exception in place of a result it replaces."""
 
         async def gather() -> list[_T | BaseException]:
-            return list(await asyncio.gather(*works, return_exceptions=True))
+            return list(await asyncio.gather(*map(without_exit, works), return_exceptions=True))
 
         return self.run(gather()) if works else []
 

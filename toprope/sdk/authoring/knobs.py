@@ -19,8 +19,8 @@ from typing import Any
 from toprope.sdk.errors import InvalidRequest, MissingKnobs, SdkError
 
 __all__ = [
-    *("EMPTY", "REQUIRED", "allows_null", "describe_knobs", "described_missing", "empty_required", "knob"),
-    *("make_knobs", "may_come_of_empty", "nearest", "settable"),
+    *("EMPTY", "REQUIRED", "allows_null", "default_of", "describe_knobs", "described_missing", "empty_required"),
+    *("is_required", "knob", "make_knobs", "may_come_of_empty", "nearest", "settable"),
 ]
 
 _SCALARS: tuple[type, ...] = (bool, int, float, str)
@@ -67,7 +67,7 @@ def describe_knobs(cls: type, instance: Any = None, defaults: Mapping[str, Any] 
     hints = _hints(cls)
     found = []
     for field in dataclasses.fields(cls):
-        default = (defaults or {}).get(field.name, _default(field))
+        default = (defaults or {}).get(field.name, default_of(field))
         hint = hints.get(field.name, Any)
         choices = field.metadata.get("choices")
         found.append(
@@ -100,10 +100,10 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         if name not in fields:
             raise InvalidRequest(f"There is no knob {name!r}. {nearest(name, fields, 'Knobs')}")
-        if value is None and _is_required(fields[name]) and not allows_null(hints.get(name, Any)):
+        if value is None and is_required(fields[name]) and not allows_null(hints.get(name, Any)):
             continue
         checked[name] = _checked(fields[name], hints.get(name, Any), value)
-    missing = [name for name, field in fields.items() if name not in checked and field.init and _is_required(field)]
+    missing = [name for name, field in fields.items() if name not in checked and is_required(field)]
     if missing:
         raise described_missing(cls, MissingKnobs("", *missing))
     try:
@@ -119,7 +119,7 @@ def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
 def empty_required(cls: type, values: Mapping[str, Any]) -> list[str]:
     """Return the names of the knobs of a dataclass that have no default and an empty value. None is a value, because
     `make_knobs` takes it only if the type allows it."""
-    required = [field.name for field in dataclasses.fields(cls) if field.init and _is_required(field)]
+    required = [field.name for field in dataclasses.fields(cls) if is_required(field)]
     return [name for name in required if (value := values.get(name)) is not None and value in EMPTY]
 
 
@@ -175,8 +175,9 @@ def _hints(cls: type) -> dict[str, Any]:
         return {field.name: field.type for field in dataclasses.fields(cls) if not isinstance(field.type, str)}
 
 
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+def is_required(field: dataclasses.Field[Any]) -> bool:
+    """Return True if a field of a dataclass must be given."""
+    return field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def allows_null(hint: Any) -> bool:
@@ -186,7 +187,8 @@ def allows_null(hint: Any) -> bool:
     return hint is type(None)
 
 
-def _default(field: dataclasses.Field[Any]) -> Any:
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a field of a dataclass; None without one."""
     if field.default is not dataclasses.MISSING:
         return field.default
     return None if field.default_factory is dataclasses.MISSING else field.default_factory()
@@ -237,8 +239,8 @@ def _choices(hint: Any) -> list[Any] | None:
 
 
 def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
-    default = _default(field)
-    if value is None and default is None and not _is_required(field):
+    default = default_of(field)
+    if value is None and default is None and not is_required(field):
         return None
     if type(value) is not bool and value == _plain(default) and not isinstance(default, bool):
         value_of_type = default  # a default is valid even where its annotation disagrees

@@ -41,20 +41,10 @@ async def ask(session: Session, messages: Messages, *, judge: bool = False, **mo
     Raises:
         PolicyRefused: The server refused, or closed the connection.
     """
-    body: dict[str, Any] = {
-        "model": session.model,
-        "messages": messages,
-        "temperature": session.temperature,
-        "top_p": session.top_p,
-        "max_tokens": session.max_tokens,
-    }
-    if session.stop:
-        body["stop"] = list(session.stop)
-    if session.seed is not None:
-        body["seed"] = session.seed
+    body = {"model": session.model, "messages": messages, **session.sampling, **more}
     key = session.judge_key if judge else session.api_key
     try:
-        status, data = await _post(f"{session.base_url}/chat/completions", key, json.dumps(body | more).encode())
+        status, data = await _post(f"{session.base_url}/chat/completions", key, json.dumps(body).encode())
     except (OSError, ValueError, asyncio.IncompleteReadError) as error:
         raise PolicyRefused(f"the policy's server cannot be reached: {type(error).__name__}: {error}") from error
     try:

@@ -21,14 +21,13 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from toprope.sdk.authoring.definitions import CALL, defined_object
-from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Part, Scoring, Task
+from toprope.sdk.authoring.environment import Environment, Messages, Outcome, Part, Scoring, Task, finite
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.errors import EnvironmentMistake, Failure, InvalidRequest, LoadError
 
@@ -70,10 +69,8 @@ class RewardFunction:
         Raises:
             EnvironmentMistake: Not a number, or outside the declared range.
         """
-        if isinstance(value, str | bytes | complex) or not hasattr(type(value), "__float__"):
-            raise EnvironmentMistake(f"it returned {value!r:.40}, which is not a number.")
-        number, part = float(value), self.part
-        if not math.isfinite(number) or not part.low - _TOLERANCE <= number <= part.high + _TOLERANCE:
+        number, part = finite(value, "it returned"), self.part
+        if not part.low - _TOLERANCE <= number <= part.high + _TOLERANCE:
             raise EnvironmentMistake(
                 f"it returned {number:g}, outside its range of {part.low:g} to {part.high:g}; low and high declare it."
             )

@@ -92,8 +92,6 @@ class Observed:
     """True if the references were guessed from a column."""
     foreign: bool = False
     """True if the reader did not write its code and can only set it."""
-    versions: dict[str, str] = field(default_factory=dict)
-    card: dict[str, Any] = field(default_factory=dict)
     start_s: float = 0.0
     load_s: float = 0.0
     splits: dict[str, SplitSeen] = field(default_factory=dict)
@@ -101,8 +99,6 @@ class Observed:
     """Error of `tasks`; empty if it did not raise."""
     tasks_s: float | None = None
     """Mean seconds to generate a task."""
-    tasks_made: int = 0
-    slowest_task_s: float = 0.0
     scores: list[Scored] = field(default_factory=list)
     tried: int = 0
     """Training tasks on which answers were tried."""
@@ -122,6 +118,12 @@ class Observed:
     grown_calls: int = 0
     skipped: list[str] = field(default_factory=list)
     """Checks skipped for lack of time."""
+
+    def learn(self, card: Any, foreign: bool) -> None:
+        """Take over what the worker's card of the environment says."""
+        self.max_reward, self.min_reward = card.max_reward, card.min_reward
+        self.max_turns, self.own_loop = card.max_turns, card.own_loop
+        self.guessed, self.foreign = card.guessed_reference, foreign
 
     def of(self, *kinds: str) -> list[Scored]:
         """Return the scored answers of these kinds."""

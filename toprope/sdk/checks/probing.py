@@ -105,7 +105,7 @@ class Trial:
         if sizes is None:  # Tasks from before the error are available.
             sizes = await self._ask("tasks", "survey", limit=limit, seconds=0.0) or {}
         elif (made := sum(size["known"] for size in sizes.values())) > 1:
-            seen.tasks_s, seen.tasks_made = taken / made, made
+            seen.tasks_s = taken / made
         for split in _SPLITS:
             size = sizes.get(split, {"known": 0, "exhausted": False})
             count = min(size["known"], listed[split])
@@ -122,13 +122,7 @@ class Trial:
 
     async def try_answers(self, tasks: int, *, full: bool = False) -> None:
         """Score answers of every kind to the first training tasks."""
-        train = self.seen.splits.get("train")
-        found = train.tasks[:tasks] if train is not None else ()
-        references = [task.reference for task in (train.tasks if train else ()) if task.reference is not None]
-        plans = [
-            probes(task.prompt, task.reference, [*references[number + 1 :], *references[:number]], full=full)
-            for number, task in enumerate(found)
-        ]
+        plans = self._plans(tasks, full=full)
         for number, plan in enumerate(plans):
             for place, probe in enumerate(plan):
                 if self.late and number:
@@ -143,11 +137,7 @@ class Trial:
 
     async def varies(self, tasks: int) -> bool:
         """Return True as soon as two answers to a task earn different rewards, False at the time limit."""
-        train = self.seen.splits.get("train")
-        found = train.tasks[:tasks] if train is not None else ()
-        references = [task.reference for task in found if task.reference is not None]
-        for number, task in enumerate(found):
-            plan = probes(task.prompt, task.reference, [*references[number + 1 :], *references[:number]])
+        for number, plan in enumerate(self._plans(tasks)):
             for probe in [one for one in plan if one.kind in _TELLING]:
                 if self.late:
                     return False
@@ -160,6 +150,17 @@ class Trial:
                 return True
         return False
 
+    def _plans(self, tasks: int, *, full: bool = False) -> list[list[Probe]]:
+        """Return the answers to try to each of the first training tasks."""
+        train = self.seen.splits.get("train")
+        if train is None:
+            return []
+        references = [task.reference for task in train.tasks if task.reference is not None]
+        return [
+            probes(task.prompt, task.reference, [*references[number + 1 :], *references[:number]], full=full)
+            for number, task in enumerate(train.tasks[:tasks])
+        ]
+
     def _varied(self, number: int) -> bool:
         rewards = [score.reward for score in self.seen.scores if score.task == number]
         return bool(rewards) and max(rewards) - min(rewards) > _TOLERANCE
@@ -171,15 +172,11 @@ class Trial:
         except WorkerError as error:
             return {"reward": 0.0, "success": False, "error": f"{error}"[:_LONGEST_SAID]}
 
-    async def again(self, tasks: int, kinds: Sequence[str]) -> dict[tuple[int, str], float | None]:
+    async def rewards_of(self, tasks: int, kinds: Sequence[str]) -> dict[tuple[int, str], float | None]:
         """Return rewards of `kinds` of answers to the first tasks, None for errors, to compare with another process."""
-        train = self.seen.splits.get("train")
         found: dict[tuple[int, str], float | None] = {}
-        if train is None:
-            return found
-        references = [task.reference for task in train.tasks if task.reference is not None]
-        for number, task in enumerate(train.tasks[:tasks]):
-            for probe in probes(task.prompt, task.reference, [*references[number + 1 :], *references[:number]]):
+        for number, plan in enumerate(self._plans(tasks)):
+            for probe in plan:
                 if probe.kind not in kinds or self.late:
                     continue
                 outcome = await self.score("train", number, probe.text, f"score {probe.kind}")

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from toprope.sdk.orchestration.episode import Action, State
 from toprope.sdk.orchestration.tools import BUILT_IN, WEB_SEARCH
 
-__all__ = ["THINKING", "Mode", "build_system_prompt", "parse_action", "render_observation", "render_state"]
+__all__ = ["ONE_INPUT", "THINKING", "Mode", "build_system_prompt", "parse_action", "render_observation", "render_state"]
 
 Mode = Literal["structured", "native"]
 
@@ -88,11 +88,12 @@ def _signature(tool: Any) -> dict[str, Any]:
     if isinstance(tool, str):
         known = {"web_search": WEB_SEARCH} | {name: make().description for name, make in BUILT_IN.items()}
         described = {"description": known[tool]} if tool in known else {}
-        return {"name": tool, **described, "parameters": _ONE_INPUT}
-    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters or _ONE_INPUT}
+        return {"name": tool, **described, "parameters": ONE_INPUT}
+    return {"name": tool.name, "description": tool.description, "parameters": tool.parameters or ONE_INPUT}
 
 
-_ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+ONE_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+"""Schema of a tool that takes one text."""
 
 
 def parse_action(text: str, mode: Mode = "structured", tools: Sequence[Any] | Sequence[str] = ()) -> Action:

@@ -41,20 +41,13 @@ class Meter:
     """Measures one call at a time.
 
     Args:
-        watts: Power of a busy core in the estimate.
         measure: Whether to look for an energy counter at all.
     """
 
-    def __init__(self, watts: float = CPU_WATTS, measure: bool = True) -> None:
-        self._watts, self._idle = watts, min(IDLE_WATTS, watts)
+    def __init__(self, measure: bool = True) -> None:
         self._monitor = _monitor() if measure else None
         self._rapl = Rapl() if measure and self._monitor is None else None
         self._began = self._cpu_s = 0.0
-
-    @property
-    def measures(self) -> bool:
-        """True if this machine has a readable energy counter."""
-        return self._monitor is not None or (self._rapl is not None and bool(self._rapl.zones))
 
     def start(self) -> None:
         """Begin a measurement."""
@@ -74,7 +67,7 @@ class Meter:
         if self._rapl is not None and (joules := self._rapl.stop()) > 0:
             return Used(seconds, joules, joules / seconds if seconds > 0 else 0.0, "measured")
         busy = max(_processor_seconds() - self._cpu_s, 0.0)
-        joules = self._idle * seconds + (self._watts - self._idle) * busy
+        joules = IDLE_WATTS * seconds + (CPU_WATTS - IDLE_WATTS) * busy
         return Used(seconds, joules, joules / seconds if seconds > 0 else 0.0, "estimate")
 
 

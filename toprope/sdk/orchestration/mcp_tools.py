@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toprope.sdk.errors import InvalidRequest
-from toprope.sdk.orchestration.tools import Price, Tool
+from toprope.sdk.orchestration.tools import Tool
 
 __all__ = ["McpServer"]
 
@@ -60,13 +60,12 @@ class McpServer:
         """True if the session is open; False after the server ended or was closed."""
         return self._thread.is_alive()
 
-    def tools(self, only: Sequence[str] = (), prefix: str = "", price: Price | None = None) -> list[Tool]:
+    def tools(self, only: Sequence[str] = (), prefix: str = "") -> list[Tool]:
         """The tools of the server.
 
         Args:
             only: Names of the tools to take; empty for all.
             prefix: Put before each name, to tell apart the tools of two servers.
-            price: Price of each call.
 
         Raises:
             InvalidRequest: The server lacks a tool of `only`.
@@ -79,9 +78,8 @@ class McpServer:
             Tool(
                 prefix + tool.name,
                 " ".join((tool.description or tool.title or "No description.").split()),
-                functools.partial(self._call, tool.name),
+                functools.partial(self.call, tool.name),
                 parameters=getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None),
-                price=price or Price(),
                 timeout_s=self._timeout + 5,
                 close=self.close,
             )
@@ -98,7 +96,12 @@ class McpServer:
                 return
             self._thread.join(5)
 
-    def _call(self, name: str, given: str) -> str:
+    def call(self, name: str, given: str) -> str:
+        """Call a tool by the server's own name, with arguments in JSON; return the text of its result.
+
+        Raises:
+            InvalidRequest: The arguments are no JSON object, or the tool fails or takes too long.
+        """
         try:
             arguments = json.loads(given or "{}")
         except ValueError:

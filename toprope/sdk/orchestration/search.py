@@ -18,27 +18,17 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toprope.sdk.errors import InvalidRequest
 
-__all__ = ["KEYS", "Corpus", "Hit", "provider"]
+__all__ = ["KEYS", "Corpus", "provider"]
 
 _TEXTS = {".txt", ".md", ".rst"}
 _LONGEST = 2000
 """Characters of one passage; longer texts are cut at paragraphs."""
 _MOST_BYTES = 200 << 20
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A passage that matches a query."""
-
-    title: str
-    text: str
-    score: float
 
 
 class Corpus:
@@ -53,7 +43,6 @@ class Corpus:
         self._lock = threading.Lock()
         self._db.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61')")
         self._db.executemany("INSERT INTO passages VALUES (?, ?)", passages)
-        self.size = self._db.execute("SELECT count(*) FROM passages").fetchone()[0]
 
     @classmethod
     def of(cls, path: Path) -> Corpus:
@@ -72,18 +61,17 @@ class Corpus:
             raise InvalidRequest(f"{path} is larger than {_MOST_BYTES >> 20} MiB, the most that is searched in memory.")
         return cls(passage for one in files for passage in _passages(one))
 
-    def search(self, query: str, most: int = 5) -> list[Hit]:
-        """Passages that hold any word of the query, the best first."""
+    def search(self, query: str, most: int = 5) -> list[tuple[str, str]]:
+        """Title and text of the passages that hold any word of the query, the best first."""
         words = re.findall(r"\w+", query)[:32]
         if not words:
             return []
         match = " OR ".join(f'"{word}"' for word in words)
         with self._lock:
-            rows = self._db.execute(
-                "SELECT title, text, bm25(passages) FROM passages WHERE passages MATCH ? ORDER BY 3, rowid LIMIT ?",
+            return self._db.execute(
+                "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY bm25(passages), rowid LIMIT ?",
                 (match, most),
             ).fetchall()
-        return [Hit(title, text, -score) for title, text, score in rows]
 
 
 def _passages(file: Path) -> Iterator[tuple[str, str]]:

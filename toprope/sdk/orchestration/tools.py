@@ -11,14 +11,13 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.sdk.errors import InvalidRequest
 from toprope.sdk.orchestration.calculator import calculate, said
 from toprope.sdk.orchestration.energy import Meter
 from toprope.sdk.orchestration.episode import Observation
-from toprope.sdk.orchestration.search import Corpus
 from toprope.sdk.orchestration.tool_schema import signature_of
 from toprope.sdk.sandbox import run_python
 
@@ -30,7 +29,6 @@ __all__ = [
     "calculator",
     "code_interpreter",
     "function",
-    "priced",
     "think",
     "web_search",
 ]
@@ -198,20 +196,16 @@ def code_interpreter(seconds: float = 5.0, memory_mb: int = 512) -> Tool:
     )
 
 
-def web_search(source: Corpus | Callable[[str, int], list[tuple[str, str]]], most: int = 3) -> Tool:
+def web_search(source: Callable[[str, int], list[tuple[str, str]]], most: int = 3) -> Tool:
     """A tool that searches a corpus or asks a provider.
 
     Args:
-        source: A corpus, or a function from query and number to pairs of title and text.
+        source: `Corpus.search` or a provider: a function from query and number to pairs of title and text.
         most: Passages per answer.
     """
 
     def search(query: str) -> str:
-        if isinstance(source, Corpus):
-            found = [(hit.title, hit.text) for hit in source.search(query, most)]
-        else:
-            found = source(query, most)
-        return "\n\n".join(f"[{title}] {text[:800]}" for title, text in found) or "Nothing was found."
+        return "\n\n".join(f"[{title}] {text[:800]}" for title, text in source(query, most)) or "Nothing was found."
 
     return Tool("web_search", WEB_SEARCH, search)
 
@@ -260,8 +254,3 @@ def function(call: Callable[..., Any], name: str = "", price: Price | None = Non
 
 def _told(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def priced(tool: Tool, price: Price) -> Tool:
-    """A copy of the tool with another price."""
-    return replace(tool, price=price)

@@ -58,14 +58,6 @@ class ProcessGroup:
             return cls(path)
         return None
 
-    def count(self) -> int:
-        """The number of processes and threads in it; 0 if it is gone."""
-        try:
-            with open(os.path.join(self.path, "pids.current")) as file:
-                return int(file.read())
-        except (OSError, ValueError):
-            return 0
-
     def kill(self) -> None:
         """End every process in it."""
         with contextlib.suppress(OSError):

@@ -5,7 +5,6 @@ Everything is computed from names and metadata; no user code runs.
 
 from __future__ import annotations
 
-import ast
 import functools
 import glob
 import json
@@ -242,35 +241,22 @@ def _up_to(file: str, is_root: Callable[[str], bool]) -> tuple[list[str], str] |
 
 
 def imported_by(file: str) -> set[tuple[str, str]]:
-    """The absolute imports of a file: the top package, and the path of the rest, as in `("games", "chess/rules")`.
-
-    None if it cannot be read.
-    """
+    """The absolute imports of a file: the top package, and the path of the rest, as in `("games", "chess/rules")`;
+    empty if it cannot be read."""
     parts = (name.partition(".") for level, name in imports_of(file) if not level)
     return {(top, rest.replace(".", "/")) for top, _, rest in parts}
 
 
 def imports_of(file: str) -> list[tuple[int, str]]:
-    """The modules that a file's `import` statements may name, each with its level: 0 if absolute, 1 from its package.
-
-    None if it cannot be read.
-    """
+    """See `imports_in`; empty if the file cannot be read."""
     from pathlib import Path
 
-    from toprope.sdk.discovery import parse
+    from toprope.sdk.discovery import imports_in, parse
 
     try:
-        tree = parse(Path(file))
+        return imports_in(parse(Path(file)))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    found: list[tuple[int, str]] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [(0, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            above = f"{node.module}." if node.module else ""
-            found += [(node.level, one) for one in (above[:-1], *(above + alias.name for alias in node.names)) if one]
-    return found
 
 
 def _is_package(folder: str, rest: str) -> bool:

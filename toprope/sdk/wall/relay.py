@@ -8,7 +8,6 @@ sides, and nothing but the ports that were asked for can be reached.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import struct
 from urllib.parse import urlsplit
@@ -30,10 +29,6 @@ class Relay:
         self._ours.settimeout(_ANSWER_S)
         self._servers: dict[int, asyncio.Server] = {}
         self._busy = asyncio.Lock()
-
-    def started(self) -> None:
-        """Give up our copy of the worker's end."""
-        os.close(self.theirs)
 
     async def reach(self, url: str) -> None:
         """Let the worker use the port of a URL of this machine's loopback interface; harmless for other URLs.

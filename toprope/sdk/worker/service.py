@@ -93,15 +93,6 @@ class Service:
         """Done, but not scored: they wait for their groups."""
         self._objects = UserObjects()
 
-    @property
-    def environment(self) -> Environment:
-        """The open environment.
-
-        Raises:
-            InvalidRequest: None is open.
-        """
-        return self._variant().environment
-
     def answer(self, operation: str, arguments: Mapping[str, Any]) -> Any:
         """Carry out one request.
 
@@ -367,8 +358,8 @@ class Service:
 
     async def _scripted(self, opened: _Variant, task: Task, answer: str) -> dict[str, Any] | None:
         with scripted_session(answer) as session:
-            [outcome] = (await self._sampled(opened, task, [session], 0))["outcomes"]
-        return outcome if outcome is None else dict(outcome)
+            outcomes: list[dict[str, Any] | None] = (await self._sampled(opened, task, [session], 0))["outcomes"]
+        return outcomes[0]
 
     def _variant(self, variant: str = "") -> _Variant:
         if not self._variants:

@@ -37,7 +37,6 @@ __all__ = [
     "SOURCE_RULE",
     "SPLITS",
     "TaskSplits",
-    "split_of",
 ]
 
 SPLITS = ("train", "validation", "heldout")
@@ -52,12 +51,6 @@ OWN_SPLIT_LIMIT = 10_000
 FEW = 30
 """Below so many listed tasks, chance may leave a split empty."""
 _STRICTEST = ("heldout", "validation", "train")
-
-
-def split_of(content: str) -> str:
-    """The split of a task with this normalised content."""
-    h = _bucket(content.encode("utf-8", "surrogatepass"))
-    return "train" if h < 80 else "validation" if h < 90 else "heldout"
 
 
 def _bucket(content: bytes) -> int:

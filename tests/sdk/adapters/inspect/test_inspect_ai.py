@@ -229,8 +229,8 @@ def test_models_that_a_task_names_are_played_by_roles(
     merged = Thing(merge=lambda config: f" as evaluated{config}")
     stand_in("inspect_ai.model._generate_config", active_generate_config=lambda: merged)
     stand_in("solver_of_a_package", get_model=get_model)
-    play_named_models("grader", len)
-    play_named_models("grader", len)
+    play_named_models()
+    play_named_models()
     import solver_of_a_package  # type: ignore[import-not-found]
     from inspect_ai.model import get_model as patched  # type: ignore[import-not-found]
 
@@ -250,7 +250,7 @@ def test_models_that_a_task_names_are_played_by_roles(
     monkeypatch.setenv("GOOGLE_API_KEY", "the owner's")
     with pytest.raises(PrerequisiteError):
         patched("google/gemini")
-    assert asyncio.run(named.count_text_tokens("four")) == 4
+    assert asyncio.run(named.count_text_tokens("four")) == 2
     with pytest.raises(ValueError, match="not enough"):
         makers["broken"] = lambda name, **settings: (_ for _ in ()).throw(ValueError("not enough"))
         patched("broken/model", memoize=False)

@@ -224,7 +224,7 @@ def test_role_that_nobody_has_bound_is_not_the_policy_beside_it(
     )  # fmt: skip
     stand_in("inspect_ai.model._model", active_model=lambda: active)
     stand_in("inspect_ai.model._generate_config", active_generate_config=lambda: evaluated)
-    named_models.play_named_models("grader", len)
+    named_models.play_named_models()
     get_model = sys.modules["inspect_ai.model"].get_model
     assert get_model() is active and get_model(role="critic") is bound
     user = get_model(role="user")

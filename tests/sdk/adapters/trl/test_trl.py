@@ -297,7 +297,7 @@ def test_trl_environment_owns_tasks_or_is_chosen_by_row(tmp_path: Path) -> None:
 def test_trl_environment_with_hung_call_is_not_reused(tmp_path: Path) -> None:
     file = written(tmp_path, GAME, "game.py")
     service = opened({"file": file, "environment": "Guess"})
-    service.environment.tool_timeout_s = 0.05
+    service._variant().environment.tool_timeout_s = 0.05
     [handle] = service.answer("begin", {"split": "train", "index": 0, "count": 1})["rollouts"]
     text = '<tool_call>{"name": "hint", "arguments": {"seconds": 30}}</tool_call>'
     [turn] = service.answer("advance", {"moves": [[handle, text]]})

@@ -173,7 +173,7 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
     assert right.messages[1]["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
     assert isinstance(broken, Played) and broken.error == "ValueError: no room"
     assert isinstance(long, InvalidRequest) and "no room for an answer" in str(long), "the policy had no turn"
-    assert Scoring.of(environment).max_reward == 2.0, "checks take rewards as shares of it"
+    assert Scoring(environment.parts).max_reward == 2.0, "checks take rewards as shares of it"
     rounded = environment._played({"metrics": {"exact": 1.0000002}, "error": None})  # type: ignore[attr-defined]
     assert rounded.parts["exact"] == 1.0
     scaled = {"metrics": {"exact": 60.0}, "error": None}

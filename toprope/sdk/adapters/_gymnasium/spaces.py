@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from toprope.sdk.authoring.environment import finite
 from toprope.sdk.errors import EnvironmentMistake
 
 __all__ = ["LARGEST_LIMIT", "LIMITS", "UNKNOWN_LIMIT", "count_of", "limit_of", "numbers", "pair_of", "stepped"]
@@ -64,9 +64,5 @@ def stepped(value: Any) -> tuple[Any, float, bool, Mapping[str, Any]]:
         raise EnvironmentMistake(
             f"step() returned {value!r:.80}: observation, reward, terminated, truncated and a dict are expected."
         )
-    reward = parts[1]
-    if isinstance(reward, str) or not hasattr(type(reward), "__float__"):
-        raise EnvironmentMistake(f"step() gave the reward {reward!r:.60}, which is not a number.")
-    if not math.isfinite(reward):  # clipping would make nan the highest reward
-        raise EnvironmentMistake(f"step() gave the reward {float(reward)}, which is not finite.")
-    return parts[0], float(reward), bool(parts[2]), parts[3] if isinstance(parts[3], Mapping) else {}
+    reward = finite(parts[1], "step() gave the reward")  # clipping would make nan the highest
+    return parts[0], reward, bool(parts[2]), parts[3] if isinstance(parts[3], Mapping) else {}

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from toprope.sdk.adapters._shared.listing import Listed
-from toprope.sdk.discovery import first_line
+from toprope.sdk.discovery import first_line, parse
 
 __all__ = ["declared", "installed"]
 
@@ -32,8 +32,6 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
 
 def installed(site_packages: Path) -> list[Listed]:
     """List tasks that installed packages register with inspect."""
-    from toprope.sdk.discovery import parse
-
     found = []
     for file in sorted(site_packages.glob("*.dist-info/entry_points.txt")):
         try:

@@ -14,19 +14,21 @@ import sys
 from copy import copy
 from typing import Any
 
-__all__ = ["ROLE_PROVIDER", "play_named_models"]
+__all__ = ["GRADER", "ROLE_PROVIDER", "play_named_models", "tokens_of"]
 
+GRADER = "grader"
+"""The role of inspect's model-graded scorers, and of models whose names are no roles."""
 ROLE_PROVIDER = "toprope_role"
 _NO_MODEL = "No model specified"
 
 
-def play_named_models(grader: str, tokens_of: Any) -> None:
-    """Replace `get_model` wherever inspect and modules loaded so far hold it. Repeated calls change nothing.
+def tokens_of(text: str) -> int:
+    """Return about how many tokens a text has."""
+    return 1 + len(text) // 3
 
-    Args:
-        grader: The role for models whose names are no roles.
-        tokens_of: Counts the tokens of a text, about.
-    """
+
+def play_named_models() -> None:
+    """Replace `get_model` wherever inspect and modules loaded so far hold it. Repeated calls change nothing."""
     from inspect_ai._util.error import PrerequisiteError
     from inspect_ai.model import ModelAPI, model_roles, modelapi
     from inspect_ai.model import get_model as start
@@ -56,11 +58,11 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
             return self._model().api.should_retry(ex)
 
         async def count_text_tokens(self, text: str) -> int:
-            return int(tokens_of(text))
+            return tokens_of(text)
 
         def _model(self) -> Any:
             roles = model_roles()
-            found = (roles.get(self._plays) or roles.get(grader)) if self._plays else active_model()
+            found = (roles.get(self._plays) or roles.get(GRADER)) if self._plays else active_model()
             if found is None:
                 raise RuntimeError("a model was called outside any sample")
             return found[0] if isinstance(found, list) else found
@@ -71,7 +73,7 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
             found = start(model, role=role, **settings)
             return _as_role(found, role) if role and found is active_model() else found
         except PrerequisiteError:  # no key, or no package, of its provider
-            named = role or model or settings.get("default") or grader
+            named = role or model or settings.get("default") or GRADER
             asked = str(model or settings.get("default") or "")
             if os.environ.get(f"{asked.partition('/')[0].upper()}_API_KEY"):
                 raise  # the owner gave the key, so the package is missing
@@ -83,7 +85,7 @@ def play_named_models(grader: str, tokens_of: Any) -> None:
         key = f"{named} {about}"  # scorers ask for it in every rollout
         if key not in made:
             if named:
-                print(f"{named}: a role of that name plays it, or {grader!r}", file=sys.stderr)
+                print(f"{named}: a role of that name plays it, or {GRADER!r}", file=sys.stderr)
             made[key] = start(f"{ROLE_PROVIDER}/{named or 'policy'}", plays=str(named), memoize=False, **about)
         return made[key]
 

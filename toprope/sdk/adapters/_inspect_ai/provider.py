@@ -10,10 +10,10 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from toprope.sdk.adapters._inspect_ai.named_models import ROLE_PROVIDER
+from toprope.sdk.adapters._inspect_ai.named_models import ROLE_PROVIDER, tokens_of
 from toprope.sdk.authoring.env_managed import Session
 
-__all__ = ["PROVIDER", "Rollout", "give_agents_a_key", "register", "tokens_of"]
+__all__ = ["PROVIDER", "Rollout", "give_agents_a_key", "register"]
 
 PROVIDER = "toprope"
 _KEY = "OPENAI_API_KEY"
@@ -202,8 +202,3 @@ def _count_own_turns_only() -> None:
             return await generate(self, *given, **named)
 
     Model.generate = counted
-
-
-def tokens_of(text: str) -> int:
-    """Return about how many tokens a text has."""
-    return 1 + len(text) // 3

@@ -11,48 +11,44 @@ that says its own difficulty keeps it. A target that is a JSON object, `{"tasks"
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
+from toprope.sdk.adapters._reasoning_gym.entries import SEED, EntryEnvironment, parts_of, scoring
 from toprope.sdk.adapters._reasoning_gym.levels import levels_of
 from toprope.sdk.adapters._reasoning_gym.loading import task_classes, task_names
-from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, parts_of, settings_of
-from toprope.sdk.authoring.environment import Environment, Task
+from toprope.sdk.adapters._reasoning_gym.settings import COMPOSITE, KEYS, difficulty_of, settings_of
+from toprope.sdk.adapters._shared.user_files import parsed
+from toprope.sdk.authoring.environment import is_finite
 from toprope.sdk.authoring.knobs import knob, make_knobs, nearest
 from toprope.sdk.errors import InvalidRequest, LoadError
 
 __all__ = ["Composite", "make"]
 
-_SEED = 0
 _HARDEST = 20
 _FIRST = ("chain_sum", "gcd", "spell_backward")
 """Default members of a mixture."""
 _MEMBER = ("name", "weight", "knobs")
 
 
-class Composite(Environment):
+class Composite(EntryEnvironment):
     """A mixture of tasks of reasoning-gym, by weight."""
 
-    packages = ("reasoning-gym",)
     tags = (COMPOSITE, "mixture")
 
     def __init__(self, target: Mapping[str, Any]) -> None:
-        self.name = str(target.get("name") or f"reasoning_gym/{COMPOSITE}")  # type: ignore[misc]
+        self.name = str(target.get("name") or f"reasoning_gym/{COMPOSITE}")
         self.__doc__ = str(target.get("description") or type(self).__doc__)
         self.parts = parts_of("partial")
         members = target.get("tasks") or [{"name": name} for name in _FIRST]
         fields: list[tuple[str, Any, Any]] = [
             ("tasks", list[dict[str, Any]],
              knob(members, help="each {name, weight, knobs}; weight 1 and no knobs by default")),
-            ("scoring", Literal["exact", "partial", "both"],
-             knob("partial", help="what is rewarded: right answers alone, reasoning-gym's own score, or half of each")),
+            scoring(),
             ("difficulty", int,
              knob(0, ge=0, le=_HARDEST, help="0: as each task says; n: level n of each one's curriculum, or its last")),
         ]  # fmt: skip
-        self.Knobs = dataclasses.make_dataclass("Knobs", fields)  # type: ignore[assignment]
-        self._dataset: Any = None
+        self.Knobs = dataclasses.make_dataclass("Knobs", fields)
 
     def setup(self) -> None:
         self.parts = parts_of(self.knobs.scoring)
@@ -63,23 +59,11 @@ class Composite(Environment):
         from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
 
         try:
-            config = CompositeConfig(seed=_SEED, datasets=[DatasetSpec(*member) for member in members])
+            config = CompositeConfig(seed=SEED, datasets=[DatasetSpec(*member) for member in members])
             config.validate()
             self._dataset = CompositeDataset(config)
         except (AssertionError, ValueError, TypeError) as error:
             raise InvalidRequest(f"{self.name} refuses these tasks: {error}") from error
-
-    def tasks(self) -> Iterator[Task]:
-        for index in itertools.count():
-            entry = self._dataset[index]
-            yield Task(str(entry["question"]), reference=entry["answer"], data={"entry": entry})
-
-    def score(self) -> dict[str, float]:
-        value = float(self._dataset.score_answer(self.answer.strip(), self.task.data["entry"]))
-        return {"exact": float(value >= 1.0), "partial": min(max(value, 0.0), 1.0)}
-
-    def success(self, parts: dict[str, float], reward: float) -> bool:
-        return parts["exact"] >= 1.0
 
     def _member(self, given: Mapping[str, Any]) -> tuple[str, float, dict[str, Any]]:
         """One task as reasoning-gym's composite is told of it: name, weight, fields of its configuration."""
@@ -90,7 +74,7 @@ class Composite(Environment):
         classes = task_classes(str(name))
         if classes is None:
             raise InvalidRequest(f"reasoning-gym has no task {name!r}. {nearest(str(name), task_names(), 'Tasks')}")
-        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < float("inf"):
+        if not is_finite(weight) or weight <= 0:
             raise InvalidRequest(f"The weight of {name} must be a number above 0, not {weight!r}.")
         if not isinstance(knobs, Mapping):
             raise InvalidRequest(f"The knobs of {name} must be an object of settings, not {knobs!r}.")
@@ -116,13 +100,7 @@ def make(target: str) -> Composite:
     """
     if target == COMPOSITE:
         return Composite({})
-    try:
-        given = json.loads(target)
-    except ValueError as error:
-        raise LoadError(f"The target of a mixture is `{COMPOSITE}` or a JSON object ({error}).") from None
-    for key in given:
-        if key not in KEYS:
-            raise LoadError(f"The target of a mixture has no {key!r}. {nearest(key, KEYS, 'Keys')}")
+    given = parsed(target, "a mixture", KEYS)
     if not isinstance(given.get("tasks"), list) or not all(isinstance(one, dict) for one in given["tasks"]):
         raise LoadError("The target of a mixture needs `tasks`, a list of {name, weight, knobs}.")
     return Composite(given)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.sdk.authoring.env_managed import Session
-from toprope.sdk.errors import EnvironmentMistake
+from toprope.sdk.authoring.event_loop import without_exit
 
-__all__ = ["GROUP", "Group", "Scores", "server_class", "without_exit"]
+__all__ = ["GROUP", "Group", "Scores", "server_class"]
 
 Request = str | Sequence[Mapping[str, Any]]
 """The prompt of a completion, or the messages of a conversation."""
@@ -84,14 +84,6 @@ class _Rollout:
         best = min((place for place, _ in found), default=None)
         newest = max((number for place, number in found if place == best), default=-1)
         return dict(enumerate(self.talks)).get(newest, self.messages)
-
-
-async def without_exit(work: Awaitable[Any]) -> Any:
-    """Await work of an environment; an exit of the program would end the loop, and nobody would hear of it."""
-    try:
-        return await work
-    except SystemExit as error:
-        raise EnvironmentMistake(f"the environment ended its program: {error}") from error
 
 
 class Group:
@@ -324,17 +316,14 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
             return list(zip(rollouts, answers, strict=True))
 
         async def _one(self, asked: dict[str, Any], session: Session, method: Callable[[Any], Any]) -> Any:
-            known = {name: value for name, value in asked.items() if name not in ("split", "model", "timeout")}
+            own = {name: value for name, value in asked.items() if name not in ("split", "model", "timeout")}
+            known = session.sampling | own
             if isinstance(stop := known.get("stop"), list | tuple):  # ids of tokens are texts here
                 known["stop"] = [one if isinstance(one, str) else tokenizer().decode([one]) for one in stop]
-            known.setdefault("temperature", session.temperature)
-            known.setdefault("top_p", session.top_p)
             wanted = known.pop("max_completion_tokens", None) or known.get("max_tokens") or session.max_tokens
             known["max_tokens"] = min(int(wanted), session.max_tokens)
             if session.stop and not known.get("stop"):
                 known["stop"] = list(session.stop)
-            if session.seed is not None:
-                known.setdefault("seed", session.seed)
             headers = {**(known.pop("extra_headers", None) or {}), "Authorization": f"Bearer {session.api_key}"}
             create = method(self._client(session.base_url))
             return await create(model=session.model, extra_headers=headers, **known)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toprope.sdk.adapters._shared.listing import Listed
-from toprope.sdk.discovery import first_line, parse
+from toprope.sdk.discovery import assignments, first_line, imports_in, literal, parse
 
 __all__ = ["declared"]
 
@@ -19,7 +19,9 @@ _DEEPEST = 3
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List the Atropos environments in a user's file, by their own `name` if they have one."""
-    if _PACKAGE not in {name.split(".")[0] for name in _imported(tree)} and not _beside(file, tree):
+    if _PACKAGE not in {name.split(".")[0] for level, name in imports_in(tree) if not level} and not _beside(
+        file, tree
+    ):
         return []
     found = _concrete(_classes(file, tree, _DEEPEST))
     listed = []
@@ -101,22 +103,8 @@ def _beside(file: Path, tree: ast.Module) -> bool:
     return any(isinstance(node, ast.ImportFrom) and _file_of(file, node) is not None for node in tree.body)
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (one.name for one in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-
-
 def _own_name(node: ast.ClassDef) -> str:
     """Return the value of the class's `name`, as a valid name; empty if it has none."""
-    for one in node.body:
-        if isinstance(one, ast.Assign):
-            words = [target.id for target in one.targets if isinstance(target, ast.Name)]
-        else:
-            words = [one.target.id] if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) else []
-        value = getattr(one, "value", None)
-        if "name" in words and isinstance(value, ast.Constant) and isinstance(value.value, str):
-            return re.sub(r"[^a-z0-9_-]+", "-", value.value.lower()).strip("-_")[:64]
-    return ""
+    values = (literal(value) for one in node.body for name, value in assignments(one) if name == "name")
+    own = next((value for value in values if isinstance(value, str)), "")
+    return re.sub(r"[^a-z0-9_-]+", "-", own.lower()).strip("-_")[:64]

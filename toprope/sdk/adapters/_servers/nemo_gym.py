@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toprope.sdk.adapters._shared.rows import text_of
 from toprope.sdk.authoring.environment import Messages
 from toprope.sdk.errors import EnvironmentMistake
 from toprope.sdk.tooled import calls_in, split_thoughts
@@ -64,20 +65,12 @@ def messages_of(parameters: Mapping[str, Any], number: int) -> Messages:
         elif kind == "function_call_output":
             messages.append({"role": "tool", "content": str(item.get("output", ""))})
         elif kind == "message" and item.get("role") in _ROLES:
-            messages.append({"role": _ROLES[item["role"]], "content": _text(item.get("content"), number)})
+            messages.append(
+                {"role": _ROLES[item["role"]], "content": text_of(item.get("content") or "", f"Row {number}")}
+            )
         elif kind != "reasoning":
             raise EnvironmentMistake(f"Row {number} has an input of the type {kind!r}, which cannot be shown as text.")
     return messages
-
-
-def _text(content: Any, number: int) -> str:
-    if isinstance(content, str):
-        return content
-    texts = [part.get("text") for part in content or () if isinstance(part, Mapping)]
-    words = [text for text in texts if isinstance(text, str)]
-    if len(words) != len(texts):
-        raise EnvironmentMistake(f"Row {number} has content other than text, such as an image; only text is supported.")
-    return "".join(words)
 
 
 def _said(text: str, number: int, cut: bool, waiting: list[str]) -> list[dict[str, Any]]:

@@ -33,14 +33,8 @@ class Full(Exception):
 class Server(StartedServer):
     """An OpenEnv server by address or start command; see `StartedServer`."""
 
-    def __init__(
-        self,
-        url: str,
-        command: Sequence[str] = (),
-        folder: str = "",
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        more = {"ENABLE_WEB_INTERFACE": "false", **(variables or {})}
+    def __init__(self, url: str, command: Sequence[str], folder: str, variables: Mapping[str, str]) -> None:
+        more = {"ENABLE_WEB_INTERFACE": "false", **variables}
         super().__init__("OpenEnv server", url, command, folder, more)
         found = Endpoints.of(self.url)
         if found is None or found.official:

@@ -13,7 +13,7 @@ from pathlib import Path
 from toprope.sdk.adapters._servers.openenv_manifest import FILE, Manifest
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.authoring.loading import import_root
-from toprope.sdk.discovery import first_line, parse
+from toprope.sdk.discovery import assignments, first_line, parse
 from toprope.sdk.wall.paths import package_of
 
 __all__ = ["declared", "installed", "name_of", "started"]
@@ -117,13 +117,11 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
             makers = makers | {node.name} if node.name != "main" else makers
     found: dict[str, Listed] = {}
     for node in _top_level(tree.body):
-        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
-            continue
-        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        if isinstance(target, ast.Name) and (_calls(node.value, makers) or target.id == named):
-            text = _what_it_is(ast.get_docstring(tree))
-            listed = Listed(name_of(file), f"{file}:{target.id}", text, tags=("openenv",), standalone=standalone)
-            found.setdefault(target.id, listed)
+        for name, value in assignments(node):
+            if _calls(value, makers) or name == named:
+                text = _what_it_is(ast.get_docstring(tree))
+                listed = Listed(name_of(file), f"{file}:{name}", text, tags=("openenv",), standalone=standalone)
+                found.setdefault(name, listed)
     return list(found.values())
 
 

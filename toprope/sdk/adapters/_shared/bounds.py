@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-from toprope.sdk.authoring.environment import Part
-from toprope.sdk.errors import EnvironmentMistake, LoadError
+from toprope.sdk.authoring.environment import Part, finite, is_finite
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
-__all__ = ["TOLERANCE", "Bounds", "within"]
+__all__ = ["TOLERANCE", "Bounds", "bounds_of", "within"]
 
 TOLERANCE = 1e-6
 """Sums and means of rewards are rounded."""
@@ -18,6 +17,19 @@ def within(value: float, low: float, high: float) -> float | None:
     """Return a value, or the bound that it exceeds by no more than rounding; None if it is outside."""
     below, above = (TOLERANCE * max(1.0, abs(bound)) for bound in (low, high))
     return min(max(value, low), high) if low - below <= value <= high + above else None
+
+
+def bounds_of(knobs: Any, low: float, high: float) -> tuple[float, float]:
+    """Return the knobs `reward_low` and `reward_high`, with these bounds in place of null.
+
+    Raises:
+        InvalidRequest: The smallest is not below the largest.
+    """
+    low = low if knobs.reward_low is None else knobs.reward_low
+    high = high if knobs.reward_high is None else knobs.reward_high
+    if low >= high:
+        raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
+    return low, high
 
 
 class Bounds:
@@ -35,9 +47,7 @@ class Bounds:
 
     def __init__(self, given: Any, clip: bool, key: str, place: str = "in the target") -> None:
         pair = [0.0, 1.0] if given is None else given
-        numbers = isinstance(pair, list | tuple) and len(pair) == 2 and all(
-            isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one) for one in pair
-        )  # fmt: skip
+        numbers = isinstance(pair, list | tuple) and len(pair) == 2 and all(map(is_finite, pair))
         if not numbers or pair[0] >= pair[1]:
             raise LoadError(f"{key} must be [low, high], two finite numbers, not {given!r}.")
         self.low, self.high = float(pair[0]), float(pair[1])
@@ -53,11 +63,7 @@ class Bounds:
         Raises:
             EnvironmentMistake: Not a finite number, or outside the bounds without `clip`.
         """
-        if isinstance(given, str | bytes | complex) or not hasattr(type(given), "__float__"):
-            raise EnvironmentMistake(f"{whose} gave {given!r:.60}, which is not a number.")
-        number = float(given)
-        if not math.isfinite(number):
-            raise EnvironmentMistake(f"{whose} gave {number}, which is not finite.")
+        number = finite(given, f"{whose} gave")
         if self.clip:
             return min(max(number, self.low), self.high)
         if (bounded := within(number, self.low, self.high)) is None:

@@ -55,13 +55,12 @@ class JsonServer:
     Args:
         url: `http://host:port`, optionally with a path.
         timeout_s: Time limit in seconds of a connection and of each answer.
-        headers: Headers of every request.
 
     Raises:
         LoadError: Not a valid address.
     """
 
-    def __init__(self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, timeout_s: float) -> None:
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -72,7 +71,6 @@ class JsonServer:
         self.url = url.rstrip("/")
         self._host, self._port, self._safe = parts.hostname, port, parts.scheme == "https"
         self._path, self._timeout = parts.path.rstrip("/"), timeout_s
-        self._headers = dict(headers or {})
 
     def check(self) -> None:
         """Check that a server listens at the address.
@@ -119,9 +117,8 @@ class JsonServer:
         return self._asked("POST", path, json.dumps(body), sent, cookies)
 
     def _asked(
-        self, method: str, path: str, body: str | None, more_headers: Mapping[str, str], cookies: dict[str, str] | None
+        self, method: str, path: str, body: str | None, headers: dict[str, str], cookies: dict[str, str] | None
     ) -> Answer:
-        headers = {**self._headers, **more_headers}
         if cookies:
             headers["Cookie"] = "; ".join(f"{name}={value}" for name, value in cookies.items())
         kind: Any = http.client.HTTPConnection

@@ -47,8 +47,6 @@ class Listed:
     """Most answers in a rollout; None if unknown from files."""
     tools: bool = False
     """True if the policy gets tools."""
-    tasks: int | None = None
-    """Number of tasks; None if unknown from files."""
     tags: tuple[str, ...] = ()
     problem: str = ""
     """Known problem with its remedy; empty if none is known."""

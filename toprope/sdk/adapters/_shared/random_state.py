@@ -27,10 +27,10 @@ class OwnRandom:
     """
 
     def __init__(self, seed: Any) -> None:
-        self._own: tuple[Any, Any] | None = None
+        self._own: tuple[Any, Any] = (None, None)
         self._before: tuple[Any, Any] = (None, None)
         self._depth = 0
-        self._seed = seed
+        self._seed = seed if isinstance(seed, int | float | str) else str(seed)
         self._made = 0
         """Number of generators made without a seed."""
         self._entropy: tuple[Any, Any] = (None, None)
@@ -41,15 +41,16 @@ class OwnRandom:
             numbers = _numpy()
             self._seed_others()
             self._before = random.getstate(), None if numbers is None else numbers.get_state()
-            if self._own is None:
-                self._sow(numbers)
+            own, numbers_own = self._own
+            if own is None:
+                random.seed(self._seed)
             else:
-                random.setstate(self._own[0])
-                if numbers is not None:
-                    if self._own[1] is None:
-                        numbers.seed(random.Random(str(self._seed)).getrandbits(32))
-                    else:
-                        numbers.set_state(self._own[1])
+                random.setstate(own)
+            if numbers is not None:
+                if numbers_own is None:
+                    numbers.seed(random.Random(str(self._seed)).getrandbits(32))
+                else:
+                    numbers.set_state(numbers_own)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -79,12 +80,6 @@ class OwnRandom:
     def _drawn(self, bits: int) -> int:
         self._made += 1
         return int.from_bytes(hashlib.sha512(f"{self._seed} {self._made}".encode()).digest(), "big") >> (512 - bits)
-
-    def _sow(self, numbers: Any) -> None:
-        seed = self._seed if isinstance(self._seed, int | float | str) else str(self._seed)
-        random.seed(seed)
-        if numbers is not None:
-            numbers.seed(random.Random(str(seed)).getrandbits(32))
 
 
 def _numpy() -> Any:

@@ -10,13 +10,13 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.sdk.errors import InvalidRequest, LoadError
+from toprope.sdk.errors import EnvironmentMistake, InvalidRequest, LoadError
 
-__all__ = ["HUB", "KINDS", "allowed_file", "files_below", "rows_of"]
+__all__ = ["HUB", "KINDS", "allowed_file", "files_below", "rows_of", "text_of"]
 
 HUB = "hf:"
 """Prefix of a Hub data set."""
@@ -24,6 +24,8 @@ HUB = "hf:"
 KINDS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _LONGEST_CELL = 16 << 20
+_TEXTS = ("text", "input_text", "output_text", "summary_text")
+"""Kinds of blocks that are text, of chat messages and of OpenAI's responses."""
 
 
 def files_below(folders: Sequence[Path], most: int = 12) -> list[str]:
@@ -71,7 +73,9 @@ def allowed_file(path: str, folders: Sequence[Path], files: Sequence[Path] = ())
     )
 
 
-def rows_of(path: str, folders: Sequence[Path], files: Sequence[Path], config: str, split: str) -> Iterator[Any]:
+def rows_of(
+    path: str, folders: Sequence[Path], files: Sequence[Path] = (), config: str = "", split: str = ""
+) -> Iterator[Any]:
     """Return the rows in order as dicts.
 
     Args:
@@ -79,7 +83,7 @@ def rows_of(path: str, folders: Sequence[Path], files: Sequence[Path], config: s
         folders: See `allowed_file`.
         files: See `allowed_file`.
         config: Configuration of a Hub data set; empty for its default.
-        split: Split of a Hub data set.
+        split: Split of a Hub data set; empty for `train`.
 
     Raises:
         InvalidRequest: The content does not match the suffix; the message names the line.
@@ -95,6 +99,24 @@ def rows_of(path: str, folders: Sequence[Path], files: Sequence[Path], config: s
         yield from _csv(file)
     else:
         yield from _json_lines(file)
+
+
+def text_of(content: Any, whose: str) -> str:
+    """Return the content of a message, a text or blocks of text, as one text.
+
+    Raises:
+        EnvironmentMistake: It is something else, such as an image.
+    """
+    if isinstance(content, str):
+        return content
+    blocks = content if isinstance(content, list) else [content]
+    texts = [
+        block.get("text") if isinstance(block, Mapping) and block.get("type", "text") in _TEXTS else None
+        for block in blocks
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        raise EnvironmentMistake(f"{whose} has content other than text, such as an image; only text is supported.")
+    return "".join(map(str, texts))
 
 
 def _json_lines(file: Path) -> Iterator[Any]:

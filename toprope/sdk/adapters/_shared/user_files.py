@@ -21,9 +21,10 @@ from typing import Any
 from toprope.sdk.adapters._shared import rows as _rows
 from toprope.sdk.authoring.knobs import nearest
 from toprope.sdk.authoring.loading import module_of
+from toprope.sdk.discovery import assignments
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
-__all__ = ["UserFile", "assigned", "data_beside", "functions", "parsed", "public_name"]
+__all__ = ["UserFile", "data_beside", "functions", "parsed", "public_name"]
 
 ROWS = ("rows", "train_dataset", "dataset", "train_rows", "ROWS", "DATASET")
 """Default names of rows in a file."""
@@ -87,6 +88,13 @@ class UserFile:
         beside = self._data(rows)
         return (str(self.path),) if beside is None else (str(self.path), str(beside))
 
+    def own_rows(self) -> str:
+        """See `data_beside`; empty for a compiled module."""
+        try:
+            return data_beside(self.path, ast.parse(self.path.read_bytes()))
+        except (OSError, SyntaxError, ValueError):
+            return ""
+
     def rows(self, given: Any) -> Iterator[dict[str, Any]]:
         """Yield the rows that a target names.
 
@@ -99,7 +107,7 @@ class UserFile:
         if isinstance(given, str) and (given.startswith(_rows.HUB) or self._data(given) is not None):
             place = self._data(given)
             files = [] if place is None else [place]
-            found = _rows.rows_of(given if place is None else str(place), [self.path.parent], files, "", "train")
+            found = _rows.rows_of(given if place is None else str(place), [self.path.parent], files)
         elif isinstance(given, str):
             found = self.get(given, "the rows")
             if callable(found) and not isinstance(found, Sequence):
@@ -144,33 +152,17 @@ def functions(tree: ast.Module) -> dict[str, list[str]]:
     return found
 
 
-def assigned(tree: ast.Module) -> set[str]:
-    """Return the names that a file defines at the top level."""
-    names = set(functions(tree))
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            names |= {one.id for one in node.targets if isinstance(one, ast.Name)}
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-        elif isinstance(node, ast.ImportFrom | ast.Import):
-            names |= {one.asname or one.name for one in node.names}
-    return names
-
-
 def data_beside(file: Path, tree: ast.Module) -> str:
     """Return the default rows of a file: a usual definition, or a data file of the same name; empty if none.
 
     A text is no rows: scripts call the id of a data set so, and may load its rows under the same name later.
     """
-    is_text = {
-        target.id: isinstance(node.value, ast.Constant)
-        for node in tree.body
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
-    }
-    there = {name for name in assigned(tree) if not is_text.get(name, False)}
+    may_be_rows = dict.fromkeys(functions(tree), True)
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            may_be_rows |= {one.asname or one.name: True for one in node.names}
+        may_be_rows |= {name: not isinstance(value, ast.Constant) for name, value in assignments(node)}
     for name in ROWS:
-        if name in there:
+        if may_be_rows.get(name):
             return name
     return next((file.with_suffix(kind).name for kind in _rows.KINDS if file.with_suffix(kind).is_file()), "")

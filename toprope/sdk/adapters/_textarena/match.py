@@ -80,10 +80,10 @@ class Match(OwnLoop):
     def __init__(
         self, name: str, described: str, specification: Any, kind: type, *, asks: bool = False, alone: bool = False
     ) -> None:
-        self.name, self.__doc__ = name, described  # type: ignore[misc]
+        self.name, self.__doc__ = name, described
         self.tags = tags_of(asks, alone)
         self._specification, self._kind, self._asks, self._alone = specification, kind, asks, alone
-        self.Knobs = game_knobs(specification.kwargs, 1 if alone else _MOST_PLAYERS)  # type: ignore[assignment]
+        self.Knobs = game_knobs(specification.kwargs, 1 if alone else _MOST_PLAYERS)
         self.max_turns = answer_limit(specification.kwargs, None)
 
     def setup(self) -> None:

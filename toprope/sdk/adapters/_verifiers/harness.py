@@ -17,7 +17,7 @@ from typing import Any
 
 from toprope.sdk.errors import Failure
 
-__all__ = ["FULL", "HARNESS", "client_config", "register_harness", "sessions_server"]
+__all__ = ["FULL", "HARNESS", "client_config", "loopback_client", "register_harness", "sessions_server"]
 
 HARNESS = "toprope_in_process"
 """Id of the harness in a configuration of verifiers."""
@@ -30,7 +30,6 @@ def register_harness() -> None:
     """Make the harness importable by its id, as verifiers finds plugins."""
     if HARNESS in sys.modules:
         return
-    import httpx
     from verifiers.v1.configs.harness import HarnessConfig
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.harness import Harness
@@ -76,7 +75,7 @@ def register_harness() -> None:
                         tools, places, servers = await connect_mcp({"mcpServers": specs}, stack)
                     except BaseExceptionGroup as group:  # verifiers would record only that there was one
                         raise ConnectionError(f"{', '.join(mcp_urls.values())}: {Failure.of(group).line()}") from group
-                http = await stack.enter_async_context(_http(httpx))
+                http = await stack.enter_async_context(loopback_client())
                 rights = {"Authorization": f"Bearer {secret}"}
                 while True:
                     body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
@@ -108,9 +107,11 @@ def register_harness() -> None:
     sys.modules[HARNESS] = module
 
 
-def _http(httpx: Any) -> Any:
-    # Loopback without TLS: creating a TLS context would take longer than the request.
-    return httpx.AsyncClient(timeout=None, verify=False, trust_env=False)
+def loopback_client(**more: Any) -> Any:
+    """Return a client of httpx without TLS, whose context would take longer to make than a request."""
+    import httpx
+
+    return httpx.AsyncClient(timeout=None, verify=False, trust_env=False, **more)
 
 
 def _proposed(call: dict[str, Any]) -> dict[str, Any]:
@@ -170,12 +171,8 @@ def sessions_server(secrets: tuple[str, ...]) -> Any:
     class Sessions(InterceptionServer):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(state_service_secrets=secrets)
-            self._shared = httpx.AsyncClient(
-                timeout=None,
-                verify=False,
-                trust_env=False,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            )
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            self._shared = loopback_client(limits=limits)
             self.stack.push_async_callback(self._shared.aclose)
 
         def register(self, session: Any) -> tuple[str, str]:

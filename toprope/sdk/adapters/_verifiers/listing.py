@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toprope.sdk.adapters._shared.listing import Listed
 from toprope.sdk.adapters._verifiers.load_environment import BEFORE
-from toprope.sdk.discovery import first_line, literal, parse
+from toprope.sdk.discovery import assignments, first_line, literal, parse
 
 __all__ = ["REQUIREMENTS", "declared", "installed", "more_requirements"]
 
@@ -114,14 +114,8 @@ def _kind_of(file: Path) -> str:
         tree = parse(file)
     except (OSError, SyntaxError, ValueError):
         return ""
-    exported = next(
-        (
-            literal(node.value)
-            for node in tree.body
-            if isinstance(node, ast.Assign) and _named(node.targets[0], "__all__")
-        ),
-        None,
-    )
+    values = (value for node in tree.body for name, value in assignments(node) if name == "__all__")
+    exported = literal(next(values, None))
     names = [str(name) for name in exported] if isinstance(exported, list | tuple) else []
     if any(name.endswith("Taskset") for name in names) or any(node.name in names for node in _tasksets(tree)):
         return "taskset"
@@ -177,7 +171,3 @@ def _tasksets(tree: ast.Module) -> Iterator[ast.ClassDef]:
                 names.add(node.name)
                 yield node
                 break
-
-
-def _named(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name

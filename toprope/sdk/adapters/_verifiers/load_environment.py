@@ -18,7 +18,8 @@ import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from toprope.sdk.adapters._shared.bounds import within
+from toprope.sdk.adapters._shared.bounds import bounds_of, within
+from toprope.sdk.adapters._verifiers.harness import loopback_client
 from toprope.sdk.adapters._verifiers.judges import rollout_of
 from toprope.sdk.adapters._verifiers.older_interface import adapt_hooks
 from toprope.sdk.adapters._verifiers.older_names import adopt_functions, provide_older_names
@@ -82,9 +83,9 @@ class LoadedEnvironment(OwnLoop):
         loaded = importlib.import_module(module)
         self._make = loaded.load_environment
         self.files = tuple(filter(None, [getattr(loaded, "__file__", None)]))
-        self.name = f"verifiers/{module}"  # type: ignore[misc]
+        self.name = f"verifiers/{module}"
         self.__doc__ = first_line(loaded.__doc__) or first_line(self._make.__doc__) or f"The environment {module}"
-        self._fields, self.Knobs = _knobs(self._make)  # type: ignore[assignment]
+        self._fields, self.Knobs = _knobs(self._make)
         self._env: Any = None
         self._routed = False
         """True if names of functions do not tell their weights; the whole reward is then a part."""
@@ -144,22 +145,14 @@ class LoadedEnvironment(OwnLoop):
     async def rolled(self, session: Session) -> Any:
         """Return the state of one rollout of `self.task`, not scored."""
         rollout_of.set(session)
-        import httpx
         from openai import AsyncOpenAI
         from verifiers.clients import OpenAIChatCompletionsClient
 
-        sampling: dict[str, Any] = {
-            "temperature": session.temperature,
-            "top_p": session.top_p,
-            "max_tokens": session.max_tokens,
-        }
+        sampling = session.sampling
         own = (getattr(self._env, "sampling_args", None) or {}).get("stop") or ()
         if stop := [*session.stop, *([own] if isinstance(own, str) else own)]:
             sampling["stop"] = stop
-        if session.seed is not None:
-            sampling["seed"] = session.seed
-        # Loopback without TLS: creating a TLS context would take longer than the request.
-        async with httpx.AsyncClient(timeout=None, verify=False, trust_env=False) as http:
+        async with loopback_client() as http:
             api = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http, max_retries=0)
             client = OpenAIChatCompletionsClient(api)
             client.raise_from_native_response = _accept
@@ -258,12 +251,9 @@ def bounds(knobs: Any, weight: float) -> tuple[float, float]:
     Raises:
         InvalidRequest: The smallest is not below the largest.
     """
-    low, high = knobs.reward_low, knobs.reward_high
-    if low is None:
-        low, high = (-_PENALTY, high) if weight >= 0 else (0.0, _PENALTY)
-    if low >= high:
-        raise InvalidRequest(f"reward_low {low:g} must be below reward_high {high:g}.")
-    return low, high
+    if knobs.reward_low is None and weight < 0:
+        return 0.0, _PENALTY
+    return bounds_of(knobs, -_PENALTY, _PENALTY)
 
 
 def bounded(name: str, value: float, part: Part) -> float:

@@ -1,0 +1,48 @@
+"""Test that work on the background loop always ends, with its result or its error."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from toprope.sdk.authoring.event_loop import BackgroundLoop
+from toprope.sdk.errors import EnvironmentMistake
+
+DEADLINE_S = 20.0
+
+
+async def leaves() -> str:
+    raise SystemExit(3)
+
+
+async def stays() -> str:
+    return "here"
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """Return the result or the exception of a call, which must not wait forever."""
+    found: queue.Queue[Any] = queue.Queue()
+
+    def called() -> None:
+        try:
+            found.put(call())
+        except Exception as error:
+            found.put(error)
+
+    threading.Thread(target=called, daemon=True).start()
+    return found.get(timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("timeout_s", [None, 60.0])
+def test_exit_of_program_is_error_of_its_work_alone(timeout_s: float | None) -> None:
+    loop = BackgroundLoop()
+    for call in (lambda: loop.run(leaves(), timeout_s), lambda: loop.start(leaves()).result()):
+        error = outcome(call)
+        assert isinstance(error, EnvironmentMistake) and "ended its program: 3" in str(error)
+        assert outcome(lambda: loop.run(stays(), timeout_s)) == "here"
+    error, said = outcome(lambda: loop.run_all([leaves(), stays()]))
+    assert isinstance(error, EnvironmentMistake) and said == "here"
