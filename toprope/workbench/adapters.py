@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -60,26 +60,30 @@ class Adapter:
 
     def installed(self, site_packages: Path) -> list[Listed]:
         """List the environments in an interpreter's packages. Raises whatever the adapter raises."""
-        return _listed(self.module.installed(site_packages)) if self.module is not None and self.lists_packages else []
+        return self._listed("installed", site_packages) if self.lists_packages else []
 
     def declared(self, file: Path, tree: ast.Module) -> list[Listed]:
         """List the environments in a file. Raises whatever the adapter raises."""
-        return _listed(self.module.declared(file, tree)) if self.module is not None and self.reads_files else []
+        return self._listed("declared", file, tree) if self.reads_files else []
 
     def in_folder(self, folder: Path) -> list[Listed]:
         """List the environments that a folder is as a whole. Raises whatever the adapter raises."""
-        ask = getattr(self.module, "in_folder", None)
-        return _listed(ask(folder)) if callable(ask) else []
+        return self._listed("in_folder", folder)
 
     def folder_requirements(self, folder: Path) -> tuple[str, ...]:
         """Return what the environments of a folder need that `in_folder` lists. Raises what the adapter raises."""
-        ask = getattr(self.module, "folder_requirements", None)
-        return _texts(ask(folder)) if callable(ask) else ()
+        return _texts(self._ask("folder_requirements", folder))
 
     def more_requirements(self, place: Path) -> tuple[str, ...]:
         """Return what the packages in a folder need besides their own requirements. Raises what the adapter raises."""
-        ask = getattr(self.module, "more_requirements", None)
-        return _texts(ask(place)) if callable(ask) else ()
+        return _texts(self._ask("more_requirements", place))
+
+    def _listed(self, member: str, *places: Any) -> list[Listed]:
+        return [one for one in self._ask(member, *places) if isinstance(one, Listed)]
+
+    def _ask(self, member: str, *places: Any) -> Any:
+        ask = getattr(self.module, member, None)
+        return ask(*places) if callable(ask) else ()
 
     def is_in(self, site_packages: Path) -> bool:
         """Return True if an interpreter with these packages can run the adapter's environments."""
@@ -102,18 +106,12 @@ class Adapter:
         )
 
 
-def adapters(folder: Path = _FOLDER, load: Callable[[str], ModuleType] | None = None) -> list[Adapter]:
-    """Return all adapters, sorted by name.
-
-    Args:
-        folder: Folder of the adapters.
-        load: Imports an adapter by name; from `toprope.sdk.adapters` by default.
-    """
-    load = load or (lambda name: importlib.import_module(f"toprope.sdk.adapters.{name}"))
+def adapters() -> list[Adapter]:
+    """Return all adapters, sorted by name."""
     found = []
-    for file in sorted(folder.glob("[a-z]*.py")):
+    for file in sorted(_FOLDER.glob("[a-z]*.py")):
         try:
-            module = load(file.stem)
+            module = importlib.import_module(f"toprope.sdk.adapters.{file.stem}")
             found.append(
                 Adapter(
                     name=file.stem,
@@ -131,10 +129,6 @@ def adapters(folder: Path = _FOLDER, load: Callable[[str], ModuleType] | None = 
         except Exception as error:  # A broken adapter must not hide the others.
             found.append(Adapter(file.stem, "", problem=f"{type(error).__name__}: {error} ({file})"))
     return found
-
-
-def _listed(given: Any) -> list[Listed]:
-    return [one for one in given if isinstance(one, Listed)]
 
 
 def _texts(given: Any) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from toprope.workbench.interpreters.naming import module_name
 
 MOST_BYTES = 80_000
 MOST_FILES = 200
-"""Folder of replaced versions; environments are not listed from it."""
+"""Files in the folder; replaced versions, which are in a folder of it, do not count."""
 
 
 @dataclass(frozen=True)

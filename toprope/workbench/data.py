@@ -271,12 +271,21 @@ def _require_room(sources: Sources, target: Path) -> None:
     size = sum(
         plain_bytes(segment_path(journal, ordinal)) for journal in journals for ordinal in ordinals(journal)
     ) + sum(path.stat().st_size for version in sources.versions for path in version.iterdir())
+    require_room(target, size * _SHARE, "Make room, or name fewer runs.")
+
+
+def require_room(target: Path, size: float, hint: str) -> None:
+    """Require room for so many bytes at a path, beside a reserve.
+
+    Raises:
+        DiskFull: There is less.
+    """
     place = next(one for one in (target, *target.parents) if one.exists())
-    free, need = shutil.disk_usage(place).free, _FLOOR + round(size * _SHARE)
+    free, need = shutil.disk_usage(place).free, _FLOOR + round(size)
     if free < need:
         raise DiskFull(
             f"{place} has {free / 1e9:.1f} GB left, and this may take {need / 1e9:.1f} GB. Nothing was written.",
-            hint="Make room, or name fewer runs.",
+            hint=hint,
         )
 
 

@@ -99,21 +99,24 @@ class Drafts:
         card = [dict(knob) for knob in knobs]
         fields = all_fields(card)
         config = preset.config(environment.name)
-        # Store every knob, so that a changed default does not change a run.
-        defaults = {name: field.default for name, field in fields.items() if name.startswith(f"{KNOBS}.")}
-        config.environment.knobs = {name.removeprefix(f"{KNOBS}."): value for name, value in defaults.items()}
+        config.environment.knobs = _defaults(fields)
         own = {f"{KNOBS}.{name}": value for name, value in preset.knobs(environment.name).items()}
         try:
             config, _ = apply_changes(config, own, card)
         except (InvalidValue, NotFound) as problem:
             raise InvalidValue(f"The preset {preset.name} does not fit {environment.name}: {problem}") from None
         config, _ = apply_changes(config, {f"{KNOBS}.{name}": value for name, value in (given or {}).items()}, card)
-        allowed, moved = locks.adjust(config, fields)
-        config, _ = apply_changes(config, allowed, card, locks)
-        row = self._index.create_draft(
-            preset.name, environment.model_dump(mode="json"), card, config.model_dump(mode="json")
-        )
+        row, moved = self._store(preset.name, environment, card, config, locks)
         return _draft(row), moved
+
+    def _store(
+        self, preset: str, environment: EnvironmentSource, card: list[dict[str, Any]], config: Config, locks: Locks
+    ) -> tuple[DraftRow, list[Change]]:
+        """Store a new draft under the locks; return it, and the values that these changed."""
+        allowed, moved = locks.adjust(config, all_fields(card))
+        config, _ = apply_changes(config, allowed, card, locks)
+        source, values = environment.model_dump(mode="json"), config.model_dump(mode="json")
+        return self._index.create_draft(preset, source, card, values), moved
 
     def get(self, draft_id: str) -> Draft:
         """Return a draft by id.
@@ -218,17 +221,9 @@ class Drafts:
         config = run.config.model_copy(deep=True)
         own = {f"{KNOBS}.{name}": value for name, value in config.environment.knobs.items()}
         gone = [name for name in own if name not in fields]
-        config.environment.knobs = {
-            name.removeprefix(f"{KNOBS}."): field.default
-            for name, field in fields.items()
-            if name.startswith(f"{KNOBS}.")
-        }
+        config.environment.knobs = _defaults(fields)
         config, _ = apply_changes(config, {name: value for name, value in own.items() if name in fields}, card)
-        allowed, moved = locks.adjust(config, fields)
-        config, _ = apply_changes(config, allowed, card, locks)
-        row = self._index.create_draft(
-            run.preset or "", environment.model_dump(mode="json"), card, config.model_dump(mode="json")
-        )
+        row, moved = self._store(run.preset or "", environment, card, config, locks)
         with self._index.writing() as db:
             db.execute("INSERT INTO forks VALUES (?, ?)", (row.id, run.run_id))
         return _draft(row), moved, gone
@@ -257,6 +252,12 @@ class Drafts:
                 f"There are: {', '.join(near)}." if near else "There are no drafts yet; select_environment makes one."
             )
             raise NotFound(f"There is no draft {shown(draft_id)}.", hint=hint) from None
+
+
+def _defaults(fields: Mapping[str, Field]) -> dict[str, Any]:
+    """Return every knob with its default: a draft stores all, so that a changed default does not change a run."""
+    prefix = f"{KNOBS}."
+    return {name.removeprefix(prefix): field.default for name, field in fields.items() if name.startswith(prefix)}
 
 
 def _draft(row: DraftRow) -> Draft:

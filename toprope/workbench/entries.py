@@ -28,9 +28,7 @@ class Entry:
     ecosystem: str = "toprope"
     """The ecosystem: the name of an adapter, or `toprope` for the SDK."""
     tools: bool = False
-    """True if the policy gets tools; None if unknown from files."""
-    tasks: int | None = None
-    """Number of tasks; None if unknown from files."""
+    """True if the policy gets tools, as far as files tell."""
 
     @property
     def usable(self) -> bool:
@@ -53,6 +51,11 @@ class Names:
         """
         other = self._holders.setdefault(name, holder)
         return "" if other == holder else other
+
+    def objection(self, name: str, holder: str, remedy: str) -> str:
+        """Claim a name; return the problem and its remedy if another holder has it, else an empty text."""
+        other = self.claim(name, holder)
+        return f"The name {name!r} is taken by {other}. {remedy}" if other else ""
 
 
 class Source(Protocol):

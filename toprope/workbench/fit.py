@@ -164,12 +164,9 @@ def _unknown_task(config: Config, tasks: TaskSample | None, tested: Baseline | N
 
 
 def _knows(tasks: TaskSample, recipe: Recipe) -> bool:
-    """Return True if prompts begin like those of the warm start and answers use the letters that follow."""
-    for prompt in tasks.prompts:
-        text = str(prompt[-1].get("content") or "") if prompt else ""
-        if not any(phrase in text for phrase in recipe.phrase_tokens):
-            return False
-    return True
+    """Return True if every prompt has a phrase of the warm start."""
+    texts = (str(prompt[-1].get("content") or "") if prompt else "" for prompt in tasks.prompts)
+    return all(any(phrase in text for phrase in recipe.phrase_tokens) for text in texts)
 
 
 def _ends(config: Config, tasks: TaskSample | None, tested: Baseline | None) -> Misfit | None:

@@ -14,7 +14,7 @@ from typing import Any
 from toprope.analysis.integrity import lineage_of
 from toprope.analysis.reports.model_card import Exported, hub_id, model_card, quantization_warning, root_model
 from toprope.analysis.reports.report import gather
-from toprope.errors import Corrupt, DiskFull, InvalidValue, NotFound, NotPossibleNow, shown
+from toprope.errors import Corrupt, InvalidValue, NotFound, NotPossibleNow, shown
 from toprope.extras import TRAINING, require
 from toprope.records.run.checkpoints import MANIFEST, Checkpoint, checkpoint_of, split_step
 from toprope.records.run.folder import RunFolder, read_json
@@ -23,19 +23,17 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.settings.owner import Home, OwnerSettings
 from toprope.training.hosted.policy import FILE, WEIGHTS, HostedPolicy
+from toprope.training.policy.export import DTYPES, FORMS
 from toprope.trajectories.datasets.store import DatasetStore
 from toprope.trajectories.jobs.orders import Order, PolicyExport
-from toprope.workbench.data import DataOrder
+from toprope.workbench.data import DataOrder, require_room
 from toprope.workbench.launch.hold import require_policies
 
-FORMS = ("merged", "adapter", "gguf")
-DTYPES = ("as saved", "float32", "bfloat16", "float16")
 CONVERTER = "convert_hf_to_gguf.py"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _TOKEN = "HF_TOKEN"
 _COPIES = {"merged": 1.5, "adapter": 1.5, "gguf": 4.0}
 """Disk that an export may take, in checkpoints' weights. A base model, which merging adds, is counted apart."""
-_FLOOR = 256_000_000
 
 
 def policy_order(
@@ -206,7 +204,6 @@ def _keys(settings: OwnerSettings) -> dict[str, str]:
 
 
 def _require_room(model: Path, target: Path, form: str) -> None:
-    place = next((one for one in (target, *target.parents) if one.exists()), Path("/"))
     size = _size(model)
     base = model
     while form != "adapter" and (base / "adapter_config.json").is_file():
@@ -214,12 +211,7 @@ def _require_room(model: Path, target: Path, form: str) -> None:
         if not base.is_dir():
             break
         size += _size(base)
-    free, need = shutil.disk_usage(place).free, _FLOOR + round(_COPIES[form] * size)
-    if free < need:
-        raise DiskFull(
-            f"{place} has {free / 1e9:.1f} GB left, and this may take {need / 1e9:.1f} GB. Nothing was written.",
-            hint="Make room, or name a folder on another disk.",
-        )
+    require_room(target, _COPIES[form] * size, "Make room, or name a folder on another disk.")
 
 
 def _size(folder: Path) -> int:

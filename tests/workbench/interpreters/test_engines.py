@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_wheels import make_wheel
+from tests.workbench.interpreters.conftest import make_wheel
 from toprope.errors import InvalidValue, NotFound
 from toprope.settings.owner import Home
 from toprope.workbench.interpreters import engines

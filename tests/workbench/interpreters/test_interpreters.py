@@ -309,14 +309,6 @@ def test_import_check_does_not_see_index_keys(home: Home, quick: None, monkeypat
         Interpreters(home, lambda: [adapter("tiny", "tinyrules", "tinyrules")]).add(Order("tiny"))
 
 
-def test_cancelled_add_leaves_nothing(home: Home, quick: None) -> None:
-    over = threading.Event()
-    over.set()
-    with pytest.raises(NotPossibleNow, match="cancelled"):
-        Interpreters(home, lambda: []).add(Order("tinyrules"), given_up=over)
-    assert left_in(home) == []
-
-
 def test_gpu_torch_is_installed_only_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for uv logs each constraint and resolves torch to a GPU build unless a CPU build is requested."""
     uv = tmp_path / "bin" / "uv"

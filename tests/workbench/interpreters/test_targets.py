@@ -184,7 +184,8 @@ def test_packages_get_the_newer_python_that_they_require(
     for version in (f"3.{own}.9", f"3.{own + 2}.5", f"3.{own + 3}.2"):
         python = tmp_path / "versions" / version / "bin" / "python3"
         python.parent.mkdir(parents=True)
-        python.write_text(f"#!/bin/sh\necho {version.replace('.', ' ')}\n")
+        said = {"version": [*map(int, version.split("."))], "site": "", "what": ""}
+        python.write_text(f"#!/bin/sh\necho '{json.dumps(said)}'\n")
         python.chmod(0o700)
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     monkeypatch.setenv("PATH", "/nowhere")
@@ -310,7 +311,7 @@ def test_project_that_cannot_be_built_runs_from_its_files(
         return "placed"
 
     monkeypatch.setattr(here, "place", place)
-    assert here._placed(Order(str(project)), target, lambda text: None, None) == (apart, "placed")
+    assert here._placed(Order(str(project)), target, lambda text: None) == (apart, "placed")
     assert placed == [(str(project),), apart.requirements]
 
 

@@ -37,7 +37,7 @@ def declares(word: str) -> object:
 
     def declared(file: Path, tree: ast.Module) -> list[Listed]:
         names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-        return [Listed(name, f"{file}:{name}", tools=True, tasks=7) for name in names if name.startswith(word)]
+        return [Listed(name, f"{file}:{name}", tools=True) for name in names if name.startswith(word)]
 
     return declared
 
@@ -71,7 +71,7 @@ def test_file_is_listed_by_its_adapter_and_interpreter(tmp_path: Path) -> None:
     entries = {entry.name: entry for entry in folder_entries(mine, found, [Known("venv", sys.executable, site)])}
     assert set(entries) == {"a_task", "b_task", "ours", "torn"}
     a, b = entries["a_task"], entries["b_task"]
-    assert (a.status, a.ecosystem, a.tools, a.tasks) == ("ready", "alpha", True, 7)
+    assert (a.status, a.ecosystem, a.tools) == ("ready", "alpha", True)
     target = f"{mine / 'a.py'}:a_task"
     assert a.environment == EnvironmentSource(name="a_task", adapter="alpha", target=target, interpreter=sys.executable)
     assert b.status == "needs install" and "toprope env add beta" in b.problem
@@ -171,18 +171,21 @@ def test_packages_are_listed_per_interpreter_or_ask_for_install(tmp_path: Path) 
     assert "alpha/go" in {entry.name for entry in source.entries(Names())} and len(calls) == 3
 
 
-def test_adapters_are_loaded_one_by_one_from_their_folder(tmp_path: Path) -> None:
+def test_adapters_are_loaded_one_by_one_from_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("good", "torn", "_private"):
         (tmp_path / f"{name}.py").touch()
 
     def load(name: str) -> types.ModuleType:
-        if name == "torn":
+        if name == "toprope.sdk.adapters.torn":
             raise SyntaxError("invalid syntax")
         code = types.ModuleType(name, "Good ones.\n\nMore.")
         code.REQUIREMENTS, code.PACKAGE = ("good==1",), "good"  # type: ignore[attr-defined]
         return code
 
-    good, torn = adapters(tmp_path, load)
+    with monkeypatch.context() as patched:
+        patched.setattr("toprope.workbench.adapters._FOLDER", tmp_path)
+        patched.setattr("importlib.import_module", load)
+        good, torn = adapters()
     assert (good.name, good.description, good.requirements, good.package) == (
         "good",
         "Good ones.",

@@ -33,14 +33,9 @@ from toprope.workbench.sources.registered import RegisteredSource
 from toprope.workbench.sources.subfolders import SubfolderSource
 from toprope.workbench.sources.targets import TargetSource
 
-__all__ = ["Catalog", "Description", "Entry", "Example", "shipped_folder"]
+__all__ = ["Catalog", "Description", "Entry", "Example"]
 
 _LONGEST_NAME = 100
-
-
-def shipped_folder() -> Path:
-    """Return the folder of the shipped environments."""
-    return ENVIRONMENTS
 
 
 class Catalog:
@@ -62,15 +57,14 @@ class Catalog:
         tools: Mapping[str, Any] | None = None,
         registry: Registry | None = None,
     ) -> None:
-        shipped = shipped_folder()
-        own = self._own = own_folders(folders, shipped)
+        own = self._own = own_folders(folders, ENVIRONMENTS)
         data = [Path(folder).expanduser().absolute() for folder in datasets]
         self._registry = registry
         self._adapters_found: list[Adapter] | None = None
-        self._describer = Describer(shipped)
+        self._describer = Describer(ENVIRONMENTS)
         reader = self._reader = FileReader(self._adapters)
         self._sources: list[Source] = [
-            FolderSource(shipped, "shipped", reader, self.interpreters),
+            FolderSource(ENVIRONMENTS, "shipped", reader, self.interpreters),
             *(FolderSource(folder, "folder", reader, self.interpreters) for folder in own),
             DatasetSource(own, data),
             TargetSource(own, self._adapters, self.interpreters),
@@ -155,7 +149,7 @@ class Catalog:
 
     def _apart(self) -> set[Path]:
         """Return the folders and files that have a source of their own, without links in their paths."""
-        found = [str(place) for place in (*self._own, shipped_folder())]
+        found = [str(place) for place in (*self._own, ENVIRONMENTS)]
         with contextlib.suppress(TopropeError):  # The source `registered` reports the broken file.
             found += [one.path or one.given for one in self._added().values()]  # a project's path is what was given
         return {Path(os.path.realpath(place)) for place in found if os.path.isabs(place)}

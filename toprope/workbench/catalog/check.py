@@ -18,7 +18,6 @@ from typing import Any
 from msgspec.structs import asdict
 
 from toprope.errors import NotPossibleNow
-from toprope.records.worker_messages import Card
 from toprope.sdk.checks import judge
 from toprope.sdk.checks.answers import JUNK, WORTHLESS
 from toprope.sdk.checks.observed import Again, Finding, Observed
@@ -138,7 +137,6 @@ class _Check:
         """Environment variables of the tried worker, and of the second one."""
         self._printed = _Count()
         self._folder: str | None = None
-        self._card: Card | None = None
         self._trial = Trial(
             lambda: self._opened(_HASH_SEED, tried=True),
             call_timeout_s=self._options.call_timeout_s,
@@ -155,7 +153,6 @@ class _Check:
         try:
             await trial.open()
             self._until = trial.until = time.monotonic() + self._seconds
-            self._learn()
             await trial.look(limit=form.survey, seconds=form.survey_s, listed=form.listed)
             if self._room_for_another():
                 beside = asyncio.create_task(self._opened(_OTHER_HASH_SEED))
@@ -188,17 +185,10 @@ class _Check:
         except BaseException:
             await asyncio.shield(link.close(0))
             raise
-        if self._card is None:
-            self._card = card
+        if not self.seen.load_s:  # the first worker
+            self.seen.learn(card, self._entry.environment.is_foreign)
             self.seen.start_s, self.seen.load_s = started - began, time.monotonic() - started
         return link
-
-    def _learn(self) -> None:
-        card, seen = self._card, self.seen
-        assert card is not None  # the worker has opened the environment
-        seen.max_reward, seen.min_reward = card.max_reward, card.min_reward
-        seen.max_turns, seen.own_loop, seen.versions = card.max_turns, card.own_loop, card.versions
-        seen.guessed, seen.foreign = card.guessed_reference, self._entry.environment.is_foreign
 
     def _room_for_another(self) -> bool:
         return time.monotonic() + 1.5 * (self.seen.start_s + self.seen.load_s) < self._until
@@ -282,7 +272,7 @@ class _Check:
         }
         other = Trial(_never, call_timeout_s=self._options.call_timeout_s, until=self._until)
         other.link, other.seen = link, replace(seen, scores=[], ended=[], skipped=[])
-        there = await other.again(form.scored_again, [*_AGAIN_KINDS, *WORTHLESS[:2]])
+        there = await other.rewards_of(form.scored_again, [*_AGAIN_KINDS, *WORTHLESS[:2]])
         both = [key for key in there if key in here]
         wrong_scores = [key for key in both if not _same(here[key], there[key])]
         if wrong_scores:

@@ -145,8 +145,6 @@ class Description:
     """Task counts by split; empty if no examples were requested."""
     remarks: tuple[str, ...]
     """Problems with the scores of the examples, as sentences."""
-    start_seconds: float
-    """Seconds from the worker's start to its first answer."""
     load_seconds: float
     """Seconds to load the environment, imports included."""
     score_seconds: float | None = None
@@ -185,7 +183,6 @@ class Describer:
         return await self._described.get(asked, lambda: self._ask(entry, options, examples))
 
     async def _ask(self, entry: Entry, options: WorkerOptions, examples: int) -> Description:
-        began = time.monotonic()
         link: EnvironmentWorker | None = None
         mark, folder = new_mark(), _folder()
         grace = 0.0  # Only a worker that answered everything gets time to end by itself.
@@ -229,7 +226,6 @@ class Describer:
             examples=shown,
             splits=sizes,
             remarks=(*rights, *((refused,) if refused else _remarks(card, shown, sizes) if examples else ())),
-            start_seconds=started - began,
             load_seconds=loaded - started,
             score_seconds=score_s,
             memory_mb=memory_mb,
@@ -238,7 +234,7 @@ class Describer:
 
 
 def _folder() -> str | None:
-    """Yield a temporary working folder, because some environments write into theirs; None if the disk is full."""
+    """Make a temporary working folder, because some environments write into theirs; None if the disk is full."""
     try:
         return tempfile.mkdtemp(prefix="toprope-")
     except OSError:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -93,22 +92,17 @@ class Interpreters:
         self.store = Store(home.interpreters)
         self._home, self._adapters = home, found
 
-    def add(
-        self,
-        order: Order,
-        progress: Callable[[str], None] = lambda text: None,
-        given_up: threading.Event | None = None,
-    ) -> Outcome:
+    def add(self, order: Order, progress: Callable[[str], None] = lambda text: None) -> Outcome:
         """Add an environment; blocks until the installation has ended.
 
         Args:
             progress: Called with short progress messages.
-            given_up: Set this event to cancel.
 
         Raises:
             TopropeError: Nothing was added, and nothing is left of the attempt.
         """
         began = time.monotonic()
+        # Read the order.
         for url in order.wanted.extra_indexes:
             require_plain(url)
         target = target_of(order.given, self._adapters(), order.speaks, plain_only=order.plain_only)
@@ -118,6 +112,7 @@ class Interpreters:
             self._require_idle(name)
         checkout = self._clone(target, name, progress) if target.kind == "git" else None
         try:
+            # Collect what it requires: its project, adapters that know its folder, the ecosystems of its files.
             if checkout is not None:
                 target = _within(target, checkout)
             asked = (*target.requirements, *self._of_folder(target))
@@ -125,14 +120,16 @@ class Interpreters:
             if target.requirements:
                 theirs = ecosystem_requirements(target, self._adapters())
                 target = replace(target, requirements=(*target.requirements, *self._more(target.path), *theirs))
-            target, outcome = self._placed(order, target, progress, given_up)
+            # Install it, and again with what only its installed packages tell.
+            target, outcome = self._placed(order, target, progress)
             if outcome.made is not None and (more := self._more(outcome.added.site_packages)):
                 progress(f"its packages need {', '.join(more)}")
                 order = replace(order, requirements=(*order.requirements, *more))
-                outcome = self.place(order, target, progress, given_up)
+                outcome = self.place(order, target, progress)
             folder = run_from_folder(target, outcome.added.site_packages, self._adapters())
             if folder is not None:
-                outcome = self.place(order, folder, progress, given_up)
+                outcome = self.place(order, folder, progress)
+            # Enter it.
             with self.registry.changing() as entries:
                 # The shared environment may have been deleted meanwhile.
                 lock = outcome.added.lock
@@ -217,13 +214,7 @@ class Interpreters:
                 hint="Wait until it ends, or stop it.",
             )
 
-    def place(
-        self,
-        order: Order,
-        target: Target,
-        progress: Callable[[str], None],
-        given_up: threading.Event | None = None,
-    ) -> Outcome:
+    def place(self, order: Order, target: Target, progress: Callable[[str], None]) -> Outcome:
         """Choose the interpreter: the owner's, Toprope's own, an existing one, or a new one. Adds no entry.
 
         Raises:
@@ -258,7 +249,7 @@ class Interpreters:
         if wanted.offline and (digest := self._that_has(requirements)) is not None:
             return self._of_store(added, digest, shared=True)
         with self.store.aside() as aside:
-            commands = Commands(aside / "log", timeout_s=_LONGEST_S, heard=telling(progress), given_up=given_up)
+            commands = Commands(aside / "log", timeout_s=_LONGEST_S, heard=telling(progress))
             installer = Installer(aside / "venv", commands)
             progress(f"resolving {', '.join(requirements)} with {installer.name}")
             pins = installer.made_and_resolved(target.name, wanted, progress)
@@ -305,12 +296,10 @@ class Interpreters:
         )
         self.store.keep(aside, digest, facts)
 
-    def _placed(
-        self, order: Order, target: Target, progress: Callable[[str], None], given_up: threading.Event | None
-    ) -> tuple[Target, Outcome]:
+    def _placed(self, order: Order, target: Target, progress: Callable[[str], None]) -> tuple[Target, Outcome]:
         """Place a target; a project that cannot be built is run from its files, as its author runs it."""
         try:
-            return target, self.place(order, target, progress, given_up)
+            return target, self.place(order, target, progress)
         except EnvironmentFailed as failed:
             apart = without_build(target, failed.message)
             said = "the project cannot be built: its files are run, with what it requires"
@@ -321,16 +310,12 @@ class Interpreters:
             if apart is None:
                 raise
             progress(said)
-            return apart, self.place(order, apart, progress, given_up)
+            return apart, self.place(order, apart, progress)
 
     def _of_folder(self, target: Target) -> list[str]:
         """Return what adapters require for the environments that a folder as a whole is."""
-        found: list[str] = []
-        if target.kind in ("folder", "git") and target.path is not None and target.path.is_dir():
-            for adapter in self._adapters():
-                with contextlib.suppress(Exception):  # as in `_more`
-                    found += adapter.folder_requirements(target.path)
-        return found
+        folder = target.path if target.kind in ("folder", "git") else None
+        return self._asked(Adapter.folder_requirements, folder)
 
     def _of_store(self, added: Added, digest: str, *, shared: bool) -> Outcome:
         python = self.store.python(digest)
@@ -342,13 +327,15 @@ class Interpreters:
 
     def _more(self, place: Path | str | None) -> list[str]:
         """Return what adapters require for the packages in a folder, besides what those require themselves."""
+        return self._asked(Adapter.more_requirements, None if place is None else Path(place))
+
+    def _asked(self, about: Callable[[Adapter, Path], Sequence[str]], folder: Path | None) -> list[str]:
         found: list[str] = []
-        if place is not None and Path(place).is_dir():
-            for adapter in self._adapters():
-                try:
-                    found += adapter.more_requirements(Path(place))
-                except Exception:  # One adapter must not keep others from being installed.
-                    continue
+        if folder is None or not folder.is_dir():
+            return found
+        for adapter in self._adapters():
+            with contextlib.suppress(Exception):  # One adapter must not keep others from being installed.
+                found += about(adapter, folder)
         return found
 
     def _that_has(self, requirements: Sequence[str]) -> str | None:

@@ -20,7 +20,7 @@ class Known:
     """Path; None for Toprope's own."""
     site_packages: Path
     adapter: str | None = None
-    """The ecosystem that it was made for; empty if none was named."""
+    """The ecosystem that it was made for; None if the owner named none."""
 
     @property
     def problem(self) -> str:

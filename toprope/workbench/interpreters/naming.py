@@ -263,9 +263,8 @@ def without_build(target: Target, said: str) -> Target | None:
     unresolved = _UNRESOLVED.search(said) is not None
     if target.path is None or not target.path.is_dir() or not (unresolved or _UNBUILT.search(said)):
         return None
-    try:
-        project = tomllib.loads((target.path / "pyproject.toml").read_text("utf-8", "replace"))["project"]
-    except (OSError, ValueError, LookupError):
+    project = pyproject_of(target.path).get("project")
+    if project is None:
         return None
     place, listed = str(target.path.resolve()), target.path / "requirements.txt"
     if not unresolved and place not in unquote(said) or "dependencies" in (project.get("dynamic") or ()):
@@ -328,6 +327,14 @@ def _declaring(path: Path, adapters: Sequence[Adapter]) -> list[tuple[Adapter, b
     return list(found.values())
 
 
+def pyproject_of(folder: Path) -> dict[str, Any]:
+    """Return what a folder's pyproject.toml says; nothing if there is none or it is broken."""
+    try:
+        return tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
 def is_project(folder: Path) -> bool:
     """Return True if a folder is an installable project."""
     return any((folder / name).is_file() for name in ("pyproject.toml", "setup.py"))
@@ -359,8 +366,8 @@ def _lines(file: Path, adapters: Sequence[Adapter]) -> list[str]:
 def _ecosystem_of(place: Path, adapters: Sequence[Adapter]) -> tuple[Adapter | None, tuple[str, ...]]:
     """Return the adapter of the ecosystem whose own project a folder is, and its further requirements."""
     try:
-        named = canonicalize_name(tomllib.loads((place / "pyproject.toml").read_text("utf-8"))["project"]["name"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        named = canonicalize_name(pyproject_of(place)["project"]["name"])
+    except (KeyError, TypeError, AttributeError):
         return None, ()
     for adapter in adapters:
         others = tuple(one for one in adapter.requirements if canonicalize_name(Requirement(one).name) != named)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import configparser
 import contextlib
-import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from toprope.workbench.adapters import adapters
-from toprope.workbench.interpreters.naming import require_no_secret
+from toprope.workbench.interpreters.naming import pyproject_of, require_no_secret
 
 __all__ = ["overrides"]
 
@@ -33,7 +32,7 @@ def overrides(requirements: Iterable[str]) -> Iterator[str]:
     for one in asked:
         if not Path(one).is_absolute():  # the name of a package, also if a folder here has it
             continue
-        project = _project(Path(one))
+        project = pyproject_of(Path(one))
         found += [*_declared(project), *_above(Path(one), project)]
         addressed |= _addressed(project)
         folders |= _addressed(project, "path")
@@ -52,13 +51,6 @@ def overrides(requirements: Iterable[str]) -> Iterator[str]:
             if (name := canonicalize_name(Requirement(line).name)) in folders - taken:
                 taken.add(name)
                 yield line
-
-
-def _project(folder: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # uv refuses a broken one
-        return {}
 
 
 def _declared(project: dict[str, Any]) -> Iterator[str]:
@@ -105,7 +97,7 @@ def _above(folder: Path, project: dict[str, Any]) -> Iterator[str]:
             continue  # another commit than that of the clone, or a part of it, may be meant
         for place in folder.resolve().parents:
             if _is_clone(place, address) and _is_of_one_owner(folder, place):
-                about = _project(place).get("project")
+                about = pyproject_of(place).get("project")
                 named = str(about.get("name")) if isinstance(about, dict) else ""
                 if canonicalize_name(named) == canonicalize_name(one.name):
                     extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""

@@ -6,13 +6,12 @@ import os
 import selectors
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from toprope.errors import EnvironmentFailed, NotPossibleNow
+from toprope.errors import EnvironmentFailed
 from toprope.sdk.worker.client import worker_environment
 
 _LOOK_S = 0.25
@@ -38,7 +37,6 @@ class Commands:
         log: File for all output.
         timeout_s: Seconds for all commands together.
         heard: Called with each output line.
-        given_up: Set this event to cancel.
         surroundings: Returns the environment variables.
     """
 
@@ -48,12 +46,10 @@ class Commands:
         *,
         timeout_s: float,
         heard: Callable[[str], None] = lambda line: None,
-        given_up: threading.Event | None = None,
         surroundings: Callable[[], dict[str, str]] = variables,
     ) -> None:
         self._log, self._heard = log, heard
         self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
-        self._given_up = given_up or threading.Event()
         self._surroundings = surroundings
 
     def run(self, command: Sequence[str], cwd: Path) -> tuple[int, list[str]]:
@@ -61,7 +57,6 @@ class Commands:
 
         Raises:
             EnvironmentFailed: It cannot start, or the time limit was reached.
-            NotPossibleNow: It was cancelled.
         """
         try:
             process = subprocess.Popen(
@@ -94,8 +89,6 @@ class Commands:
             log.write(f"$ {' '.join(command)}\n".encode())
             selector.register(out, selectors.EVENT_READ)
             while True:
-                if self._given_up.is_set():
-                    raise NotPossibleNow("The installation was cancelled; nothing was kept.")
                 if time.monotonic() > self._deadline:
                     raise EnvironmentFailed(
                         f"The installation did not finish within {self._timeout_s:.0f} s and was killed; nothing was "

@@ -23,8 +23,7 @@ from toprope.workbench.interpreters.words import excerpt
 
 _REQUIRED = re.compile(r"(?:satisfy Python|Requires-Python|not in ')\s*(?P<what>[<>=!~][^\s'\"]*)")
 _NEWEST_MINOR = 20
-_VERSION_S = 20.0
-_LOOK_S = 60.0
+_LOOK_S, _EACH_S = 60.0, 20.0
 _IMPORT_S = 180.0
 _LOOK = (
     "import json, platform, sys, sysconfig; print(json.dumps({'version': list(sys.version_info[:3]), "
@@ -54,7 +53,10 @@ def newer_python(said: str) -> str | None:
             wanted.append(SpecifierSet(found["what"].rstrip(",.;")))
     if not wanted:
         return None
-    versions = [(version, python) for python in _pythons() if (version := _version(python))]
+    versions = []
+    for python in _pythons():
+        with contextlib.suppress(InvalidValue):  # it does not run, as pyenv's stand-ins do not
+            versions.append((looked_at(python, _EACH_S).version, python))
     fitting = [one for one in versions if any(_text(one[0]) in each for each in wanted)]
     return min(fitting)[1] if fitting else None
 
@@ -74,16 +76,6 @@ def _pythons() -> Iterator[str]:
         yield from map(str, sorted(folder.glob("*/bin/python3")))
 
 
-def _version(python: str) -> tuple[int, ...] | None:
-    """Return the version of an interpreter; None if it does not run, as pyenv's stand-ins do not."""
-    command = [python, "-I", "-c", "import sys; print(*sys.version_info[:3])"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_VERSION_S, check=True)
-        return tuple(map(int, done.stdout.split()))
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-
-
 @dataclass(frozen=True)
 class Interpreter:
     """Properties of an interpreter."""
@@ -95,7 +87,7 @@ class Interpreter:
     """Python implementation, version and platform."""
 
 
-def looked_at(python: str) -> Interpreter:
+def looked_at(python: str, within_s: float = _LOOK_S) -> Interpreter:
     """Start an interpreter and return its properties.
 
     Raises:
@@ -109,7 +101,7 @@ def looked_at(python: str) -> Interpreter:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_LOOK_S,
+            timeout=within_s,
         )
         said = json.loads(done.stdout.strip().splitlines()[-1]) if done.returncode == 0 else None
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:

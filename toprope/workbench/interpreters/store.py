@@ -191,7 +191,7 @@ def _ended(folder: RunFolder, resumable: bool) -> bool:
     except TopropeError:
         return True
     goes_on = status.state == "stopped" or (status.state == "lost" and status.resume_at is not None)
-    return status.ended and status.ended_at is not None and not (resumable and goes_on)
+    return status.is_over and not (resumable and goes_on)
 
 
 def _move_within(venv: Path, place: Path) -> None:

@@ -33,6 +33,20 @@ class Baseline:
     """Longest answer of the test, in tokens."""
 
 
+def newest_runs(runs: Path) -> list[RunFolder]:
+    """Return the newest runs, at most 300, by the last change of their folders.
+
+    Args:
+        runs: The folder of runs; may not exist yet.
+    """
+    try:
+        entries = [entry for entry in os.scandir(runs) if RUN_ID.fullmatch(entry.name) and entry.is_dir()]
+        entries.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
+    except OSError:
+        return []
+    return [RunFolder(Path(entry.path)) for entry in entries[:_MOST_READ]]
+
+
 def baseline_of(environment: str, runs: Path) -> Baseline | None:
     """Return the newest ended test of a draft's own policy in an environment; None without one.
 
@@ -40,13 +54,7 @@ def baseline_of(environment: str, runs: Path) -> Baseline | None:
         environment: Name of the environment.
         runs: The folder of runs.
     """
-    try:
-        entries = [entry for entry in os.scandir(runs) if RUN_ID.fullmatch(entry.name)]
-        entries.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
-    except OSError:
-        return None
-    for entry in entries[:_MOST_READ]:
-        folder = RunFolder(Path(entry.path))
+    for folder in newest_runs(runs):
         try:
             if not folder.evaluation("test").is_file():
                 continue

@@ -7,7 +7,6 @@ somebody changed, and a lock may be newer than the draft; a value that the locks
 from __future__ import annotations
 
 import re
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from toprope.settings.locks import Locks
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config, InferenceSection, PolicySection
 from toprope.settings.sections.environment import RUN, curriculum_of
+from toprope.text_format import random_id
 from toprope.workbench.catalog.catalog import Catalog
 from toprope.workbench.drafts import Draft
 from toprope.workbench.endpoints import resolve_helpers, resolve_teacher
@@ -50,8 +50,6 @@ from toprope.workbench.launch.requirements import (
     require_whole_model,
 )
 
-_ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
-
 
 def new_run_id(name: str, now: float | None = None) -> str:
     """Return a readable id that is almost certainly free: `spell-backward-261121-0158-k7f3` (local time).
@@ -62,7 +60,7 @@ def new_run_id(name: str, now: float | None = None) -> str:
     """
     short = re.sub(r"[^a-z0-9]+", "-", name.rsplit("/", 1)[-1].lower()).strip("-")[:32].strip("-") or "run"
     stamp = time.strftime("%y%m%d-%H%M", time.localtime(now))
-    return f"{short}-{stamp}-{''.join(secrets.choice(_ALPHABET) for _ in range(4))}"
+    return f"{short}-{stamp}-{random_id(4)}"
 
 
 def freeze_drafts(
@@ -186,10 +184,8 @@ def freeze(
     hold_locks(draft.config, locks)
     locks.require(plan_values(plan))
     section = draft.config.environment
-    if ingredients is None:
-        if section.mixture or section.rewards:
-            raise ValueError("sources of a mixture and of reward functions must be found before freezing")
-        ingredients = Ingredients(draft.environment)
+    assert ingredients is not None or not (section.mixture or section.rewards), "freeze_drafts finds their sources"
+    ingredients = ingredients or Ingredients(draft.environment)
     if problems := _problems(draft):
         raise InvalidValue(
             f"{draft.id} cannot start: {' '.join(problems)}", hint="edit_config changes several fields at once."

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +18,17 @@ from typing import Any
 
 from toprope.analysis.budget import GB, HOUR, Demand
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import RUN_ID, RunFolder, folder_bytes, read_json
+from toprope.records.run.folder import RunFolder, folder_bytes, read_json
 from toprope.records.run.metrics import last_row
 from toprope.records.run.specification import Specification
 from toprope.settings.limits import UNITS, FrozenLimits, Limits
 from toprope.settings.schema import Config
 from toprope.text_format import clip, value
+from toprope.workbench.launch.baseline import newest_runs
 from toprope.workbench.launch.budgets.token_costs import steps_of
 
 HASH_LENGTH = 24
 """Digits of a hash: two previews with the same hash cannot be found by trying."""
-_MOST_READ = 300
 _MOST_USED = 20
 _FEWEST_STEPS = 5
 _MOST_FOR_PACE = 5
@@ -185,7 +184,6 @@ def details_of(specifications: Sequence[Specification], shown: Preview, why: str
             name: None if one is None else {"value": one.value, "low": one.low, "high": one.high}
             for name, one in shown.estimates.items()
         },
-        "basis": shown.basis,
     }
 
 
@@ -319,13 +317,7 @@ def _measured(first: Specification, runs: Path) -> tuple[list[_Measured], str]:
 
 
 def _newest(runs: Path, kind: str) -> Iterable[tuple[RunFolder, dict[str, Any]]]:
-    try:
-        entries = [entry for entry in os.scandir(runs) if RUN_ID.fullmatch(entry.name) and entry.is_dir()]
-        entries.sort(key=lambda entry: entry.stat().st_mtime, reverse=True)
-    except OSError:
-        return
-    for entry in entries[:_MOST_READ]:
-        folder = RunFolder(Path(entry.path))
+    for folder in newest_runs(runs):
         try:
             spec = read_json(folder.spec)
         except (NotFound, Corrupt):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from toprope.errors import InvalidValue, NotPossibleNow
@@ -87,27 +86,6 @@ def describe_job(specification: Specification, home: Home) -> str:
     return f" It would run on the cluster {name}. Asked from {engine_of(cluster).describe(request)}."
 
 
-def require_wandb(
-    config: Config, settings: OwnerSettings, settings_file: Path, variables: Mapping[str, str] | None = None
-) -> None:
-    """Require a key for Weights & Biases if it is to be reached.
-
-    Raises:
-        InvalidValue: logging.wandb is online and there is no key.
-    """
-    variables = os.environ if variables is None else variables
-    if config.logging.wandb != "online":
-        return
-    given = (settings.variables.get(recipient, {}).get(_WANDB) for recipient in ("*", "tracker", "trainer"))
-    if any(given) or variables.get(_WANDB) or _logged_in(Path(variables.get("HOME", "/"))):
-        return
-    raise InvalidValue(
-        f"logging.wandb is online, and there is no {_WANDB}. Nothing was started.",
-        hint=f"edit_config sets logging.wandb to offline, which writes the same files without a key (unless it is "
-        f"locked). Or the owner puts the key into {settings_file}: variables: {{tracker: {{{_WANDB}: <the key>}}}}.",
-    )
-
-
 def require_memory(specification: Specification, settings: OwnerSettings) -> None:
     """Require that this machine can hold the weights of a policy that is to be trained.
 
@@ -130,20 +108,19 @@ def require_memory(specification: Specification, settings: OwnerSettings) -> Non
     )
 
 
-def missing_keys(
-    specification: Specification,
-    settings: OwnerSettings,
-    settings_file: Path,
-    variables: Mapping[str, str] | None = None,
-) -> list[InvalidValue]:
+def missing_keys(specification: Specification, settings: OwnerSettings, settings_file: Path) -> list[InvalidValue]:
     """Return what to say of each key that a run needs and that the owner's settings lack; empty if none does."""
     found = []
-    kind = specification.run_kind
-    if kind.trains or kind.starts_runs:
-        try:
-            require_wandb(specification.config, settings, settings_file, variables)
-        except InvalidValue as error:
-            found.append(error)
+    kind, wandb = specification.run_kind, specification.config.logging.wandb
+    if (kind.trains or kind.starts_runs) and wandb == "online" and not _has_wandb(settings):
+        found.append(
+            InvalidValue(
+                f"logging.wandb is online, and there is no {_WANDB}. Nothing was started.",
+                hint="edit_config sets logging.wandb to offline, which writes the same files without a key (unless it "
+                f"is locked). Or the owner puts the key into {settings_file}: "
+                f"variables: {{tracker: {{{_WANDB}: <the key>}}}}.",
+            )
+        )
     named = any(settings.variables.get(recipient, {}).get(KEY) for recipient in ("*", "trainer"))
     if specification.config.is_hosted and not named:
         found.append(
@@ -169,9 +146,12 @@ def require_trackers(config: Config) -> None:
             )
 
 
-def _logged_in(home: Path) -> bool:
-    """Return True if `wandb login` has stored a key for this user."""
+def _has_wandb(settings: OwnerSettings) -> bool:
+    """Return True if the owner gave a key for Weights & Biases, or `wandb login` has stored one for this user."""
+    given = (settings.variables.get(recipient, {}).get(_WANDB) for recipient in ("*", "tracker", "trainer"))
+    if any(given) or os.environ.get(_WANDB):
+        return True
     try:
-        return _HOST in (home / ".netrc").read_text(errors="replace")
+        return _HOST in Path(os.environ.get("HOME", "/"), ".netrc").read_text(errors="replace")
     except OSError:
         return False

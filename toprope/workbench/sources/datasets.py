@@ -59,21 +59,16 @@ class DatasetSource:
 
     def entries(self, names: Names) -> list[Entry]:
         """Return `dataset`, then the owner's data sets by folder and file."""
-        found = [plain_dataset(self._folders), *named_datasets(self._places, self._folders)]
+        target = dataset_target(PLAIN, dataset.DESCRIPTION, {}, self._folders)
+        found = [NamedDataset(PLAIN, dataset.DESCRIPTION, target, "Toprope itself")]
+        files = (file for place in self._places for file in yaml_in(place) if declared_adapter(file) is None)
+        found += [dataset_in(file, self._folders) for file in files]
         return [entry_of_dataset(one, self.kind, names) for one in found]
 
 
 def entry_of_dataset(found: NamedDataset, source: str, names: Names) -> Entry:
-    """Return the catalog entry of a data set.
-
-    Args:
-        found: The data set.
-        source: Source of the entry.
-        names: The names in use.
-    """
-    problem = found.problem
-    if not problem and (holder := names.claim(found.name, found.origin)):
-        problem = f"The name {found.name!r} is taken by {holder}. Rename {found.origin}."
+    """Return the catalog entry of a data set."""
+    problem = found.problem or names.objection(found.name, found.origin, f"Rename {found.origin}.")
     return Entry(
         name=found.name,
         description=found.description,
@@ -84,27 +79,6 @@ def entry_of_dataset(found: NamedDataset, source: str, names: Names) -> Entry:
         environment=EnvironmentSource(name=found.name, adapter="dataset", target=found.target),
         tags=("dataset", "no-code"),
     )
-
-
-def dataset_target(name: str, description: str, knobs: dict[str, Any]) -> str:
-    """Return the adapter's target for data outside the owner's folders: knobs alone."""
-    return _target(name, description, (), (), knobs)
-
-
-def plain_dataset(folders: Sequence[Path]) -> NamedDataset:
-    """Return the environment `dataset`, which is configured by knobs alone."""
-    target = _target(PLAIN, dataset.DESCRIPTION, folders, (), {})
-    return NamedDataset(PLAIN, dataset.DESCRIPTION, target, "Toprope itself")
-
-
-def named_datasets(places: Sequence[Path], folders: Sequence[Path]) -> list[NamedDataset]:
-    """Return the owner's data sets by folder and file name.
-
-    Args:
-        places: The owner's folders with environments.
-        folders: Folders whose data files may be read.
-    """
-    return [dataset_in(file, folders) for place in places for file in yaml_in(place) if declared_adapter(file) is None]
 
 
 def dataset_in(file: Path, folders: Sequence[Path] = (), name: str = "") -> NamedDataset:
@@ -137,10 +111,13 @@ def dataset_in(file: Path, folders: Sequence[Path] = (), name: str = "") -> Name
         given["path"] = str(beside)
         files = [beside]
     said = str(description) if description else f"Questions and answers of {Path(str(given['path'])).name}"
-    return NamedDataset(name, said, _target(name, said, folders, files, given), str(file))
+    return NamedDataset(name, said, dataset_target(name, said, given, folders, files), str(file))
 
 
-def _target(name: str, description: str, folders: Sequence[Path], files: Sequence[Path], knobs: dict[str, Any]) -> str:
+def dataset_target(
+    name: str, description: str, knobs: dict[str, Any], folders: Sequence[Path] = (), files: Sequence[Path] = ()
+) -> str:
+    """Return the adapter's target: knobs, and the folders and files that it may read."""
     return json.dumps(
         {
             "name": name,

@@ -142,11 +142,8 @@ class FolderSource:
         if self._placed and found.is_named_by_file:
             found = dataclasses.replace(found, name=placed_name(self._place, found.file, found.name))
             problem = "" if found.attribute else problem  # the name is valid now
-        if not problem and (holder := names.claim(found.name, f"{found.file}:{found.line}")):
-            problem = (
-                f"The name {found.name!r} is taken by {holder}. Set another `name` in {found.attribute} "
-                f"({found.file}:{found.line})."
-            )
+        place = f"{found.file}:{found.line}"
+        problem = problem or names.objection(found.name, place, f"Set another `name` in {found.attribute} ({place}).")
         return Entry(
             name=found.name,
             description=found.description,
@@ -181,8 +178,7 @@ class FolderSource:
         free = next((name for name in _longer_names(listed.name, file) if not names.claim(name, holder)), None)
         entry = entry_of(listed, free or listed.name, self.kind, adapter, python)
         if free is None:
-            taken = names.claim(listed.name, holder)
-            problem = f"The name {listed.name!r} is taken by {taken}. Rename the one in {file}."
+            problem = names.objection(listed.name, holder, f"Rename the one in {file}.")
             return dataclasses.replace(entry, status="broken", problem=problem)
         return entry
 

@@ -19,13 +19,6 @@ from toprope.workbench.sources.listing import entry_of, home_of, install_command
 
 
 class InstalledSource:
-    """See the module.
-
-    Args:
-        adapters: Returns every adapter.
-        interpreters: Returns every known interpreter.
-    """
-
     kind = "installed"
 
     def __init__(self, adapters: Callable[[], Sequence[Adapter]], interpreters: Callable[[], Sequence[Known]]) -> None:

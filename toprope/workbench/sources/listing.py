@@ -44,5 +44,4 @@ def entry_of(listed: Listed, name: str, source: str, adapter: Adapter, python: s
         tags=listed.tags,
         ecosystem=adapter.name,
         tools=listed.tools,
-        tasks=listed.tasks,
     )

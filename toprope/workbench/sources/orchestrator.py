@@ -11,11 +11,9 @@ from toprope.records.run.specification import EnvironmentSource
 from toprope.sdk.adapters import orchestrator
 from toprope.workbench.entries import Entry, Names
 
-_HOLDER = "Toprope itself"
-
 
 class OrchestratorSource:
-    """See the module.
+    """Lists the environment `orchestrator`.
 
     Args:
         folders: Folders whose data files it may read.
@@ -30,14 +28,14 @@ class OrchestratorSource:
     def entries(self, names: Names) -> list[Entry]:
         """Return the single entry."""
         name = orchestrator.Orchestrator.name
-        holder = names.claim(name, _HOLDER)
+        problem = names.objection(name, "Toprope itself", "Rename that one.")
         return [
             Entry(
                 name=name,
                 description=orchestrator.DESCRIPTION,
                 source=self.kind,
-                status="broken" if holder else "ready",
-                problem=f"The name {name!r} is taken by {holder}. Rename that one." if holder else "",
+                status="broken" if problem else "ready",
+                problem=problem,
                 turns=orchestrator.Orchestrator.max_turns,
                 environment=EnvironmentSource(name=name, adapter="orchestrator", target=self._target),
                 tags=orchestrator.Orchestrator.tags,

@@ -15,12 +15,6 @@ _ADAPTER = "reasoning_gym"
 
 
 class ReasoningGymSource:
-    """See the module.
-
-    Args:
-        interpreters: Returns every known interpreter.
-    """
-
     kind = _ADAPTER
 
     def __init__(self, interpreters: Callable[[], Sequence[Known]]) -> None:

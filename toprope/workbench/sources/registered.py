@@ -24,14 +24,7 @@ from toprope.workbench.sources.targets import TargetSource, declared_adapter
 
 
 class RegisteredSource:
-    """See the module.
-
-    Args:
-        added: Returns the added entries; may raise TopropeError.
-        adapters: Returns every adapter.
-        interpreters: Returns every known interpreter.
-        reader: Reads files.
-    """
+    """Lists the environments that were added by name; `added` may raise TopropeError."""
 
     kind = "registered"
 
@@ -103,7 +96,7 @@ class RegisteredSource:
             tags=("server",),
             ecosystem=adapter.name,
         )
-        return _named(entry, names, f"added:{one.name}")
+        return _named(entry, names)
 
 
 def _dataset(one: Added, names: Names) -> Entry:
@@ -123,15 +116,12 @@ def _dataset(one: Added, names: Names) -> Entry:
         ),
         tags=("dataset", "no-code"),
     )
-    return _named(entry, names, f"added:{one.name}")
+    return _named(entry, names)
 
 
-def _named(entry: Entry, names: Names, holder: str) -> Entry:
-    other = names.claim(entry.name, holder)
-    if not other:
-        return entry
-    problem = f"The name {entry.name!r} is taken by {other}. Remove this one and add it with another --name."
-    return dataclasses.replace(entry, status="broken", problem=problem)
+def _named(entry: Entry, names: Names) -> Entry:
+    taken = names.objection(entry.name, f"added:{entry.name}", "Remove this one and add it with another --name.")
+    return dataclasses.replace(entry, status="broken", problem=taken) if taken else entry
 
 
 def _in_cache(hub_id: str) -> bool:

@@ -17,12 +17,9 @@ from toprope.workbench.sources.folders import FileReader, FolderSource
 
 
 class SubfolderSource:
-    """See the module.
+    """Lists the environments in subfolders.
 
     Args:
-        places: The owner's folders with environments.
-        reader: Reads files.
-        interpreters: Returns every known interpreter.
         apart: Returns the folders and files that other sources list, without links in their paths.
     """
 
@@ -46,6 +43,10 @@ class SubfolderSource:
         apart = self._apart()
         left_out = {one for place in self._sources for one in _inside(place, apart)}
         divided = {folder for one in left_out for folder in one.parents}
+        # Example: a place p has games/chess.py, games/maze/ and lab/new/, and the owner added p/lab/old by itself.
+        #   source_of: p/games and p/lab; left_out: p/lab/old; divided: p/lab and the folders above it
+        #   files: those of p/games and p/lab, without those in p/lab/old
+        #   wholes, each of which may be one environment: p/games and p/lab/new
         source_of = {
             folder: source
             for place, source in self._sources.items()

@@ -72,12 +72,10 @@ def declared_adapter(file: Path) -> str | None:
 
 
 class TargetSource:
-    """See the module.
+    """Lists the environments that YAML files define.
 
     Args:
         places: The owner's folders with environments, or YAML files.
-        adapters: Returns every adapter.
-        interpreters: Returns every known interpreter.
         name: Of the environment of a file; by default that of the file.
         python: Interpreter, if the file names none; None for that of the ecosystem.
     """
@@ -125,8 +123,8 @@ class TargetSource:
             if not keys and not given.get("target"):
                 example = "a URL, /path/file.py:Name, an id of the ecosystem, or an object"
                 raise InvalidValue(f"{file}: target is missing.", hint=f"The adapter {named} takes {example}.")
-            if holder := names.claim(name, str(file)):
-                raise InvalidValue(f"The name {name!r} is taken by {holder}.", hint=f"Rename {file}.")
+            if taken := names.objection(name, str(file), f"Rename {file}."):
+                raise InvalidValue(taken)
         except InvalidValue as problem:
             return broken(name, str(problem), self.kind)
         python = given.pop("interpreter", None) or self._python

@@ -125,17 +125,12 @@ def with_raised_caps(specification: Specification, limits: Limits, machine: Mach
     used, accounts = _used(specification.run_id, runs), _accounts(specification.run_id, runs)
     caps, reserved = dict(frozen.caps), dict(frozen.reserved)
     for quantity, former in frozen.caps.items():
-        now, before, bound = own.get(quantity), used.get(quantity, 0.0), most.get(quantity, math.inf)
+        before, bound = used.get(quantity, 0.0), most.get(quantity, math.inf)
         together = limits.get("disk_gb" if quantity == "disk_gb" else f"per_day.{quantity}")
         # With bound 0 it uses none of it. A former cap above 0 stays: its GPUs may be back at the next resume.
         together = together if bound or former.value else None
-        if together is not None:
-            room = before + min(_left(together, quantity, accounts), bound)
-            if now is None or room < now.value:
-                now = Cap(value=room, limit=together.name, reason=together.reason)
-            took_the_rest = former.limit == together.name and former.value < bound
-            if now.value < former.value and not (took_the_rest and now.value > before):
-                continue
+        left = 0.0 if together is None else _left(together, quantity, accounts)
+        now = _raised(former, own.get(quantity), together, left, before, bound)
         if now == former:
             continue
         caps.pop(quantity)
@@ -148,6 +143,31 @@ def with_raised_caps(specification: Specification, limits: Limits, machine: Mach
         return specification
     changed = {"caps": caps, "reserved": reserved, "source": limits.source}
     return specification.model_copy(update={"limits": frozen.model_copy(update=changed)})
+
+
+def _raised(
+    former: Cap, own: Cap | None, together: Limit | None, left: float, before: float, bound: float
+) -> Cap | None:
+    """Return the cap of an ended run under the present limits; None if nothing bounds it any more.
+
+    Example: a run used up its 4 cpu_hours; its budget needs at most 9, and the limit per run is now 10. If the limit
+    per day leaves 3, its cap is 4 + 3 = 7, by that limit; if that leaves 20, it is 10, by the limit per run.
+
+    Args:
+        former: Its cap so far.
+        own: The cap by the limit per run, as that is now.
+        together: The limit on all runs together.
+        left: What `together` leaves.
+        before: What the run has used.
+        bound: The most that its budget needs.
+    """
+    if together is None:
+        return own
+    room = before + min(left, bound)
+    if own is None or room < own.value:
+        own = Cap(value=room, limit=together.name, reason=together.reason)
+    took_the_rest = former.limit == together.name and former.value < bound
+    return former if own.value < former.value and not (took_the_rest and own.value > before) else own
 
 
 def _used(run_id: str, runs: Path) -> dict[str, float]:

@@ -28,14 +28,9 @@ class TokenCosts:
         return self.most_usd == 0
 
 
-def is_priced(endpoint: Endpoint) -> bool:
-    """Return True if both prices of a model are known."""
-    return endpoint.prompt_usd is not None and endpoint.completion_usd is not None
-
-
 def unpriced(endpoints: Mapping[str, Endpoint]) -> tuple[str, ...]:
     """Return the names of the models without a price."""
-    return tuple(name for name, endpoint in endpoints.items() if not is_priced(endpoint))
+    return tuple(name for name, one in endpoints.items() if one.prompt_usd is None or one.completion_usd is None)
 
 
 def token_costs(specification: Specification) -> TokenCosts:
