@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
@@ -29,7 +30,7 @@ from toprope.training.inference.app import InferenceServer
 from toprope.training.inference.client import PolicyClient, Sampling, SessionLost
 from toprope.training.inference.embedded_engine import EmbeddedEngine
 from toprope.training.inference.engine import Cancelled, Sample, SamplingRequest
-from toprope.training.inference.sessions import UNRECORDED, SessionSampling, session_key
+from toprope.training.inference.sessions import UNRECORDED, SessionSampling, Turn, join_turns, session_key
 from toprope.training.rollouts.preview_policy import serve_policy
 
 
@@ -126,9 +127,9 @@ def test_later_turn_of_session_keeps_sampled_ids(http: TestClient) -> None:
         assert second["prompt_token_ids"][: len(before)] == before
         kept = http.get(f"/v1/sessions/g1/{index}").json()["sessions"][f"g1/{index}"]
         assert len(kept["turns"]) == 2
-        [segment] = kept["segments"]
-        assert segment["tokens"] == second["prompt_token_ids"] + second["choices"][0]["token_ids"]
-        assert sum(mask != MASKED for mask in segment["masks"]) == len(entry["token_ids"]) + len(
+        [segment] = join_turns(msgspec.convert(kept["turns"], list[Turn]))
+        assert segment.tokens == second["prompt_token_ids"] + second["choices"][0]["token_ids"]
+        assert sum(mask != MASKED for mask in segment.masks) == len(entry["token_ids"]) + len(
             second["choices"][0]["token_ids"]
         )
     assert http.delete("/v1/sessions/g1").json() == {"closed": 3}

@@ -236,8 +236,8 @@ def test_too_many_refused_questions_fail_the_model(tmp_path: Path, server: OpenA
     picky = play(tmp_path, server, ["picky"], tasks=30)[0]
     asked = {body["messages"][-1]["content"] for _, _, body in server.seen}
     refused = sum("3" in question for question in asked)
-    assert refused > 3 and (picky.unanswered, picky.answered) == (refused, 30 - refused)
+    assert refused > 3 and picky.unanswered == refused
     assert picky.sampled is None and f"{refused} of 30 tasks were not answered" in picky.error
     assert "too long" in picky.error
     nonsense = play(tmp_path, server, ["nonsense"], tasks=30)[0]
-    assert nonsense.sampled is None and "No task was answered" in nonsense.error and nonsense.answered == 0
+    assert nonsense.sampled is None and "No task was answered" in nonsense.error

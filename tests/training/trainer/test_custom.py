@@ -305,7 +305,7 @@ def test_custom_trainer_learns_in_real_crew(tmp_path, tiny_policy):
         status = runs.status(folder.run_id)
         if not seen or seen[-1] != state_of(status):
             seen.append(state_of(status))
-        return status.ended and status.ended_at is not None
+        return status.is_over
 
     try:
         eventually(over, 240.0)

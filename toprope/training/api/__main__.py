@@ -13,10 +13,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -24,7 +22,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from toprope.errors import NotPossibleNow, TopropeError
 from toprope.records.journal.file_journal import FileJournal
-from toprope.records.messages import ENV_LISTENER_FD, CountsReport, Failed, Order, Peers, Ready, Report, Stop
+from toprope.records.messages import ENV_LISTENER_FD, CountsReport, Failed, Peers, Ready, Stop
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.training.api.http.app import create_app
@@ -34,23 +32,11 @@ from toprope.training.api.queue.registry import TrainerRegistration
 from toprope.training.api.storage.group_commit import GroupCommit
 from toprope.training.api.storage.store import TrajectoryStore
 from toprope.training.component.http_server import serve
-from toprope.training.component.member import send_heartbeats
+from toprope.training.component.member import CrewMember, send_heartbeats
 
 _COUNTS_EVERY_S = 1.0
 _COMPRESS_EVERY_S, _COMPRESS_AGAIN_S = 2.0, 60.0
 """Seconds between looks for closed segments, and after a failure."""
-
-
-class ApiMember(Protocol):
-    """The part of `toprope.training.component.member.CrewMember` that this program uses."""
-
-    folder: RunFolder
-    spec: Specification
-    secret: str
-
-    def report(self, report: Report) -> None: ...
-
-    def orders(self) -> AsyncIterator[Order]: ...
 
 
 def vocabulary_size(policy: Path) -> int | None:
@@ -83,7 +69,7 @@ def default_registration(spec: Specification, folder: RunFolder) -> TrainerRegis
     )
 
 
-async def run(member: ApiMember) -> None:
+async def run(member: CrewMember) -> None:
     """Serve until a Stop order comes or the orders end."""
     config = member.spec.config
     journal = FileJournal(member.folder.journal, sync=config.logging.journal_sync, recent=True)
@@ -140,7 +126,7 @@ async def run(member: ApiMember) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
             ending.set()
             await compressing
-            matcher.close()
+            await matcher.close()
             commit.close()
             if not broken:
                 with suppress(NotPossibleNow):
@@ -203,7 +189,7 @@ def _former_port(remembered: Path) -> int:
 
 
 async def _follow_orders(
-    member: ApiMember, store: TrajectoryStore, matcher: InferenceMatcher, ending: asyncio.Event
+    member: CrewMember, store: TrajectoryStore, matcher: InferenceMatcher, ending: asyncio.Event
 ) -> None:
     try:
         async for order in member.orders():
@@ -227,7 +213,7 @@ async def _release_waiters(ending: asyncio.Event, store: TrajectoryStore) -> Non
     store.changed.close()
 
 
-async def _report_counts(member: ApiMember, store: TrajectoryStore) -> None:
+async def _report_counts(member: CrewMember, store: TrajectoryStore) -> None:
     reported = -1
     while True:
         if store.changes != reported:
@@ -251,8 +237,6 @@ def protocol() -> type:
 
 def main() -> int:
     """Run the program; returns its exit status."""
-    from toprope.training.component.member import CrewMember
-
     member = CrewMember.join()
     try:
         asyncio.run(run(member))

@@ -18,7 +18,7 @@ from toprope.atomic import replacing
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.records.journal.demonstrations import Trace, append_traces, read_traces
 from toprope.records.run.specification import Specification
-from toprope.sdk.errors import WorkerError, WorkerFailure
+from toprope.sdk.errors import WorkerError, WorkerFailure, first_of
 from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient, Unanswered
 from toprope.training.rollouts.environment_host import EnvironmentHost
@@ -71,7 +71,7 @@ def cache_path(specification: Specification, host: EnvironmentHost) -> Path:
     teacher = specification.teacher.model_dump(mode="json") if specification.teacher else "solver"
     dependencies = [
         host.source.model_dump(mode="json"),
-        host.loaded["loaded"],
+        host.loaded,
         host.plan.section.knobs,
         teacher,
         section.temperature,
@@ -145,10 +145,7 @@ class DemonstrationCollector:
                 for index in range(tasks):
                     group.create_task(collect_task(index))
         except BaseExceptionGroup as failures:
-            cause: BaseException = failures
-            while isinstance(cause, BaseExceptionGroup):
-                cause = cause.exceptions[0]
-            raise cause from None
+            raise first_of(failures) from None
         finally:
             if fresh:
                 append_traces(self._cache, fresh)

@@ -13,7 +13,7 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 from toprope.errors import ComponentFailed, Corrupt
@@ -155,7 +155,8 @@ class GroupProducer:
         self._failures_in_a_row: Counter[str] = Counter()
         self._version = 0
         """Newest policy version that sampled a token, or that the trainer waits to train."""
-        self._evaluation_news, self._curriculum_news = asyncio.Event(), asyncio.Event()
+        self._news: list[asyncio.Event] = []
+        """Set at each newer version, one for each task that `_at_new_versions` runs."""
         self._evaluation_due = 0
         """Version at which the next evaluation is due; 0 before the trainer's first version is known."""
 
@@ -203,12 +204,12 @@ class GroupProducer:
                     group.create_task(watch_room())
 
         async with asyncio.TaskGroup() as group:
+            if self._config.evaluation.every_steps and self._evaluator is not None:
+                group.create_task(self._at_new_versions(self._evaluate_if_due))
+            if self._tasks.curricula:
+                group.create_task(self._at_new_versions(self._measure_due_levels))
             for _ in range(rollout.concurrency):
                 group.create_task(sample_forever())
-            if self._config.evaluation.every_steps and self._evaluator is not None:
-                group.create_task(self._evaluate_repeatedly())
-            if self._tasks.curricula:
-                group.create_task(self._measure_levels_repeatedly())
 
     async def _sample_in_step(self) -> None:
         """Samples groups only while the trainer waits, each by exactly the weights that it trains.
@@ -311,15 +312,17 @@ class GroupProducer:
     def _note_version(self, version: int) -> None:
         if version > self._version:
             self._version = version
-            self._evaluation_news.set()
-            self._curriculum_news.set()
+            for news in self._news:
+                news.set()
 
-    async def _measure_levels_repeatedly(self) -> None:
-        """Measures curriculum levels when they are due, while training goes on."""
+    async def _at_new_versions(self, act: Callable[[int], Awaitable[None]]) -> None:
+        """Calls `act` with the newest version whenever there is a newer one, while training goes on."""
+        news = asyncio.Event()
+        self._news.append(news)
         while True:
-            await self._curriculum_news.wait()
-            self._curriculum_news.clear()
-            await self._measure_due_levels(self._version)
+            await news.wait()
+            news.clear()
+            await act(self._version)
 
     async def _measure_due_levels(self, version: int) -> None:
         """Measures the levels that are due, on validation tasks."""
@@ -345,13 +348,6 @@ class GroupProducer:
             return group.outcomes[0].success
 
         return sum(await asyncio.gather(*(is_solved(index) for index in range(tasks))))
-
-    async def _evaluate_repeatedly(self) -> None:
-        """Evaluates on validation tasks every `evaluation.every_steps` steps, while training goes on."""
-        while True:
-            await self._evaluation_news.wait()
-            self._evaluation_news.clear()
-            await self._evaluate_if_due(self._version)
 
     async def _evaluate_if_due(self, version: int) -> None:
         """Evaluates on validation tasks if enough steps were made since the last evaluation."""

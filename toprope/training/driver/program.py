@@ -38,7 +38,7 @@ from toprope.records.run.specification import EnvironmentSource, TestPlan
 from toprope.records.run.tested_models import ENDPOINT_KEY, write_models
 from toprope.records.run.usage import purse_of
 from toprope.records.trained_tasks import TrainedTasks
-from toprope.sdk.errors import WorkerDied, WorkerFailure
+from toprope.sdk.errors import WorkerDied, WorkerFailure, first_of
 from toprope.settings.sections.environment import MemberPlan
 from toprope.training.api.clients.async_client import ApiClient
 from toprope.training.component.member import CrewMember, send_heartbeats
@@ -130,7 +130,7 @@ class Driver:
             is_only = len(plans) == 1
             host = await EnvironmentHost.start(
                 self._spec, plan, source, self._member.report,
-                is_only=is_only, trained=self._trained.inherited, helpers=helpers, attempt=self._member.attempt,
+                is_only=is_only, trained=self._trained.inherited, helpers=helpers,
             )  # fmt: skip
             self._hosts.append(host)
 
@@ -424,9 +424,7 @@ def main() -> int:
     try:
         asyncio.run(run())
     except (TopropeError, WorkerFailure, BaseExceptionGroup) as error:
-        cause: BaseException = error
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
+        cause = first_of(error)
         if isinstance(cause, TopropeError):
             member.report(Failed(cause.message, cause.hint, isinstance(cause, PeerAway)))
         elif isinstance(cause, WorkerFailure):

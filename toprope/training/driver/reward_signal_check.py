@@ -73,10 +73,7 @@ async def _find_constant_reward(host: EnvironmentHost) -> Finding | None:
 
     trial = Trial(replace, call_timeout_s=worker.allowed_s(timeout), until=time.monotonic() + _SECONDS)
     trial.link, seen = worker, trial.seen
-    card = host.card
-    seen.max_reward, seen.min_reward = card.max_reward, card.min_reward
-    seen.max_turns, seen.own_loop, seen.guessed = card.max_turns, card.own_loop, card.guessed_reference
-    seen.foreign = host.source.is_foreign
+    seen.learn(host.card, host.source.is_foreign)
     seen.splits["train"] = SplitSeen(tasks_of([asdict(task) for task in page.tasks]), page.known, page.exhausted)
     varies = await trial.varies(_TASKS)
     if used_up:

@@ -15,7 +15,7 @@ from toprope.errors import TopropeError
 from toprope.records.purse import Purse
 from toprope.records.run.specification import ModelUnderTest, TestPlan
 from toprope.records.run.tested_models import TestedModel, best_model
-from toprope.sdk.errors import WorkerError
+from toprope.sdk.errors import WorkerError, first_of
 from toprope.training.evaluation.evaluator import (
     example_record,
     failed_group,
@@ -150,10 +150,7 @@ class _ModelTest:
                 for index in range(self._tasks):
                     tasks.create_task(sample(index))
         except BaseExceptionGroup as failures:
-            cause: BaseException = failures
-            while isinstance(cause, BaseExceptionGroup):
-                cause = cause.exceptions[0]
-            raise cause from None
+            raise first_of(failures) from None
 
     def _result(self, policy: Policy | None, error: str | None, seconds: float) -> TestedModel:
         endpoint = self._model.endpoint
@@ -185,7 +182,6 @@ class _ModelTest:
             scores=[] if error else scores_by_task(groups),
             examples=[] if error else [example_record(group) for group in groups[:_EXAMPLES]],
             seconds=round(seconds, 3),
-            answered=len(groups),
             unanswered=len(self._unanswered),
             **used,
         )

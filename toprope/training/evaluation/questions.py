@@ -25,8 +25,7 @@ async def answer_questions(member: CrewMember) -> None:
         ComponentFailed: The policy cannot be reached.
     """
     plan, config = member.spec.ask, member.spec.config
-    if plan is None:
-        raise ComponentFailed("The run's specification holds no questions.")
+    assert plan is not None, "the run is of kind ask"
     member.report(Ready())
     await member.address_async("inference")
     if plan.standard is not None:

@@ -15,8 +15,8 @@ from toprope.training.hosted.policy import HostedPolicy
 from toprope.training.hosted.sampler import HostedEngine
 from toprope.training.hosted.service import Service
 from toprope.training.inference.app import InferenceServer, serve_engine
-from toprope.training.inference.engines.vllm_process import end_ids_of
 from toprope.training.policy.loading import load_tokenizer
+from toprope.training.policy.turn_end import end_ids_of
 
 
 def run(member: CrewMember) -> int:

@@ -25,7 +25,7 @@ from toprope.settings.sections.hosted import HostedPrices
 from toprope.training.component.peer_addresses import PeerAway
 from toprope.training.hosted.service import KEPT_S, Service, explain
 from toprope.training.inference.decode_batch import DecodeBatch
-from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
+from toprope.training.inference.engine import Cancelled, Done, Engine, Sample, SamplingRequest
 
 _FILE = "sampler.json"
 _RENEW_AGAIN_S = 3600.0
@@ -99,7 +99,7 @@ class _Answered:
     entry: int | None
 
 
-class HostedEngine:
+class HostedEngine(Engine):
     """See `toprope.training.inference.engine.Engine` for the contract.
 
     One thread follows the published weights, pays for requests and reads the answers; the client sends the requests
@@ -149,10 +149,6 @@ class HostedEngine:
         """Connect to the present weights and begin. Raises: TopropeError."""
         self._follow()
         self._thread.start()
-
-    def wait_ready(self, timeout_s: float) -> bool:
-        """Return True: `start` has connected."""
-        return True
 
     def is_progressing(self) -> bool:
         """True while the thread lives: an answer may take as long as the client allows it."""

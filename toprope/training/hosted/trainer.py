@@ -210,22 +210,24 @@ class HostedRun(TrainingRun):
 class HostedGroups(HostedRun):
     """Training on the groups that the trajectory API delivers."""
 
+    first_step = 0
     _told_unknown = False
     _before: tuple[int, int, dict[str, int], int] = (0, 0, {}, 0)
     """The position before the present batch, and the number of unused groups then."""
 
     def _make_learner(self, policy: Path) -> Learner:
-        return _GroupLearner(self)
+        return self
 
-    @property
-    def steps(self) -> int:
-        """Steps of the whole run."""
-        return self._config.budget.steps
-
-    def next_batch(self) -> GroupBatch:
-        """The groups of the next step. Raises: EndOfTraining."""
-        self._before = *self._position(), len(self._unused)
-        return self._next_batch()
+    def train(self) -> None:
+        """See `Learner`."""
+        timer, step = StepTimer(), self.first_step
+        while step < self._config.budget.steps:
+            self._before = *self._position(), len(self._unused)
+            batch = self._next_batch()
+            step += 1
+            self._train_step(step, batch, timer)
+            if self.should_stop():
+                return
 
     def _give_back(self) -> None:
         """Leaves the groups of the present batch, which are not trained on, to whatever goes on from here."""
@@ -233,7 +235,7 @@ class HostedGroups(HostedRun):
         self._source.cursor, self._source.rollouts, self._source.dropped = cursor, rollouts, Counter(dropped)
         del self._unused[unused:]
 
-    def train_step(self, step: int, batch: GroupBatch, timer: StepTimer) -> None:
+    def _train_step(self, step: int, batch: GroupBatch, timer: StepTimer) -> None:
         """Trains on a batch, then publishes the version, writes metrics and saves a checkpoint if one is due."""
         config, asked = self._config, time.perf_counter()
         timer.start_preparing()
@@ -286,22 +288,6 @@ class HostedGroups(HostedRun):
             self._told_unknown = True
             self._member.report(Warned(f"{text} and were left out; this is told once."))
         return known
-
-
-class _GroupLearner:
-    """See `Learner`."""
-
-    def __init__(self, run: HostedGroups) -> None:
-        self._run, self.first_step = run, 0
-
-    def train(self) -> None:
-        timer, step = StepTimer(), self.first_step
-        while step < self._run.steps:
-            batch = self._run.next_batch()
-            step += 1
-            self._run.train_step(step, batch, timer)
-            if self._run.should_stop():
-                return
 
 
 class HostedDemonstrations(DemonstrationRun, HostedRun):

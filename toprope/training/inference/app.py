@@ -6,7 +6,7 @@
     POST /v1/chat/completions         messages through the policy's chat template
     GET  /v1/policy                   {"version", "rows", "batches", "tokens", "busy_s", "sessions"}
     POST /v1/policy/sleep         free the GPU's memory until POST /v1/policy/wake; engines that cannot answer 400
-    GET  /v1/sessions/{key}           the recorded turns of a session and its sub-sessions, and their segments
+    GET  /v1/sessions/{key}           the recorded turns of a session and its sub-sessions
     DELETE /v1/sessions/{key}         forget them
     PUT  /v1/sessions/{key}           sampling settings for requests in it that name none
     POST /v1/samples/match            versions and log-probabilities of samples for outside environments
@@ -66,7 +66,6 @@ from toprope.training.inference.sessions import (
     SessionStore,
     Turn,
     is_session_key,
-    join_turns,
 )
 from toprope.training.inference.tool_calls import MessageRenderer, answer_id, attach_tool_calls
 
@@ -199,10 +198,7 @@ class InferenceServer:
         found = self.sessions.matching(key)
         if not found:
             return _error(404, "not_found_error", f"Nothing was recorded under session {key!r}.")
-        answer = {
-            name: {"turns": kept.turns, "segments": join_turns(kept.turns)} for name, kept in sorted(found.items())
-        }
-        return _json({"sessions": answer})
+        return _json({"sessions": {name: {"turns": kept.turns} for name, kept in sorted(found.items())}})
 
     async def _chat(self, request: HttpRequest, session: str) -> Response:
         body = msgspec.json.decode(await _body(request), type=ChatRequest)
@@ -232,16 +228,7 @@ class InferenceServer:
             raise BadRequest("top_logprobs is not supported; logprobs of the sampled tokens are")
         samples = await self._sample(to_request(body, prompt_ids, self._engine.max_context), request)
         self._record(session, text, prompt_ids, samples)
-        choices = [
-            format_choice(
-                index,
-                sample,
-                chat=True,
-                with_ids=body.return_token_ids,
-                tokens=self._token_texts(sample) if body.logprobs else None,
-            )
-            for index, sample in enumerate(samples)
-        ]
+        choices = self._choices(body, samples, logprobs=bool(body.logprobs))
         for entry, sample in zip(choices, samples, strict=True) if tools else ():
             raw = self._tokenizer.decode(sample.token_ids, skip_special_tokens=False)
             attach_tool_calls(entry, sample.text, answer_id(prompt_ids, sample.token_ids), tools or (), raw)
@@ -262,16 +249,7 @@ class InferenceServer:
             text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
             self._record(session, text, ids, samples)
         flat = [sample for samples in answers for sample in samples]
-        choices = [
-            format_choice(
-                index,
-                sample,
-                chat=False,
-                with_ids=body.return_token_ids,
-                tokens=self._token_texts(sample) if body.logprobs is not None else None,
-            )
-            for index, sample in enumerate(flat)
-        ]
+        choices = self._choices(body, flat, logprobs=body.logprobs is not None)
         return self._answer("text_completion", body, choices, all_ids, answers)
 
     async def _generate(self, request: HttpRequest, session: str) -> Response:
@@ -378,8 +356,19 @@ class InferenceServer:
             )
             self.sessions.record(session if len(samples) == 1 else f"{session}/{index}", turn)
 
-    def _token_texts(self, sample: Sample) -> list[str]:
-        return [self._tokenizer.decode([token]) for token in sample.token_ids]
+    def _choices(
+        self, asked: ChatRequest | CompletionRequest, samples: list[Sample], *, logprobs: bool
+    ) -> list[dict[str, Any]]:
+        return [
+            format_choice(
+                index,
+                sample,
+                chat=isinstance(asked, ChatRequest),
+                with_ids=asked.return_token_ids,
+                tokens=[self._tokenizer.decode([token]) for token in sample.token_ids] if logprobs else None,
+            )
+            for index, sample in enumerate(samples)
+        ]
 
     def _answer(
         self,

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from toprope.training.inference.decode_batch import DecodeBatch
 from toprope.training.inference.decode_steps import CapturedSteps, PlainSteps, Prompts, Steps, make_captured_steps
-from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
+from toprope.training.inference.engine import Cancelled, Done, Engine, Sample, SamplingRequest
 from toprope.training.inference.growing_cache import RowMoves
 from toprope.training.inference.sampling import TokenSampler
 from toprope.training.policy.short_forward import ShortForward, make_short_forward
@@ -49,7 +49,7 @@ class _NewWeights(Exception):
     """New weights came while answers were sampled that they drop."""
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Engine):
     """See `toprope.training.inference.engine.Engine` for the contract.
 
     Args:
@@ -96,10 +96,6 @@ class EmbeddedEngine:
         if self._weights is not None:
             self.version = self._weights.refresh()
         self._thread.start()
-
-    def wait_ready(self, timeout_s: float) -> bool:
-        """True: a started engine answers at once."""
-        return True
 
     def is_progressing(self) -> bool:
         """True if the thread is idle, or has advanced since the last call."""

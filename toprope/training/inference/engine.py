@@ -88,33 +88,20 @@ Done = Callable[["list[Sample] | Exception"], object]
 class Engine(Protocol):
     """Samples answers for many requests at once."""
 
-    @property
-    def max_context(self) -> int:
-        """Longest sequence of prompt and answer, in tokens."""
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Token ids that end an answer."""
-
-    @property
-    def version(self) -> int:
-        """Newest policy version that tokens were sampled from."""
-
-    @property
-    def batches(self) -> int:
-        """Number of decode batches so far."""
-
-    @property
-    def rows(self) -> int:
-        """Number of answers so far."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of sampled tokens so far."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds spent sampling so far."""
+    max_context: int
+    """Longest sequence of prompt and answer, in tokens."""
+    end_ids: frozenset[int]
+    """Token ids that end an answer."""
+    version: int
+    """Newest policy version that tokens were sampled from."""
+    batches: int
+    """Number of decode batches so far."""
+    rows: int
+    """Number of answers so far."""
+    tokens: int
+    """Number of sampled tokens so far."""
+    busy_s: float
+    """Seconds spent sampling so far."""
 
     def start(self) -> None:
         """Load the trainer's present weights and begin to sample."""
@@ -125,6 +112,7 @@ class Engine(Protocol):
         Raises:
             TopropeError: That will never be.
         """
+        return True
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Finish the current batch within `timeout_s` seconds, and answer waiting requests with an error."""

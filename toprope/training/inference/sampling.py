@@ -12,7 +12,7 @@ import torch
 
 from toprope.training.inference.engine import SamplingRequest
 
-_DRAWN = 128
+DRAWN = 128
 """Uniform numbers that a seeded row draws at a time."""
 
 
@@ -29,17 +29,10 @@ class TokenSampler:
         self, requests: Sequence[tuple[SamplingRequest, int]], device: torch.device, generator: torch.Generator
     ) -> None:
         self._device, self._generator = device, generator
-        temperatures = [request.temperature for request, _ in requests]
-        self._temperature = self._greedy = self._top_p = None
-        if any(value != 1 for value in temperatures):
-            self._temperature = torch.tensor([value or 1.0 for value in temperatures], device=device).unsqueeze(1)
-        if any(value == 0 for value in temperatures):
-            self._greedy = torch.tensor([value == 0 for value in temperatures], device=device)
-        if any(request.top_p < 1 for request, _ in requests):
-            self._top_p = torch.tensor([request.top_p for request, _ in requests], device=device).unsqueeze(1)
+        self._temperature, self._greedy, self._top_p = row_settings([request for request, _ in requests], device)
         self._seeded = [seeded_generator(request, number, device) for request, number in requests]
         self._any_seeded = any(own is not None for own in self._seeded)
-        self._drawn, self._used = torch.empty(0), _DRAWN
+        self._drawn, self._used = torch.empty(0), DRAWN
 
     def keep(self, index: torch.Tensor, order: Sequence[int]) -> None:
         """Reduce the batch to some of its rows, in that order; both arguments name them."""
@@ -61,13 +54,29 @@ class TokenSampler:
         """(rows, 1): numbers from 0 to below 1, for each row from its own source."""
         if not self._any_seeded:
             return _draw((rows, 1), self._generator)
-        if self._used == _DRAWN:
-            self._drawn, self._used = _draw((rows, _DRAWN), self._generator), 0
+        if self._used == DRAWN:
+            self._drawn, self._used = _draw((rows, DRAWN), self._generator), 0
             for place, own in enumerate(self._seeded):
                 if own is not None:
-                    self._drawn[place] = _draw((_DRAWN,), own)
+                    self._drawn[place] = _draw((DRAWN,), own)
         self._used += 1
         return self._drawn[:, self._used - 1 : self._used]
+
+
+def row_settings(
+    requests: Sequence[SamplingRequest], device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Temperature, greedy rows and nucleus of the request of each row, as `choose_tokens` takes them."""
+    temperatures, nuclei = [one.temperature for one in requests], [one.top_p for one in requests]
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=device).unsqueeze(1)
+
+    return (
+        column([value or 1.0 for value in temperatures]) if any(value != 1 for value in temperatures) else None,
+        torch.tensor([value == 0 for value in temperatures], device=device) if 0 in temperatures else None,
+        column(nuclei) if any(value < 1 for value in nuclei) else None,
+    )
 
 
 def choose_tokens(

@@ -238,24 +238,18 @@ class Judges:
         raise problem
 
 
-def undecided(card: Card, judges: Sequence[Judge], attempt: int) -> str:
-    """Return a warning if judges are to decide on success and none of them can; empty otherwise.
-
-    Args:
-        attempt: The run's. Earlier versions began such runs, so later attempts may go on.
+def require_decision(card: Card, judges: Sequence[Judge]) -> None:
+    """Check that a judge can decide on success if judges are to.
 
     Raises:
-        InvalidValue: It is the first attempt.
+        InvalidValue: None can.
     """
-    if JUDGED_SUCCESS not in card.tags or not all(judge.function.compare for judge in judges):
-        return ""
-    why = "Judges decide on success in this environment, and these only rank the answers of a group, so nothing "
-    if attempt > 1:
-        return f"{why}measures the policy: every answer counts as wrong."
-    raise InvalidValue(
-        f"{why}would measure the policy.",
-        hint="Add a judge that scores (without compare) to environment.rewards; a small weight suffices.",
-    )
+    if JUDGED_SUCCESS in card.tags and all(judge.function.compare for judge in judges):
+        raise InvalidValue(
+            "Judges decide on success in this environment, and these only rank the answers of a group, so nothing "
+            "would measure the policy.",
+            hint="Add a judge that scores (without compare) to environment.rewards; a small weight suffices.",
+        )
 
 
 def judged_card(card: Card, judges: Sequence[Judge], weights: Mapping[str, float]) -> Card:

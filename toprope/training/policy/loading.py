@@ -25,19 +25,6 @@ from toprope.settings.schema import EMBEDDED, Config, PolicySection
 from toprope.training.policy.preflight import check_hub_model
 from toprope.training.policy.quantization import frozen_weights_config
 
-__all__ = [
-    "ADAPTERS",
-    "EMBEDDED",
-    "describe_device",
-    "embedded_folder",
-    "fix_kernels",
-    "kept_variables",
-    "load_model",
-    "load_pretrained",
-    "load_tokenizer",
-    "place",
-]
-
 ADAPTERS = "adapter_config.json"
 """File of a folder that a run with LoRA saved: it has adapters, and names the model below them."""
 _KEPT = re.compile(r"\{% if (\w+) is not defined %\}\{% set \1 = ", re.ASCII)

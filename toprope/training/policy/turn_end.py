@@ -31,6 +31,12 @@ def turn_end_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset([end]) if closes else frozenset()
 
 
+def end_ids_of(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end an answer, by a policy's files, its tokenizer and chat template."""
+    said = (_read(folder / "config.json"), _read(folder / "generation_config.json"), {_ENDS: tokenizer.eos_token_id})
+    return frozenset(token for one in said for token in _ends(one)) | turn_end_ids(tokenizer)
+
+
 def declare_turn_end(folder: Path, tokenizer: Any) -> None:
     """Add the token to the ends that a written model declares, so that other programs stop there too."""
     written, ids = folder / "generation_config.json", turn_end_ids(tokenizer)
@@ -47,4 +53,4 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _ends(said: dict[str, Any]) -> list[int]:
     ends = said.get(_ENDS)
-    return [token for token in (ends if isinstance(ends, list) else [ends]) if token is not None]
+    return [token for token in (ends if isinstance(ends, list) else [ends]) if isinstance(token, int)]

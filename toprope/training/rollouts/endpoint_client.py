@@ -70,9 +70,8 @@ _decode = msgspec.json.Decoder(_Completion).decode
 
 @dataclass
 class Usage:
-    """Requests and tokens used so far. Tokens and `cost_usd` are None until an answer reported them."""
+    """Retries and tokens used so far. Tokens and `cost_usd` are None until an answer reported them."""
 
-    requests: int = 0
     retries: int = 0
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -80,7 +79,6 @@ class Usage:
 
     def add(self, usage: _TokenUsage | None) -> None:
         """Counts one answer."""
-        self.requests += 1
         if usage is None:
             return
         self.prompt_tokens = (self.prompt_tokens or 0) + (usage.prompt_tokens or 0)

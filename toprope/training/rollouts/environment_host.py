@@ -26,7 +26,7 @@ from toprope.sdk.worker.client import worker_environment
 from toprope.settings.locks import require_allowed_knobs
 from toprope.settings.sections.environment import MemberPlan, members_of
 from toprope.training.judges.helpers import Helpers
-from toprope.training.judges.judging import JUDGED_SUCCESS, Judge, Judges, judged_card, undecided
+from toprope.training.judges.judging import JUDGED_SUCCESS, Judge, Judges, judged_card, require_decision
 from toprope.training.rollouts.curriculum import level_variant
 from toprope.training.rollouts.env_managed_sampler import EnvManagedSampler
 from toprope.training.rollouts.group_sampler import GroupSampler, Policy
@@ -70,7 +70,6 @@ class EnvironmentHost:
         is_only: Whether the run has no other environment, so that messages need no name.
         trained: Ids of tasks that the run's first weights were trained on. They are left out of evaluations.
         helpers: The models that judge answers or play as the opponent.
-        attempt: The run's, from 1.
     """
 
     def __init__(
@@ -83,9 +82,8 @@ class EnvironmentHost:
         is_only: bool = True,
         trained: frozenset[str] = frozenset(),
         helpers: Helpers | None = None,
-        attempt: int = 1,
     ) -> None:
-        self._trained, self._helpers, self._attempt = trained, helpers, attempt
+        self._trained, self._helpers = trained, helpers
         clients = {} if helpers is None else helpers.clients
         self._judges = [Judge(one, clients[one.judge]) for one in plan.rewards if one.judge]
         self._numbers: dict[str, list[int]] = {}
@@ -96,7 +94,7 @@ class EnvironmentHost:
         self._is_selected = plan.label == specification.environment.name
         self._send = report
         self.loaded: dict[str, Any] = {}
-        """Hashes of the sources and versions of the packages that the current worker loaded."""
+        """Hashes of the sources that the current worker loaded."""
         self.sizes: dict[str, int] = {}
         """Number of tasks found by split, at most as many as are needed."""
         self.level_sizes: list[int] = []
@@ -153,7 +151,6 @@ class EnvironmentHost:
         is_only: bool = True,
         trained: frozenset[str] = frozenset(),
         helpers: Helpers | None = None,
-        attempt: int = 1,
     ) -> EnvironmentHost:
         """Starts the worker and opens the environment in it.
 
@@ -161,9 +158,7 @@ class EnvironmentHost:
             WorkerFailure: The worker does not start, or the environment does not load.
             InvalidValue, LockedField: The configuration does not fit the environment, or the owner's locks forbid it.
         """
-        host = cls(
-            specification, plan, source, report, is_only=is_only, trained=trained, helpers=helpers, attempt=attempt
-        )
+        host = cls(specification, plan, source, report, is_only=is_only, trained=trained, helpers=helpers)
         host._worker = await RestartingWorker.start(
             host._open_worker, specification.config.launcher, host._report, host.name_error
         )
@@ -241,7 +236,7 @@ class EnvironmentHost:
             if worker is not None:
                 await worker.close()
             raise self.name_error(error) from (error.__cause__ if self.is_only else error)
-        self.loaded = {"loaded": loaded, "versions": self.card.versions}
+        self.loaded = loaded
         self._watch = asyncio.create_task(watch_worker(worker, section.memory_mb))
         if warning := missing_wall(worker.enclosure):
             self._warn(warning)
@@ -281,8 +276,7 @@ class EnvironmentHost:
             split_rule=self.source.split_rule,
         )
         if self._judges:
-            if warning := undecided(card, self._judges, self._attempt):
-                self._warn(f"{self.subject}: {warning}")
+            require_decision(card, self._judges)
             card = self._card = judged_card(card, self._judges, section.reward_weights)
         if section.opponent and SELF_PLAY not in card.tags:
             raise InvalidValue(

@@ -96,9 +96,9 @@ def _check_result(host: EnvironmentHost) -> dict[str, Any]:
 def evaluator_digests(hosts: Sequence[EnvironmentHost]) -> dict[str, Any]:
     """Identifies what a run measures with: hashes of the environments' sources as they were loaded, versions of their
     packages, and the current hashes if they differ."""
-    loaded = [host.loaded["loaded"] for host in hosts]
+    loaded = [host.loaded for host in hosts]
     now = [measurement_digests(host.source) for host in hosts]
     digests: dict[str, Any] = {"loaded": join_digests(loaded), "versions": checks_summary(hosts)["versions"]}
     if len(hosts) > 1:
-        digests["environments"] = {host.label: host.loaded["loaded"]["environment"] for host in hosts}
+        digests["environments"] = {host.label: host.loaded["environment"] for host in hosts}
     return digests | ({"on_disk": join_digests(now)} if now != loaded else {})

@@ -35,11 +35,6 @@ MIXTURE_VERSION = 1
 _SAVE_EVERY_S = 1.0
 
 
-def share_metric(label: str) -> str:
-    """Name of the metric for an environment's share of the groups trained lately."""
-    return f"environments/{label}/share"
-
-
 @dataclass(frozen=True)
 class TaskChoice:
     """A training task to sample, and the label of its environment."""
@@ -189,7 +184,7 @@ class TaskSampler:
         step = int(row.get("step") or 0)
         if step and step != self._adjusted_step:
             self._adjusted_step = step
-            self._scheduler.adjust({label: row.get(share_metric(label)) or 0.0 for label in self._hosts})
+            self._scheduler.adjust({label: row.get(f"environments/{label}/share") or 0.0 for label in self._hosts})
 
     def _read_curricula(self) -> dict[str, CurriculumState]:
         member = self._member

@@ -199,7 +199,7 @@ class TrainingRun(ABC):
 
     def _agree_on_cursor(self, state: CheckpointState) -> CheckpointState:
         """The state with the cursor that the API agreed to."""
-        cursor = self._restore_cursor(state.cursor)
+        cursor = self._api.take_up(state.cursor)  # and commit it, which a killed trainer may have left undone
         if cursor != state.cursor:
             lost = f"ends {state.cursor - cursor} groups before it" if cursor < state.cursor else "is past it"
             self._member.report(
@@ -208,10 +208,6 @@ class TrainingRun(ABC):
             )  # fmt: skip
         print(f"going on from step {state.step}, group {cursor}", file=sys.stderr, flush=True)
         return replace(state, cursor=cursor)
-
-    def _restore_cursor(self, cursor: int) -> int:
-        """Commits the checkpoint's cursor, which a killed trainer may have left uncommitted; returns the API's."""
-        return self._api.take_up(cursor)
 
     def beat(self) -> None:
         """Gives a sign of life."""

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from toprope.training.policy.loading import describe_device
 from toprope.training.trainer.base import Learner
 from toprope.training.trainer.batch_source import TrainingRow
 from toprope.training.trainer.step.grpo_loss import GrpoMetrics, StepSize, grpo_loss
-from toprope.training.trainer.step.learner import StepBatch, StepLearner, SteppedRun, load_reference
+from toprope.training.trainer.step.learner import StepBatch, StepLearner, SteppedRun
 
 _SAMPLED = 8
 """One of this many rows without an advantage is scored, for metrics."""
@@ -22,17 +21,7 @@ class GrpoRun(SteppedRun):
     """One attempt of training with a loss of the GRPO family."""
 
     def _make_learner(self, policy: Path) -> Learner:
-        config = self._config
-        return GrpoLearner(
-            config,
-            self._model,
-            load_reference(policy, config, self._model, config.algorithm.beta),
-            pad=int(self._tokenizer.pad_token_id),
-            device=describe_device(config),
-            hooks=self._hooks(),
-            optimizers=(self._optimizer, self._scheduler),
-            ranks=self._ranks,
-        )
+        return self._make_step_learner(GrpoLearner, policy, self._config.algorithm.beta)
 
 
 class GrpoLearner(StepLearner):

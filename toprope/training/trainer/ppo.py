@@ -18,12 +18,11 @@ import torch
 from torch import nn
 
 from toprope.settings.schema import LEAST_VALUE_RATE
-from toprope.training.policy.loading import describe_device
 from toprope.training.trainer.base import Learner
 from toprope.training.trainer.optimization import make_optimizer
 from toprope.training.trainer.ranks import Ranks
 from toprope.training.trainer.step.forward import Scores
-from toprope.training.trainer.step.learner import StepBatch, StepLearner, SteppedRun, load_reference
+from toprope.training.trainer.step.learner import StepBatch, StepLearner, SteppedRun
 from toprope.training.trainer.step.ppo_loss import Losses, Targets, compute_targets, step_loss
 
 _VALUE_HEAD = "value_head"
@@ -57,17 +56,7 @@ class PpoRun(SteppedRun):
     _head: ValueHead
 
     def _make_learner(self, policy: Path) -> Learner:
-        return PpoLearner(
-            self._config,
-            self._model,
-            load_reference(policy, self._config, self._model, self._config.ppo.kl_coef),
-            pad=int(self._tokenizer.pad_token_id),
-            device=describe_device(self._config),
-            hooks=self._hooks(),
-            optimizers=(self._optimizer, self._scheduler),
-            modules=(self._head,),
-            ranks=self._ranks,
-        )
+        return self._make_step_learner(PpoLearner, policy, self._config.ppo.kl_coef)
 
     def _make_optimizer(self, trained: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         section = self._config.optimizer

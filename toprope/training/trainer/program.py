@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from toprope.errors import TopropeError
 from toprope.extras import without_collector
@@ -15,15 +15,14 @@ from toprope.settings.sections.algorithms import ALGORITHMS
 from toprope.training.component.member import CrewMember
 from toprope.training.component.peer_addresses import PeerAway
 
+if TYPE_CHECKING:
+    from toprope.training.trainer.base import TrainingRun
+
 _HOSTED_GROUPS = "toprope.training.hosted.trainer:HostedGroups"
 _HOSTED_DEMONSTRATIONS = "toprope.training.hosted.trainer:HostedDemonstrations"
 
 
-class _Training(Protocol):
-    def run(self, checkpoint: Path | None = None) -> None: ...
-
-
-def create_training(member: CrewMember) -> _Training:
+def create_training(member: CrewMember) -> TrainingRun:
     """The training that the run's kind or algorithm names.
 
     It is imported here: torch takes seconds to load, and the member has reported its start by now.
@@ -34,7 +33,7 @@ def create_training(member: CrewMember) -> _Training:
         program = _HOSTED_DEMONSTRATIONS if demonstrates else _HOSTED_GROUPS
     module, _, attribute = program.partition(":")
     with without_collector():
-        training: _Training = getattr(importlib.import_module(module), attribute)(member)
+        training: TrainingRun = getattr(importlib.import_module(module), attribute)(member)
     return training
 
 

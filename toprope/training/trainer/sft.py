@@ -73,7 +73,7 @@ class SftRun(DemonstrationRun, LocalRun):
 
 
 class _StepCallback(TrainerCallback):
-    """Reports signs of life, waits while the run is paused, and ends the training when it should stop."""
+    """Reports signs of life, and waits while the run is paused."""
 
     def __init__(self, run: SftRun) -> None:
         self._run = run
@@ -86,12 +86,10 @@ class _StepCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.beat()
-        if self._run.should_stop():
-            control.should_training_stop = True
 
 
 class _OrderedTrainer(SFTTrainer):
-    """SFTTrainer that takes the rows in their order and logs every step to the run."""
+    """SFTTrainer that takes the rows in their order, logs every step to the run, and ends when the run should."""
 
     def __init__(self, run: SftRun, **arguments: Any) -> None:
         super().__init__(callbacks=[_StepCallback(run)], **arguments)

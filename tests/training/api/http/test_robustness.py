@@ -19,6 +19,7 @@ from toprope.records.journal.groups import Batch, Group
 from toprope.records.journal.marks import GroupNote
 from toprope.training.api.clients.requests import BATCH
 from toprope.training.api.intake.validation import Limits
+from toprope.training.api.queue.fair_scheduler import FairScheduler
 from toprope.training.api.queue.group_queue import GroupQueue
 from toprope.training.api.storage.store import TrajectoryStore
 
@@ -300,13 +301,13 @@ def test_policy_versions_are_stored_and_delivered(api: Served, tmp_path: Path) -
 
 
 def test_batch_cost_does_not_grow_with_queue_length() -> None:
-    queue = GroupQueue()
+    queue = GroupQueue(FairScheduler())
     queue.scheduler.lane("b").minimum = 0.25
     for number in range(1, 50_001):
         queue.accept(number, GroupNote(rows=8, lane="ab"[number % 2]), 100_000)
     began = time.process_time()
-    while queue.next_batch(queue.delivered, 128, 0.0) is not None:
-        pass
+    while (plan := queue.plan(128, 0.0)) is not None:
+        queue.deliver(plan)
     assert queue.waiting < 16
     assert time.process_time() - began < 5, "3125 batches; run-api takes 39 s without, minutes with an allocation"
 

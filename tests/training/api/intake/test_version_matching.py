@@ -206,6 +206,6 @@ def test_inconsistent_answer_marks_group_as_unmatched(tmp_path: Path) -> None:
             matcher.connect(url)
             await matcher.match([post])
         assert post.note.unmatched and post.body == post.posted
-        matcher.close()
+        await matcher.close()
 
     asyncio.run(main())

@@ -14,23 +14,26 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.groups import Counts
-from toprope.records.journal.journal import Keep
-from toprope.records.journal.marks import GroupNote
+from toprope.records.journal.marks import GroupNote, Keep
 from toprope.training.api.http.errors import Refused
+from toprope.training.api.queue.fair_scheduler import FairScheduler
 from toprope.training.api.queue.group_queue import GroupQueue
 from toprope.training.api.storage.store import DeliveredBatch, TrajectoryStore
 
 
 def queue_of(*rows: int) -> GroupQueue:
-    queue = GroupQueue()
+    queue = GroupQueue(FairScheduler())
     for number, size in enumerate(rows, 1):
         queue.accept(number, GroupNote(rows=size, group_id=f"g{number}", equal_score=number % 2 == 0), 100)
     return queue
 
 
 def numbers(queue: GroupQueue, cursor: int, sequences: int) -> list[int] | None:
-    plan = queue.next_batch(cursor, sequences, 0.0)
-    return None if plan is None else [group.seq for group in plan.groups]
+    queue.rewind(cursor)
+    if (plan := queue.plan(sequences, 0.0)) is None:
+        return None
+    queue.deliver(plan)
+    return [group.seq for group in plan.groups]
 
 
 def test_batches_come_in_order_once_enough_rows_wait() -> None:
@@ -78,9 +81,9 @@ def test_cursor_out_of_range_is_refused() -> None:
     numbers(queue, 0, 16)
     queue.commit(2)
     with pytest.raises(Refused, match="4 groups were delivered") as ahead:
-        queue.next_batch(5, 8, 0.0)
+        numbers(queue, 5, 8)
     with pytest.raises(Refused, match="cursor of 2 to 4") as behind:
-        queue.next_batch(1, 8, 0.0)
+        numbers(queue, 1, 8)
     with pytest.raises(Refused):
         queue.commit(5)
     assert (ahead.value.kind, behind.value.kind) == ("cursor_ahead", "cursor_committed")
@@ -111,13 +114,13 @@ def test_drop_refuses_whole_report_if_a_group_was_not_delivered(number: int) -> 
 
 def test_keys_are_remembered_while_groups_are_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toprope.training.api.queue.group_queue._REMEMBERED_KEYS", 3)
-    queue = GroupQueue()
+    queue = GroupQueue(FairScheduler())
     queue.accept(1, GroupNote(rows=1, lane="slow", group_id="waits"), 1)
     queue.scheduler.lane("slow").virtual = 1e9
     queue.accept(2, GroupNote(rows=1, group_id="g2"), 1)
     for number in range(3, 50):
         queue.accept(number, GroupNote(rows=1, group_id=f"g{number}"), 1)
-        queue.next_batch(queue.delivered, 1, 0.0)
+        numbers(queue, queue.delivered, 1)
         queue.commit(queue.delivered)
     assert queue.find("waits") == 1
     assert queue.find("g49") == 49 and queue.find("g2") is None and queue.counts().committed == 47

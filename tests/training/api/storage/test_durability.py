@@ -13,8 +13,7 @@ from tests.support.training_api_server import ENVIRONMENT, REGISTRATION, group, 
 from toprope.errors import NotFound, NotPossibleNow
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.frames import scan
-from toprope.records.journal.journal import Keep
-from toprope.records.journal.marks import GroupNote
+from toprope.records.journal.marks import GroupNote, Keep
 from toprope.training.api.http.errors import Refused
 from toprope.training.api.storage.store import TrajectoryStore
 

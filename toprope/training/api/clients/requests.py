@@ -55,7 +55,6 @@ class RoomAnswer(msgspec.Struct):
     """The answer of /room."""
 
     room: bool
-    waiting: int
 
 
 class MissingRows(msgspec.Struct):

@@ -30,7 +30,6 @@ class SyncApiClient:
         self._headers = requests.headers(secret)
         self._patience_s = patience_s
         self._connection: http.client.HTTPConnection | None = None
-        self._set_url(self._resolve())
         self.waits: Callable[[], bool] = lambda: True
         """Called if the API's disk is full: True waits for room on it, False raises `DiskFull`."""
         self.policy_version: int | None = None

@@ -25,7 +25,6 @@ from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.training.api.http.auth import AuthMiddleware
 from toprope.training.api.http.errors import Refused, to_refusal
 from toprope.training.api.http.group_endpoints import (
-    MAX_WAIT_S,
     GroupEndpoints,
     integer_parameter,
     query_parameters,
@@ -34,12 +33,10 @@ from toprope.training.api.http.group_endpoints import (
 )
 from toprope.training.api.http.metrics import render_metrics
 from toprope.training.api.intake.validation import Limits, read_body
-from toprope.training.api.intake.version_matching import VersionMatcher
+from toprope.training.api.intake.version_matching import InferenceMatcher
 from toprope.training.api.queue.registry import EnvironmentRegistration, TrainerRegistration, decode
 from toprope.training.api.storage.group_commit import GroupCommit
 from toprope.training.api.storage.store import TrajectoryStore
-
-__all__ = ["MAX_WAIT_S", "create_app"]
 
 _DEBUG_FIELDS = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs", "messages",
@@ -69,7 +66,7 @@ def create_app(
     secret: str,
     *,
     commit: GroupCommit | None = None,
-    matcher: VersionMatcher | None = None,
+    matcher: InferenceMatcher | None = None,
 ) -> AuthMiddleware:
     """The ASGI application over a store.
 
@@ -104,9 +101,8 @@ def create_app(
         Route("/wanted", endpoints.wanted, methods=["GET"]),
     ]
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-        Refused: _on_refused,
-        InvalidValue: _on_invalid,
-        NotPossibleNow: _on_not_possible,
+        InvalidValue: _on_error,
+        NotPossibleNow: _on_error,
         HTTPException: _on_http,
         ClientDisconnect: _on_disconnect,
     }
@@ -266,17 +262,10 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-async def _on_refused(request: Request, error: Refused) -> Response:
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    return Response(error.body(), error.status, headers, media_type="application/json")
-
-
-async def _on_invalid(request: Request, error: InvalidValue) -> Response:
-    return await _on_refused(request, to_refusal(error))
-
-
-async def _on_not_possible(request: Request, error: NotPossibleNow) -> Response:
-    return await _on_refused(request, to_refusal(error))
+async def _on_error(request: Request, error: InvalidValue | NotPossibleNow) -> Response:
+    refusal = to_refusal(error)
+    headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
+    return Response(refusal.body(), refusal.status, headers, media_type="application/json")
 
 
 async def _on_http(request: Request, error: HTTPException) -> Response:
@@ -286,7 +275,7 @@ async def _on_http(request: Request, error: HTTPException) -> Response:
     elif error.status_code == 404:
         message = "There is no such endpoint."
     kind = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http")
-    answer = await _on_refused(request, Refused(kind, message, status=error.status_code))
+    answer = await _on_error(request, Refused(kind, message, status=error.status_code))
     answer.headers.update(error.headers or {})
     return answer
 

@@ -10,7 +10,7 @@ resets such a connection, and ASGI servers do not pass that on.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import Response
@@ -19,30 +19,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from toprope.bounded_http import admit
 from toprope.training.api.http.errors import Refused
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_LOOPBACK = (b"127.0.0.1", b"[::1]", b"localhost")
 _CALLBACK = "toprope.on_undelivered"
 _LOST = "toprope.connection_lost"
 
 
 class AuthMiddleware:
-    """ASGI middleware that checks the Host header and the run's secret.
+    """ASGI middleware that checks the Host header and the run's secret, which GET / alone does not need."""
 
-    Args:
-        app: The protected application.
-        hosts: Accepted host names, with any port.
-        open_paths: Paths that need no secret.
-    """
-
-    def __init__(
-        self, app: ASGIApp, secret: str, *, hosts: Iterable[str] = LOOPBACK, open_paths: Iterable[str] = ("/",)
-    ) -> None:
+    def __init__(self, app: ASGIApp, secret: str) -> None:
         if not secret:
             raise ValueError("a secret cannot be empty")
         self._app = app
         self._secret = secret.encode()
         self._bearer = b"bearer " + self._secret
-        self._hosts = frozenset(host.encode() for host in hosts)
-        self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,8 +44,8 @@ class AuthMiddleware:
             elif name == b"authorization":
                 authorization = value
         bare, colon, port = host.rpartition(b":")
-        if (bare if colon and port.isdigit() else host).lower() not in self._hosts:
-            names = ", ".join(sorted(name.decode() for name in self._hosts))
+        if (bare if colon and port.isdigit() else host).lower() not in _LOOPBACK:
+            names = ", ".join(name.decode() for name in _LOOPBACK)
             refusal = Refused("unknown_host", f"The Host header must be one of {names}.", status=421)
             await _answer(refusal)(scope, receive, send)
             return
@@ -66,7 +56,7 @@ class AuthMiddleware:
             # Change the scope in place: delivery tracking refers to this very object.
             scope["path"] = "/" + rest
             scope["raw_path"] = scope["path"].encode()
-        if not authorized and scope["path"] not in self._open_paths:
+        if not authorized and scope["path"] != "/":
             message = "The run's secret is missing or wrong: send it as 'Authorization: Bearer <secret>'."
             await _answer(Refused("unauthorized", message, status=401))(scope, receive, send)
             return

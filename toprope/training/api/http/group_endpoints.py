@@ -21,7 +21,7 @@ from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.training.api.http.auth import on_undelivered
 from toprope.training.api.http.errors import Refused, to_refusal
 from toprope.training.api.intake.validation import PostedGroup, read_body
-from toprope.training.api.intake.version_matching import VersionMatcher
+from toprope.training.api.intake.version_matching import InferenceMatcher
 from toprope.training.api.storage.group_commit import GroupCommit
 from toprope.training.api.storage.store import DeliveredBatch, TrajectoryStore
 
@@ -46,7 +46,7 @@ class GroupEndpoints:
         matcher: Finds the policy versions of groups from outside environments; None: these have no versions.
     """
 
-    def __init__(self, store: TrajectoryStore, commit: GroupCommit | None, matcher: VersionMatcher | None) -> None:
+    def __init__(self, store: TrajectoryStore, commit: GroupCommit | None, matcher: InferenceMatcher | None) -> None:
         self._store, self._commit, self._matcher = store, commit, matcher
         self._requested: tuple[int, int] | None = None
         """Version and rows of the batch that the trainer is waiting for."""

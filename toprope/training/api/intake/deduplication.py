@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from toprope.errors import Corrupt, NotFound
-from toprope.records.journal.journal import Journal
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.marks import GroupNote
 from toprope.training.api.intake.validation import PostedGroup
 
@@ -69,7 +69,7 @@ class DuplicateDetector:
             return []
         return sorted({*self._in_flight, *(seq for seq, _ in self._unanswered.values())})[-_NOTED:]
 
-    def recover(self, journal: Journal, last: int, note: GroupNote) -> None:
+    def recover(self, journal: FileJournal, last: int, note: GroupNote) -> None:
         """Recover the groups that a killed process had not answered: its last one, and those its note lists."""
         wanted = {*note.open, last}
         for record in journal.iterate(min(wanted) - 1):

@@ -1,18 +1,16 @@
 """Validation of posted groups: read within limits, decode by type and check, before anything is stored.
 
 No post can harm another group or the trainer. A valid body is stored byte for byte and delivered as it was posted,
-which is safe because every part of it has been checked: the strict decoder checks everything, except the matrices of
-large groups, which `fast_validation` checks as text if it can. A body with unknown fields is encoded again without
-them.
+which is safe because the strict decoder and the checks read every part of it. A body with unknown fields is encoded
+again without them.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from starlette.requests import ClientDisconnect
@@ -22,12 +20,7 @@ from toprope.records.journal.groups import MASKED, Group
 from toprope.records.journal.marks import GroupNote
 from toprope.training.api.http.errors import Refused
 
-if TYPE_CHECKING:
-    from toprope.training.api.intake.fast_validation import MatrixScanner
-
-_FLOATS = ("inference_logprobs", "advantages", "ref_logprobs")
-_SCANNED_BYTES = 16_384
-"""Smaller bodies are decoded as fast as they are scanned."""
+_MATRICES = ("masks", "inference_logprobs", "advantages", "ref_logprobs")
 _MAX_DEPTH = 32
 _VOCABULARY = 2**31 - 1
 
@@ -130,24 +123,18 @@ class GroupValidator:
     Args:
         vocabulary: Number of token ids of the policy; None while unknown.
         limits: Size limits.
-        scan_bytes: Smallest body whose matrices are checked as text.
     """
 
-    def __init__(
-        self, vocabulary: int | None = None, limits: Limits | None = None, *, scan_bytes: int = _SCANNED_BYTES
-    ) -> None:
+    def __init__(self, vocabulary: int | None = None, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-        self._vocabulary = vocabulary or _VOCABULARY
         # The bound of token ids is part of the type: it costs nothing, and errors name the place.
-        ids = list[list[Annotated[int, msgspec.Meta(ge=0, lt=self._vocabulary)]]]
+        ids = list[list[Annotated[int, msgspec.Meta(ge=0, lt=vocabulary or _VOCABULARY)]]]
         fields: list[Any] = [("tokens", ids)]
         strict = msgspec.defstruct("Strict", fields, bases=(Group,), forbid_unknown_fields=True)
         lenient = msgspec.defstruct("Lenient", fields, bases=(Group,))
         self._strict = msgspec.json.Decoder(cast(type[Group], strict))
         self._lenient = msgspec.json.Decoder(cast(type[Group], lenient))
         self._encode = msgspec.json.Encoder().encode
-        self._scan_bytes = scan_bytes
-        self._scanner: MatrixScanner | None = None
 
     def validate(self, body: bytes, max_row: int | None = None) -> PostedGroup:
         """Decode and check one group.
@@ -160,32 +147,12 @@ class GroupValidator:
             Refused: The group is invalid; `field` names the place.
         """
         posted = body
-        group, lengths = self._decode_scanned(body)
-        if group is None:
-            body, group = self._decode(body)
-            lengths = {name: [len(row) for row in matrix] for name, matrix in _matrices(group)}
-            self._check(group, lengths, max_row)
-            _check_masks(group.masks, group.tokens)
-        else:
-            self._check(group, lengths, max_row)
+        body, group = self._decode(body)
+        lengths = [len(row) for row in group.tokens]
+        self._check(group, lengths, max_row)
+        _check_masks(group.masks, group.tokens)
         unversioned = group.env_id is not None and group.versions is None
-        return PostedGroup(body, _note(group, lengths["tokens"]), group.env_id, posted, unversioned)
-
-    def _decode_scanned(self, body: bytes) -> tuple[Group | None, dict[str, list[int]]]:
-        """The group without its matrices, and their row lengths, if scanning the text proves the matrices valid."""
-        if len(body) < self._scan_bytes:
-            return None, {}
-        if self._scanner is None:  # imported late: it loads NumPy, which runs with small groups never need
-            from toprope.training.api.intake.fast_validation import MatrixScanner
-
-            self._scanner = MatrixScanner(self._vocabulary)
-        scan = self._scanner.scan(body)
-        if scan is not None:
-            try:
-                return self._strict.decode(scan.rest), scan.lengths
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                pass  # the exact decoder names the place
-        return None, {}
+        return PostedGroup(body, _note(group, lengths), group.env_id, posted, unversioned)
 
     def _decode(self, body: bytes) -> tuple[bytes, Group]:
         """The whole group, and its body without unknown fields."""
@@ -204,9 +171,8 @@ class GroupValidator:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Refused("malformed_json", f"The body is not JSON: {error}.", status=400) from None
 
-    def _check(self, group: Group, matrices: dict[str, list[int]], max_row: int | None) -> None:
-        """Check everything but the numbers themselves; `matrices` maps each matrix to its row lengths."""
-        lengths = matrices["tokens"]
+    def _check(self, group: Group, lengths: list[int], max_row: int | None) -> None:
+        """Check everything but the numbers themselves; `lengths` holds the row lengths of `tokens`."""
         rows = len(lengths)
         if not rows:
             raise Refused("empty_group", "The group has no rows.", field="tokens")
@@ -223,8 +189,8 @@ class GroupValidator:
                 f"Row {row} has {lengths[row]} tokens; the trainer accepts at most {max_row}.",
                 field=f"tokens[{row}]",
             )
-        for name, found in matrices.items():
-            if found != lengths:
+        for name in _MATRICES:
+            if (matrix := getattr(group, name)) is not None and (found := [*map(len, matrix)]) != lengths:
                 _raise_shape(name, found, lengths)
         for name in ("scores", "overrides", "rollouts", "versions"):
             column = getattr(group, name)
@@ -245,12 +211,6 @@ class GroupValidator:
         ):  # fmt: skip
             if (value := getattr(group, name)) is not None and _is_deeper(value, _MAX_DEPTH):
                 raise Refused("too_deep", f"{name} is nested more than {_MAX_DEPTH} deep.", field=name)
-
-
-def _matrices(group: Group) -> Iterator[tuple[str, Sequence[Sequence[Any]]]]:
-    for name in ("tokens", "masks", *_FLOATS):
-        if (matrix := getattr(group, name)) is not None:
-            yield name, matrix
 
 
 def _note(group: Group, lengths: list[int]) -> GroupNote:

@@ -9,17 +9,14 @@ decides if it is trained on.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Group
 from toprope.training.api.intake.validation import PostedGroup
+from toprope.training.component.http_client import HttpConnections
 from toprope.training.inference.samples import MATCH_PATH, MatchAnswer, MatchedRow, MatchRequest, SoughtRow
 
 _TIMEOUT_S = 5.0
@@ -31,42 +28,30 @@ _answer = msgspec.json.Decoder(MatchAnswer)
 _encode = msgspec.json.Encoder().encode
 
 
-class VersionMatcher(Protocol):
-    """Finds the policy versions of sampled tokens."""
+class InferenceMatcher:
+    """Queries an inference server. Leaves groups as they are until `connect` has given its address."""
+
+    def __init__(self, secret: str) -> None:
+        self._connections = HttpConnections({"Authorization": f"Bearer {secret}", "Content-Type": "application/json"})
+        self._url: str | None = None
+        self._not_before = 0.0
+        self._turn = asyncio.Lock()
+        """One query at a time: those that wait for the server's loop would use up their time there."""
+
+    def connect(self, url: str) -> None:
+        """Set the server's address."""
+        self._url, self._not_before = url, 0.0
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._connections.close()
 
     async def match(self, posts: Sequence[PostedGroup]) -> None:
         """Add versions (and missing log-probabilities) to groups that have none. Never fails.
 
         Marks a group as unmatched if one of its rows is not found.
         """
-        ...
-
-
-class InferenceMatcher:
-    """Queries an inference server. Leaves groups as they are until `connect` has given its address."""
-
-    def __init__(self, secret: str) -> None:
-        self._secret = secret
-        self._address: tuple[str, int] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="matching")
-        self._connection: http.client.HTTPConnection | None = None
-        self._not_before = 0.0
-
-    def connect(self, url: str) -> None:
-        """Set the server's address."""
-        parts = urlsplit(url)
-        self._address, self._not_before = (parts.hostname or "", parts.port or 80), 0.0
-
-    def close(self) -> None:
-        """End the thread after its current request, and close the connection."""
-        self._thread.shutdown()
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    async def match(self, posts: Sequence[PostedGroup]) -> None:
-        address = self._address
-        if address is None:
+        if self._url is None:
             return
         groups = [_group.decode(post.body) for post in posts]
         rows = [
@@ -74,34 +59,25 @@ class InferenceMatcher:
             for group in groups
             for tokens, masks in zip(group.tokens, group.masks, strict=True)
         ]
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._query, address, rows)
+        async with self._turn:
+            found = await self._query(self._url, rows)
         for post, group in zip(posts, groups, strict=True):
             own, found = found[: len(group.tokens)], found[len(group.tokens) :]
             _merge(post, group, own)
 
-    def _query(self, address: tuple[str, int], rows: list[SoughtRow]) -> list[MatchedRow | None]:
+    async def _query(self, url: str, rows: list[SoughtRow]) -> list[MatchedRow | None]:
         nothing: list[MatchedRow | None] = [None] * len(rows)
         if time.monotonic() < self._not_before:
             return nothing
         body = _encode(MatchRequest(rows))
-        for attempt in (1, 2):  # the server may have closed the idle connection
+        for _ in range(2):  # the server may have closed the idle connection
             try:
-                if self._connection is None or (self._connection.host, self._connection.port) != address:
-                    self._connection = http.client.HTTPConnection(*address, timeout=_TIMEOUT_S)
-                headers = {"Authorization": f"Bearer {self._secret}", "Content-Type": "application/json"}
-                self._connection.request("POST", MATCH_PATH, body, headers)
-                response = self._connection.getresponse()
-                data = response.read()
-                answer = _answer.decode(data) if response.status == 200 else None
-                if answer is not None and len(answer.rows) == len(rows):
-                    return answer.rows
-                break
-            except (OSError, http.client.HTTPException, msgspec.DecodeError):
-                if self._connection is not None:
-                    self._connection.close()
-                self._connection = None
-                if attempt == 2:
-                    self._not_before = time.monotonic() + _PAUSE_S
+                answer = await self._connections.request("POST", url, MATCH_PATH, body=body, timeout_s=_TIMEOUT_S)
+                found = _answer.decode(answer.body).rows if answer.status == 200 else []
+            except (OSError, msgspec.DecodeError):
+                continue
+            return found if len(found) == len(rows) else nothing
+        self._not_before = time.monotonic() + _PAUSE_S
         return nothing
 
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import NamedTuple
 
 from toprope.records.journal.groups import Counts
 from toprope.records.journal.marks import GroupNote, Snapshot
@@ -43,6 +44,20 @@ class BatchPlan:
         return self.cursor + len(self.groups)
 
 
+class _BatchEnd(NamedTuple):
+    """Position after a delivered batch, and the rows that the trainer asked for."""
+
+    cursor: int
+    sequences: int
+
+
+class _Returned(NamedTuple):
+    """A group to deliver again; `closes` is the number of rows asked for if it ended its batch, else 0."""
+
+    group: WaitingGroup
+    closes: int
+
+
 class GroupQueue:
     """Groups from acceptance to the checkpoint that covers them.
 
@@ -50,8 +65,8 @@ class GroupQueue:
         scheduler: Decides the order between environments.
     """
 
-    def __init__(self, scheduler: FairScheduler | None = None) -> None:
-        self.scheduler = FairScheduler() if scheduler is None else scheduler
+    def __init__(self, scheduler: FairScheduler) -> None:
+        self.scheduler = scheduler
         self.waiting = 0
         self.waiting_rows = 0
         self.waiting_bytes = 0
@@ -62,10 +77,9 @@ class GroupQueue:
         """Live groups by number: True if waiting, False if delivered."""
         self._keys: dict[str, int] = {}
         self._log: deque[WaitingGroup] = deque()
-        self._ends: deque[tuple[int, int]] = deque()
-        """For each batch in the log, the position after it and the rows that were asked for."""
-        self._returned: deque[tuple[WaitingGroup, int]] = deque()
-        """Groups to deliver again, each with the rows asked for if it was the last of its batch, else 0."""
+        self._ends: deque[_BatchEnd] = deque()
+        """The batches in the log."""
+        self._returned: deque[_Returned] = deque()
         self.stale_at: list[int] = []
         """The cursor at which each group that was too old to be delivered was dropped, from the last commit on."""
         self._last = 0
@@ -87,7 +101,7 @@ class GroupQueue:
     def oldest(self) -> float | None:
         """Time at which the oldest waiting group was accepted; None if none waits."""
         heads = [lane.groups[0].at for lane in self.scheduler if lane.groups]
-        heads.extend(group.at for group, _ in list(self._returned)[:1])
+        heads.extend(one.group.at for one in list(self._returned)[:1])
         return min(heads, default=None)
 
     def counts(self) -> Counts:
@@ -159,14 +173,13 @@ class GroupQueue:
         Groups that were delivered before come first, in their old batches if the same number of rows is asked for. A
         batch has `sequences` rows; `fair_scheduler` documents when it has fewer, or more (one larger group).
         """
-        again: list[WaitingGroup] = []
-        room = sequences
-        for group, closed in self._returned:
+        again, room = list[WaitingGroup](), sequences
+        for group, closes in self._returned:
             if again and group.rows > room:
                 return BatchPlan(self.delivered, tuple(again), len(again), sequences)
             again.append(group)
             room -= group.rows
-            if closed == sequences or room <= 0:
+            if closes == sequences or room <= 0:
                 return BatchPlan(self.delivered, tuple(again), len(again), sequences)
         if self.scheduler.rows < room:
             return None
@@ -184,7 +197,7 @@ class GroupQueue:
         if plan.cursor != self.delivered:
             raise ValueError(f"the batch was planned at {plan.cursor}, but {self.delivered} groups are delivered")
         for group in plan.groups[: plan.again]:
-            if not self._returned or self._returned[0][0].seq != group.seq:
+            if not self._returned or self._returned[0].group.seq != group.seq:
                 raise ValueError(f"group {group.seq} is not the next to be delivered again")
             self._returned.popleft()
         if len(plan.groups) > plan.again:
@@ -193,7 +206,7 @@ class GroupQueue:
             self._waits[group.seq] = False
             self._log.append(group)
             self._uncount_waiting(group)
-        self._ends.append((plan.end, plan.sequences))
+        self._ends.append(_BatchEnd(plan.end, plan.sequences))
 
     def replan(self, cursor: int, groups: Sequence[int], sequences: int, skipped: str | None) -> BatchPlan:
         """The plan of a delivery from the journal, to replay it.
@@ -205,7 +218,7 @@ class GroupQueue:
         heads: dict[str, int] = {}
         for seq in groups:
             if len(members) < len(self._returned):
-                group = self._returned[len(members)][0]
+                group = self._returned[len(members)].group
             else:
                 group = self._next_in_lane(seq, heads)
             if group.seq != seq:
@@ -213,18 +226,6 @@ class GroupQueue:
             members.append(group)
         again = min(len(members), len(self._returned))
         return BatchPlan(cursor, tuple(members), again, sequences, skipped)
-
-    def next_batch(self, cursor: int, sequences: int, now: float) -> BatchPlan | None:
-        """Form and deliver the batch after `cursor`; rewind to it first if necessary.
-
-        Raises:
-            Refused: The cursor is ahead of the deliveries, or behind the last commit.
-        """
-        self.rewind(cursor)
-        plan = self.plan(sequences, now)
-        if plan is not None:
-            self.deliver(plan)
-        return plan
 
     def check_cursor(self, cursor: int) -> None:
         """Check that deliveries can continue at `cursor`.
@@ -261,19 +262,19 @@ class GroupQueue:
         moved = 0
         while self.delivered > cursor:
             end, sequences = self._ends.pop()
-            former = self._ends[-1][0] if self._ends else self.committed
+            former = self._ends[-1].cursor if self._ends else self.committed
             start = max(cursor, former)
             closes = sequences
             for _ in range(end - start):
                 group = self._log.pop()
                 if group.seq in self._waits:
                     self._waits[group.seq] = True
-                    self._returned.appendleft((group, closes))
+                    self._returned.appendleft(_Returned(group, closes))
                     self._count_waiting(group)
                     closes = 0
                     moved += 1
             if former < cursor:
-                self._ends.append((cursor, sequences))  # the part of a batch before the cursor stays delivered
+                self._ends.append(_BatchEnd(cursor, sequences))  # the part of a batch before the cursor stays delivered
         return moved
 
     def commit(self, cursor: int) -> int:
@@ -292,7 +293,7 @@ class GroupQueue:
             self.committed += 1
             if self._waits.pop(group.seq, None) is not None:
                 newly += 1
-        while self._ends and self._ends[0][0] <= self.committed:
+        while self._ends and self._ends[0].cursor <= self.committed:
             self._ends.popleft()
             self._steps_committed += 1
         self.stale_at = [one for one in self.stale_at if one >= self.committed]
@@ -336,9 +337,9 @@ class GroupQueue:
         """
         if not self._waits.get(seq, False):
             raise ValueError(f"group {seq} does not wait")
-        group = next((group for group, _ in self._returned if group.seq == seq), None)
+        group = next((one.group for one in self._returned if one.group.seq == seq), None)
         if group is not None:
-            self._returned = deque(item for item in self._returned if item[0].seq != seq)
+            self._returned = deque(one for one in self._returned if one.group.seq != seq)
         else:
             # It was usually about to be delivered, so search the heads of the lanes first.
             near = (group for lane in self.scheduler for group in islice(lane.groups, 64))
@@ -366,7 +367,7 @@ class GroupQueue:
     def snapshot(self) -> Snapshot:
         """The whole account, without the notes of live groups."""
         states, present = self.scheduler.states()
-        back = {group.seq for group, _ in self._returned}
+        back = {one.group.seq for one in self._returned}
         return Snapshot(
             accepted=self._accepted,
             committed_groups=self._committed_groups,
@@ -381,7 +382,7 @@ class GroupQueue:
             gone=[group.seq for group in self._log if group.seq not in self._waits],
             ends=list(self._ends),
             stale_at=list(self.stale_at),
-            returned=[(group.seq, closed) for group, closed in self._returned],
+            returned=[(group.seq, closes) for group, closes in self._returned],
             waiting=[seq for seq, waits in self._waits.items() if waits and seq not in back],
             keys=dict(self._keys),
             lanes=states,
@@ -405,7 +406,7 @@ class GroupQueue:
         self._unmatched, self._dropped, self._refused = snapshot.unmatched, snapshot.dropped, snapshot.refused
         self.committed, self._steps_committed = snapshot.committed, snapshot.steps_committed
         self._keys, self._last = snapshot.keys, snapshot.last
-        self._ends, self.stale_at = deque(snapshot.ends), snapshot.stale_at
+        self._ends, self.stale_at = deque(_BatchEnd(*one) for one in snapshot.ends), snapshot.stale_at
         self.waiting = self.waiting_rows = self.waiting_bytes = 0
         self.scheduler.load(snapshot.lanes, snapshot.lanes_now, now)
         gone = set(snapshot.gone)
@@ -414,7 +415,7 @@ class GroupQueue:
             for seq, rows in snapshot.log
         )
         waits = {group.seq: False for group in self._log if group.seq not in gone}
-        self._returned = deque((_waiting_group(seq, *notes[seq]), closed) for seq, closed in snapshot.returned)
+        self._returned = deque(_Returned(_waiting_group(seq, *notes[seq]), closes) for seq, closes in snapshot.returned)
         for group, _ in self._returned:
             waits[group.seq] = True
             self._count_waiting(group)

@@ -39,11 +39,15 @@ class GroupCommit:
         self._journal = journal
         self._failed = failed
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+        """Calls of `wait`, each with the number of the newest record that it waits for."""
         self._scheduled = False
+        """True from the first waiter until its flush has ended: a second flush never begins meanwhile."""
         self._turns = self._quiet = self._seen = 0
+        """Before a flush: turns of the loop, the last of them without a new waiter, and waiters at the last turn."""
         self._thread_flush: asyncio.Task[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._thread_rounds = 0
+        """Flushes that are left for the thread; 0 while the disk is quick."""
         self.rounds = 0
         """Number of flushes so far."""
 

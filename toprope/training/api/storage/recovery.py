@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from toprope.errors import Corrupt, InvalidValue
-from toprope.records.journal.journal import Journal, Record
+from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.marks import (
     Committed,
     Delivered,
@@ -22,6 +22,7 @@ from toprope.records.journal.marks import (
     GroupNote,
     Lost,
     Mark,
+    Record,
     Reset,
     Rewound,
     Snapshot,
@@ -53,7 +54,7 @@ def reset(queue: GroupQueue, registry: Registry, duplicates: DuplicateDetector) 
 
 
 def recover(
-    journal: Journal, queue: GroupQueue, registry: Registry, duplicates: DuplicateDetector, now: Callable[[], float]
+    journal: FileJournal, queue: GroupQueue, registry: Registry, duplicates: DuplicateDetector, now: Callable[[], float]
 ) -> RecoveredState:
     """Bring an empty queue and registry to the end of the journal.
 
@@ -72,7 +73,7 @@ def recover(
 
 
 def _replay(
-    journal: Journal, queue: GroupQueue, registry: Registry, duplicates: DuplicateDetector, now: Callable[[], float]
+    journal: FileJournal, queue: GroupQueue, registry: Registry, duplicates: DuplicateDetector, now: Callable[[], float]
 ) -> RecoveredState | None:
     """Replay the journal; None if its beginning is missing and no snapshot replaces it."""
     state = RecoveredState()

@@ -15,7 +15,8 @@ import msgspec
 
 from toprope.errors import Corrupt, NotFound
 from toprope.records.journal import marks
-from toprope.records.journal.journal import Journal, Keep
+from toprope.records.journal.file_journal import FileJournal
+from toprope.records.journal.marks import Keep
 from toprope.training.api.http.errors import Refused
 from toprope.training.api.intake.deduplication import DuplicateDetector, digest
 from toprope.training.api.intake.validation import GroupValidator, Limits, PostedGroup
@@ -59,7 +60,7 @@ class TrajectoryStore:
 
     def __init__(
         self,
-        journal: Journal,
+        journal: FileJournal,
         *,
         vocabulary: int | None = None,
         limits: Limits | None = None,

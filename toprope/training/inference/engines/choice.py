@@ -75,7 +75,8 @@ def _vllm(
 ) -> Engine:
     from toprope.machine import gpu_names
     from toprope.training.inference.engines.vllm_engine import VllmEngine
-    from toprope.training.inference.engines.vllm_process import VllmSettings, end_ids_of, keeps_old_head
+    from toprope.training.inference.engines.vllm_process import VllmSettings, keeps_old_head
+    from toprope.training.policy.turn_end import end_ids_of
 
     device = "cpu" if config.launcher.device == "cpu" or not gpu_names() else "cuda"
     if python is None:

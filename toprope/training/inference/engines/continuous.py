@@ -26,8 +26,8 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 from toprope.errors import InvalidValue
 from toprope.training.inference.decode_batch import DecodeBatch, Row
 from toprope.training.inference.embedded_engine import find_end_ids
-from toprope.training.inference.engine import Cancelled, Done, SamplingRequest
-from toprope.training.inference.sampling import choose_tokens, seeded_generator
+from toprope.training.inference.engine import Cancelled, Done, Engine, SamplingRequest
+from toprope.training.inference.sampling import DRAWN, choose_tokens, row_settings, seeded_generator
 from toprope.training.policy.weight_sync import WeightReader, WeightsDiffer
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ _PAGE = 16
 """Tokens of a page of keys and values."""
 _CPU_ROWS, _CPU_BYTES, _CPU_TOKENS = 64, 2**30, 512
 """On a CPU: answers of full length that have room at once, most bytes for them, and tokens that a step takes."""
-_DRAWN = 128
-"""Numbers that a seeded row draws at a time."""
 
 
 @dataclass
@@ -62,7 +60,7 @@ class _Live:
     """Its own uniform numbers, if its request has a seed."""
 
 
-class ContinuousEngine:
+class ContinuousEngine(Engine):
     """See `toprope.training.inference.engine.Engine` for the contract.
 
     Args:
@@ -118,10 +116,6 @@ class ContinuousEngine:
             self._manager.stop(block=True, timeout=timeout_s, hard_stop=True)
         for name in list(self._live):  # the library forgets requests that it had just taken
             self._fail(name, "")
-
-    def wait_ready(self, timeout_s: float) -> bool:
-        """True: a started engine answers at once."""
-        return True
 
     def is_progressing(self) -> bool:
         """True if the thread is idle, or has advanced since the last call."""
@@ -212,7 +206,7 @@ class ContinuousEngine:
         with self._lock:
             rows = [self._live[state.request_id] for state in states]
         if rows != self._alike:
-            self._alike, self._settings = rows, _settings_of([live.asked.request for live in rows], logits.device)
+            self._alike, self._settings = rows, row_settings([live.asked.request for live in rows], logits.device)
         uniform = torch.rand((len(rows), 1), generator=self._generator, dtype=torch.float64, device=logits.device)
         for place, live in enumerate(rows):
             if live.numbers is not None:
@@ -290,20 +284,9 @@ class _Router(OutputRouter):
             self.deliver(output)
 
 
-def _settings_of(requests: list[SamplingRequest], device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    """Temperature (rows, 1), greedy rows (rows,) and nucleus (rows, 1), each None if no row needs it."""
-    temperatures = [request.temperature for request in requests]
-    nuclei = [request.top_p for request in requests]
-    return (
-        torch.tensor([[value or 1.0] for value in temperatures], device=device) if set(temperatures) != {1.0} else None,
-        torch.tensor([value == 0 for value in temperatures], device=device) if 0 in temperatures else None,
-        torch.tensor([[value] for value in nuclei], device=device) if min(nuclei) < 1 else None,
-    )
-
-
 def _uniform(generator: torch.Generator | None) -> Iterator[float] | None:
     """Endless uniform numbers of a generator."""
     if generator is None:
         return None
     options: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": generator.device}
-    return (number for _ in itertools.count() for number in torch.rand(_DRAWN, **options).tolist())
+    return (number for _ in itertools.count() for number in torch.rand(DRAWN, **options).tolist())

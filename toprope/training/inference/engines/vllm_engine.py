@@ -25,7 +25,7 @@ import aiohttp
 
 from toprope.errors import ComponentFailed, TopropeError
 from toprope.training.inference.decode_batch import cut_text
-from toprope.training.inference.engine import Cancelled, Done, Sample, SamplingRequest
+from toprope.training.inference.engine import Cancelled, Done, Engine, Sample, SamplingRequest
 from toprope.training.inference.engines.vllm_api import UpdateFailed, VllmApi
 from toprope.training.inference.engines.vllm_process import MODEL, MOST_ROWS, VllmProcess, VllmSettings
 from toprope.training.policy.publishing import Published, newest_published, published_stamp
@@ -42,8 +42,8 @@ _ATTEMPTS = 3
 """Servers that one request may outlive."""
 
 
-class VllmEngine:
-    """See `toprope.training.inference.engine.Engine` for the contract.
+class VllmEngine(Engine):
+    """See `Engine`.
 
     Args:
         settings: Options of the server.
@@ -73,14 +73,17 @@ class VllmEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._inbox: queue.SimpleQueue[tuple[SamplingRequest, Done]] = queue.SimpleQueue()
         self._ready = threading.Event()
+        """Set once the first server answers, or none can be started; it stays set."""
         self._stopping = asyncio.Event()
         self._open = asyncio.Event()
         """Set while the server may be asked."""
         self._sound = asyncio.Event()
         """Set while the weights of the server are known to be the trainer's."""
         self._life = 0
+        """Number of servers that were given up; answers of an earlier one do not count."""
         self._allowed = TOLERANCE[settings.dtype]
         self._sleeping = False
+        """True from `sleep` to `wake`, and not after a restart. Then the server is not asked."""
         self._tasks: dict[int, asyncio.Task[list[Sample]]] = {}
         self._api: VllmApi
         self._process: VllmProcess | None = None

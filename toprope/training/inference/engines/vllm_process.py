@@ -29,7 +29,6 @@ from toprope.errors import ComponentFailed
 from toprope.sdk.worker.client import worker_environment
 from toprope.settings.schema import Config
 from toprope.text_format import clip, hide, hide_keys, printed_line
-from toprope.training.policy.turn_end import turn_end_ids
 
 MOST_ROWS = 256
 """Answers that a server samples at once."""
@@ -108,7 +107,7 @@ class VllmSettings:
         line += ["--disable-uvicorn-access-log"]
         if self.device == "cpu":
             line += ["--enforce-eager"]
-            if "kv_lora_rank" in _written(self.policy):
+            if "kv_lora_rank" in _configuration(self.policy):
                 # vLLM's kernel for CPUs turns the wrong rows of the three-dimensional queries of latent attention.
                 line += ["--compilation-config", json.dumps({"custom_ops": ["-rotary_embedding"]})]
         else:
@@ -274,23 +273,15 @@ def _short_folder() -> tuple[Path, int]:
     return folder, lock
 
 
-def _written(policy: Path, name: str = "config.json") -> dict[str, Any]:
-    """Return a file of a policy's folder; empty if it is not there."""
-    found: dict[str, Any] = json.loads((policy / name).read_bytes()) if (policy / name).is_file() else {}
+def _configuration(policy: Path) -> dict[str, Any]:
+    """Return the model's configuration; empty if it is not there."""
+    file = policy / "config.json"
+    found: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
     return found
 
 
 def keeps_old_head(policy: Path, device: str) -> bool:
     """True if vLLM would keep the output head of the first weights: on a CPU it does so where embeddings are tied."""
-    if device != "cpu" or not (written := _written(policy)):
+    if device != "cpu" or not (written := _configuration(policy)):
         return False
     return bool(written.get("tie_word_embeddings", written.get("text_config", {}).get("tie_word_embeddings", True)))
-
-
-def end_ids_of(policy: Path, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end an answer, by the policy's files, its tokenizer and chat template."""
-    found: list[Any] = [tokenizer.eos_token_id]
-    for name in ("config.json", "generation_config.json"):
-        written = _written(policy, name).get("eos_token_id")
-        found += written if isinstance(written, list) else [written]
-    return frozenset(token for token in found if isinstance(token, int)) | turn_end_ids(tokenizer)

@@ -291,6 +291,20 @@ class SteppedRun(LocalRun):
             print(f"rank {ranks.number}: {error.message} {error.hint}", file=sys.stderr, flush=True)
             raise
 
+    def _make_step_learner(self, kind: type[StepLearner], policy: Path, kl_weight: float) -> StepLearner:
+        """A learner of this class; `kl_weight` is that of its KL term."""
+        return kind(
+            self._config,
+            self._model,
+            load_reference(policy, self._config, self._model, kl_weight),
+            pad=int(self._tokenizer.pad_token_id),
+            device=describe_device(self._config),
+            hooks=self._hooks(),
+            optimizers=(self._optimizer, self._scheduler),
+            modules=tuple(self._extra_modules().values()),
+            ranks=self._ranks,
+        )
+
     def _start_ranks(self, policy: Path, checkpoint: Path | None) -> None:
         if (count := self._config.launcher.num_processes) > 1:
             self._ranks = Ranks.lead(self._member, count, describe_device(self._config), policy, checkpoint)

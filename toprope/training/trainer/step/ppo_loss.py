@@ -28,13 +28,11 @@ class Targets:
     """Targets of the value function."""
     values: torch.Tensor
     """Values before the batch."""
-    rewards: torch.Tensor
-    """Rewards by token, KL penalty included."""
 
     def part(self, rows: list[int]) -> Targets:
         """The targets of some rows."""
         at = torch.tensor(rows, dtype=torch.long, device=self.values.device)
-        return Targets(self.advantages[at], self.returns[at], self.values[at], self.rewards[at])
+        return Targets(self.advantages[at], self.returns[at], self.values[at])
 
 
 @dataclass(frozen=True)
@@ -152,7 +150,7 @@ def compute_targets(
     for row, own in given.items():
         replaced = torch.tensor(own, dtype=values.dtype, device=values.device)
         advantages[row, : len(own)] = torch.where(mask[row, : len(own)], replaced, zero[row, : len(own)])
-    return Targets(advantages, returns, torch.where(mask, values, zero), flat_rewards.view_as(values))
+    return Targets(advantages, returns, torch.where(mask, values, zero))
 
 
 def step_loss(
