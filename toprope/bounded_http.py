@@ -8,6 +8,7 @@ sent an accepted key, then idle ones. Connections whose request is being answere
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import Iterable, MutableMapping
 from typing import Any
@@ -32,10 +33,6 @@ _TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-leng
 
 def most_connections() -> int:
     """Raise the soft limit of descriptors as far as the hard one and 16,384 allow; return how many connections fit."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return _MOST_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

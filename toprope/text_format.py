@@ -1,9 +1,10 @@
-"""Numbers, times and texts as people and agents read them. Standard library only."""
+"""Numbers, times, ids and texts as people and agents read them. Standard library only."""
 
 from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 import unicodedata
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,8 @@ _NAMED_KEY = re.compile(
 )
 _KEY = re.compile(r"(\bBearer\s{1,3})[\w.~+/=-]{8,}|(?:hf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,})")
 _HIDDEN = "[secret]"
+_ID_ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
+"""Letters and digits without those that look alike."""
 
 
 def cut(given: Any, limit: int) -> Any:
@@ -179,3 +182,8 @@ def _literal(argument: Any) -> str:
     if isinstance(argument, dict):
         return json.dumps(argument, ensure_ascii=False, default=str)
     return f'"{argument}"' if isinstance(argument, str) else value(argument)
+
+
+def random_id(length: int) -> str:
+    """Return so many random letters and digits, such as `7f3k`."""
+    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(length))

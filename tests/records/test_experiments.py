@@ -1,9 +1,8 @@
-"""The ledger: a file that is the truth, and a table that follows it."""
+"""The ledger of experiments, a file."""
 
 import errno
 import json
 import os
-import sqlite3
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,13 +10,11 @@ import pytest
 
 from toprope.errors import NotFound, NotPossibleNow
 from toprope.records.experiments import Experiment, Figures, Ledger
-from toprope.records.index.database import Index
-from toprope.records.index.migrations import MIGRATIONS
 
 
 @pytest.fixture
 def ledger(tmp_path):
-    return Ledger(Index(tmp_path / "index.db"), tmp_path / "ledger.jsonl")
+    return Ledger(tmp_path / "ledger.jsonl")
 
 
 def entry(ledger, at=1.0, **fields):
@@ -58,19 +55,17 @@ def test_amendments_follow_each_other(ledger):
     assert sorted(ledger.get(identity).runs) == runs
 
 
-def test_lost_index_reads_file_again(ledger):
+def test_entries_and_goals_are_read_back(ledger):
     kept = ledger.put(entry(ledger, figures={"r": Figures(state="completed", accuracy=0.5, tasks=9)}))
     ledger.set_goal("words", "half of them")
     ledger.set_goal("words", "all of them")
-    for suffix in ("", "-wal", "-shm"):
-        ledger.path.with_name(f"index.db{suffix}").unlink(missing_ok=True)
     assert ledger.entries() == [kept]
     assert ledger.goals() == {"words": "all of them"}
 
 
-def test_replaced_file_replaces_view(ledger, tmp_path):
+def test_replaced_file_is_read(ledger, tmp_path):
     ledger.put(entry(ledger))
-    other = Ledger(Index(tmp_path / "other.db"), tmp_path / "other.jsonl")
+    other = Ledger(tmp_path / "other.jsonl")
     moved = [other.put(entry(other, number)) for number in (1.0, 2.0)]
     other.path.replace(ledger.path)
     assert [one.id for one in ledger.entries()] == [one.id for one in reversed(moved)]
@@ -88,7 +83,7 @@ def test_torn_and_foreign_lines_are_skipped(ledger):
 
 
 def _add(path, count):
-    ledger = Ledger(Index(path / "index.db"), path / "ledger.jsonl")
+    ledger = Ledger(path / "ledger.jsonl")
     for number in range(count):
         ledger.put(entry(ledger, float(number)))
 
@@ -100,17 +95,6 @@ def test_concurrent_writers_lose_nothing(ledger, tmp_path):
             done.result(60)
     assert len(ledger.path.read_text().splitlines()) == 30
     assert len(ledger.entries()) == len({one.id for one in ledger.entries()}) == 30
-
-
-def test_index_of_first_version_is_migrated(tmp_path):
-    path = tmp_path / "index.db"
-    with sqlite3.connect(path) as db:
-        db.executescript(MIGRATIONS[0])
-        db.execute("PRAGMA user_version = 1")
-    db.close()
-    ledger = Ledger(Index(path), tmp_path / "ledger.jsonl")
-    kept = ledger.put(entry(ledger))
-    assert ledger.get(kept.id) == kept
 
 
 def test_partly_written_line_does_not_count(ledger, monkeypatch):

@@ -12,13 +12,13 @@ import anyio
 import psutil
 import pytest
 
-from tests.support import sweep_stand_ins
+from tests.support import records, sweep_stand_ins
 from tests.support.run_harness import eventually
 from toprope.errors import Corrupt
 from toprope.records.messages import Evaluated
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import AcceptedFile, Specification
-from toprope.records.run.status import Status, read_events
+from toprope.records.run.status import read_events
 from toprope.records.sweep_journal import (
     Candidate,
     Finalist,
@@ -346,8 +346,6 @@ def test_strategies_are_told_how_many_answers_were_errors(tmp_path):
     spec = sweep_stand_ins.sweep_in(home)
     spec.write(RunFolder.create(home.runs, spec.run_id))
     after = {"accuracy": 0.0, "tasks": 4, "successes": 0, "reward_mean": None, "errors": 4}
-    times = {"created_at": 0.0, "since": 0.0, "updated_at": 0.0}
-    status = Status(run_id=spec.run_id, kind="train", environment="dice", state="completed", **times)
-    status.evaluations = {"after": after}
+    status = records.status(spec.run_id, "completed", evaluations={"after": after})
     measured = SweepMembers(home, spec).read_result(status)
     assert measured.model_dump(include=set(after)) == after

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import records
 from tests.support.run_harness import RunHarness
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed
@@ -49,10 +50,7 @@ class Remembering:
 def follow(tmp_path):
     def make(kind: str, **changes: Any) -> tuple[RunFolder, RunFollower, Remembering]:
         specification = RunHarness(tmp_path).specification(kind).model_copy(update=changes)
-        folder = RunFolder.create(tmp_path / "runs", specification.run_id)
-        specification.write(folder)
-        now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
-        Status(run_id=folder.run_id, kind=kind, environment="dice", state="evaluating", **now).write(folder)
+        folder = records.run_folder(tmp_path / "runs", specification, "evaluating")
         tracker = Remembering()
         return folder, RunFollower(folder, specification, [tracker]), tracker
 

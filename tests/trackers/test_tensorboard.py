@@ -12,6 +12,7 @@ import pytest
 from toprope_server.cli.app import build
 from typer.testing import CliRunner
 
+from tests.support import records
 from tests.support.run_harness import RunHarness
 from toprope.analysis.reports.report import trackers_of
 from toprope.atomic import write_json
@@ -19,7 +20,6 @@ from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import header
 from toprope.records.run.specification import Specification
-from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Candidate, Generation, Measured, Scored, Started, SweepLog
 from toprope.settings.schema import Config
 from toprope.supervisor.programs import TRACKER, members_of
@@ -29,8 +29,6 @@ from toprope.trackers.tracker import tracked_run
 from toprope.workbench.launch.requirements import require_trackers
 
 pytest.importorskip("tensorboardX")
-
-NOW = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0, "ended_at": 9.0}
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -67,10 +65,7 @@ def harness(tmp_path: Path) -> Any:
 
 def make(harness: RunHarness, kind: str = "train", state: str = "completed", **fields: Any) -> RunFolder:
     specification = harness.specification(kind).model_copy(update=fields)
-    folder = RunFolder.create(harness.path / "runs", specification.run_id)
-    specification.write(folder)
-    Status(run_id=folder.run_id, kind=kind, environment="dice", state=state, **NOW).write(folder)  # type: ignore[arg-type]
-    return folder
+    return records.run_folder(harness.path / "runs", specification, state, ended_at=9.0)
 
 
 def rows(folder: RunFolder, attempt: int, steps: range, reward: float) -> None:

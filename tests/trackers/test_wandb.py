@@ -12,6 +12,7 @@ import psutil
 import pytest
 import wandb
 
+from tests.support import records
 from tests.support.run_harness import RunHarness, ended, eventually, until
 from tests.support.services.wandb_stand_in import KEY, WandbStandIn, serve
 from toprope.analysis.reports.report import gather
@@ -25,7 +26,6 @@ from toprope.trackers.tracker import TrackedRun
 from toprope.trackers.weights_and_biases import WandbTracker
 
 EVALUATION = {"label": "before", "greedy": None, "policy_version": 0, "seconds": 1.0}
-NOW = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
 
 
 def sampled(successes: int, split: str = "heldout") -> dict[str, Any]:
@@ -52,11 +52,7 @@ def house(tmp_path):
 
 @pytest.fixture
 def folder(house) -> RunFolder:
-    specification = house.specification()
-    found = RunFolder.create(house.path / "runs", specification.run_id)
-    specification.write(found)
-    Status(run_id=found.run_id, kind="train", environment="dice", state="training", **NOW).write(found)
-    return found
+    return records.run_folder(house.path / "runs", house.specification())
 
 
 def write_rows(folder: RunFolder, attempt: int, steps: range) -> None:

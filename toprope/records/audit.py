@@ -17,11 +17,13 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toprope.errors import visible
+from toprope.records.run.folder import lines_backwards
 from toprope.text_format import hide
 
 MOST_BYTES = 4 << 20
@@ -133,18 +135,12 @@ class AuditTrail:
         for part in range(PARTS + 1):
             try:
                 with self._part(part).open("rb") as file:
-                    size = file.seek(0, os.SEEK_END)
-                    start = file.seek(max(0, size - most * _LONGEST_LINE))
-                    lines = file.read().split(b"\n")
+                    for raw in lines_backwards(file, most * _LONGEST_LINE, most * _LONGEST_LINE):
+                        with suppress(ValueError):
+                            data = json.loads(raw)
+                            found += [data] if isinstance(data, dict) else []
             except FileNotFoundError:
                 continue
-            for raw in reversed(lines[1:] if start else lines):
-                try:
-                    data = json.loads(raw)
-                except ValueError:
-                    continue
-                if isinstance(data, dict):
-                    found.append(data)
             if len(found) >= most:
                 break
         return found[:most]

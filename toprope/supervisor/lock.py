@@ -12,14 +12,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
+from toprope.flock import is_held as is_held
+from toprope.flock import locked, taken
+
 ALREADY_KEPT = 75
 """Exit code of a keeper that found another one (EX_TEMPFAIL of sysexits)."""
-
-_RETRY_S = 0.002
 
 
 class RunLock:
@@ -34,20 +34,10 @@ class RunLock:
 
         Args:
             path: keeper.lock of a run folder; created if missing.
-            wait_s: Seconds to go on trying. `is_held` takes the lock for microseconds; a short wait outlasts that.
+            wait_s: Seconds to go on trying.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        limit = time.monotonic() + wait_s
-        try:
-            while not _flock(descriptor, fcntl.LOCK_EX):
-                if time.monotonic() >= limit:
-                    os.close(descriptor)
-                    return None
-                time.sleep(_RETRY_S)
-        except OSError:  # a file system without locks
-            os.close(descriptor)
-            raise
-        return cls(descriptor)
+        descriptor = taken(path, wait_s)
+        return None if descriptor is None else cls(descriptor)
 
     @classmethod
     def from_descriptor(cls, descriptor: int, path: Path) -> RunLock | None:
@@ -61,7 +51,7 @@ class RunLock:
             same = os.path.samestat(os.fstat(descriptor), os.stat(path))
         except OSError:
             return None
-        return cls(descriptor) if same and _flock(descriptor, fcntl.LOCK_EX) else None
+        return cls(descriptor) if same and locked(descriptor, fcntl.LOCK_EX) else None
 
     def fileno(self) -> int:
         return self._descriptor
@@ -76,23 +66,3 @@ class RunLock:
     def release(self) -> None:
         """Close this descriptor. Copies in other processes keep the lock."""
         os.close(self._descriptor)
-
-
-def is_held(path: Path) -> bool:
-    """True if a process holds the lock; False if it does not, or the file is missing. Takes the lock from nobody."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return not _flock(descriptor, fcntl.LOCK_SH)
-    finally:
-        os.close(descriptor)
-
-
-def _flock(descriptor: int, operation: int) -> bool:
-    try:
-        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -193,20 +193,11 @@ class Conductor:
             return
         if candidate.id not in standing.runs:
             self._log.append(Started(candidate=candidate.id, epoch=epoch, run_id=run_id))
-        try:
-            if not await self._resume_interrupted(run_id):
-                await self._start(run_id, lambda: members.start(candidate, epoch, standing))
-        except (CodeChanged, NoRoomWithin):  # without a score, so that a resumed sweep can measure it
-            raise
-        except TopropeError as error:
-            if not members.exists(run_id) or members.was_interrupted(run_id):
-                self._score(Scored(candidate=candidate.id, score=None, why=f"it did not start: {error.message}"))
-                return
-        status, why = await self._wait_for_end(candidate.id, run_id)
+        status, why = await self._run_to_end(candidate.id, run_id, lambda: members.start(candidate, epoch, standing))
+        if status is None:
+            self._score(Scored(candidate=candidate.id, score=None, why=f"it did not start: {why}"))
+            return
         measured = await asyncio.to_thread(members.read_result, status)
-        if not why and status.state != "completed":
-            reason = status.failure.reason if status.failure else status.reason
-            why = f"its run {status.state}: {reason}".strip().rstrip(":")
         score = None
         if not why:
             score = await self._await_unless_stopped(strategy.evaluate(candidate, measured))
@@ -217,6 +208,27 @@ class Conductor:
         self._log.append(scored)
         if scored.why:
             self._warn(f"{self._log.standing.runs[scored.candidate]} has no score: {scored.why}")
+
+    async def _run_to_end(self, candidate: str, run_id: str, start: Callable[[], None]) -> tuple[Status | None, str]:
+        """Start or resume a run and wait for its end. Return its status, and the reason if it is not complete; None
+        and the reason if it cannot start.
+
+        Raises:
+            CodeChanged, NoRoomWithin: The sweep cannot go on; nothing is decided, so a resumed sweep can measure it.
+        """
+        try:
+            if not await self._resume_interrupted(run_id):
+                await self._start(run_id, start)
+        except (CodeChanged, NoRoomWithin):
+            raise
+        except TopropeError as error:
+            if not self._members.exists(run_id) or self._members.was_interrupted(run_id):
+                return None, error.message
+        status, why = await self._wait_for_end(candidate, run_id)
+        if not why and status.state != "completed":
+            reason = status.failure.reason if status.failure else status.reason
+            why = f"its run {status.state}: {reason}".strip().rstrip(":")
+        return status, why
 
     async def _start(self, run_id: str, start: Callable[[], None]) -> None:
         """Start a run as soon as the owner's limits have room for it beside live runs.
@@ -302,21 +314,13 @@ class Conductor:
         winner = standing.candidates[standing.final.candidate]
         self._enter("evaluating")
         run_id = final_id(self._member.spec.run_id)
-        try:
-            if not await self._resume_interrupted(run_id):
-                await self._start("the winner's run", lambda: self._members.start_final(winner, standing))
-        except (CodeChanged, NoRoomWithin):
-            raise
-        except TopropeError as error:
-            if not self._members.exists(run_id) or self._members.was_interrupted(run_id):
-                self._log.append(Finalist(candidate=winner.id, why=f"it could not be measured: {error.message}"))
-                self._warn(f"the winner was not measured on held-out tasks: {error.message}")
-                return
-        status, _ = await self._wait_for_end(winner.id, run_id)
-        if status.state != "completed":
-            reason = status.failure.reason if status.failure else status.reason
-            self._log.append(Finalist(candidate=winner.id, run_id=run_id, why=f"its run {status.state}: {reason}"))
-            self._warn(f"the winner was not measured on held-out tasks: its run {status.state}: {reason}")
+        status, why = await self._run_to_end(winner.id, run_id, lambda: self._members.start_final(winner, standing))
+        if status is None:
+            self._log.append(Finalist(candidate=winner.id, why=f"it could not be measured: {why}"))
+        elif why:
+            self._log.append(Finalist(candidate=winner.id, run_id=run_id, why=why))
+        if status is None or why:
+            self._warn(f"the winner was not measured on held-out tasks: {why}")
             return
         measured: Measured = await asyncio.to_thread(self._members.read_result, status)
         self._log.append(Finalist(candidate=winner.id, run_id=run_id, measured=measured))

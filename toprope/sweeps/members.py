@@ -12,7 +12,7 @@ from typing import Any
 from toprope.errors import NotFound
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import last_row
-from toprope.records.run.specification import Specification, SweepMember, SweepPlan, TestPlan, training_plan
+from toprope.records.run.specification import Specification, SweepMember, TestPlan, training_plan
 from toprope.records.run.status import Status
 from toprope.records.sweep_journal import Candidate, Measured, Standing, final_id, member_id
 from toprope.settings.changes import apply_changes
@@ -65,11 +65,6 @@ class SweepMembers:
         self._home, self._sweep, self._plan = home, sweep, sweep.sweep
         self.runs = open_runs.open_runs(home)
         self._starter = RunStarter(home, self.runs)
-
-    @property
-    def plan(self) -> SweepPlan:
-        """The sweep's plan."""
-        return self._plan
 
     def parallel_runs(self) -> int:
         """Return the number of members that this machine has room for at the same time."""
@@ -203,7 +198,7 @@ class SweepMembers:
 
     def is_over(self, status: Status) -> bool:
         """True if a member has ended and will not resume by itself."""
-        return status.ended and status.ended_at is not None and (status.state != "lost" or status.resume_at is None)
+        return status.is_over and (status.state != "lost" or status.resume_at is None)
 
     def read_result(self, status: Status) -> Measured:
         """Return the measurements of a member that is over."""

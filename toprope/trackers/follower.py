@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ _MOST_BYTES = 1 << 20
 """Bytes of metrics.jsonl per look, so that a long file is read in pieces."""
 _STEP = "step-"
 _OWN, _MODELS = "own", "models"
-_EMPTY: Mapping[str, Any] = {"metrics_bytes": 0, "step": 0, "logged": {}, "trackers": {}}
-"""The record of a run of which nothing was logged."""
 
 
 class RunFollower:
@@ -47,7 +46,7 @@ class RunFollower:
     ) -> None:
         self._folder, self._spec, self._trackers = folder, specification, trackers
         self._keeps_record = keeps_record
-        known = read_record(folder) if keeps_record else {**_EMPTY, "logged": {}, "trackers": {}}
+        known = read_record(folder) if keeps_record else _unlogged()
         self._offset: int = known["metrics_bytes"]
         self._step: int = known["step"]
         self._logged: dict[str, Any] = known["logged"]
@@ -187,12 +186,15 @@ def read_record(folder: RunFolder) -> dict[str, Any]:
     Raises:
         Corrupt: It cannot be read; TooNew if a newer version wrote it.
     """
-    found = {**_EMPTY, "logged": {}, "trackers": {}}
-    try:
+    found = _unlogged()
+    with suppress(NotFound):
         found |= read_json(folder.path / "trackers.json", TRACKERS_VERSION)
-    except NotFound:
-        pass
     return found
+
+
+def _unlogged() -> dict[str, Any]:
+    """The record of a run of which nothing was logged."""
+    return {"metrics_bytes": 0, "step": 0, "logged": {}, "trackers": {}}
 
 
 def _complete_lines(path: Path, offset: int) -> tuple[list[bytes], int, bool]:

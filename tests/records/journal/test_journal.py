@@ -13,8 +13,7 @@ import pytest
 
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
 from toprope.records.journal.file_journal import FileJournal
-from toprope.records.journal.journal import Record
-from toprope.records.journal.marks import Committed, Delivered, GroupNote
+from toprope.records.journal.marks import Committed, Delivered, GroupNote, Record
 
 NOTE = GroupNote(rows=8, lane="words", group_id="a", equal_score=True, tokens=24, oldest_version=3, at=12.5)
 

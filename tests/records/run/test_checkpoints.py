@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_harness import RunHarness
+from tests.support import records
 from toprope.atomic import write_json
 from toprope.errors import Corrupt
 from toprope.records.run.checkpoints import MANIFEST, newest_sound, problem_of, seal, set_aside
@@ -28,12 +28,7 @@ def checkpoint(folder: RunFolder, step: int) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     """A run that was stopped, with checkpoints of steps 1, 2 and 3."""
-    house = RunHarness(tmp_path)
-    specification = house.specification()
-    folder = RunFolder.create(tmp_path / "runs", specification.run_id)
-    specification.write(folder)
-    now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0, "ended_at": 2.0}
-    Status(run_id=folder.run_id, kind="train", environment="dice", state="stopped", **now).write(folder)
+    folder = records.run_folder(tmp_path / "runs", records.specification(), "stopped", ended_at=2.0)
     EventLog(folder).append("end")
     for step in (1, 2, 3):
         checkpoint(folder, step)

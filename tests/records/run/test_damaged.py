@@ -5,10 +5,10 @@ import json
 import os
 import sqlite3
 import threading
-import time
 
 import pytest
 
+from tests.support import records
 from toprope.analysis.reports.report import gather
 from toprope.atomic import append
 from toprope.errors import Corrupt, NotPossibleNow, shown
@@ -16,7 +16,6 @@ from toprope.records.index.database import Index
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.metrics import last_row, last_rows, read_history, read_rows
 from toprope.records.run.series import SeriesFollower
-from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import EventLog, Status, read_events
 from toprope.settings.schema import Config
 from toprope.supervisor.keeper.logs import read_page, read_tail
@@ -78,22 +77,9 @@ def test_uncreatable_index_is_an_answer(tmp_path):
 
 
 def ended(tmp_path):
-    folder = RunFolder.create(tmp_path / "runs", "a-run")
-    now = time.time()
-    specification = Specification(
-        run_id="a-run",
-        kind="train",
-        created_at=now,
-        toprope_version="0",
-        environment=EnvironmentSource(name="e"),
-        config=Config(),
-        policy_cache="/nowhere",
-    )
-    times = {"created_at": now, "since": now, "updated_at": now, "ended_at": now}
-    status = Status(run_id="a-run", kind="train", environment="e", state="completed", **times)
-    specification.write(folder)
-    status.write(folder)
-    return folder, specification, status
+    specification = records.specification()
+    folder = records.run_folder(tmp_path / "runs", specification, "completed", ended_at=9.0)
+    return folder, specification, Status.read(folder)
 
 
 def test_records_of_wrong_types_are_corrupt(tmp_path):
@@ -140,7 +126,7 @@ def test_status_that_a_power_cut_blanked_is_told_by_the_events(tmp_path, blank):
     folder.status.write_bytes(blank)
     found = Status.read(folder)
     assert (found.state, found.attempt, found.reason, found.ended_at) == ("training", 2, "to training", None)
-    assert (found.run_id, found.kind, found.environment) == ("a-run", "train", "e")
+    assert (found.run_id, found.kind, found.environment) == ("run-1", "train", "dice")
     assert found.created_at == written.created_at and found.checkpoint["path"] == "checkpoints/step-000003"
     assert folder.status.read_bytes() == blank
     for data in ('{"to": "flying"}', "{}"):

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toprope_tools.results.results import _report
 
+from tests.support import records
 from tests.support.run_harness import RunHarness
 from toprope.analysis.reports.report import gather
+from toprope.analysis.reports.results import RESULTS_VERSION, Results
 from toprope.atomic import write_json
 from toprope.errors import TooNew
 from toprope.records.journal.file_journal import FileJournal
 from toprope.records.journal.marks import GroupNote
 from toprope.records.run.checkpoints import newest_sound, problem_of, seal
-from toprope.records.run.folder import RunFolder
+from toprope.records.run.folder import RunFolder, find_record
 from toprope.records.run.manifest import Code, Configuration, EnvironmentInputs, Hardware, Manifest, Policy
 from toprope.records.run.metrics import header, read_rows
 from toprope.records.run.specification import Specification
@@ -57,8 +58,7 @@ FILES = [
     File("events.jsonl", lambda folder: list(read_events(folder.events))),
     File("metrics.jsonl", lambda folder: read_rows(folder.metrics)),
     File("evaluations/before.json", report),
-    File("results.json", _report),
-    File("wandb.json", report),
+    File("results.json", lambda folder: find_record(folder.results, RESULTS_VERSION, Results)),
     File("trackers.json", report),
     File("models.json", read_models),
     File("answers.json", read_answers),
@@ -76,16 +76,11 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     house = RunHarness(path)
     specification = house.specification()
     specification.config.logging.wandb = "offline"
-    folder = RunFolder.create(path / "runs", specification.run_id)
-    specification.write(folder)
-    now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
-    status = Status(run_id=folder.run_id, kind="train", environment="dice", state="training", **now)
-    status.write(folder)
+    folder = records.run_folder(path / "runs", specification)
     EventLog(folder).append("state", to="training")
     folder.metrics.write_bytes(header(1) + b'{"step": 1, "reward": 0.5}\n')
     sampled = {"split": "heldout", "tasks": 10, "successes": 5, "accuracy": 0.5}
     write_json(folder.evaluation("before"), {"version": 1, "label": "before", "sampled": sampled, "greedy": None})
-    write_json(folder.path / "wandb.json", {"version": 1, "mode": "offline", "folder": "/w"})
     write_json(folder.path / "trackers.json", {"version": 1, "trackers": {"wandb": {"mode": "offline"}}})
     write_models(folder, [TestedModel(name="a", model="a", seconds=1.0)])
     write_answers(

@@ -16,7 +16,6 @@ from tests.support.run_harness import ended, eventually, until
 from toprope.records.messages import ENV_FOLDER
 from toprope.supervisor.keeper.spawner import LOG_BYTES, LOG_KEEP
 from toprope.supervisor.lock import is_held
-from toprope.supervisor.runs.cleanup import reap_crew
 from toprope.supervisor.runs.orphan_reaper import reap_marked, run_marks
 
 ENDLESS = {"trainer": {"endless": True}}
@@ -95,6 +94,13 @@ def test_finished_trainer_that_stays_is_ended(harness):
     assert status.crew["environment"].state == "finished"
     assert any("did not exit" in e.data["what"] for e in runs.events(folder.run_id) if e.kind == "warning")
     harness.check_nothing_left(folder)
+
+
+def test_warning_of_member_is_one_event(harness):
+    runs, folder = harness.start({"trainer": {"at": "ready", "do": "warn"}})
+    ended(runs, folder)
+    told = [event.data["what"] for event in runs.events(folder.run_id) if event.kind == "warning"]
+    assert told == ["trainer: the dice are worn"]
 
 
 @pytest.mark.parametrize("do", ["fail", "linger"])
@@ -221,7 +227,7 @@ def test_reaper_knows_members_that_hide_their_environment(harness, monkeypatch):
     assert member.wait(20) is not None
 
 
-def test_reap_crew_kills_only_marked_processes(harness):
+def test_reaper_kills_only_marked_processes(harness):
     runs, folder = harness.start()
     ended(runs, folder)
     sleep = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)", harness.token]
@@ -229,7 +235,7 @@ def test_reap_crew_kills_only_marked_processes(harness):
     other = subprocess.Popen(sleep, env={ENV_FOLDER: str(folder.path) + "-2"})
     try:
         eventually(lambda: psutil.Process(ours.pid).environ())
-        assert reap_crew(folder) == 1
+        assert reap_marked({str(folder.path.resolve()): None}).total() == 1
         ours.wait(5)
         assert other.poll() is None
     finally:

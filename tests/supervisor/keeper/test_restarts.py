@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support import records
 from tests.support.run_harness import ended, eventually, until, wait_for_heartbeats
 from toprope.records.messages import Beat, Making, Progress
 from toprope.records.run.folder import RunFolder
@@ -207,9 +208,7 @@ def test_allowance_has_window_and_growing_backoff():
 def test_groups_of_ended_driver_are_given_up(harness):
     specification = harness.specification()
     folder = RunFolder.create(harness.path / "runs", specification.run_id)
-    now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
-    known = {"begun": 5, "posted": 5, "given_up": {"old": 0}}
-    status = Status(run_id="run-1", kind="train", environment="dice", state="training", making=known, **now)
+    status = records.status(making={"begun": 5, "posted": 5, "given_up": {"old": 0}})
     driver = SimpleNamespace(name="environment", pid=1)
 
     async def report():

@@ -17,6 +17,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from tests.support import records
 from tests.support.run_harness import RunHarness
 from toprope.atomic import write_json
 from toprope.errors import NotPossibleNow
@@ -48,8 +49,7 @@ class Sides:
             kind="slurm", cluster="lab", attempt=1, name=f"{specification.run_id}.1", mirror="127.0.0.1:1",
             submitted_at=0, deadline=0,
         ).write(self.here)  # fmt: skip
-        now: dict[str, Any] = {"state": "training", "created_at": 1.0, "since": 1.0, "updated_at": 1.0}
-        self.status = Status(run_id=specification.run_id, kind="train", environment="dice", **now)
+        self.status = records.status(specification.run_id)
         for folder in (self.here, self.there):
             self.status.write(folder)
         self.there.lock.touch()

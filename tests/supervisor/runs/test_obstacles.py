@@ -9,12 +9,12 @@ import pytest
 
 from tests.supervisor.runs.test_lost import left
 from tests.support.run_harness import RunHarness
+from toprope import flock
 from toprope.errors import ComponentFailed, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status
 from toprope.settings.limits import FrozenLimits
-from toprope.supervisor import lock as lock_module
 from toprope.supervisor.capacity.budget_ledger import ledger_lock, read_accounts, reserved
 from toprope.supervisor.launchers.by_kind import LauncherByKind
 from toprope.supervisor.launchers.cluster import ClusterLauncher
@@ -86,7 +86,7 @@ def test_lock_that_cannot_be_taken_keeps_no_other_lock(harness, monkeypatch):
         raise OSError(37, "No locks available")
 
     with monkeypatch.context() as patch:
-        patch.setattr(lock_module, "_flock", no_locks)
+        patch.setattr(flock, "locked", no_locks)
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(OSError, match="No locks"):
             RunLock.acquire(first.lock)

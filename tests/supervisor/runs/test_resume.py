@@ -11,6 +11,7 @@ import threading
 
 import pytest
 
+from tests.support import records
 from tests.support.run_harness import ended, eventually, until
 from toprope.atomic import write_json
 from toprope.errors import Corrupt, NotFound, NotPossibleNow
@@ -233,8 +234,7 @@ def test_stopped_test_run_can_be_resumed(harness):
 
 def test_settle_run_removes_half_written_files(tmp_path):
     folder = RunFolder.create(tmp_path, "run-1")
-    now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
-    Status(run_id="run-1", kind="train", environment="dice", state="training", **now).write(folder)
+    records.status().write(folder)
     EventLog(folder).append("state")
     (folder.checkpoints / ".writing-step-000004" / "model").mkdir(parents=True)
     (folder.checkpoints / "step-000003").mkdir()

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.support import records
 from tests.support.tools_house import become, make_workshop, step
 from toprope.errors import NotFound
 from toprope.records.run.folder import RunFolder
@@ -17,10 +18,7 @@ RUN = "run-1"
 
 def made(path, run_id=RUN, state="training", **fields):
     folder = RunFolder.create(path, run_id)
-    status = Status(
-        run_id=run_id, kind="train", environment="e", state=state, created_at=1.0, since=1.0, updated_at=1.0, **fields
-    )
-    status.write(folder)
+    records.status(run_id, state, **fields).write(folder)
     return folder
 
 

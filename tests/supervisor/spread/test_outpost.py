@@ -44,7 +44,7 @@ class Outpost:
         request = Request(
             member="environment-2", argv=[sys.executable, "-c", MEMBER, self.token, *words],
             variables={"CUDA_VISIBLE_DEVICES": "7"}, keys={"SECRET": "hush"}, log=str(self.log), folder=str(folder),
-            grace_s=0.2, lock=None, inherits=[], releases_detached=False, node="far", address="127.0.0.2", is_far=True,
+            grace_s=0.2, lock=None, inherits=[], node="far", address="127.0.0.2", is_far=True,
             is_contained=False, identity=make_identity(), gpus=gpus,
         )  # fmt: skip
         self.path = folder / "request.json"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support import records
 from tests.support.run_harness import ended, eventually
 from toprope import atomic
 from toprope.machine import gpu_names
@@ -139,10 +140,9 @@ def test_usage_and_states_reach_the_disk(tmp_path, monkeypatch):
     Usage().write(folder)
     assert synced == ["usage", "run-1"]
     monkeypatch.setattr(status_writer, "fsync", atomic.fsync)
-    now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
 
     async def live():
-        writer = StatusWriter(folder, Status(run_id="run-1", kind="train", environment="e", state="queued", **now))
+        writer = StatusWriter(folder, records.status(state="queued"))
         synced.clear()
         writer.update(reason="waits")
         writer.write()

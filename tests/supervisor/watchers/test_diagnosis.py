@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.support import records
 from tests.support.run_harness import RunHarness, ended
 from toprope.records.messages import CountsReport, Evaluated, Leveled, Skipping, Stepped
 from toprope.records.run.curriculum import Curricula, CurriculumState, LevelMeasurement
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
-from toprope.records.run.status import Status
 from toprope.supervisor.watchers.diagnosis import DiagnosisWatcher
 from toprope.supervisor.watchers.watcher import RunControl
 
@@ -30,15 +30,7 @@ class Told:
         specification.config.budget.steps = 100
         specification.config.rollout.groups_per_step = 2
         self.folder = RunFolder.create(path / "runs", specification.run_id)
-        self.status = Status(
-            run_id=specification.run_id,
-            kind="train",
-            environment="dice",
-            state="training",
-            created_at=0,
-            since=0,
-            updated_at=0,
-        )
+        self.status = records.status(specification.run_id)
         self.events: list[dict[str, Any]] = []
         self.specification = specification
 

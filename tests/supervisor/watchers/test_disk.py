@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.support import records
 from toprope.errors import DiskFull, NotPossibleNow
 from toprope.records.index.database import Index
-from toprope.records.messages import Checkpointed, NoRoom, Warned
+from toprope.records.messages import Checkpointed, NoRoom
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.full_disk import Ballast, PatientLines
 from toprope.records.run.status import Status, read_events
@@ -109,12 +110,6 @@ def test_no_room_report_pauses_run_for_a_while(folder: RunFolder, free: SimpleNa
     assert control.calls[-1] == ("proceed", "")
 
 
-def test_warning_of_member_becomes_event(folder: RunFolder, free: SimpleNamespace) -> None:
-    control = Control(folder)
-    DiskWatcher(control).on_report("trainer", Warned("a checkpoint is damaged"))
-    assert control.calls == [("warning", "trainer: a checkpoint is damaged")]
-
-
 class FullDisk:
     """Fails writes while `full`, after `left` more bytes."""
 
@@ -179,8 +174,7 @@ def test_ballast_is_dropped_once(tmp_path: Path) -> None:
 
 
 def test_status_writer_catches_up_after_full_disk(folder: RunFolder, full: FullDisk) -> None:
-    now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
-    status = Status(run_id="run-1", kind="train", environment="dice", state="training", **now)
+    status = records.status()
     status.write(folder)
 
     async def live() -> None:
@@ -207,8 +201,7 @@ def test_status_writer_catches_up_after_full_disk(folder: RunFolder, full: FullD
 def test_status_writer_drops_ballast_on_full_disk(
     folder: RunFolder, full: FullDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = {"created_at": 1.0, "since": 1.0, "updated_at": 1.0}
-    status = Status(run_id="run-1", kind="train", environment="dice", state="training", **now)
+    status = records.status()
     status.write(folder)
 
     async def live() -> None:

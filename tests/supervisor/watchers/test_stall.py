@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support import records
 from tests.support.run_harness import ended, eventually, until
 from toprope.records.messages import CountsReport, Evaluated, Progress, Stepped
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.status import CrewMember, Status, read_events
+from toprope.records.run.status import CrewMember, read_events
 from toprope.settings.schema import Config
 from toprope.supervisor.watchers.stall import StallWatcher
 
@@ -21,9 +22,7 @@ class Run:
         config.rollout.groups_per_step = 4
         for name, value in launcher.items():
             setattr(config.launcher, name, value)
-        self.status = Status(
-            run_id="run-1", kind="train", environment="e", state=state, created_at=0.0, since=0.0, updated_at=0.0
-        )
+        self.status = records.status(state=state)
         self.now, self.events = 1000.0, []
         control = SimpleNamespace(
             folder=RunFolder(path),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import sqlite3
 import tempfile
@@ -24,11 +23,10 @@ from typing import Any
 
 from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow, shown
 from toprope.records.index.migrations import MIGRATIONS
+from toprope.text_format import random_id
 
 _BUSY_MS = 5000
 _LITTLE = 1 << 20
-_ALPHABET = "23456789abcdefghjkmnpqrstuvwxyz"
-"""Letters and digits of ids, without those that look alike."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,10 @@ class Index:
         now = time.time()
         with self.writing() as db:
             for length in (4, 4, 4, 6, 8, 12):
-                draft_id = "draft-" + "".join(secrets.choice(_ALPHABET) for _ in range(length))
+                draft_id = f"draft-{random_id(length)}"
                 inserted = db.execute(
                     "INSERT OR IGNORE INTO drafts VALUES (?, ?, ?, ?, ?, ?, ?, 1)",
-                    (draft_id, now, now, preset, _dump(environment), _dump(knobs), _dump(config)),
+                    (draft_id, now, now, preset, to_json(environment), to_json(knobs), to_json(config)),
                 ).rowcount
                 if inserted:
                     return DraftRow(draft_id, now, now, preset, environment, knobs, config, 1)
@@ -133,9 +131,9 @@ class Index:
             now = time.time()
             db.execute(
                 "UPDATE drafts SET config = ?, revision = ?, updated_at = ? WHERE id = ?",
-                (_dump(config), row.revision + 1, now, draft_id),
+                (to_json(config), row.revision + 1, now, draft_id),
             )
-            db.execute("INSERT INTO edits VALUES (?, ?, ?, ?)", (draft_id, row.revision + 1, now, _dump(changes)))
+            db.execute("INSERT INTO edits VALUES (?, ?, ?, ?)", (draft_id, row.revision + 1, now, to_json(changes)))
             return _draft(_draft_row(db, draft_id))
 
     def edits(self, draft_id: str) -> list[EditRow]:
@@ -339,7 +337,8 @@ class _Unreadable(Exception):
     """The database is not one that we wrote."""
 
 
-def _dump(value: Any) -> str:
+def to_json(value: Any) -> str:
+    """A JSON value as the columns hold it."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 

@@ -4,7 +4,8 @@ Entry n leads from `user_version` n to n + 1. Never change an entry, only append
 opens a file of each earlier version. To add a table, append a string of statements, each ended by a semicolon, without
 `IF NOT EXISTS` (a version runs once) and without a semicolon inside a statement. Read and write the table in its own
 module, through `Index.reading()` and `Index.writing()`. Data that cannot be rebuilt from the run folders also needs a
-file of its own, because `toprope doctor --repair` begins a new index.
+file of its own, because `toprope doctor --repair` begins a new index. Only earlier versions use the tables
+`experiments` and `ledger_read`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The damaged file is renamed and never written to. A draft that cannot be read there is restored from the newest run that
 was started from it: its environment, its configuration, the same id and revision. Its history is lost, and so are
-drafts from which no run was started. The experiments have a file of their own, which a new index reads from the start.
+drafts from which no run was started. The experiments have a file of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.errors import Corrupt, NotFound
-from toprope.records.index.database import Index
+from toprope.records.index.database import Index, to_json
 from toprope.records.run.folder import RUN_ID, RunFolder
 from toprope.records.run.specification import Specification
 
@@ -117,9 +117,9 @@ def _draft_of(specification: Specification) -> dict[str, Any]:
         "created_at": specification.created_at,
         "updated_at": specification.created_at,
         "preset": specification.preset or "",
-        "environment": _dump(specification.environment.model_dump(mode="json")),
-        "knobs": _dump(knobs),
-        "config": _dump(specification.config.model_dump(mode="json")),
+        "environment": to_json(specification.environment.model_dump(mode="json")),
+        "knobs": to_json(knobs),
+        "config": to_json(specification.config.model_dump(mode="json")),
         "revision": specification.draft_revision or 1,
     }
 
@@ -154,7 +154,3 @@ def _rows(path: Path | None, table: str) -> list[dict[str, Any]]:
             for row in db.execute(f"SELECT * FROM {table}"):
                 rows.append(dict(row))
     return rows
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

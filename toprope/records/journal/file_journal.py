@@ -33,8 +33,7 @@ import msgspec
 from toprope.atomic import fsync, replacing, sync, write_text
 from toprope.errors import Corrupt, DiskFull, NotFound, NotPossibleNow
 from toprope.records.journal.frames import FRAME, GROUP, MARK, Frame, pack, scan
-from toprope.records.journal.journal import Keep, Record
-from toprope.records.journal.marks import GroupNote, Mark, Snapshot
+from toprope.records.journal.marks import GroupNote, Keep, Mark, Record, Snapshot
 from toprope.records.journal.segments import (
     CompressedSegment,
     compress_segment,
@@ -103,10 +102,12 @@ class FileJournal:
         """Records that this process has written, and those known to be on disk."""
         self.damage: list[str] = []
         self.has_snapshot = False
+        """True if one of the marks is a snapshot."""
         self._open(_first_needed(folder) if recent else 0)
 
     @property
     def first(self) -> int:
+        """The number of the oldest group that may still exist; above 1 if segments were removed."""
         return self._base + 1
 
     @property
@@ -115,6 +116,7 @@ class FileJournal:
         return self._base + len(self._offset)
 
     def append(self, body: bytes, note: GroupNote) -> int:
+        """Store a group and return its number. Raises NotPossibleNow, with nothing changed, if it was not written."""
         seq, packed = self.last + 1, _encode(note)
         crc = zlib.crc32(body)
         start = self._write(GROUP, seq, packed, body, crc)
@@ -123,10 +125,12 @@ class FileJournal:
         return seq
 
     def mark(self, mark: Mark) -> None:
+        """Store a mark. Raises as `append`."""
         self._write(MARK, self.last, _encode(mark), b"", 0)
         self._last_of[self._newest] = self.last
 
     def read(self, seq: int) -> bytes:
+        """A group's body. Raises NotFound if no group has this number, Corrupt if its bytes are damaged."""
         if not self.first <= seq <= self.last:
             removed = " Earlier ones are removed or skipped, because a checkpoint has them." if self._base else ""
             raise NotFound(
@@ -146,6 +150,7 @@ class FileJournal:
         return body
 
     def iterate(self, after: int = 0) -> Iterator[Record]:
+        """Groups numbered above `after`, and the marks after group `after`, in the order written."""
         started = self._segment[after - self.first] if self.first <= after <= self.last else 0
         for ordinal in list(self._last_of):
             if ordinal < started:
@@ -160,9 +165,12 @@ class FileJournal:
                         continue  # a mark of a newer version
 
     def removable(self, before: int) -> bool:
+        """Return True if some segments only hold groups numbered below `before`."""
         return bool(self._passed(before))
 
     def leave(self, before: int, snapshot: Snapshot, *, keep: Keep) -> None:
+        """Skip the `removable` segments from now on, after the snapshot is on disk; remove what is not to be kept.
+        Raises as `append`."""
         passed = self._passed(before)
         if not passed:
             return
@@ -286,6 +294,7 @@ class FileJournal:
         return passed
 
     def widen(self) -> bool:
+        """Read skipped segments too; return whether there were any."""
         first = next(iter(self._last_of), None)
         self._open(0)
         return first != next(iter(self._last_of), None)

@@ -6,7 +6,7 @@ them without it. A reader skips marks that it does not know; a newer version wro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -164,3 +164,15 @@ Mark = (
     | Tallied
     | Snapshot
 )
+
+Keep = Literal["all", "sample", "none"]
+"""Groups to keep once a checkpoint has passed them; a sample is every sixteenth."""
+
+
+class Record(NamedTuple):
+    """One entry of a journal: a group's note or a mark. `seq` is the number of the group, or of the last one."""
+
+    seq: int
+    note: GroupNote | Mark
+    size: int
+    """Bytes of the group's body; 0 for a mark."""

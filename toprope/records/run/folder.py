@@ -35,6 +35,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -64,7 +65,7 @@ def describe_misfits(error: ValidationError) -> str:
     return ", ".join(places)
 
 
-EVALUATION_VERSION = TRACKERS_VERSION = WANDB_VERSION = 1
+EVALUATION_VERSION = TRACKERS_VERSION = 1
 """Newest known versions of files that several packages read or write."""
 
 
@@ -124,6 +125,24 @@ def open_record(path: Path) -> BinaryIO:
         raise
     except OSError as error:
         raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None
+
+
+def lines_backwards(file: BinaryIO, piece: int, most: int | None = None) -> Iterator[bytes]:
+    """Lines of a file without their newlines, the last one first: the rest after the last newline, empty or torn.
+
+    Args:
+        piece: Bytes to read at once; later pieces are larger.
+        most: Only lines in so many bytes at the end; None: all.
+    """
+    at, rest = file.seek(0, os.SEEK_END), b""
+    first = 0 if most is None else max(0, at - most)
+    while at > first:
+        start = file.seek(max(first, at - piece))
+        rest, *lines = (file.read(at - start) + rest).split(b"\n")
+        yield from reversed(lines)
+        at, piece = start, 8 * piece
+    if first == 0:
+        yield rest
 
 
 def read_record(path: Path, newest: int, record: type[Record]) -> Record:

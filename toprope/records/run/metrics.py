@@ -14,12 +14,12 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from toprope.errors import Corrupt
-from toprope.records.run.folder import REPAIR_HINT, check_version, open_record
+from toprope.records.run.folder import REPAIR_HINT, check_version, lines_backwards, open_record
 
 METRICS_VERSION = 1
 _WHOLE_BYTES = 1 << 20
@@ -81,7 +81,7 @@ def read_history(path: Path, rows: int = _ROWS, *, whole_bytes: int = _WHOLE_BYT
     if size <= whole_bytes:
         return History(read_rows(path), True)
     with open_record(path) as file:
-        return History(_counting(_sampled(path, file.fileno(), size, max(rows, 2))), False)
+        return History(_counting(_sampled(path, file, size, max(rows, 2))), False)
 
 
 def last_row(path: Path) -> dict[str, Any]:
@@ -93,8 +93,7 @@ def last_row(path: Path) -> dict[str, Any]:
     """
     try:
         with open_record(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            return _last(path, file.fileno(), size) or {}
+            return _last(path, file) or {}
     except FileNotFoundError:
         return {}
 
@@ -151,15 +150,15 @@ def _counting(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def _sampled(path: Path, descriptor: int, size: int, count: int) -> Iterator[dict[str, Any]]:
+def _sampled(path: Path, file: BinaryIO, size: int, count: int) -> Iterator[dict[str, Any]]:
     last_at = -1
     for number in range(count - 1):
         at = number * size // (count - 1)
-        row, starts = _row_after(path, descriptor, at, size)
+        row, starts = _row_after(path, file.fileno(), at, size)
         if row is not None and starts > last_at:
             last_at = starts
             yield row
-    newest = _last(path, descriptor, size)
+    newest = _last(path, file)
     if newest is not None:
         yield newest
 
@@ -181,15 +180,7 @@ def _row_after(path: Path, descriptor: int, at: int, size: int) -> tuple[dict[st
         length *= 8
 
 
-def _last(path: Path, descriptor: int, size: int) -> dict[str, Any] | None:
-    length = 4 * _PIECE
-    while True:
-        start = max(0, size - length)
-        lines = os.pread(descriptor, size - start, start).split(b"\n")[:-1]
-        for line in reversed(lines if start == 0 else lines[1:]):
-            row = _row(path, line)
-            if row is not None:
-                return row
-        if start == 0 or length > 8 * _LONGEST_ROW:
-            return None
-        length *= 8
+def _last(path: Path, file: BinaryIO) -> dict[str, Any] | None:
+    lines = lines_backwards(file, 4 * _PIECE, 32 * _LONGEST_ROW)
+    next(lines, None)  # empty or torn
+    return next((row for line in lines if (row := _row(path, line)) is not None), None)

@@ -137,16 +137,9 @@ class DatasetSource(BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """Plan of a run of kind `train`: its configuration says everything."""
+    """Plan of a run of kind `train` or `sft`: its configuration says everything."""
 
-    kind: ClassVar[KindName] = "train"
-
-
-@dataclass(frozen=True)
-class FineTunePlan:
-    """Plan of a run of kind `sft`: its configuration says everything."""
-
-    kind: ClassVar[KindName] = "sft"
+    kind: KindName = "train"
 
 
 class TestPlan(BaseModel, extra="forbid"):
@@ -250,13 +243,13 @@ class SweepPlan(BaseModel, extra="forbid"):
     """The knobs of the environment when the sweep was planned."""
 
 
-RunPlan = TrainPlan | FineTunePlan | TestPlan | AskPlan | SweepPlan
+RunPlan = TrainPlan | TestPlan | AskPlan | SweepPlan
 """The task of a run, tagged with the kind of the run."""
 
 
-def training_plan(config: Config) -> TrainPlan | FineTunePlan:
+def training_plan(config: Config) -> TrainPlan:
     """Return the plan of a training run: `algorithm.name` decides between rewards and demonstrations."""
-    return FineTunePlan() if config.algorithm.name == "sft" else TrainPlan()
+    return TrainPlan("sft" if config.algorithm.name == "sft" else "train")
 
 
 class SweepMember(BaseModel, extra="forbid"):

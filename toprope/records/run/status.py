@@ -11,7 +11,6 @@ A run without a trainer (kind `test`) goes from `starting` to `evaluating`.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Collection, Iterator
@@ -23,7 +22,7 @@ from pydantic import BaseModel
 
 from toprope.atomic import read_plain, write_json
 from toprope.errors import Corrupt, NotFound
-from toprope.records.run.folder import RunFolder, check_version, open_record, read_json, read_record
+from toprope.records.run.folder import RunFolder, check_version, lines_backwards, open_record, read_json, read_record
 from toprope.records.run.full_disk import PatientLines
 from toprope.records.run.kinds import RunKind, kind_named
 
@@ -35,6 +34,9 @@ _TAIL_BYTES = 1 << 15
 _BLANK_BYTES = 1 << 20
 _NUMBERED = re.compile(rb'\{"seq":(\d{1,15}),')
 """Beginning of an event's line; lines of known numbers are skipped without decoding them."""
+
+DRIVER_ENDED = "the environment's driver ended"
+"""The reason under which groups are given up when their driver ends."""
 
 FindingLevel = Literal["note", "warning", "critical", "over"]
 """`over`: the rule no longer holds."""
@@ -171,6 +173,11 @@ class Status(BaseModel):
         return self.state in ENDED
 
     @property
+    def is_over(self) -> bool:
+        """True if this attempt has ended, and its processes as well."""
+        return self.ended and self.ended_at is not None
+
+    @property
     def run_kind(self) -> RunKind:
         """The facts about runs of this kind."""
         return kind_named(self.kind)
@@ -193,6 +200,15 @@ class Status(BaseModel):
     def write(self, folder: RunFolder) -> None:
         """Replace the status on disk. While a run lives, only its keeper may."""
         write_json(folder.status, self.model_dump(mode="json"))
+
+
+def close_counts(making: dict[str, Any]) -> dict[str, Any]:
+    """Return `Status.making` after the end of the drivers: groups in progress are given up."""
+    given_up = dict(making.get("given_up", {}))
+    left = making.get("begun", 0) - making.get("posted", 0) - making.get("unanswered", 0) - sum(given_up.values())
+    if left > 0:
+        given_up[DRIVER_ENDED] = given_up.get(DRIVER_ENDED, 0) + left
+    return {**making, "given_up": given_up} if making else making
 
 
 class Event(msgspec.Struct):
@@ -302,43 +318,27 @@ def read_events(path: Path, after: int = 0, kinds: Collection[str] | None = None
 
 
 def _lines_after(path: Path, after: int) -> Iterator[bytes]:
-    """Whole lines of the file, at least those of events above `after`. Never holds all of a long file."""
+    """Whole lines of the file, at least those of events above `after`, whose numbers ascend."""
     try:
         with open_record(path) as file:
             if after <= 0:
                 yield from (line for line in file if line.endswith(b"\n"))
                 return
-            size, length = file.seek(0, os.SEEK_END), _TAIL_BYTES
-            while True:
-                start = max(0, size - length)
-                file.seek(start)
-                lines = file.read(size - start).splitlines(keepends=True)
-                if lines and not lines[-1].endswith(b"\n"):
-                    lines.pop()
-                lines = lines[1:] if start else lines  # the first is the rest of a line that begins before
-                first = next((number for line in lines if (number := _number(line)) is not None), None)
-                if start == 0 or (first is not None and first <= after):
-                    yield from lines
-                    return
-                length *= 8
+            newer = []
+            for line in lines_backwards(file, _TAIL_BYTES):
+                if (number := _number(line)) is not None and number <= after:
+                    break
+                newer.append(line)
+            yield from reversed(newer[1:])  # without a torn one
     except FileNotFoundError:
         return
 
 
 def _last_number(path: Path) -> int:
-    length = _TAIL_BYTES
     try:
         with open_record(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            while True:
-                file.seek(max(0, size - length))
-                lines = file.read(size).split(b"\n")
-                for line in reversed(lines if length >= size else lines[1:]):
-                    if (number := _number(line)) is not None:
-                        return number
-                if length >= size:
-                    return 0
-                length *= 8
+            numbers = map(_number, lines_backwards(file, _TAIL_BYTES))
+            return next((number for number in numbers if number is not None), 0)
     except FileNotFoundError:
         return 0
 

@@ -37,8 +37,6 @@ class TestedModel(BaseModel):
     """The rewards of all answers to each task, in the order of the tasks; errors have none."""
     examples: list[dict[str, Any]] = []
     seconds: float
-    answered: int = 0
-    """Tasks with all their answers."""
     unanswered: int = 0
     """Tasks that the endpoint did not answer after all attempts; no mean includes them."""
     retries: int = 0

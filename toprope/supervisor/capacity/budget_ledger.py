@@ -1,9 +1,13 @@
 """The budget ledger of one folder of runs: the use and the reservations of every run.
 
 It is added up from the run folders whenever a run is to start, under a lock, so that two front ends cannot give away
-the same budget twice. A live run counts with its reservation, a run without a keeper with its actual use: nothing has
-to be settled, because a reservation ends with the run's lock. Between the decision and the start of the keeper the
-reservation stands in a file, so that the ledger lock is held for milliseconds and not while processes start.
+the same budget twice. A live account counts with its reservation, any other with its actual use: nothing has to be
+settled, because a reservation ends with a lock. The ledger lock is held for milliseconds, not while processes start.
+
+    account of          is in                     is live while
+    a run               its folder                a keeper, a guard or a job on a cluster holds it
+    a run that starts   .budget/RUN.pencilled     the front end holds that file; 120 s if nobody does
+    another program     .budget/NAME.program      it holds its lock; 40 s from its entry, in which it takes the lock
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -53,6 +53,71 @@ class Exit:
         return f"exited with code {self.code}" if self.code is not None else "lost its guard and was killed"
 
 
+class BundledReader:
+    """Reads the lines of a pipe: at once after a silence, and what follows a read together, a moment later.
+
+    Args:
+        pipe: A non-blocking descriptor; closed at its end, or by `drain`.
+        handle: Called with each line.
+    """
+
+    def __init__(self, pipe: int, handle: Callable[[bytes], None]) -> None:
+        self._pipe, self._handle = pipe, handle
+        self._unread, self._bundles = b"", True
+        self.heard: float | None = None
+        """The loop's time of the last read."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pipe, self._on_readable)
+
+    def hasten(self) -> None:
+        """Read everything at once from now on."""
+        self._bundles = False
+        self._resume()
+
+    def drain(self) -> None:
+        """Read what is in the pipe and close it. If the guard was killed, other processes hold it open and may go on
+        writing, so its end is not awaited."""
+        for _ in range(_LAST_READS):
+            if not self._read():
+                break
+        self._close()
+
+    def _on_readable(self) -> None:
+        if self._read() and self._bundles:
+            self._loop.remove_reader(self._pipe)
+            self._loop.call_later(_BUNDLE_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._pipe >= 0:
+            self._loop.add_reader(self._pipe, self._on_readable)
+
+    def _read(self) -> bool:
+        """Read what is in the pipe now; False if there was nothing, or the pipe has ended."""
+        if self._pipe < 0:
+            return False
+        try:
+            data = os.read(self._pipe, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._close()
+            return False
+        self.heard = self._loop.time()
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        if len(self._unread) > _LONGEST_LINE:
+            self._unread = b""
+        for line in lines:
+            if line:
+                self._handle(line)
+        return True
+
+    def _close(self) -> None:
+        if self._pipe >= 0:
+            self._loop.remove_reader(self._pipe)
+            os.close(self._pipe)
+            self._pipe = -1
+
+
 class Component:
     """One running program of a crew. Iterate over it for its reports; the iteration ends with the program.
 
@@ -76,14 +141,11 @@ class Component:
         self._log = request.log
         self._started = asyncio.Event()
         self._queue: asyncio.Queue[Report | None] = asyncio.Queue()
-        self._unread = b""
-        self._bundles = True
-        self._heard: float | None = None
         self._unsent = b""
         self._loop = asyncio.get_running_loop()
         self._guard = spawner.spawn(name, request)
-        self._orders, self._reports = self._guard.orders, self._guard.reports
-        self._loop.add_reader(self._reports, self._on_reports)
+        self._orders = self._guard.orders
+        self._reports = BundledReader(self._guard.reports, self._handle_line)
         self._follower = self._loop.create_task(self._follow_guard())
         if request.keys and self.node is None:  # elsewhere they do not travel with the orders
             self.send(Keys(dict(request.keys)))
@@ -100,14 +162,14 @@ class Component:
     @property
     def is_cut_off(self) -> bool:
         """True if nothing has come of it for so long that the connection to its node must be broken."""
-        limit = self._guard.silence_limit_s
-        silent = limit is not None and self._heard is not None and self._loop.time() - self._heard > limit
+        limit, heard = self._guard.silence_limit_s, self._reports.heard
+        silent = limit is not None and heard is not None and self._loop.time() - heard > limit
         return silent and self.exit is None
 
     def restart_silence(self) -> None:
         """Measure its silence from now on, because what it said may be unread."""
-        if self._heard is not None:
-            self._heard = self._loop.time()
+        if self._reports.heard is not None:
+            self._reports.heard = self._loop.time()
 
     async def wait_started(self) -> int | None:
         """Return the program's process id as soon as it is known; None if the guard ended before."""
@@ -166,47 +228,10 @@ class Component:
             os.close(self._orders)
             self._orders, self._unsent = -1, b""
 
-    def _close_reports(self) -> None:
-        if self._reports >= 0:
-            self._loop.remove_reader(self._reports)
-            os.close(self._reports)
-            self._reports = -1
-
-    def _on_reports(self) -> None:
-        """Read what came, at once after a silence; leave what follows in the pipe for a moment."""
-        if self._read_reports() and self._bundles:
-            self._loop.remove_reader(self._reports)
-            self._loop.call_later(_BUNDLE_S, self._resume_reading)
-
     async def _hasten(self, pid: int) -> None:
         with suppress(OSError):  # it has ended already
             await wait_for_end(pid)
-        self._bundles = False
-        self._resume_reading()
-
-    def _resume_reading(self) -> None:
-        if self._reports >= 0:
-            self._loop.add_reader(self._reports, self._on_reports)
-
-    def _read_reports(self) -> bool:
-        """Read what is in the pipe now; False if there was nothing, or the pipe has ended."""
-        if self._reports < 0:
-            return False
-        try:
-            data = os.read(self._reports, 1 << 16)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._close_reports()
-            return False
-        self._heard = self._loop.time()
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        if len(self._unread) > _LONGEST_LINE:
-            self._unread = b""
-        for line in lines:
-            if line:
-                self._handle_line(line)
-        return True
+        self._reports.hasten()
 
     def _handle_line(self, line: bytes) -> None:
         report = decode_report(line)
@@ -236,11 +261,7 @@ class Component:
     async def _follow_guard(self) -> None:
         """Wait for the end of the guard, then read its last reports."""
         code = await self._guard.wait()
-        # If the guard was killed, other processes hold the pipe open and may go on writing, so do not wait for its end.
-        for _ in range(_LAST_READS):
-            if not self._read_reports():
-                break
-        self._close_reports()
+        self._reports.drain()
         self._set_exit(Exit(code))
         self.gone.set()
 

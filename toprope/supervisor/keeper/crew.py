@@ -66,7 +66,6 @@ class Crew:
         programs: argv in place of the real programs.
         surroundings: The environment to select the members' variables from.
         checkpoint: Checkpoint that this attempt resumes from.
-        spawner: Starts the members' processes; chosen here if None.
         spread: The nodes that members run on; None if all run beside the keeper.
         preloaded: See `PreloadingSpawner`.
     """
@@ -81,13 +80,12 @@ class Crew:
         programs: Programs | None,
         surroundings: Mapping[str, str],
         checkpoint: Path | None = None,
-        spawner: Spawner | None = None,
         spread: Spread | None = None,
         preloaded: Preloaded | None = None,
     ) -> None:
         self._folder, self._spec, self._lock, self._attempt = folder, specification, lock, attempt
         self._programs, self._surroundings = programs, surroundings
-        self._spawner = spawner or self._make_spawner(spread, preloaded)
+        self._spawner = self._make_spawner(spread, preloaded)
         self.checkpoint = checkpoint
         """Checkpoint that members started from now on resume from."""
         given = "" if spread is not None else surroundings.get("CUDA_VISIBLE_DEVICES", "")
@@ -108,7 +106,9 @@ class Crew:
             self._folder.crew.mkdir(mode=0o700, exist_ok=True)
             return SpreadSpawner(LocalSpawner(), spread, self._folder.crew)
         preloadable = torch_members_of(self._spec) - set(self._programs or {})
-        if len(preloadable) > (preloaded is None) and can_preload():
+        # A process for a single member saves nothing, unless it has imported everything already.
+        fewest = 2 if preloaded is None else 1
+        if len(preloadable) >= fewest and can_preload():
             return PreloadingSpawner(len(preloadable), waiting=preloaded)
         if preloaded is not None:
             preloaded.end()

@@ -32,14 +32,13 @@ from toprope.records.messages import (
     Warned,
 )
 from toprope.records.run.specification import Specification
+from toprope.records.run.status import close_counts
 from toprope.supervisor.keeper.component import Component
 from toprope.supervisor.keeper.crew import Crew
 from toprope.supervisor.keeper.status_writer import StatusWriter
 from toprope.supervisor.programs import members_of, optional_members_of, role_of
 
 _EVALUATE_AFTER = Evaluate("after")
-_DRIVER_ENDED = "the environment's driver ended"
-"""The reason under which groups are given up when their driver ends."""
 
 
 class ReportHandler:
@@ -207,15 +206,9 @@ class _GroupCounts:
 
     def close(self, driver: str) -> None:
         """Give up the groups in progress of a driver that has ended."""
-        if (latest := self._latest.pop(driver, None)) is None:
-            return
-        given_up = Counter(latest.given_up)
-        left = latest.begun - latest.posting - latest.posted - given_up.total()
-        if left > 0:
-            given_up[_DRIVER_ENDED] += left
-        latest.given_up = dict(given_up)
-        self._before = _sum(self._before, latest)
-        self._write()
+        if (latest := self._latest.pop(driver, None)) is not None:
+            self._before = close_counts(_sum(self._before, latest))
+            self._write()
 
     def _write(self) -> None:
         making = self._before

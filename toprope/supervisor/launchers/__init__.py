@@ -7,13 +7,11 @@ launch.json before it submits, and asks the engine before anybody may call the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from toprope.records.run.folder import RunFolder
 from toprope.supervisor.environment_variables import OwnerVariables
-from toprope.supervisor.keeper.logs import LogPage
 from toprope.supervisor.lock import RunLock
 
 __all__ = ["KeeperState", "Launcher"]
@@ -32,7 +30,7 @@ class KeeperState:
 
 
 class Launcher(Protocol):
-    """Starts keepers, stops them and reaches their logs. Everything else goes through the run folder."""
+    """Starts keepers and stops them. Everything else goes through the run folder."""
 
     def submit(self, folder: RunFolder, variables: OwnerVariables, lock: RunLock | None = None) -> None:
         """Start the run's keeper, or submit it to an engine. Does nothing if the run has a keeper.
@@ -62,16 +60,4 @@ class Launcher(Protocol):
 
         Raises:
             OSError: The order could not be delivered.
-        """
-
-    def logs(
-        self, folder: RunFolder, component: str, *, lines: int, before: int | None = None, secrets: Iterable[str] = ()
-    ) -> LogPage:
-        """Return the last `lines` lines of a component's log, or of the keeper's, safe to show.
-
-        Args:
-            component: A member of the crew, or `keeper`.
-            lines: Most lines of the page.
-            before: Only lines that end at or before this byte.
-            secrets: Values to mask.
         """

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from toprope.errors import Corrupt
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import Specification
 from toprope.settings.clusters import Cluster
 from toprope.supervisor.environment_variables import OwnerVariables
-from toprope.supervisor.keeper.logs import LogPage
 from toprope.supervisor.launchers import KeeperState, Launcher
 from toprope.supervisor.launchers.engine import Engine
 from toprope.supervisor.launchers.slurm import SlurmEngine
@@ -48,12 +45,6 @@ class LauncherByKind:
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:
         """See `Launcher.stop`."""
         self._of(folder).stop(folder, grace_s)
-
-    def logs(
-        self, folder: RunFolder, component: str, *, lines: int, before: int | None = None, secrets: Iterable[str] = ()
-    ) -> LogPage:
-        """See `Launcher.logs`."""
-        return self._of(folder).logs(folder, component, lines=lines, before=before, secrets=secrets)
 
     def _of(self, folder: RunFolder) -> Launcher:
         return self._cluster if folder.launch.exists() else self._local

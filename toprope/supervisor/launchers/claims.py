@@ -33,7 +33,12 @@ def claim(folder: RunFolder, attempt: int | str, *, by: str) -> bool:
 
 def claimed_by_front_end(folder: RunFolder, attempt: int) -> bool:
     """True if a front end took the attempt before its job began."""
-    return _read(folder, attempt)[0] == FRONT_END
+    return holder(folder, attempt) == FRONT_END
+
+
+def holder(folder: RunFolder, attempt: int | str) -> str:
+    """The word of the one who claimed the attempt for itself; empty if nobody did."""
+    return _read(folder, attempt)[0]
 
 
 def begun_at(folder: RunFolder, attempt: int) -> float | None:
@@ -42,7 +47,7 @@ def begun_at(folder: RunFolder, attempt: int) -> float | None:
     return None if by == FRONT_END else at
 
 
-def _read(folder: RunFolder, attempt: int) -> tuple[str, float | None]:
+def _read(folder: RunFolder, attempt: int | str) -> tuple[str, float | None]:
     """Who claimed an attempt, and when; empty and None if nobody did, or the file is not yet written."""
     try:
         said = read_json(folder.crew / f"claim-{attempt}")

@@ -20,7 +20,7 @@ import random
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,7 +38,6 @@ from toprope.supervisor.environment_variables import KEEPER as OWNERS_HOME
 from toprope.supervisor.environment_variables import OwnerVariables, far_keeper_variables
 from toprope.supervisor.heartbeat import BEATING_S, is_beating
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting
-from toprope.supervisor.keeper.logs import LogPage, read_page
 from toprope.supervisor.launchers import KeeperState
 from toprope.supervisor.launchers.claims import FRONT_END, begun_at, claim, claimed_by_front_end
 from toprope.supervisor.launchers.engine import Engine, EngineView, Job, JobRequest, Refused, Unreachable
@@ -204,12 +203,6 @@ class ClusterLauncher:
             view = self._view(self._cluster(launch))
             view.engine.cancel(launch.name)
             view.forget()
-
-    def logs(
-        self, folder: RunFolder, component: str, *, lines: int, before: int | None = None, secrets: Iterable[str] = ()
-    ) -> LogPage:
-        """See `Launcher.logs`. The engine writes the keeper's output into the run folder."""
-        return read_page(folder.log(component), lines=lines, before=before, secrets=secrets)
 
     def _look(self, launch: Launch) -> tuple[str, Job | None]:
         try:

@@ -8,7 +8,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 
 from toprope.errors import ComponentFailed
@@ -22,7 +22,7 @@ from toprope.supervisor.environment_variables import (
     split_keeper_variables,
 )
 from toprope.supervisor.keeper.containment import ENV_CONTAINMENT, ContainmentSetting, choose_containment
-from toprope.supervisor.keeper.logs import LogPage, read_page, read_tail
+from toprope.supervisor.keeper.logs import read_tail
 from toprope.supervisor.launchers import KeeperState
 from toprope.supervisor.launchers.standby import Standby
 from toprope.supervisor.lock import RunLock, is_held
@@ -168,9 +168,3 @@ class LocalLauncher:
     def stop(self, folder: RunFolder, grace_s: float | None) -> None:
         """See `Launcher.stop`."""
         write_stop_order(folder, grace_s)
-
-    def logs(
-        self, folder: RunFolder, component: str, *, lines: int, before: int | None = None, secrets: Iterable[str] = ()
-    ) -> LogPage:
-        """See `Launcher.logs`."""
-        return read_page(folder.log(component), lines=lines, before=before, secrets=secrets)

@@ -35,7 +35,7 @@ from toprope.sdk.wall.kernel import hide_memory
 from toprope.settings.clusters import Mirror
 from toprope.settings.owner import Home
 from toprope.supervisor.keeper import program
-from toprope.supervisor.launchers.claims import claim, claimed_by_front_end
+from toprope.supervisor.launchers.claims import claim, claimed_by_front_end, holder
 from toprope.supervisor.launchers.cluster import FULL, can_listen, free_port, variables_name
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.mirror.wire import CHUNK, WHOLE, Prefix, bearer, is_mirrored, is_step, run_key, tls
@@ -123,10 +123,10 @@ class Receiver:
         return launch
 
     def _holder(self) -> str:
-        """Return the job's own word for itself that holds the run; empty before it began."""
+        """Return the job's own word for itself that holds the run; empty before it began or with a damaged launch."""
         try:
-            return str(read_json(self._folder.crew / f"claim-{self._launch().place}")["by"])
-        except (TopropeError, KeyError, TypeError):
+            return holder(self._folder, self._launch().place)
+        except TopropeError:
             return ""
 
     async def _begin(self, request: web.Request) -> web.Response:

@@ -20,7 +20,7 @@ from toprope.records.run.checkpoints import Damage, newest_sound, no_sound_check
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.launch import Launch
 from toprope.records.run.specification import Specification
-from toprope.records.run.status import ENDED, LIVE, EventLog, Failure, Status, read_events
+from toprope.records.run.status import ENDED, LIVE, EventLog, Failure, Status, close_counts, read_events
 from toprope.sdk.wall.scratch import sweep_scratch
 from toprope.supervisor.capacity.reservations import Reservations
 from toprope.supervisor.launchers import Launcher
@@ -93,10 +93,11 @@ def settle_run(folder: RunFolder, reaped: int | None = None, told: str = "") -> 
         NotFound, Corrupt: The status cannot be read.
     """
     status = Status.read(folder)
-    if status.ended and status.ended_at is not None:
+    if status.is_over:
         return status
     if reaped is None:
-        reaped = reap_crew(folder, status.attempt)
+        marker = str(folder.path.resolve())
+        reaped = reap_marked({marker: status.attempt})[marker]
     sweep_scratch()
     reason = told or describe_keeper_loss(folder, status)
     if reaped == 1:
@@ -130,7 +131,7 @@ def write_end(
                 "reason": failure.reason if failure else reason,
                 "failure": named(failure) if failure else None,
                 "since": now,
-                "making": _close_counts(status.making),
+                "making": close_counts(status.making),
                 "resume_at": decision.resume_at if decision else None,
                 "resumed_lost": decision.count if decision else status.resumed_lost,
                 "crew": {
@@ -147,17 +148,6 @@ def write_end(
     _record_end(folder, status, now)
     status.write(folder)
     return status
-
-
-def _close_counts(making: dict[str, Any]) -> dict[str, Any]:
-    """Return the counts of groups after the end of their driver: groups in progress are given up."""
-    if not making:
-        return making
-    given_up = dict(making.get("given_up", {}))
-    left = making.get("begun", 0) - making.get("posted", 0) - making.get("unanswered", 0) - sum(given_up.values())
-    if left > 0:
-        given_up["the environment's driver ended"] = given_up.get("the environment's driver ended", 0) + left
-    return {**making, "given_up": given_up}
 
 
 def _record_end(folder: RunFolder, status: Status, ended_at: float) -> None:
@@ -285,13 +275,6 @@ def _checkpoint(folder: RunFolder) -> tuple[dict[str, Any] | None, list[Damage]]
     if found is None and damaged:
         raise no_sound_checkpoint(folder, damaged)
     return None if found is None else found.told(folder), damaged
-
-
-def reap_crew(folder: RunFolder, last_attempt: int | None = None) -> int:
-    """Kill processes of the run's attempts up to `last_attempt` (all when None); return their number. The caller holds
-    the lock."""
-    marker = str(folder.path.resolve())
-    return reap_marked({marker: last_attempt})[marker]
 
 
 def remove_unfinished(paths: Iterable[Path]) -> None:

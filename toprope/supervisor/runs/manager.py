@@ -27,7 +27,7 @@ from toprope.supervisor.capacity.budget_ledger import ledger_lock, reserved
 from toprope.supervisor.capacity.reservations import Machine, Reservations
 from toprope.supervisor.environment_variables import OwnerVariables
 from toprope.supervisor.heartbeat import describe_silence
-from toprope.supervisor.keeper.logs import LogPage
+from toprope.supervisor.keeper.logs import LogPage, read_page
 from toprope.supervisor.launchers import Launcher
 from toprope.supervisor.lock import RunLock
 from toprope.supervisor.runs.auto_resume_policy import decide_auto_resume, is_due, stop_requested
@@ -248,7 +248,7 @@ class RunManager:
         """
         folder = self.folder(run_id)
         status = self._read_status(folder)
-        if not _is_over(status):
+        if not status.is_over:
             self.launcher.stop(folder, grace_s)
         elif status.resume_at is not None:
             # If another front end resumes it at this moment, the new keeper reads the order.
@@ -278,7 +278,7 @@ class RunManager:
 
     def _check_status(self, folder: RunFolder, status: Status) -> Status:
         """Return the status, with a warning if the keeper is silent, or settled if the keeper is gone."""
-        if _is_over(status):
+        if status.is_over:
             if wanted(folder):  # the launcher sees that it comes
                 self.launcher.status(folder)
             return status
@@ -346,7 +346,7 @@ class RunManager:
             folder = RunFolder(self.path / name)
             try:
                 status = self._statuses.read(folder)
-                if _is_over(status) or self._is_alive(folder):
+                if status.is_over or self._is_alive(folder):
                     found.append(self._check_status(folder, status))
                 else:
                     without_keeper.append(folder)
@@ -396,8 +396,12 @@ class RunManager:
     def read_log(
         self, run_id: str, component: str, *, lines: int, before: int | None = None, secrets: Iterable[str] = ()
     ) -> LogPage:
-        """Return the last lines of a component's log; see `Launcher.logs`. Raises NotFound if there is no such run."""
-        return self.launcher.logs(self.folder(run_id), component, lines=lines, before=before, secrets=secrets)
+        """Return the last lines of the log of a component, or of `keeper`; see `read_page`.
+
+        Raises:
+            NotFound: There is no such run.
+        """
+        return read_page(self.folder(run_id).log(component), lines=lines, before=before, secrets=secrets)
 
     async def wait_end(self, run_id: str, timeout_s: float) -> Status:
         """Wait until a run and its processes have ended, or until the time is over; return its status.
@@ -407,14 +411,9 @@ class RunManager:
         """
         folder, limit = self.folder(run_id), anyio.current_time() + timeout_s
         status, asked_at = await to_thread.run_sync(self._status_or_resume, folder), anyio.current_time()
-        while not _is_over(status) and anyio.current_time() < limit:
+        while not status.is_over and anyio.current_time() < limit:
             await anyio.sleep(_LOOK_EVERY_S)
             # The file tells of an end at once; the launcher is asked about those that could not write it.
-            if anyio.current_time() - asked_at >= _ASK_EVERY_S or _is_over(self._statuses.read(folder)):
+            if anyio.current_time() - asked_at >= _ASK_EVERY_S or self._statuses.read(folder).is_over:
                 status, asked_at = await to_thread.run_sync(self._status_or_resume, folder), anyio.current_time()
         return status
-
-
-def _is_over(status: Status) -> bool:
-    """True if this attempt has ended, and its processes as well."""
-    return status.ended and status.ended_at is not None

@@ -95,7 +95,8 @@ def _ancestors() -> set[int]:
 
 
 def _within(attempt: str, last_attempt: int | None) -> bool:
-    """True if the attempt may be reaped. An older version wrote no number."""
+    """True if the attempt may be reaped. Workers carry no number: who reaps holds the run's lock, so
+    theirs has ended."""
     return last_attempt is None or not attempt.isdigit() or int(attempt) <= last_attempt
 
 

@@ -26,7 +26,6 @@ class StatusCache:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[_Fingerprint, Status]] = {}
-        self._ended: dict[str, tuple[_Fingerprint, Status]] = {}
 
     def read(self, folder: RunFolder) -> Status:
         """Return the status on disk. The caller must not change it.
@@ -49,13 +48,10 @@ class StatusCache:
 
     def unchanged_ended(self, runs: Path) -> dict[str, Status]:
         """Return the cached statuses of ended runs below the folder whose files are unchanged."""
-        unchanged, stat, base = {}, os.stat, f"{runs}/"
-        for run_id, ((inode, changed_ns, size), status) in list(self._ended.items()):
-            try:
-                found = stat(f"{base}{run_id}/status.json")
-            except OSError:
-                continue
-            if found.st_mtime_ns == changed_ns and found.st_ino == inode and found.st_size == size:
+        unchanged = {}
+        for run_id in list(self._known):
+            status = self._unchanged(run_id, f"{runs}/{run_id}/status.json")
+            if status is not None and status.is_over:
                 unchanged[run_id] = status
         return unchanged
 
@@ -64,7 +60,6 @@ class StatusCache:
         if len(self._known) > len(run_ids):
             for run_id in self._known.keys() - run_ids:
                 self._known.pop(run_id, None)
-                self._ended.pop(run_id, None)
 
     def _read(self, folder: RunFolder) -> Status:
         try:
@@ -74,12 +69,7 @@ class StatusCache:
         # The file that is read now is this one or a newer one; a newer one is read again next time.
         status = Status.read(folder)
         if time.time_ns() - found.st_mtime_ns > _SETTLED_NS:
-            entry = ((found.st_ino, found.st_mtime_ns, found.st_size), status)
-            self._known[folder.run_id] = entry
-            if status.ended and status.ended_at is not None:
-                self._ended[folder.run_id] = entry
-            else:
-                self._ended.pop(folder.run_id, None)
+            self._known[folder.run_id] = ((found.st_ino, found.st_mtime_ns, found.st_size), status)
         return status
 
 

@@ -79,7 +79,6 @@ class Request(msgspec.Struct):
     grace_s: float
     lock: int | None
     inherits: list[int]
-    releases_detached: bool
     node: str
     address: str
     is_far: bool
@@ -145,7 +144,6 @@ def _start(request: Request) -> _Guard:
         lock=None if request.lock is None else RunLock(request.lock),
         folder=None if request.folder is None else Path(request.folder),
         inherits=request.inherits,
-        releases_detached=request.releases_detached,
     )
     pipes = Pipes()
     if not request.is_far:

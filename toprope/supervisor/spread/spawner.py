@@ -65,7 +65,6 @@ class SpreadSpawner:
             grace_s=request.grace_s,
             lock=lock,
             inherits=inherits,
-            releases_detached=request.releases_detached,
             node=node.name,
             address=node.address,
             is_far=node.is_far,

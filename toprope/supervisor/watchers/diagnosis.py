@@ -30,6 +30,7 @@ class DiagnosisWatcher(Watcher):
         self._diagnosis = Diagnosis(self._config, differs=control.specification.beside_preset)
         self._standstill: Finding | None = None
         self._failed_groups = FailedGroups()
+        self._errors: Counter[str] = Counter()
         self._failing: Finding | None = None
         self._step = 0
         self._dropped: Counter[str] | None = None
@@ -61,7 +62,8 @@ class DiagnosisWatcher(Watcher):
 
     def _check_groups(self, report: Making) -> None:
         """Record that groups fail: when it begins, when it gets worse, and when it is over."""
-        now, before = self._failed_groups.take(report.begun, report.given_up, report.errors), self._failing
+        now, before = self._failed_groups.take(report.begun, report.given_up), self._failing
+        self._errors = Counter(report.errors)
         if now is not None and (before is None or severity(now.level) > severity(before.level)):
             self._failing = now.model_copy(update={"step": self._step})
             self._record([self._failing])
@@ -113,7 +115,7 @@ class DiagnosisWatcher(Watcher):
 
     def _with_kinds(self, finding: Finding) -> Finding:
         """Add the kinds of scorer errors, which the trainer's rows do not have."""
-        kinds = self._failed_groups.kinds()
+        kinds = self._errors.most_common(3)
         if finding.rule != "scorer_errors" or not kinds:
             return finding
         most = ", ".join(f"{kind} ({count})" for kind, count in kinds)

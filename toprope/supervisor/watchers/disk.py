@@ -2,7 +2,7 @@
 
 A run needs the owner's floor and room for the next checkpoint, which is taken to be as large as the newest one. A
 member that finds no room (a quota, or a limit that the disk's figures do not show) reports it, which pauses the run as
-well; after a while the run may try again. Warnings of members become events of the run here, too.
+well; after a while the run may try again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from typing import Literal
 
-from toprope.records.messages import Checkpointed, NoRoom, Report, Warned
+from toprope.records.messages import Checkpointed, NoRoom, Report
 from toprope.records.run.folder import folder_bytes
 from toprope.records.run.status import Finding
 from toprope.supervisor.capacity.reservations import Reservations
@@ -45,8 +45,6 @@ class DiskWatcher(Watcher):
 
     def on_report(self, component: str, report: Report) -> None:
         match report:
-            case Warned():
-                self._control.record_event("warning", what=f"{component}: {report.what}")
             case NoRoom():
                 self._complaint, self._complained = f"{component}: {report.what}", True
             case Checkpointed():
@@ -58,7 +56,7 @@ class DiskWatcher(Watcher):
         except OSError:
             return  # the keeper notices by itself that the folder is gone
         machine = self._reservations.machine()
-        floor = machine.disk_floor if machine is not None and machine.disk_floor is not None else None
+        floor = machine.disk_floor if machine is not None else None
         needed = (default_floor(usage.total) if floor is None else floor) + self._checkpoint_bytes
         if self._complained:
             self._complained, self._wait_until = False, now + _TRY_AGAIN_S

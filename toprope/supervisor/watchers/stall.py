@@ -15,6 +15,7 @@ from typing import Any
 
 from toprope.records.messages import Checkpointed, CountsReport, Evaluated, Finished, Progress, Report, Stepped
 from toprope.supervisor.watchers.watcher import RunControl, Watcher
+from toprope.text_format import duration
 
 _WATCHED_STATES = frozenset({"starting", "training", "evaluating"})
 _TRAINING_STATES = frozenset({"starting", "training"})
@@ -91,7 +92,7 @@ class StallWatcher(Watcher):
         if self._stalled_since is not None:
             stood = now - self._stalled_since
             self._stalled_since = None
-            what = f"It moves again after {_duration(stood)}."
+            what = f"It moves again after {duration(stood)}."
             self._control.record_event("stall", over=True, what=what, seconds=round(stood))
 
     def _describe_stall(self, idle: float, limit: float) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class StallWatcher(Watcher):
         waiting = int(status.counts.get("waiting") or 0)
         component, why = self._likely_cause(status.state, waiting)
         moves = "step" if status.state in _TRAINING_STATES else "progress"
-        what = f"No {moves} for {_duration(idle)} while everything is alive"
+        what = f"No {moves} for {duration(idle)} while everything is alive"
         what += f", usually one in {usual:.1f} s; " if usual is not None else "; "
         first = component.partition(" ")[0]
         return {
@@ -137,7 +138,3 @@ class StallWatcher(Watcher):
             except OSError:
                 continue
         return ages
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
