@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
+from tests.support import records
 from toprope.analysis.integrity import examine, lineage_of, lone_wins
 from toprope.analysis.statistics.comparison import Answers, Measured
 from toprope.atomic import write_json
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
 
 
 def specification(run_id="a-run", model="embedded"):
     config = Config()
     config.policy.model = model
-    return Specification(
-        run_id=run_id,
-        kind="train",
-        created_at=time.time(),
-        toprope_version="0",
-        environment=EnvironmentSource(name="dice", file="/nowhere.py", attribute="Dice"),
-        config=config,
-        policy_cache="/nowhere",
-    )
+    return records.specification(run_id, config=config)
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support import records
 from toprope.errors import InvalidValue
-from toprope.records.run.specification import EnvironmentSource, Specification
+from toprope.records.run.specification import Specification
 from toprope.settings.changes import apply_changes
 from toprope.settings.owner import OwnerSettings
 from toprope.settings.schema import Config
@@ -41,11 +42,7 @@ def test_what_a_service_cannot_follow_is_refused(changes: dict[str, Any], said: 
 
 
 def frozen(config: Config, **given: Any) -> Specification:
-    source = EnvironmentSource(name="add", file="add.py", attribute="Add")
-    return Specification(
-        run_id="run-a", kind="train", created_at=0.0, toprope_version="0", environment=source, config=config,
-        policy_cache="/nowhere", **given,
-    )  # fmt: skip
+    return records.specification(config=config, **given)
 
 
 def test_costs_have_a_bound_by_the_owners_prices() -> None:

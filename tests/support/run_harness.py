@@ -14,9 +14,9 @@ from typing import Any
 import anyio
 import psutil
 
-from tests.support import supervisor_stand_ins
+from tests.support import records, supervisor_stand_ins
 from toprope.records.run.folder import RunFolder
-from toprope.records.run.specification import EnvironmentSource, Specification, TestPlan
+from toprope.records.run.specification import Specification, TestPlan
 from toprope.records.run.status import Status
 from toprope.settings.schema import Config
 from toprope.supervisor.capacity.reservations import Machine
@@ -70,12 +70,10 @@ class RunHarness:
         usual |= {"restart_window_s": 600.0, "hang_timeout_s": 120.0, "trainer_hang_timeout_s": 120.0}
         for name, value in (usual | launcher).items():
             setattr(config.launcher, name, value)
-        return Specification(
-            run_id=f"run-{uuid.uuid4().hex[:8]}",
+        return records.specification(
+            f"run-{uuid.uuid4().hex[:8]}",
             kind=kind,
             created_at=time.time(),
-            toprope_version="0",
-            environment=EnvironmentSource(name="dice", file="/nowhere.py", attribute="Dice"),
             config=config,
             test=TestPlan(tasks=100, group_size=4) if kind == "test" else None,
             policy_cache=str(self.path / "policies"),

@@ -36,9 +36,9 @@ class StandIn:
     """One member.
 
     Behaviour, all optional: `at` and `do` (a moment and an action: exit:N, kill, freeze, hang, sleep, fail, again,
-    linger), `times` (how often, over all restarts; always when absent), `beats` (sends heartbeats while it listens),
-    `slow` (seconds that a restart takes), `deaf` (ignores SIGTERM), `daemon` (leaves a double-forked process in a
-    session of its own, with an empty environment), `noise` (bytes to print first), `say` (text to print first),
+    linger, warn), `times` (how often, over all restarts; always when absent), `beats` (sends heartbeats while it
+    listens), `slow` (seconds that a restart takes), `deaf` (ignores SIGTERM), `daemon` (leaves a double-forked process
+    in a session of its own, with an empty environment), `noise` (bytes to print first), `say` (text to print first),
     `steps`, `endless`, `patient` (the trainer saves on Stop and ignores SIGTERM until then), `saving` (its seconds),
     `loading` (seconds before the trainer is ready), `mute` (never reports that it is ready), `nonsense` (label of an
     evaluation whose file is invalid).
@@ -113,6 +113,9 @@ class StandIn:
             time.sleep(600)
         if what == "spend":
             self.report(crew.OutOfBudget(1.04, 0.52))
+            return
+        if what == "warn":
+            self.report(crew.Warned("the dice are worn"))
             return
         if what in ("fail", "linger", "again"):
             self.report(crew.Failed("the dice were loaded", "use other dice", what == "again"))

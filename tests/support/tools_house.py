@@ -17,7 +17,6 @@ from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import EventLog, Status
 from toprope.settings.owner import Home
 from toprope.settings.schema import Config
-from toprope.supervisor.keeper.logs import read_page
 from toprope.supervisor.launchers import KeeperState
 from toprope.supervisor.runs.manager import RunManager
 from toprope.workbench.catalog.catalog import Catalog
@@ -61,9 +60,6 @@ class StandInLauncher:
         become(folder, "stopping")
         become(folder, "stopped", ended_at=time.time())
         self.leave(folder.run_id)
-
-    def logs(self, folder, component, **page):
-        return read_page(folder.log(component), **page)
 
     def leave(self, run_id):
         os.close(self.held.pop(run_id))

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import threading
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tests.support import records
 from toprope.records.journal.groups import MASKED, PROMPT_LOGPROB, Batch, Group, Outcome
 from toprope.records.messages import Stepped
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.kinds import KINDS
-from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.settings.schema import Config
 
 GROUPS = 2
@@ -101,15 +100,7 @@ def train_in(folder: RunFolder, policy: Path, config: Config, api: Any, stop_aft
     from toprope.training.trainer.program import create_training
 
     folder.crew.mkdir(exist_ok=True)
-    Specification(
-        run_id=folder.run_id,
-        kind="train",
-        created_at=time.time(),
-        toprope_version="0",
-        environment=EnvironmentSource(name="none", file="/none.py", attribute="None"),
-        config=config,
-        policy_cache=str(folder.path / "policies"),
-    ).write(folder)
+    records.specification(folder.run_id, config=config, policy_cache=str(folder.path / "policies")).write(folder)
     member: Any = StandInMember(folder, policy, config, stop_after)
     member.name = "trainer"
     with mock.patch.object(sync_client, "SyncApiClient", lambda *_: api), mock.patch("sys.argv", sys.argv[:1]):

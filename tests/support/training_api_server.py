@@ -139,6 +139,8 @@ def served(
         loops.append(asyncio.get_running_loop())
         app = create_app(store, SECRET, commit=commit, matcher=matcher)
         await serve(app, started, ending[0], http=protocol(), timeout_keep_alive=75)
+        if matcher is not None:
+            await matcher.close()
 
     def stop() -> None:
         if thread.is_alive():
@@ -154,6 +156,4 @@ def served(
     finally:
         stop()
         commit.close()
-        if matcher is not None:
-            matcher.close()
         journal.close()

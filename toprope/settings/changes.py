@@ -7,17 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from toprope.errors import InvalidValue, LockedField, NotFound
-from toprope.settings.fields import KNOBS, Field, all_fields, find_field, get_value
+from toprope.settings.fields import KIND_OF_TYPE, KNOBS, Field, all_fields, find_field, get_value
 from toprope.settings.schema import SECTIONS, Config
 from toprope.settings.sections.algorithms import NAME, implied_fields
 
 NOT_EDITABLE = {"environment.name": "select_environment makes a draft of another environment"}
 """Fields that identify a draft, and what to do instead of editing them."""
-
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "boolean": (bool,), "integer": (int,), "number": (int, float), "text": (str,), "list": (list,), "object": (dict,),
-}  # fmt: skip
 
 
 class LockCheck(Protocol):
@@ -108,9 +103,8 @@ def _allowed(field: Field, value: Any, locks: LockCheck | None) -> Any:
     try:
         typed = field.coerce(value)
     except InvalidValue:
-        of_its_kind = isinstance(value, _TYPES.get(field.kind, ())) and isinstance(value, bool) == (
-            field.kind == "boolean"
-        )
+        kind = KIND_OF_TYPE.get(type(value))
+        of_its_kind = kind == field.kind or (kind, field.kind) == ("integer", "number")
         if of_its_kind and locks is not None and (refusal := locks.refusal(field.name, value)):
             raise LockedField(refusal) from None
         raise

@@ -13,6 +13,7 @@ import json
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_args, get_origin
 
 import annotated_types
@@ -28,7 +29,7 @@ KNOBS = "environment.knobs"
 
 Kind = Literal["boolean", "integer", "number", "text", "list", "object", "any"]
 
-_KINDS: dict[Any, Kind] = {
+KIND_OF_TYPE: dict[Any, Kind] = {
     bool: "boolean", int: "integer", float: "number", str: "text", list: "list", tuple: "list", dict: "object",
 }  # fmt: skip
 _LIMITS = ("ge", "gt", "le", "lt", "min_length", "max_length")
@@ -60,8 +61,8 @@ class Field:
     def kind(self) -> Kind:
         """The JSON type of its values."""
         if self.choices is not None and self.annotation is Any:
-            return _KINDS.get(type(self.choices[0]), "any")
-        return _KINDS.get(get_origin(self.annotation) or self.annotation, "any")
+            return KIND_OF_TYPE.get(type(self.choices[0]), "any")
+        return KIND_OF_TYPE.get(get_origin(self.annotation) or self.annotation, "any")
 
     @property
     def type_text(self) -> str:
@@ -115,7 +116,7 @@ class Field:
     def _item(self) -> Kind | None:
         """Kind of a list's items or an object's values, if it is declared."""
         arguments = get_args(self.annotation)
-        return _KINDS.get(arguments[-1]) if arguments and self.choices is None else None
+        return KIND_OF_TYPE.get(arguments[-1]) if arguments and self.choices is None else None
 
     def _accepted(self) -> str:
         if self.choices is not None:
@@ -253,5 +254,4 @@ def get_value(config: Config, field: Field) -> Any:
     """The value that the configuration has for a field; the default of a knob that was never set."""
     if field.name.startswith(f"{KNOBS}."):
         return config.environment.knobs.get(field.name.removeprefix(f"{KNOBS}."), field.default)
-    section, _, name = field.name.partition(".")
-    return getattr(getattr(config, section), name)
+    return attrgetter(field.name)(config)

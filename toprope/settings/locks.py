@@ -232,16 +232,12 @@ def require_allowed_knobs(knobs: Mapping[str, Any], kept: Mapping[str, Mapping[s
     Raises:
         LockedField: A knob has a value that is not allowed.
     """
-    for name, value in knobs.items():
-        field = f"{KNOBS}.{name}"
-        if (entry := kept.get(field)) is None:
-            continue
-        lock = Lock(field, entry["reason"], "value" in entry, entry.get("value"), entry.get("min"), entry.get("max"))
-        if not lock.allows(value):
-            raise LockedField(
-                f"{field} is locked by the owner: {lock.says}, not {value!r}. Reason: {lock.reason}",
-                hint=f"Set {name} among the knobs of {environment}.",
-            )
+    locks = {
+        field: Lock(field, one["reason"], "value" in one, one.get("value"), one.get("min"), one.get("max"))
+        for field, one in kept.items()
+    }
+    values = {f"{KNOBS}.{name}": value for name, value in knobs.items()}
+    Locks(locks).require(values, f"Set them among the knobs of {environment}.")
 
 
 def _parse(entry: Any, where: str, fields: dict[str, Field]) -> Lock:

@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from toprope.atomic import write_text
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, shown
 
 Model = TypeVar("Model", bound=BaseModel)
 YAML_ENDINGS = (".yaml", ".yml")
@@ -127,7 +127,7 @@ def check_keys(data: Any, allowed: Iterable[str], where: str) -> dict[str, Any]:
         raise InvalidValue(f"{where} must be a mapping with {', '.join(allowed)}.", hint="Fix the file.")
     for key in data:
         if key not in allowed:
-            raise InvalidValue(f"{where}: there is no key {key!r}.", hint=nearest(str(key), allowed))
+            raise InvalidValue(f"{where}: there is no key {shown(key)}.", hint=nearest(str(key), allowed))
     return data
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -136,6 +136,32 @@ def item_from(given: Any, where: str) -> TrajectoryItem:
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= sys.float_info.max:
         raise InvalidValue(f"{where}: reward must be a number, not {shown(reward)}.", hint=_SHAPES)
     return TrajectoryItem(state, action, float(reward), metadata)
+
+
+def items_of(
+    lines: Iterable[bytes], where: str, unreadable: Callable[[str], None] | None = None
+) -> Iterator[TrajectoryItem]:
+    """Yield the items of JSON lines; empty lines are skipped.
+
+    Args:
+        where: Name of the lines' source in error messages.
+        unreadable: Called with the name of each line that is not JSON; without, such a line is an error.
+
+    Raises:
+        InvalidValue: A line is not an item; the message names it.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        named = f"{where}, line {number}"
+        try:
+            given = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            if unreadable is None:
+                raise InvalidValue(f"{named} is not JSON.", hint="Write one JSON object per line.") from None
+            unreadable(named)
+            continue
+        yield item_from(given, named)
 
 
 _SHAPES = (

@@ -12,6 +12,7 @@ import pytest
 
 from toprope.analysis.failures import Kind
 from toprope.analysis.findings import RULES, Diagnosis, diagnose, headline
+from toprope.analysis.findings import diagnosis as diagnosis_module
 from toprope.analysis.findings.rules import Rule, Symptom
 from toprope.records.run.status import Finding
 from toprope.settings.schema import Config
@@ -296,8 +297,9 @@ def rule_of(levels: dict[int, str]) -> Rule:
 
 
 def reported_by(levels: dict[int, str], rows: int = 400) -> list[tuple[str, int | None]]:
-    diagnosis = Diagnosis(config(), [rule_of(levels)])
-    reported = [finding for row in healthy(rows) for finding in diagnosis.see(row)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnosis_module, "RULES", (rule_of(levels),))
+        reported = diagnose(healthy(rows), config())
     return [(finding.level, finding.step) for finding in reported]
 
 

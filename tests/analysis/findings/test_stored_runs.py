@@ -10,12 +10,10 @@ import msgspec
 import pytest
 
 import toprope
+from tests.support import records
 from toprope.analysis.findings import stored_runs
 from toprope.analysis.findings.stored_runs import explain_run
-from toprope.records.run.folder import RunFolder
-from toprope.records.run.specification import EnvironmentSource, Specification
 from toprope.records.run.status import Finding, Status
-from toprope.settings.schema import Config
 
 ROWS = [{"step": step, "loss": 0.01, "reward": 0.0, "success": 0.0, "entropy": 1.0} for step in range(1, 121)]
 
@@ -26,31 +24,13 @@ class Run:
     """The folder of an ended run whose answers are all wrong, and the number of times that its rows were read."""
 
     def __init__(self, runs, monkeypatch):
-        self.folder = RunFolder.create(runs, "sort-letters-a")
-        config = Config()
+        self.specification = records.specification()
+        config = self.specification.config
         config.budget.steps = len(ROWS)
-        self.specification = Specification(
-            run_id=self.folder.run_id,
-            kind="train",
-            created_at=1.0,
-            toprope_version="1",
-            environment=EnvironmentSource(name="sort_letters", file="/nowhere.py", attribute="SortLetters"),
-            config=config,
-            policy_cache=str(runs),
-            beside_preset={"optimizer.learning_rate": [1e-4, config.optimizer.learning_rate]},
-        )
-        self.specification.write(self.folder)
+        self.specification.beside_preset = {"optimizer.learning_rate": [1e-4, config.optimizer.learning_rate]}
+        self.folder = records.run_folder(runs, self.specification, "stopped", ended_at=9.0)
         self.write(ROWS)
-        self.status = Status(
-            run_id=self.folder.run_id,
-            kind="train",
-            environment="sort_letters",
-            state="stopped",
-            created_at=1.0,
-            ended_at=9.0,
-            since=1.0,
-            updated_at=9.0,
-        )
+        self.status = Status.read(self.folder)
         self.read = 0
         real = stored_runs.read_history
 

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from tests.analysis.conftest import evaluation, rows
-from tests.support.run_harness import RunHarness
+from tests.support import records
 from toprope.analysis.plots.run_plots import _draw_heldout
 from toprope.analysis.plots.style import REWARD, SUCCESS, colour_of, smoothed
 from toprope.analysis.reports.charts import Line, lines
@@ -22,13 +22,7 @@ from toprope.records.run.status import Status
 
 @pytest.fixture
 def folder(tmp_path):
-    specification = RunHarness(tmp_path).specification()
-    folder = RunFolder.create(tmp_path / "runs", specification.run_id)
-    specification.write(folder)
-    Status(
-        run_id=folder.run_id, kind="train", environment="dice", state="evaluating", created_at=1, since=1, updated_at=9
-    ).write(folder)
-    return folder
+    return records.run_folder(tmp_path / "runs", records.specification(), "evaluating")
 
 
 def draw(folder: RunFolder) -> subprocess.CompletedProcess[str]:

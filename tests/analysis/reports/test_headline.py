@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support import records
 from toprope.analysis.reports.handoff import Standing, handoff
 from toprope.analysis.reports.headline import headline, share_done, standard_lines
-from toprope.records.run.status import Status
 from toprope.records.run.tested_models import Measurement, StandardScore
 
 
 def status(run_id="run-a", kind="train", state="completed", **fields):
-    return Status(
-        run_id=run_id, kind=kind, environment="words", state=state, created_at=1, since=1, updated_at=9, **fields
-    )
+    return records.status(run_id, state, kind=kind, environment="words", **fields)
 
 
 def measured(accuracy, tasks=200, split="heldout"):

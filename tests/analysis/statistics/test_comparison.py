@@ -17,7 +17,7 @@ from toprope.analysis.statistics.intervals import mean_interval, paired_differen
 from toprope.analysis.statistics.run_samples import _conditions
 from toprope.analysis.statistics.run_samples import measured as measured_run
 from toprope.analysis.statistics.sign_flip import sign_flip
-from toprope.errors import InvalidValue
+from toprope.errors import InvalidValue, NotPossibleNow
 from toprope.records.run.folder import RunFolder
 from toprope.records.run.specification import SweepMember
 
@@ -240,6 +240,16 @@ def test_members_of_a_sweep_have_the_sampling_that_measured_them(tmp_path):
     folder.evaluation("test").write_text(json.dumps(evaluation))
     found = measured_run(folder, "completed").loose
     assert (found["rollout.max_new_tokens"], found["rollout.top_p"]) == ("64", "0.5")
+
+
+def test_run_without_judged_answers_has_nothing_to_compare(tmp_path):
+    specification = RunHarness(tmp_path).specification("train")
+    folder = RunFolder.create(tmp_path / "runs", specification.run_id)
+    specification.write(folder)
+    sampled = {"tasks": 2, "by_task": {"tasks": [], "wins": [], "unjudged": ["a", "b"]}}
+    folder.evaluation("after").write_text(json.dumps({"version": 1, "sampled": sampled}))
+    with pytest.raises(NotPossibleNow, match="of no task was every answer judged"):
+        measured_run(folder, "completed")
 
 
 def without(answers, *left_out):

@@ -84,32 +84,16 @@ def related(findings: Sequence[Finding], preset: Mapping[str, Any]) -> list[Find
         preset: The preset's values of the fields in which the run differs from it.
     """
     explained: dict[str, str] = {}
-    order = {finding.rule: finding for finding in findings}
+    by_rule = {finding.rule: finding for finding in findings}
     # Explanations go from earlier keys of EXPLAINS to later ones, so that no two findings explain each other.
-    keys = list(EXPLAINS)
-    for rule in sorted(order, key=lambda rule: keys.index(rule) if rule in EXPLAINS else len(keys)):
-        finding = order[rule]
-        if _is_own_cause(finding, preset) and not (
-            # Shuffled rewards drive a policy anywhere, so a collapse then says nothing of the learning rate.
-            (rule == "collapse" and "rewards_shuffled" in order)
-            or any(rule in EXPLAINS.get(name, ()) and finding.changes == one.changes for name, one in order.items())
-        ):
+    causes = [rule for rule in EXPLAINS if rule in by_rule]
+    for rule in (*causes, *(rule for rule in by_rule if rule not in EXPLAINS)):
+        if _is_own_cause(by_rule[rule], by_rule, preset):
             continue
-        if rule == "truncated" and finding.level == "critical":
-            continue  # every answer is cut off and none is right: the limit is a cause whatever else is wrong
-        cause = next(
-            (
-                other
-                for other in keys
-                if other in order
-                and rule in EXPLAINS[other]
-                and other not in explained
-                and order[other].level != "note"
-            ),
-            None,
-        )
-        if cause is not None:
-            explained[rule] = cause
+        for cause in causes:
+            if rule in EXPLAINS[cause] and cause not in explained and by_rule[cause].level != "note":
+                explained[rule] = cause
+                break
     placed: list[Finding] = []
     for finding in findings:
         if finding.rule in explained:
@@ -148,7 +132,18 @@ def preset_values(differs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     return {name: pair[0] for name, pair in differs.items() if len(pair) == 2}
 
 
-def _is_own_cause(finding: Finding, preset: Mapping[str, Any]) -> bool:
+def _is_own_cause(finding: Finding, by_rule: Mapping[str, Finding], preset: Mapping[str, Any]) -> bool:
+    """Return True if a finding follows from no other, whatever else is wrong."""
+    if finding.rule == "truncated" and finding.level == "critical":
+        return True  # every answer is cut off and none is right, so the limit is a cause
+    if finding.rule == "collapse" and "rewards_shuffled" in by_rule:
+        return False  # shuffled rewards drive a policy anywhere, so a collapse says nothing of the learning rate
+    return _restores(finding, preset) and not any(
+        finding.rule in EXPLAINS.get(rule, ()) and finding.changes == one.changes for rule, one in by_rule.items()
+    )
+
+
+def _restores(finding: Finding, preset: Mapping[str, Any]) -> bool:
     """Return True if the run left the preset in the fields that the finding would change back."""
     return bool(finding.changes) and all(
         name in preset and preset[name] == new for name, new in finding.changes.items()

@@ -101,20 +101,16 @@ class Diagnosis:
     """The findings of one run over time.
 
     Args:
-        rules: Rules to use instead of `RULES`.
         differs: Fields that differ from the preset: its value and the run's.
     """
 
-    def __init__(
-        self, config: Config, rules: Iterable[Rule] = RULES, differs: Mapping[str, Sequence[Any]] | None = None
-    ) -> None:
+    def __init__(self, config: Config, differs: Mapping[str, Sequence[Any]] | None = None) -> None:
         self.differs = differs or {}
         self._preset = preset_values(self.differs)
         self.history = TrainingHistory(config, self._preset)
-        self._rules = tuple(rules)
         window = self.history.window
         self._states = {
-            rule.id: _State(patience=min(rule.patience, max(1, window // 2)), calm=2 * window) for rule in self._rules
+            rule.id: _State(patience=min(rule.patience, max(1, window // 2)), calm=2 * window) for rule in RULES
         }
 
     @property
@@ -136,7 +132,7 @@ class Diagnosis:
         found = {finding.rule: finding for finding in [*others, *self.open]}
         if ended and self.history.rows:
             self.history.over = True
-            for rule in self._rules:
+            for rule in RULES:
                 symptom = rule.look(self.history) if rule.id in _WHOLE_RUN and rule.id not in found else None
                 if symptom is not None:
                     found[rule.id] = _finding(rule, symptom, self.history.step)
@@ -164,7 +160,7 @@ class Diagnosis:
         history = self.history
         history.add(row)
         told = []
-        for rule in self._rules:
+        for rule in RULES:
             symptom, state = rule.look(history), self._states[rule.id]
             if symptom is None and state.told is None:
                 state.rising = 0
@@ -217,7 +213,7 @@ def diagnose(
         rows: Rows of metrics.jsonl, in order.
         differs: Fields that differ from the preset: its value and the run's.
     """
-    diagnosis = Diagnosis(config, differs=differs)
+    diagnosis = Diagnosis(config, differs)
     return [finding for row in rows for finding in diagnosis.see(row)]
 
 

@@ -1,4 +1,4 @@
-"""Groups that failed during sampling, by reason, and kinds of rollout errors; trainer metrics do not show them.
+"""Groups that failed during sampling, by reason; trainer metrics do not show them.
 
 The driver counts them (`making` in a run's status). Shares are over the newest groups, so they reflect the present.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from toprope.analysis.findings.rules import MEASURED
-from toprope.records.run.status import Finding
+from toprope.records.run.status import DRIVER_ENDED, Finding
 
 SKIPPED = ("skipped: always solved", "skipped: never solved")
 """Reasons of rollout.difficulty_filter."""
-HARMLESS = frozenset({"training had ended", "inference was started again", "the environment's driver ended", *SKIPPED})
+HARMLESS = frozenset({"training had ended", "inference was started again", DRIVER_ENDED, *SKIPPED})
 """Reasons that are not the environment's fault."""
 
 _WINDOW, _FEWEST, _LEAST = 200, 20, 3
@@ -42,22 +42,19 @@ class FailedGroups:
 
     def __init__(self) -> None:
         self._seen: deque[_Seen] = deque([_Seen()])
-        self._errors: Counter[str] = Counter()
         self._told = False
 
-    def take(self, begun: int, given_up: Mapping[str, int], errors: Mapping[str, int] | None = None) -> Finding | None:
+    def take(self, begun: int, given_up: Mapping[str, int]) -> Finding | None:
         """Add the driver's next report.
 
         Args:
             begun: Groups begun so far.
             given_up: Groups that failed so far, by reason.
-            errors: Rollouts that ended in an environment error so far, by kind.
 
         Returns:
             A finding about the newest groups; None if few fail.
         """
         now = _Seen(begun, Counter({why: count for why, count in given_up.items() if why not in HARMLESS}))
-        self._errors = Counter(errors or {})
         if begun < self._seen[-1].begun:
             self._seen = deque([_Seen()])
         if begun - self._seen[-1].begun >= _WINDOW // 20 or now.given_up != self._seen[-1].given_up:
@@ -85,7 +82,3 @@ class FailedGroups:
             confidence="high",
             next=_NEXT.get(why, _LOOK) if most * 2 > total else _LOOK,
         )
-
-    def kinds(self) -> list[tuple[str, int]]:
-        """The kinds of rollout errors, most frequent first."""
-        return self._errors.most_common(3)

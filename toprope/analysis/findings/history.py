@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from toprope.settings.schema import Config
@@ -31,7 +32,6 @@ TRACKED = (
     "sampling/sampling_logp_difference/mean",
     "policy/moved",
     "policy/moved_versions",
-    "policy/approx_kl",
     "staleness/mean",
     "staleness/min",
     "groups/delivered",
@@ -242,8 +242,7 @@ class TrainingHistory:
 
     def towards(self, field: str, computed: Any) -> Any:
         """Return the preset's value if the field differs from it in the direction of `computed`, else `computed`."""
-        section, _, name = field.partition(".")
-        now, usual = getattr(getattr(self.config, section), name), self.preset.get(field)
+        now, usual = attrgetter(field)(self.config), self.preset.get(field)
         if isinstance(usual, bool) or not isinstance(usual, int | float) or now is None:
             return computed if usual is None else usual
         return usual if (usual > now) == (computed > now) else computed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from toprope.analysis.findings.history import Series, TrainingHistory
+from toprope.analysis.findings.history import TrainingHistory
 from toprope.analysis.findings.rules import CHOSEN, Rule, Symptom, share
 
 _ERRORS, _FORGOTTEN, _SILENT = 0.05, 0.5, 0.9
@@ -79,12 +79,8 @@ def environment_forgotten(history: TrainingHistory) -> Symptom | None:
 
 
 def _means(history: TrainingHistory, name: str) -> dict[str, float]:
-    means = {label: _mean(series[name]) for label, series in history.environments.items()}
+    means = {label: series[name].mean for label, series in history.environments.items()}
     return {label: mean for label, mean in means.items() if mean is not None}
-
-
-def _mean(series: Series) -> float | None:
-    return series.mean
 
 
 def _listed(found: dict[str, float]) -> str:

@@ -7,6 +7,7 @@ differences count, and a field is left out if the run shows that it does no harm
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from toprope.analysis.findings.configured import LEAST_MOVE
@@ -53,8 +54,7 @@ def far_fields(config: Config, preset: Mapping[str, Any]) -> list[str]:
     """Return the fields whose values are far from the preset's, in the order of suspicion."""
     found = []
     for field, far in _FAR.items():
-        section, _, name = field.partition(".")
-        now = getattr(getattr(config, section), name)
+        now = attrgetter(field)(config)
         if field in preset and now is not None and (preset[field] is not None or field.startswith("budget.")):
             if far(now, preset[field]):
                 found.append(field)
@@ -75,8 +75,7 @@ def far_from_preset(history: TrainingHistory) -> Symptom | None:
     fields = [field for field in far_fields(history.config, history.preset) if field not in cleared]
     if not fields:
         return None
-    now = history.config
-    seen = {field: getattr(getattr(now, field.partition(".")[0]), field.partition(".")[2]) for field in fields}
+    seen = {field: attrgetter(field)(history.config) for field in fields}
     changes = {field: history.preset[field] for field in fields}
     return mended(
         "warning",

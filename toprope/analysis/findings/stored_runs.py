@@ -17,7 +17,8 @@ from pydantic import BaseModel
 import toprope
 from toprope.analysis.findings.causes import Explanation, explanation
 from toprope.analysis.findings.diagnosis import Diagnosis
-from toprope.analysis.statistics.intervals import Proportion, rose, wilson
+from toprope.analysis.reports.headline import measured_share
+from toprope.analysis.statistics.intervals import rose
 from toprope.atomic import read_plain, write_text
 from toprope.errors import Corrupt
 from toprope.records.run.curriculum import Curricula
@@ -96,11 +97,5 @@ def _code_changed_ns() -> int | None:
 
 def learned(status: Status) -> bool | None:
     """Return True if held-out accuracy rose by more than the intervals; None if it was not measured twice."""
-    before, after = (_share(status, label) for label in ("before", "after"))
+    before, after = (measured_share(status.evaluations.get(label) or {}) for label in ("before", "after"))
     return None if before is None or after is None else rose(before, after)
-
-
-def _share(status: Status, label: str) -> Proportion | None:
-    summary = status.evaluations.get(label) or {}
-    accuracy, tasks = summary.get("accuracy"), summary.get("tasks")
-    return None if accuracy is None or not tasks else wilson(accuracy * tasks, tasks)

@@ -12,7 +12,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.analysis.plots.style import GREY, LOSS, PLOT_STYLE, REWARD, SUCCESS, TOKENS, coincide, smoothed
+from toprope.analysis.plots.style import (
+    GREY,
+    LOSS,
+    PLOT_STYLE,
+    REWARD,
+    SUCCESS,
+    TOKENS,
+    coincide,
+    draw_curve,
+    draw_words,
+    points,
+    smoothed,
+)
 from toprope.analysis.plots.sweep_plots import draw_sweep
 from toprope.analysis.reports.headline import HELDOUT, named_split
 from toprope.analysis.reports.report import gather
@@ -100,51 +112,40 @@ def _draw_loss(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     beside.grid(visible=False)
     drawn = False
     for key, where, colour in (("loss", axes, LOSS), ("mean_token_accuracy", beside, TOKENS)):
-        if points := _points(rows, key):
+        if curve := points(rows, key):
             drawn = True
-            steps, values = [list(part) for part in zip(*points, strict=True)]
-            where.plot(steps, values, color=colour, alpha=0.25, linewidth=1.0)
-            mean = smoothed(values, max(1, len(values) // 20))
-            where.plot(steps, mean, color=colour, linewidth=2.4, marker="o" if len(steps) == 1 else None)
+            draw_curve(where, curve, colour, 2.4)
     axes.margins(x=0.01)
     if not drawn:
-        axes.text(0.5, 0.5, "no steps were trained", transform=axes.transAxes, ha="center", color=GREY)
+        draw_words(axes, "no steps were trained")
 
 
 def _draw_steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     axes.set_title("Training: mean over each step's rollouts")
     axes.set_xlabel("optimizer step")
-    curves = {key: _points(rows, key) for key in ("reward", "success")}
-    curves = {key: points for key, points in curves.items() if points}
+    curves = {key: curve for key in ("reward", "success") if (curve := points(rows, key))}
     if len(curves) == 2 and coincide(curves["reward"], curves["success"]):
         curves = {"reward and success, which are equal": curves["success"]}
-    bounded = all(0 <= value <= 1 for points in curves.values() for _, value in points)
+    bounded = all(0 <= value <= 1 for curve in curves.values() for _, value in curve)
     # The reward lies below in a wider line, so that success does not hide it where they meet.
-    for name, points in curves.items():
+    for name, curve in curves.items():
         colour, width = (REWARD, 3.6) if name == "reward" else (SUCCESS, 2.0)
-        steps, values = [list(part) for part in zip(*points, strict=True)]
-        axes.plot(steps, values, color=colour, alpha=0.2, linewidth=1.0)
-        mean = smoothed(values, max(1, len(values) // 20))
-        axes.plot(steps, mean, color=colour, linewidth=width, marker="o" if len(steps) == 1 else None, label=name)
+        draw_curve(axes, curve, colour, width, name)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
         if bounded:
             axes.set_ylim(*_SHARES)
         axes.margins(x=0.01)
     else:
-        axes.text(0.5, 0.5, "no steps were trained", transform=axes.transAxes, ha="center", color=GREY)
-
-
-def _points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    return [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
+        draw_words(axes, "no steps were trained")
 
 
 def _draw_environments(axes: Any, results: Results, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw the success of each environment, and mark the steps at which a curriculum raised its level."""
     labels = [label for label in _environments(rows) if label]
     for label, colour in zip(labels, _EACH, strict=False):
-        if points := _points(rows, f"environments/{label}/success"):
-            steps, values = [list(part) for part in zip(*points, strict=True)]
+        if curve := points(rows, f"environments/{label}/success"):
+            steps, values = [list(part) for part in zip(*curve, strict=True)]
             name = label if len(label) <= 32 else f"…{label[-31:]}"
             mean = smoothed(values, max(1, len(values) // 10))
             axes.plot(steps, mean, color=colour, linewidth=1.4, linestyle="--", label=f"success, {name}")
@@ -217,7 +218,7 @@ def _draw_heldout(axes: Any, results: Results) -> None:
         axes.set_xlabel(f"{tasks} tasks that training never saw")
         axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
     else:
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY)
+        draw_words(axes, "not measured")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 GREY = "#5b6570"
 REWARD, SUCCESS, LOSS, TOKENS = "#c2571a", "#1f6f8b", "#a13d63", "#5f8f3e"
@@ -29,6 +31,30 @@ PLOT_STYLE: dict[str, object] = {
 def colour_of(metric: str, place: int) -> str:
     """Return the colour of a metric in every picture; of one without its own, by its place among the lines."""
     return _OWN.get(metric) or _OTHERS[place % len(_OTHERS)]
+
+
+def points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
+    """Return a metric as points of step and value, without values that are no numbers."""
+    return [
+        (float(row["step"]), float(row[key]))
+        for row in rows
+        if isinstance(row.get(key), int | float) and not isinstance(row[key], bool) and math.isfinite(row[key])
+    ]
+
+
+def draw_curve(
+    axes: Any, curve: Sequence[tuple[float, float]], colour: str, width: float, label: str | None = None
+) -> None:
+    """Draw a curve, raw and smoothed over a twentieth of its points."""
+    steps, values = [list(part) for part in zip(*curve, strict=True)]
+    axes.plot(steps, values, color=colour, alpha=0.22, linewidth=1.0)
+    mean = smoothed(values, max(1, len(values) // 20))
+    axes.plot(steps, mean, color=colour, linewidth=width, label=label, marker="o" if len(steps) < 3 else None)
+
+
+def draw_words(axes: Any, words: str) -> None:
+    """Write words into the middle of a figure that has nothing to draw."""
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", color=GREY)
 
 
 def coincide(first: Sequence[tuple[float, float]], second: Sequence[tuple[float, float]]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toprope.analysis.plots.style import GREY, SUCCESS
+from toprope.analysis.plots.style import GREY, SUCCESS, draw_words
 from toprope.records.run.specification import SweepPlan
 from toprope.records.sweep_journal import Standing
 
@@ -53,5 +53,5 @@ def draw_sweep(axes: Any, standing: Standing, plan: SweepPlan) -> None:
         axes.axhline(final.measured.accuracy, color=SUCCESS, linewidth=1.4, linestyle="--", label=label)
         axes.legend(loc="best", frameon=True, framealpha=0.85, edgecolor="none")
     if not places:
-        axes.text(0.5, 0.5, "no candidate has a score", transform=axes.transAxes, ha="center", color=GREY)
+        draw_words(axes, "no candidate has a score")
     axes.margins(0.06)

@@ -6,13 +6,12 @@ matplotlib is large and is imported at the first chart.
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from toprope.analysis.plots.style import GREY, PLOT_STYLE, SUCCESS, coincide, colour_of, smoothed
+from toprope.analysis.plots.style import GREY, PLOT_STYLE, SUCCESS, coincide, colour_of, draw_curve, points
 from toprope.analysis.plots.sweep_plots import draw_sweep
 from toprope.extras import require
 from toprope.records.run.specification import SweepPlan
@@ -51,8 +50,7 @@ def lines(title: str, rows: Sequence[Mapping[str, Any]], wanted: Sequence[Line],
         wanted: Metrics to draw; missing ones are left out.
         shares: Scale the axis from 0 to 1 if all values lie within.
     """
-    drawn = [(line, _points(rows, line.key)) for line in wanted]
-    drawn = [(line, points) for line, points in drawn if points]
+    drawn = [(line, curve) for line in wanted if (curve := _thinned(points(rows, line.key)))]
     if not drawn:
         return None
     if len(drawn) == 2 and coincide(drawn[0][1], drawn[1][1]):
@@ -61,22 +59,11 @@ def lines(title: str, rows: Sequence[Mapping[str, Any]], wanted: Sequence[Line],
     with _figure(6.4, 3.0) as (figure, axes):
         axes.set_title(title)
         axes.set_xlabel("optimizer step")
-        for number, (line, points) in enumerate(drawn):
-            colour = colour_of(line.key, number)
-            steps, values = [list(part) for part in zip(*points, strict=True)]
-            if len(steps) > 20:
-                axes.plot(steps, values, color=colour, alpha=0.22, linewidth=0.9)
-                values = smoothed(values, max(1, len(values) // 20))
-            axes.plot(
-                steps,
-                values,
-                color=colour,
-                # An earlier line is wider, so that a later one does not hide it where they meet.
-                linewidth=2.0 + 1.4 * (len(drawn) - 1 - number),
-                label=line.label,
-                marker="o" if len(steps) < 3 else None,
-            )
-        flat = [value for _, points in drawn for _, value in points]
+        for number, (line, curve) in enumerate(drawn):
+            # An earlier line is wider, so that a later one does not hide it where they meet.
+            width = 2.0 + 1.4 * (len(drawn) - 1 - number)
+            draw_curve(axes, curve, colour_of(line.key, number), width, line.label)
+        flat = [value for _, curve in drawn for _, value in curve]
         if shares and min(flat) >= 0 and max(flat) <= 1:
             axes.set_ylim(-0.03, 1.05)
         if len(wanted) > 1:
@@ -115,12 +102,7 @@ def sweep(standing: Standing, plan: SweepPlan) -> str:
         return _svg(figure)
 
 
-def _points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    found = [
-        (float(row["step"]), float(row[key]))
-        for row in rows
-        if isinstance(row.get(key), int | float) and not isinstance(row[key], bool) and math.isfinite(row[key])
-    ]
+def _thinned(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
     every = max(1, -(-len(found) // _MOST_POINTS))
     if every == 1:
         return found

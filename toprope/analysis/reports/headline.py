@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toprope.analysis.statistics.intervals import wilson
+from toprope.analysis.statistics.intervals import Proportion, wilson
 from toprope.records.run.status import Status
 from toprope.records.run.tested_models import Measurement
 from toprope.text_format import accuracy, number, percent, plural
@@ -64,15 +64,22 @@ def headline(status: Status) -> Headline | None:
     """Return a run's one number; None if its final evaluation was not made."""
     for label in _FINAL:
         summary = status.evaluations.get(label) or {}
-        share, tasks = summary.get("accuracy"), summary.get("tasks")
+        share = summary.get("accuracy")
         if isinstance(share, int | float):
-            tasks = tasks if isinstance(tasks, int) and tasks > 0 else 0
             split = str(summary.get("split") or (HELDOUT if label in ("after", HELDOUT) else "validation"))
-            low, high = (found.low, found.high) if tasks and (found := wilson(share * tasks, tasks)) else (share, share)
+            found = measured_share(summary) or Proportion(share, share, share, 0)
             before = (status.evaluations.get("before") or {}).get("accuracy") if label == "after" else None
             known = before if isinstance(before, int | float) else None
-            return Headline(float(share), low, high, tasks, split, known)
+            return Headline(float(share), found.low, found.high, found.n, split, known)
     return None
+
+
+def measured_share(summary: Mapping[str, Any], name: str = "accuracy") -> Proportion | None:
+    """Return the accuracy in an evaluation's summary with its interval; None if there is none, or no count of tasks."""
+    share, tasks = summary.get(name), summary.get("tasks")
+    if not isinstance(share, int | float) or not isinstance(tasks, int) or tasks < 1 or not 0 <= share <= 1:
+        return None
+    return wilson(share * tasks, tasks)
 
 
 def share_done(status: Status, now: float | None = None) -> float | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from toprope.records.run.folder import (
     EVALUATION_VERSION,
     REPAIR_HINT,
     TRACKERS_VERSION,
-    WANDB_VERSION,
     RunFolder,
     describe_misfits,
     read_json,
@@ -44,7 +42,6 @@ from toprope.records.run.status import Event, Status, read_events
 from toprope.records.run.tested_models import TestedModel, best_model, read_answers, read_measurements, read_models
 
 _POINTS = 10
-_BEFORE, _AFTER, _TEST = "before", "after", "test"
 _TIMING_EVENTS = ("first_step", "state")
 """Kinds of events that mark the start and the end of training."""
 
@@ -117,7 +114,7 @@ def build(
         Corrupt: An evaluation does not have the expected form.
     """
     measured = {label: evaluation_of(label, content) for label, content in evaluations.items()}
-    before, after = (_sampled(measured.get(label)) for label in (_BEFORE, _AFTER))
+    before, after = (_sampled(measured.get(label)) for label in ("before", "after"))
     last = dict(rows[-1]) if rows else {}
     return Results(
         run_id=status.run_id,
@@ -127,7 +124,7 @@ def build(
         model=specification.config.policy.model,
         evaluations=measured,
         rose=rose(before.proportion(), after.proportion()) if before and after else None,
-        rose_each=rose_each(measured.get(_BEFORE), measured.get(_AFTER)),
+        rose_each=rose_each(measured.get("before"), measured.get("after")),
         seconds=_seconds(status, events, last),
         steps=int(last.get("step") or 0),
         rollouts=_rollouts(rows),
@@ -179,18 +176,13 @@ def _wandb(trackers: Mapping[str, Mapping[str, Any]], mode: str) -> dict[str, st
 def trackers_of(folder: RunFolder) -> dict[str, dict[str, Any]]:
     """Return what each tracker of a run told about itself: `folder`, `url`, and `folders` of all attempts.
 
-    Earlier versions noted Weights & Biases alone, in a file of its own.
-
     Raises:
         Corrupt: The file cannot be read; TooNew if a newer version wrote it.
     """
-    found: dict[str, dict[str, Any]] = {}
-    with suppress(NotFound):
-        found["wandb"] = dict(read_json(folder.path / "wandb.json", WANDB_VERSION))
-        found["wandb"].pop("version", None)
-    with suppress(NotFound):
-        found |= read_json(folder.path / "trackers.json", TRACKERS_VERSION).get("trackers", {})
-    return found
+    try:
+        return dict(read_json(folder.path / "trackers.json", TRACKERS_VERSION).get("trackers", {}))
+    except NotFound:
+        return {}
 
 
 def _tested(models: Sequence[TestedModel]) -> Models | None:
@@ -198,8 +190,7 @@ def _tested(models: Sequence[TestedModel]) -> Models | None:
     if not models:
         return None
     reports = [
-        ModelReport(**model.model_dump(exclude={"sampled", "answered"}), measured=_accuracy(model.sampled))
-        for model in models
+        ModelReport(**model.model_dump(exclude={"sampled"}), measured=_accuracy(model.sampled)) for model in models
     ]
     measured = [(report.name, report.measured) for report in reports if report.measured is not None]
     best = best_model(models)
@@ -311,7 +302,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _examples(evaluations: Mapping[str, Mapping[str, Any]]) -> list[Example]:
     """Pair the answers to each task before and after, in the order of the first evaluation that has them."""
     found: dict[str, dict[str, Any]] = {}
-    for label, side in ((_BEFORE, "before"), (_TEST, "before"), (_AFTER, "after")):
+    for label, side in (("before", "before"), ("test", "before"), ("after", "after")):
         for example in evaluations.get(label, {}).get("examples") or ():
             entry = found.setdefault(str(example["task_id"]), {"task_id": str(example["task_id"])})
             entry.setdefault("prompt", example.get("prompt", ""))

@@ -42,23 +42,19 @@ class Interval:
         return self.low <= value <= self.high
 
 
-def wilson(successes: float, n: int, confidence: float = 0.95) -> Proportion:
-    """Compute Wilson's score interval of a proportion.
+def wilson(successes: float, n: int) -> Proportion:
+    """Compute Wilson's score interval of a proportion, at 95 %.
 
     Args:
         successes: Successes among n; fractional if each trial is itself a mean.
         n: Independent trials, at least 1.
-        confidence: Probability that the interval covers the true share, within (0, 1).
 
     Raises:
         InvalidValue: The numbers are not a proportion.
     """
-    if n < 1 or not 0 <= successes <= n or not 0 < confidence < 1:
-        raise InvalidValue(
-            f"{successes} of {n} at confidence {confidence} is not a proportion.",
-            hint="0 <= successes <= n, n >= 1, 0 < confidence < 1.",
-        )
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    if n < 1 or not 0 <= successes <= n:
+        raise InvalidValue(f"{successes} of {n} is not a proportion.", hint="0 <= successes <= n, n >= 1.")
+    z = NormalDist().inv_cdf(_UPPER)
     share = successes / n
     scale = 1 + z * z / n
     centre = (share + z * z / (2 * n)) / scale

@@ -44,6 +44,11 @@ def measured(folder: RunFolder, state: str) -> Measured:
     try:
         sampled = _answers(evaluation["sampled"])
         if sampled is None:
+            if ((evaluation["sampled"] or {}).get("by_task") or {}).get("unjudged"):
+                raise NotPossibleNow(
+                    f"{folder.run_id} has nothing to compare: of no task was every answer judged.",
+                    hint='read_logs(component="environment") shows why; mend that and start it again.',
+                )
             raise NotPossibleNow(
                 f"{folder.run_id} was evaluated by a version that did not keep results by task.",
                 hint="Start it again from its draft to compare it.",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from toprope.errors import InvalidValue, shown
 from toprope.records.trained_tasks import content_id
+from toprope.settings.yamlfiles import nearest
 from toprope.trajectories.items import SEALED, TrajectoryItem, as_messages
 
 
@@ -48,9 +49,7 @@ class Query:
         values: dict[str, Any] = {}
         for name, value in (given or {}).items():
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"Did you mean {near[0]}? " if near else ""
-                raise InvalidValue(f"There is no filter {shown(name)}.", hint=f"{hint}Filters: {', '.join(known)}.")
+                raise InvalidValue(f"There is no filter {shown(name)}.", hint=nearest(str(name), known))
             if value is not None:
                 values[name] = _typed(name, known[name], value)
         if values.get("split") == SEALED:
@@ -85,21 +84,35 @@ class Query:
             or (self.whole is False and told.get("text") not in ("cut", "none"))
         )
 
-    def select(self, items: Callable[[], Iterable[TrajectoryItem]]) -> Iterator[TrajectoryItem]:
+    def select(
+        self,
+        items: Callable[[], Iterable[TrajectoryItem]],
+        *,
+        compared: Callable[[], Iterable[TrajectoryItem]] | None = None,
+        left_out: Counter[str] | None = None,
+    ) -> Iterator[TrajectoryItem]:
         """Yield the items that pass, in order.
 
         Args:
             items: Returns all items, the same at each call: `per_task` reads them twice.
+            compared: Returns what the first of these readings needs, if that costs less.
+            left_out: Counts the other items by reason.
         """
-        best = None if self.per_task is None else BestOfTasks(filter(self.matches, items()), self.per_task)
+        left_out = Counter() if left_out is None else left_out
+        best = None
+        if self.per_task is not None:
+            best = BestOfTasks(filter(self.matches, (compared or items)()), self.per_task)
         count = 0
-        for item in filter(self.matches, items()):
-            if best is not None and not best.take(item):
-                continue
-            if self.limit is not None and count >= self.limit:
+        for item in items():
+            if not self.matches(item):
+                left_out["filters"] += 1
+            elif best is not None and not best.take(item):
+                left_out["not among the best of the task"] += 1
+            elif self.limit is not None and count >= self.limit:
                 return
-            count += 1
-            yield item
+            else:
+                count += 1
+                yield item
 
     def asked(self) -> dict[str, Any]:
         """Return the filters that are set, for a record."""

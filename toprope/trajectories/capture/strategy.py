@@ -113,15 +113,13 @@ async def worker(file: Path) -> AsyncIterator[EnvironmentWorker]:
 class WorkerObject:
     """A user's object that lives in a worker."""
 
-    def __init__(
-        self, link: EnvironmentWorker, handle: int, methods: Sequence[str], code: OwnCode, call_s: float
-    ) -> None:
-        self._link, self._handle, self._call_s = link, handle, call_s
+    def __init__(self, link: EnvironmentWorker, handle: int, methods: Sequence[str], code: OwnCode) -> None:
+        self._link, self._handle = link, handle
         self.methods, self.code = frozenset(methods), code
 
     @classmethod
-    async def make(cls, link: EnvironmentWorker, code: OwnCode, *, call_s: float = _CALL_S) -> WorkerObject:
-        """Makes it.
+    async def make(cls, link: EnvironmentWorker, code: OwnCode) -> WorkerObject:
+        """Create it.
 
         Raises:
             EnvironmentFailed: The file does not load, or the object takes other arguments.
@@ -130,7 +128,7 @@ class WorkerObject:
             made = await link.make(str(code.file), code.attribute, code.arguments, wanted=code.wanted, timeout=_LOAD_S)
         except WorkerFailure as error:
             raise EnvironmentFailed(f"{code.file.name}:{code.attribute}: {error}", hint="Fix the file.") from None
-        return cls(link, made.handle, made.methods, code, call_s)
+        return cls(link, made.handle, made.methods, code)
 
     async def call(self, method: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
         """Call a method once for each list of arguments.
@@ -139,7 +137,7 @@ class WorkerObject:
             EnvironmentFailed: The method raised, hung, or returned a value that is not JSON.
         """
         try:
-            return await self._link.invoke(self._handle, method, [list(one) for one in calls], timeout=self._call_s)
+            return await self._link.invoke(self._handle, method, [list(one) for one in calls], timeout=_CALL_S)
         except WorkerFailure as error:
             raise EnvironmentFailed(
                 f"{self.code.file.name}:{self.code.attribute}.{method}: {error}",
@@ -151,11 +149,6 @@ class WorkerStrategy:
     """A user's strategy that lives in a worker."""
 
     def __init__(self, made: WorkerObject) -> None:
-        if not made.methods & {"should_capture", "process"}:
-            raise InvalidValue(
-                f"{made.code.attribute} of {made.code.file.name} has neither should_capture nor process.",
-                hint="A strategy needs should_capture(item) or process(item).",
-            )
         self._made = made
 
     async def apply(self, items: Sequence[TrajectoryItem]) -> list[TrajectoryItem]:

@@ -46,7 +46,8 @@ def tokenizer_folder(folder: RunFolder, specification: Specification) -> Path | 
     places = [checkpoint / "model"] if checkpoint is not None else []
     model = specification.config.policy.model
     if model.startswith("embedded"):
-        from toprope.training.policy.loading import EMBEDDED, embedded_folder
+        from toprope.settings.schema import EMBEDDED
+        from toprope.training.policy.loading import embedded_folder
 
         places += [embedded_folder(Path(specification.policy_cache), model)] if model in EMBEDDED else []
     else:

@@ -14,15 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from toprope.errors import Corrupt, InvalidValue
+from toprope.errors import Corrupt
 from toprope.records.run.folder import REPAIR_HINT, RunFolder
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import TrajectoryStrategy, batched
 from toprope.trajectories.datasets.writers import writing
-from toprope.trajectories.items import TrajectoryItem, item_from
+from toprope.trajectories.items import TrajectoryItem, items_of
 
 _LONGEST_LINE = 64 << 20
 
@@ -62,9 +60,9 @@ class TrajectoryDataset:
         self._captured.append(kept)
         return True
 
-    def query(self, query: Query | None = None, **filters: Any) -> TrajectoryDataset:
+    def query(self, **filters: Any) -> TrajectoryDataset:
         """Return a lazy data set of matching items. See `Query` for the filters."""
-        wanted = query or Query.of(filters)
+        wanted = Query.of(filters)
         found = TrajectoryDataset()
         found.add_source(lambda: wanted.select(lambda: iter(self)))
         return found
@@ -123,11 +121,7 @@ class TrajectoryDataset:
 
 
 def read_items(path: Path, unreadable: Callable[[str], None] | None = None) -> Iterator[TrajectoryItem]:
-    """Yield the items of a JSON lines file; empty lines are skipped.
-
-    Args:
-        path: The file.
-        unreadable: Called with the reason for each line that is not JSON; without, such a line is an error.
+    """Yield the items of a JSON lines file; see `items_of`.
 
     Raises:
         InvalidValue: A line is not an item; the message names it.
@@ -135,19 +129,6 @@ def read_items(path: Path, unreadable: Callable[[str], None] | None = None) -> I
     """
     try:
         with path.open("rb") as file:
-            number = 0
-            while line := file.readline(_LONGEST_LINE):
-                number += 1
-                if not line.strip():
-                    continue
-                where = f"{path.name}, line {number}"
-                try:
-                    given = msgspec.json.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    if unreadable is None:
-                        raise InvalidValue(f"{where} is not JSON.", hint="Write one object per line.") from None
-                    unreadable(where)
-                    continue
-                yield item_from(given, where)
+            yield from items_of(iter(partial(file.readline, _LONGEST_LINE), b""), path.name, unreadable)
     except OSError as error:
         raise Corrupt(f"{path} cannot be read: {error.strerror or error}.", hint=REPAIR_HINT) from None

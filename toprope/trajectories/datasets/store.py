@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,7 +186,7 @@ class DatasetStore:
         lineage: Mapping[str, Any],
         counts: Mapping[str, Any],
         description: str = "",
-        card: Any = None,
+        card: Callable[[DatasetRecord], str] | None = None,
     ) -> tuple[Version, bool]:
         """Turn the written folder into the next version.
 

@@ -5,21 +5,20 @@ A post is accepted as a whole or not at all.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from toprope.atomic import sync
+from toprope.atomic import append
 from toprope.errors import DiskFull, InvalidValue
 from toprope.records.run.full_disk import NO_ROOM
 from toprope.trajectories.datasets.store import DatasetStore, check_name
-from toprope.trajectories.items import TrajectoryItem, item_from
+from toprope.trajectories.items import TrajectoryItem, item_from, items_of
 
 MOST_BYTES = 64 << 20
 """Largest post in bytes."""
@@ -53,11 +52,7 @@ class Inbox:
             InvalidValue: A line is not an item; nothing was added.
             DiskFull: The disk is full.
         """
-        items = []
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                items.append(item_from(_decoded(line, f"{where}, line {number}"), f"{where}, line {number}"))
-        return self.keep(items, trusted=True)
+        return self.keep(items_of(lines, where), trusted=True)
 
     def keep(self, items: Iterable[TrajectoryItem], *, trusted: bool = False) -> int:
         """Add items and return their number.
@@ -81,26 +76,17 @@ class Inbox:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if shutil.disk_usage(self.path.parent).free < _FLOOR + len(data):
             raise DiskFull(f"There is no room left for {self.path}.", hint="Make room; nothing was taken.")
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        size = 0
+        with suppress(FileNotFoundError):
+            size = self.path.stat().st_size
+        if size + len(data) > _MOST_INBOX:
+            raise InvalidValue(f"{self.path} is full.", hint=f"Build a version of {self.name}, and remove it.")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                data = b"\n" + data  # a crash cut the last line short
-            if size + len(data) > _MOST_INBOX:
-                raise InvalidValue(f"{self.path} is full.", hint=f"Build a version of {self.name}, and remove it.")
-            try:
-                done = 0
-                while done < len(data):
-                    done += os.write(descriptor, data[done:])
-                sync(descriptor)
-            except OSError as error:
-                os.ftruncate(descriptor, size)
-                if error.errno in NO_ROOM:
-                    raise DiskFull(f"There is no room left for {self.path}.", hint="Nothing was taken.") from None
-                raise
-        finally:
-            os.close(descriptor)
+            append(self.path, data)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise DiskFull(f"There is no room left for {self.path}.", hint="Nothing was taken.") from None
+            raise
         return len(packed)
 
 
@@ -115,15 +101,8 @@ def items_of_body(body: bytes) -> list[TrajectoryItem]:
     except RecursionError:
         raise InvalidValue("The post is nested too deeply.", hint="Nothing was taken.") from None
     except ValueError:
-        given = [_decoded(line, f"line {number}") for number, line in enumerate(body.splitlines(), 1) if line.strip()]
+        return list(items_of(body.splitlines(), "The post"))
     if isinstance(given, dict) and "items" in given:
         given = given["items"]
     given = given if isinstance(given, list) else [given]
     return [item_from(one, f"item {number}") for number, one in enumerate(given, 1)]
-
-
-def _decoded(line: bytes, where: str) -> Any:
-    try:
-        return msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise InvalidValue(f"{where} is not JSON.", hint="Write one JSON object per line.") from None

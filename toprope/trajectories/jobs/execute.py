@@ -28,7 +28,7 @@ from toprope.training.rollouts.workers.environment_worker import EnvironmentWork
 from toprope.training.rollouts.workers.walls import environment_wall, passed_on
 from toprope.training.rollouts.workers.worker_watch import ADDRESS_SPACE_FACTOR, watch_worker
 from toprope.trajectories.capture.run_reader import RunReader
-from toprope.trajectories.capture.selection import BestOfTasks, Query
+from toprope.trajectories.capture.selection import Query
 from toprope.trajectories.capture.strategy import WANTED, OwnCode, WorkerObject, WorkerStrategy, batched, worker
 from toprope.trajectories.datasets.dataset import read_items
 from toprope.trajectories.datasets.dataset_card import card_of
@@ -91,10 +91,9 @@ class Work:
             else:
                 await self._build(stack, parse_recipe(self._order.recipe))
         outcome = self._outcome
+        outcome.texts = self._texts()
         for reader in self._readers:
             captured = reader.captured
-            for source, count in captured.texts.items():
-                outcome.texts[source] = outcome.texts.get(source, 0) + count
             self._left_out["held out"] += captured.sealed
             self._left_out["unreadable groups"] += captured.unreadable
             if not captured.items:
@@ -139,22 +138,13 @@ class Work:
 
     def _selected(self) -> Iterator[TrajectoryItem]:
         """Yield the items that pass the filters. Only `whole` decodes words to find the best of each task."""
-        query, best = self._query, None
-        if query.per_task is not None:
-            every = self._all(words=query.whole is not None, counted=False)
-            best = BestOfTasks(filter(query.matches, every), query.per_task)
-        kept = 0
+        compared = functools.partial(self._all, words=self._query.whole is not None, counted=False)
+        return self._query.select(self._read, compared=compared, left_out=self._left_out)
+
+    def _read(self) -> Iterator[TrajectoryItem]:
         for item in self._all():
             self._outcome.read += 1
-            if not query.matches(item):
-                self._left_out["filters"] += 1
-            elif best is not None and not best.take(item):
-                self._left_out["not among the best of the task"] += 1
-            elif query.limit is not None and kept >= query.limit:
-                return
-            else:
-                kept += 1
-                yield item
+            yield item
 
     async def _captured(self, stack: AsyncExitStack, code: Code | None) -> AsyncIterator[list[TrajectoryItem]]:
         """Yield lists of selected items, processed by a user's strategy if there is one."""
@@ -218,7 +208,7 @@ class Work:
                     "read": self._outcome.read,
                     "generated": self._outcome.generated,
                     "left_out": {why: count for why, count in self._left_out.items() if count},
-                    "texts": _texts(self._readers),
+                    "texts": self._texts(),
                 },
                 description=recipe.description,
                 card=lambda record: card_of(record, aside),
@@ -384,6 +374,12 @@ class Work:
 
         return purse_of(self._folder)
 
+    def _texts(self) -> dict[str, int]:
+        counted: Counter[str] = Counter()
+        for reader in self._readers:
+            counted.update(reader.captured.texts)
+        return dict(counted)
+
     def _lineage(self, recipe: Recipe) -> dict[str, Any]:
         runs = {}
         for reader in self._readers:
@@ -415,13 +411,6 @@ class Work:
 
 def _told(left_out: Counter[str]) -> str:
     return ", ".join(f"{count} left out by {why}" for why, count in left_out.most_common(4) if count)
-
-
-def _texts(readers: Sequence[RunReader]) -> dict[str, int]:
-    counted: Counter[str] = Counter()
-    for reader in readers:
-        counted.update(reader.captured.texts)
-    return dict(counted)
 
 
 def _digest_of_inputs(manifest: Manifest) -> str:

@@ -1,13 +1,11 @@
 """Run orders as separate processes that callers start, wait for and ask about again.
 
-The folder of an order holds `order.json`, `progress.json`, `job.log`, and at the end `outcome.json` or `failure.json`.
 The process holds a lock for life, so a free lock means that it is gone. It outlives its starter, and a new process in
 the same folder continues from the saved state.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import signal
@@ -26,6 +24,7 @@ from pydantic import ValidationError
 
 from toprope.atomic import write_json
 from toprope.errors import ComponentFailed, Corrupt, NotFound, TopropeError
+from toprope.flock import is_held, taken
 from toprope.records.run.folder import REPAIR_HINT, describe_misfits, read_json
 from toprope.sdk.worker.client import worker_environment
 from toprope.text_format import ago
@@ -58,7 +57,16 @@ class Standing:
 
 
 class Job:
-    """An order and its folder."""
+    """An order and its folder.
+
+    | file | state |
+    | --- | --- |
+    | `order.json`, `job.log` | begun |
+    | `job.lock`, if it is held, and `pid.json` | the process runs |
+    | `progress.json`, `state.jsonl` | what it does, and from where a build continues |
+    | `outcome.json` or `failure.json` | ended |
+    | `told` | the end was reported to a caller |
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -122,16 +130,9 @@ class Job:
     def alive(self) -> bool:
         """Return True if the process runs or is starting."""
         try:
-            descriptor = os.open(self.folder / "job.lock", os.O_RDWR)
+            return is_held(self.folder / "job.lock")
         except OSError:
             return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # A shared lock: readers do not block each other.
-            return False
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
 
     def standing(self) -> Standing:
         """Return the present state.
@@ -235,18 +236,9 @@ class Job:
 
 def hold(folder: Path) -> int | None:
     """Take a job's lock for the life of this process; None if another process holds it."""
-    descriptor = os.open(folder / "job.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    deadline = time.monotonic() + _HOLD_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:  # another process, or a reader at this very moment
-            if time.monotonic() > deadline:
-                os.close(descriptor)
-                return None
-            time.sleep(0.01)
-    write_json(folder / "pid.json", {"pid": os.getpid()})
+    descriptor = taken(folder / "job.lock", _HOLD_S)
+    if descriptor is not None:
+        write_json(folder / "pid.json", {"pid": os.getpid()})
     return descriptor
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from toprope.errors import InvalidValue
 from toprope.records.trained_tasks import content_id
 from toprope.trajectories.items import Message, TrajectoryItem, as_messages, text_of
-from toprope.trajectories.synthesis.pipeline import DataSynthesiser, Round
+from toprope.trajectories.synthesis.pipeline import DataSynthesiser
 
 _SLOT = re.compile(r"\{([A-Za-z_]\w*)\}")
 _KEYS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
@@ -128,16 +128,12 @@ class Mutation(DataSynthesiser):
             raise InvalidValue(f"Unknown mutation {kind!r}.", hint="Mutations: noise, swap_io.")
         _check_level(level)
         self._kind, self._level = kind, level
-        self._former: Sequence[TrajectoryItem] = ()
-
-    async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
-        self._former = at.former
-        return await super().apply(items, at)
 
     async def generate(self, count: int) -> list[TrajectoryItem]:
-        if not self._former:
+        former = self.at.former
+        if not former:
             return []
-        chosen = [self._former[self.random.randrange(len(self._former))] for _ in range(count)]
+        chosen = [former[self.random.randrange(len(former))] for _ in range(count)]
         if self._kind == "swap_io":
             return swap_io(chosen)
         return add_noise(chosen, self._level, seed=self.random.randrange(2**31))

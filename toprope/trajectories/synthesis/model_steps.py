@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -83,15 +82,10 @@ class TeacherQuestions(DataSynthesiser):
                 hint="Put {examples} where the examples belong.",
             )
         self._teacher, self._prompt = teacher, prompt
-        self._at: Round | None = None
-
-    async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
-        self._at = at
-        return await super().apply(items, at)
 
     async def generate(self, count: int) -> list[TrajectoryItem]:
-        at = self._at
-        if at is None or not at.seeds:
+        at = self.at
+        if not at.seeds:
             raise InvalidValue(
                 "A teacher writes questions from examples, and there are no seeds.", hint="Give seed data."
             )
@@ -216,7 +210,7 @@ class OwnGenerator(DataSynthesiser):
     """A user's generator in a worker: `generate(count)` returns items as JSON objects."""
 
     def __init__(self, made: WorkerObject) -> None:
-        self._made = _with(made, "generate")
+        self._made = made
 
     async def generate(self, count: int) -> list[TrajectoryItem]:
         [given] = await self._made.call("generate", [[count]])
@@ -234,7 +228,7 @@ class OwnScorer(PipelineStep):
 
     def __init__(self, made: WorkerObject) -> None:
         self._method = "score" if "score" in made.methods else "call"
-        self._made = _with(made, self._method)
+        self._made = made
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
         if not items:
@@ -255,7 +249,7 @@ class OwnFilter(PipelineStep):
 
     def __init__(self, made: WorkerObject) -> None:
         self._method = "keep" if "keep" in made.methods else "call"
-        self._made = _with(made, self._method)
+        self._made = made
 
     async def apply(self, items: list[TrajectoryItem], at: Round) -> list[TrajectoryItem]:
         if not items:
@@ -264,17 +258,3 @@ class OwnFilter(PipelineStep):
         kept = [item for item, stays in zip(items, given, strict=True) if stays]
         at.dropped[f"filter {self._made.code.attribute}"] += len(items) - len(kept)
         return kept
-
-
-def _with(made: WorkerObject, method: str) -> WorkerObject:
-    if method not in made.methods:
-        raise InvalidValue(
-            f"{made.code.attribute} of {made.code.file.name} has no method {method}.", hint=_METHODS.get(method, "")
-        )
-    return made
-
-
-_METHODS: Mapping[str, str] = {
-    "generate": "A generator has generate(count).",
-    "call": "A scorer has score(item), a filter keep(item); or it is a function of an item.",
-}

@@ -17,7 +17,7 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 from toprope.errors import InvalidValue
@@ -74,6 +74,19 @@ def whole_text(item: TrajectoryItem) -> str:
     return f"{text_of(item.state)}\n{text_of(item.action)}"
 
 
+class _Text(NamedTuple):
+    """A text and its earlier duplicates."""
+
+    shingles: frozenset[int]
+    rest: frozenset[int]
+    """Its shingles without boilerplate."""
+    signature: Any
+    same: int | None
+    """Number of an equal text."""
+    near: list[int]
+    """Numbers of its near duplicates, earliest first."""
+
+
 class _Index:
     """An index of shingle sets that finds near duplicates.
 
@@ -102,10 +115,10 @@ class _Index:
     def __len__(self) -> int:
         return len(self._sets)
 
-    def walk(self, texts: Sequence[str]) -> Iterator[tuple[int | None, list[int]]]:
-        """Yield for each text the number of an equal earlier text or None, and its near duplicates, earliest first.
+    def walk(self, texts: Sequence[str]) -> Iterator[_Text]:
+        """Yield each text with its duplicates among those inserted so far.
 
-        The caller may call `insert` for the present text before it takes the next.
+        The caller inserts a text, if at all, before it takes the next.
         """
         done = 0
         while done < len(texts):
@@ -115,20 +128,18 @@ class _Index:
             self._learn(sets)
             rest = [words - self.common for words in sets]
             for words, told, signature in zip(sets, rest, self._signed(rest), strict=True):
-                self._at = words, told, signature
                 same = self._same.get(hash(words))
-                yield same, [] if same is not None else self._near(told, signature)
+                yield _Text(words, told, signature, same, [] if same is not None else self._near(told, signature))
 
-    def insert(self, *, new: bool) -> int:
-        """Insert the present text of `walk` and return its number; `new` if it has no near duplicate."""
-        words, told, signature = self._at
+    def insert(self, text: _Text, *, new: bool) -> int:
+        """Insert a text of `walk` and return its number; `new` if it has no near duplicate."""
         number = len(self._sets)
-        self._same[hash(words)] = number
-        self._sets.append(array("q", words))
+        self._same[hash(text.shingles)] = number
+        self._sets.append(array("q", text.shingles))
         if new:
             self._new.append(number)
-        if told:
-            self._lsh.insert(number, signature)
+        if text.rest:
+            self._lsh.insert(number, text.signature)
         return number
 
     def _near(self, told: frozenset[int], signature: Any) -> list[int]:
@@ -208,16 +219,16 @@ class Deduplicator:
 
     def restore(self, texts: Sequence[str]) -> None:
         """Add texts that were judged to be new before."""
-        for _ in self._index.walk(texts):
-            self._index.insert(new=True)
+        for text in self._index.walk(texts):
+            self._index.insert(text, new=True)
 
 
 def _judged(index: _Index, texts: Sequence[str]) -> list[int | None]:
     answers: list[int | None] = []
-    for same, near in index.walk(texts):
-        found = same if same is not None else near[0] if near else None
+    for text in index.walk(texts):
+        found = text.same if text.same is not None else text.near[0] if text.near else None
         if found is None:
-            index.insert(new=True)
+            index.insert(text, new=True)
         answers.append(found)
     return answers
 
@@ -268,11 +279,11 @@ class _Joined:
 def clusters(texts: Sequence[str], threshold: float) -> list[int]:
     """Return the cluster number of each text; chains of near duplicates form one cluster."""
     index, joined, owners = _knowing(texts, threshold), _Joined(), []
-    for same, near in index.walk(texts):
-        number = same
+    for text in index.walk(texts):
+        number = text.same
         if number is None:
-            number = index.insert(new=not near)
-            for one in near:
+            number = index.insert(text, new=not text.near)
+            for one in text.near:
                 joined.join(number, one)
         owners.append(number)
     return [joined.root(owner) for owner in owners]

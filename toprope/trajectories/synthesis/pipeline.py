@@ -4,7 +4,7 @@
     pipeline.add_step(TemplateSynthesiser(["What is {a} + {b}?"], {"a": [1, 2, 3], "b": [4, 5]}))
     pipeline.add_step(score)                       # an (async) function of the items, or a PipelineStep
     result = await pipeline.run(seed_data)
-    result.generated_count, result.filtered_count, result.filtered   # by reason
+    result.generated_count, result.filtered        # by reason
 
 Seeds go through the steps in the first round and count as items; generators supply the rest. Items are processed with
 up to `concurrency` at a time and up to `retries` repetitions; an item that still fails is dropped and counted. With a
@@ -133,6 +133,8 @@ class PipelineStep(ABC):
 class DataSynthesiser(PipelineStep):
     """A step that generates the items that a round lacks."""
 
+    at: Round
+    """The present round, set by the pipeline."""
     random: random.Random = random.Random(0)
     """Set by the pipeline at each round, so that an interrupted pipeline continues identically."""
     seed: int = 0
@@ -150,7 +152,7 @@ class DataSynthesiser(PipelineStep):
         missing = at.wanted - len(items)
         if missing <= 0:
             return items
-        self.random, self.seed = at.random, at.config.seed
+        self.at, self.random, self.seed = at, at.random, at.config.seed
         made = await self.generate(missing)
         at.generated += len(made)
         return [*items, *made]
@@ -180,14 +182,9 @@ class SynthesisResult:
     """Number of generated items, without seeds."""
     filtered: dict[str, int] = field(default_factory=dict)
     """Number of dropped items by reason."""
-    seeds: int = 0
     rounds: int = 0
     complete: bool = False
     """True if the target size was reached."""
-
-    @property
-    def filtered_count(self) -> int:
-        return sum(self.filtered.values())
 
 
 def score_of(item: TrajectoryItem) -> float | None:
@@ -240,7 +237,7 @@ class SynthesisPipeline:
         Raises:
             TopropeError: A step cannot continue (a teacher's key is refused, a user's code fails).
         """
-        seeds, result = list(seed_data), SynthesisResult(seeds=len(seed_data))
+        seeds, result = list(seed_data), SynthesisResult()
         threshold = self.config.dedup_threshold
         known = None if threshold is None else Deduplicator(threshold)
         former: list[list[TrajectoryItem]] = [[] for _ in self._steps]

@@ -13,7 +13,6 @@ steps:
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from toprope.errors import InvalidValue, shown
+from toprope.settings.yamlfiles import check_keys
 from toprope.trajectories.synthesis.near_duplicates import named_ratios
 
 
@@ -128,12 +128,12 @@ def parse_recipe(given: Mapping[str, Any] | None) -> Recipe:
         InvalidValue: A field is unknown, has the wrong type, or contradicts another.
     """
     given = dict(given or {})
-    _known(given, Recipe, "The recipe")
+    check_keys(given, Recipe.model_fields, "The recipe")
     steps = given.get("steps") or []
     if isinstance(steps, list):
         for number, step in enumerate(steps, 1):
-            if isinstance(step, Mapping):
-                _known(step, StepPlan, f"Step {number}")
+            if isinstance(step, dict):
+                check_keys(step, StepPlan.model_fields, f"Step {number}")
                 _one_kind(step, number)
     try:
         recipe = Recipe.model_validate(given)
@@ -163,14 +163,6 @@ _EXAMPLE = (
     'For example {"target_size": 100, "steps": [{"templates": ["What is {a} + 1?"], "variables": {"a": ["1", "2"]}}, '
     '{"teacher": "a-model"}], "dedup_threshold": 0.85, "split": {"train": 0.9, "validation": 0.1}}.'
 )
-
-
-def _known(given: Mapping[str, Any], model: type[BaseModel], where: str) -> None:
-    for name in given:
-        if name not in model.model_fields:
-            near = difflib.get_close_matches(str(name), model.model_fields, n=1)
-            said = f"Did you mean {near[0]}? " if near else ""
-            raise InvalidValue(f"{where} has no {shown(name)}.", hint=f"{said}Known: {', '.join(model.model_fields)}.")
 
 
 def _one_kind(step: Mapping[str, Any], number: int) -> None:
