@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import anyio
 from anyio import to_thread
 
-from toprope.errors import InvalidValue
 from toprope.text_format import call, clip, duration, plural
 from toprope.trajectories.jobs.jobs import Job, Standing
 from toprope.trajectories.jobs.orders import Outcome
@@ -174,8 +173,6 @@ async def _done(
     workshop: Workshop, order: Callable[[], DataOrder], wait_s: float, progress: Progress | None
 ) -> Standing:
     """Begin a job and wait for it. Raises: the error that ended it."""
-    if not wait_s >= 0:
-        raise InvalidValue(f"wait_s must be at least 0, not {wait_s}.")
 
     def started() -> Job:
         workshop.home.ensure()

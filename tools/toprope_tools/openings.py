@@ -104,13 +104,9 @@ class Openings:
 
 async def _limited(make: Callable[[], Awaitable[T]], what: str, limit_s: float) -> T:
     try:
-        return await asyncio.wait_for(_awaited(make), limit_s)
+        return await asyncio.wait_for(make(), limit_s)
     except TimeoutError:
         raise EnvironmentFailed(
             f"{what} did not end within {limit_s:.0f} s.",
             hint="Look for downloads or slow tasks in the environment's code; environment.load_timeout_s is the limit.",
         ) from None
-
-
-async def _awaited(make: Callable[[], Awaitable[T]]) -> T:
-    return await make()

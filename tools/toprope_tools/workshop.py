@@ -26,7 +26,7 @@ from toprope.workbench.endpoints import variables_without_models
 from toprope.workbench.fit import TaskSample
 from toprope.workbench.interpreters.background import Installations
 from toprope.workbench.interpreters.registry import Registry
-from toprope.workbench.launch.open_runs import open_runs, resume_run
+from toprope.workbench.launch.open_runs import open_runs
 from toprope.workbench.launch.start import RunStarter
 from toprope_tools.openings import Openings
 
@@ -115,10 +115,6 @@ class Workshop:
     def starter(self) -> RunStarter:
         """Starts runs of this home."""
         return RunStarter(self.home, self.runs, self.index)
-
-    def resume(self, run_id: str, *, by_owner: bool = False) -> tuple[Status, Specification]:
-        """Start the next attempt of an ended run. Takes, returns and raises: see `resume_run`."""
-        return resume_run(self.home, self.runs, run_id, by_owner=by_owner)
 
     async def stop(self, run_id: str) -> Status:
         """Order a run to stop, and wait at most 40 s until it has ended.

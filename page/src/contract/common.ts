@@ -46,11 +46,7 @@ export interface RunItem {
   ended_at: number | null;
   accuracy: Share | null;
   before: number | null;
-  split: string | null;
-  group: string | null;
-  sweep: string | null;
   finding: { rule: string; level: Level } | null;
-  failure: string | null;
   progress: {
     step: number | null;
     total_steps: number | null;
@@ -88,7 +84,6 @@ export interface Ask {
     steps: number;
     caps: Record<string, number>;
     estimates: Record<string, { value: number; low: number; high: number } | null>;
-    basis: string;
   };
 }
 

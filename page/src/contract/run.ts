@@ -16,17 +16,15 @@ export interface RunFixed {
   model: string;
   algorithm: string;
   seed: number;
-  draft_id: string | null;
   settings: Setting[];
   lineage: {
     base_run: string | null;
     continues: string | null;
     reproduces: string | null;
     dataset: string | null;
-    group: string | null;
     sweep: string | null;
   };
-  limits: { quantity: string; cap: number; limit: string }[];
+  limits: { quantity: string; cap: number }[];
   folder: string;
 }
 
@@ -106,13 +104,12 @@ export interface Evaluation {
 export interface RunLive {
   cursor: string;
   run: RunItem;
-  state: { reason: Foreign | null; since: number; attempt: number; resume_at: number | null; evaluating: string | null };
+  state: { reason: Foreign | null; since: number; attempt: number };
   verdict: {
     split: string;
     before: Share | null;
     after: Share | null;
     greedy: Share | null;
-    rose: boolean | null;
     sentence: string;
   } | null;
   facts: {
@@ -121,12 +118,10 @@ export interface RunLive {
     rollouts: number | null;
     rollouts_per_second: number | null;
     training_s: number | null;
-    to_first_step_s: number | null;
     total_s: number;
     cpu_s: number | null;
     gpu_s: number | null;
     usd: number | null;
-    disk_bytes: number | null;
   };
   integrity: { name: string; state: "ok" | "warning" | "unknown"; what: string }[] | null;
   evaluations: Evaluation[];
@@ -136,7 +131,7 @@ export interface RunLive {
   crew: CrewMember[];
   account: Account | null;
   failure: { component: string; kind: string; reason: Foreign; hint: string; excerpt: Foreign[] } | null;
-  may: { stop: boolean; resume: boolean; go_on: boolean };
+  may: { stop: boolean; resume: boolean };
   events: Event[];
   events_before: number;
   series: Series | null;
@@ -162,10 +157,8 @@ export interface GroupItem {
   group: number;
   task: Foreign;
   version: number | null;
-  reward: number;
   successes: number;
   size: number;
-  change: number | null;
   prompt: Foreign | null;
   then: Rollout | null;
   shown: Rollout[];
@@ -178,7 +171,6 @@ export interface Rollouts extends Answer {
   matching: number;
   scanned: number;
   complete: boolean;
-  parts: Foreign[];
   next_cursor: string | null;
   why_none: string | null;
 }

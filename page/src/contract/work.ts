@@ -5,8 +5,6 @@ export interface Measured {
   mean: number;
   low: number | null;
   high: number | null;
-  by_run: number[];
-  sd_between_seeds: number | null;
 }
 
 export interface Judged {
@@ -73,8 +71,6 @@ export interface Candidate {
   values: Record<string, number | boolean | Foreign | null>;
   score: number | null;
   accuracy: number | null;
-  tasks: number | null;
-  steps: number | null;
   line_steps: number;
   why: Foreign | null;
   survived: boolean;
@@ -92,14 +88,13 @@ export interface Sweep extends Answer {
   most_steps: number | null;
   candidates: Candidate[];
   best: string | null;
-  survivors: Record<string, string[]>;
   heldout: { run_id: string | null; accuracy: Share | null; why: Foreign | null } | null;
 }
 
 export interface DataSets extends Answer {
   datasets: {
     name: string;
-    versions: { version: number | string; made_at: number; items: number; bytes: number; digest: string; description: Foreign; sources: number }[];
+    versions: { version: number | string; made_at: number; items: number; bytes: number; description: Foreign; sources: number }[];
     inbox: boolean;
   }[];
   jobs: { id: string; doing: Foreign; read: number | null; kept: number | null }[];
@@ -136,7 +131,6 @@ export interface Experiment {
   gone_runs: string[];
   drafts: string[];
   accuracy: number | null;
-  figures: { run_id: string; accuracy: Share | null; before: number | null; steps: number | null; seed: number | null; state: State }[];
 }
 
 export interface Ledger extends Answer {
@@ -164,7 +158,6 @@ export interface Environments extends Answer {
 
 export interface Environment extends Answer, EnvironmentItem {
   ecosystem: string;
-  tasks: number | null;
   turns: number | null;
   checks: { name: string; state: Level; what: Foreign }[] | null;
   checked_at: number | null;

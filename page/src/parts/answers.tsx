@@ -4,16 +4,12 @@ import { useState } from "preact/hooks";
 import { type Asked, refusalOf, theSource, told } from "../live.ts";
 import type { Action, Done, Refusal } from "../sources/source.ts";
 import { Card } from "./parts.tsx";
-import { Text } from "./text.tsx";
+import { Paragraph, Text } from "./text.tsx";
 
 export function Refused({ refusal, again }: { refusal: Refusal; again?: () => void }) {
   return (
     <Card class="alert" title={<Text>{refusal.message}</Text>}>
-      {refusal.hint && (
-        <p>
-          <Text>{refusal.hint}</Text>
-        </p>
-      )}
+      {refusal.hint && <Paragraph>{refusal.hint}</Paragraph>}
       {again && (
         <p>
           <button type="button" onClick={again}>
@@ -75,11 +71,7 @@ export function useAction(): Acting {
 export function Outcome({ of }: { of: Acting }) {
   return (
     <div role="status" class="outcome">
-      {of.outcome && (
-        <p class={`told ${of.outcome.bad ? "bad" : ""}`}>
-          <Text>{of.outcome.words}</Text>
-        </p>
-      )}
+      {of.outcome && <Paragraph class={`told ${of.outcome.bad ? "bad" : ""}`}>{of.outcome.words}</Paragraph>}
     </div>
   );
 }

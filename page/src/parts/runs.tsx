@@ -4,7 +4,7 @@ import type { RunItem, State } from "../contract/common.ts";
 import { Spark } from "../charts/spark.tsx";
 import { link } from "../router.ts";
 import { Bar, Pill, type Tone } from "./parts.tsx";
-import { Text } from "./text.tsx";
+import { Paragraph, Text } from "./text.tsx";
 
 const TONES: Partial<Record<State, Tone>> = { completed: "blue", failed: "bad", lost: "bad", stopped: "", paused: "warn", stopping: "warn" };
 
@@ -72,9 +72,7 @@ export function LiveCard({ run }: { run: RunItem }) {
         <StateOf run={run} />
         <span class="push strong">{success != null ? percent(success) : reward != null ? percent(reward) : ""}</span>
       </div>
-      <p class="quiet small cut">
-        <Text>{run.detail || run.run_id}</Text>
-      </p>
+      <Paragraph class="quiet small cut">{run.detail || run.run_id}</Paragraph>
       {run.spark && <Spark values={run.spark} bad={run.finding?.level === "critical"} wide />}
       <Progress run={run} />
       {run.finding && <Pill tone={run.finding.level === "critical" ? "bad" : "warn"}>{run.finding.rule.replaceAll("_", " ")}</Pill>}

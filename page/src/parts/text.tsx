@@ -21,6 +21,15 @@ export function Text({ children }: { children: unknown }) {
   return <>{parts}</>;
 }
 
+/** A paragraph of such a text. */
+export function Paragraph({ class: look, children }: { class?: string; children: unknown }) {
+  return (
+    <p class={look}>
+      <Text>{children}</Text>
+    </p>
+  );
+}
+
 /** For attributes, which have no room for marks: unseen characters become their code points. */
 export function plain(value: unknown): string {
   return String(value ?? "").replace(UNSEEN_ALL, codePoint);

@@ -8,7 +8,7 @@ import { useAnswer } from "../live.ts";
 import { Answered } from "../parts/answers.tsx";
 import { Card, Figures, Nothing, Pill } from "../parts/parts.tsx";
 import { RunLine } from "../parts/runs.tsx";
-import { Text } from "../parts/text.tsx";
+import { Paragraph, Text } from "../parts/text.tsx";
 import { choose, useRoute } from "../router.ts";
 import { useRuns } from "../side.tsx";
 
@@ -90,12 +90,8 @@ function Compared({ of }: { of: Comparison }) {
     <>
       {of.problem && (
         <Card class="asked" title="No paired verdict">
-          <p>
-            <Text>{of.problem.message}</Text>
-          </p>
-          <p class="quiet">
-            <Text>{of.problem.hint}</Text>
-          </p>
+          <Paragraph>{of.problem.message}</Paragraph>
+          <Paragraph class="quiet">{of.problem.hint}</Paragraph>
         </Card>
       )}
       {of.sampled && <Verdict of={of.sampled} title="Sampled answers" all={of} />}
@@ -123,9 +119,7 @@ function Compared({ of }: { of: Comparison }) {
           ))}
         </ul>
         {of.remarks.map((remark) => (
-          <p class="quiet small">
-            <Text>{remark}</Text>
-          </p>
+          <Paragraph class="quiet small">{remark}</Paragraph>
         ))}
       </Card>
       <div class="pair">
@@ -149,9 +143,7 @@ function Verdict({ of, title, all }: { of: Judged; title: string; all: Compariso
           b minus a; {signed(of.difference.low)} to {signed(of.difference.high)}
         </span>
       </p>
-      <p>
-        <Text>{of.why}</Text>
-      </p>
+      <Paragraph>{of.why}</Paragraph>
       <div class="forest-of-two">
         <span>a</span> <Interval after={{ value: of.a.mean, low: of.a.low, high: of.a.high }} /> <span class="strong">{percent(of.a.mean)}</span>
         <span>b</span> <Interval after={{ value: of.b.mean, low: of.b.low, high: of.b.high }} /> <span class="strong">{percent(of.b.mean)}</span>

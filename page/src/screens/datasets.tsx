@@ -5,7 +5,7 @@ import { useAnswer } from "../live.ts";
 import { Answered } from "../parts/answers.tsx";
 import { Card, Figures, Nothing, Pill } from "../parts/parts.tsx";
 import { RunLine } from "../parts/runs.tsx";
-import { Text } from "../parts/text.tsx";
+import { Paragraph, Text } from "../parts/text.tsx";
 import { link } from "../router.ts";
 
 export function DataSetsScreen() {
@@ -71,9 +71,7 @@ function Shown({ set, name }: { set: DataSet; name: string }) {
           <h1>
             {set.name} <span class="detail">v{String(set.dataset_version).replace(/^v/, "")}</span>
           </h1>
-          <p class="quiet">
-            <Text>{set.description.foreign}</Text>
-          </p>
+          <Paragraph class="quiet">{set.description.foreign}</Paragraph>
           <p class="quiet small">
             <code>{set.digest}</code> · made {ago(set.made_at, set.at)}
           </p>

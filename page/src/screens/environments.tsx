@@ -6,7 +6,7 @@ import { useAnswer } from "../live.ts";
 import { Answered } from "../parts/answers.tsx";
 import { Card, Figures, Nothing, Pill, type Tone } from "../parts/parts.tsx";
 import { RunLine } from "../parts/runs.tsx";
-import { Text } from "../parts/text.tsx";
+import { Paragraph, Text } from "../parts/text.tsx";
 import { choose, link, useRoute } from "../router.ts";
 
 export function EnvironmentsScreen() {
@@ -50,9 +50,7 @@ function Line({ of }: { of: EnvironmentItem }) {
         <span class="push quiet small">{of.runs > 0 && plural(of.runs, "run")}</span>
         <span class="strong">{of.best && percent(of.best.value)}</span>
       </a>
-      <p class="quiet small indent">
-        <Text>{of.usable ? of.summary.foreign : (of.why_not?.foreign ?? of.summary.foreign)}</Text>
-      </p>
+      <Paragraph class="quiet small indent">{of.usable ? of.summary.foreign : (of.why_not?.foreign ?? of.summary.foreign)}</Paragraph>
     </>
   );
 }
@@ -70,9 +68,7 @@ export function EnvironmentScreen({ name }: { name: string }) {
               <h1>
                 {of.name} <span class="detail">{of.origin}</span>
               </h1>
-              <p>
-                <Text>{of.summary.foreign}</Text>
-              </p>
+              <Paragraph>{of.summary.foreign}</Paragraph>
               <p class="row">
                 {of.tags.map((tag) => (
                   <Pill>{tag}</Pill>
@@ -82,9 +78,7 @@ export function EnvironmentScreen({ name }: { name: string }) {
           </header>
           {!of.usable && (
             <Card class="alert" title="Cannot be used here">
-              <p>
-                <Text>{of.why_not?.foreign}</Text>
-              </p>
+              <Paragraph>{of.why_not?.foreign}</Paragraph>
             </Card>
           )}
           <div class="pair">
@@ -115,7 +109,6 @@ export function EnvironmentScreen({ name }: { name: string }) {
               <Figures
                 of={[
                   ["ecosystem", of.ecosystem],
-                  of.tasks != null && (["tasks", count(of.tasks)] as const),
                   of.turns != null && (["turns at most", count(of.turns)] as const),
                   ["runs", count(of.runs)],
                 ]}

@@ -6,7 +6,7 @@ import { theSource, useAnswer } from "../live.ts";
 import { Answered, Outcome, useAction } from "../parts/answers.tsx";
 import { Card, Nothing, Pill, type Tone } from "../parts/parts.tsx";
 import { RunLine } from "../parts/runs.tsx";
-import { Text } from "../parts/text.tsx";
+import { Paragraph, Text } from "../parts/text.tsx";
 import { link, useRoute } from "../router.ts";
 import { useNow } from "./now.tsx";
 
@@ -54,9 +54,7 @@ export function LedgerScreen() {
                   {ledger.goals.map((one) => (
                     <li>
                       <p class="quiet small">{one.environment}</p>
-                      <p>
-                        <Text>{one.goal.foreign}</Text>
-                      </p>
+                      <Paragraph>{one.goal.foreign}</Paragraph>
                     </li>
                   ))}
                 </ul>
@@ -85,11 +83,7 @@ function OneExperiment({ of, at, mayAct }: { of: Experiment; at: number; mayAct:
           <Text>{of.hypothesis.foreign || of.id}</Text>
         </a>
       </p>
-      {of.outcome.foreign && (
-        <p>
-          <Text>{of.outcome.foreign}</Text>
-        </p>
-      )}
+      {of.outcome.foreign && <Paragraph>{of.outcome.foreign}</Paragraph>}
       {of.question && (
         <p class="quiet">
           Open: <Text>{of.question.foreign}</Text>

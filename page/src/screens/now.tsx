@@ -6,7 +6,7 @@ import { theSource, useAnswer } from "../live.ts";
 import { Answered, Outcome, useAction } from "../parts/answers.tsx";
 import { Card, Figures, Nothing } from "../parts/parts.tsx";
 import { LiveCard, runLink } from "../parts/runs.tsx";
-import { Text } from "../parts/text.tsx";
+import { Paragraph, Text } from "../parts/text.tsx";
 import { link, useRoute } from "../router.ts";
 import { RopeCard } from "./rope.tsx";
 
@@ -85,16 +85,8 @@ function Waiting({ ask, at, mayAct }: { ask: Ask; at: number; mayAct: boolean })
   return (
     <Card class="asked">
       <h2>{details ? <Text>{[details.what, details.environment, details.draft_id].filter(Boolean).join(" · ")}</Text> : "A start waits for you"}</h2>
-      {!details && (
-        <p>
-          <Text>{ask.text}</Text>
-        </p>
-      )}
-      {details?.why && (
-        <p>
-          <Text>{details.why}</Text>
-        </p>
-      )}
+      {!details && <Paragraph>{ask.text}</Paragraph>}
+      {details?.why && <Paragraph>{details.why}</Paragraph>}
       {details?.changes && (
         <p>
           <code>

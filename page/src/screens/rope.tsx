@@ -3,7 +3,7 @@ import type { Rope } from "../contract/common.ts";
 import { number } from "../format.ts";
 import { Answered } from "../parts/answers.tsx";
 import { Bar, Card, Icon, Nothing } from "../parts/parts.tsx";
-import { Text } from "../parts/text.tsx";
+import { Paragraph, Text } from "../parts/text.tsx";
 import { useNow } from "./now.tsx";
 
 const file = (path: string) => path.split("/").at(-1);
@@ -53,9 +53,7 @@ export function RopeCard({ rope, whole }: { rope: Rope; whole?: boolean }) {
   if (!rope.confirm_by)
     return (
       <Card class="alert" title="The rope cannot be read: nothing starts">
-        <p>
-          <Text>{rope.confirm}</Text>
-        </p>
+        <Paragraph>{rope.confirm}</Paragraph>
       </Card>
     );
   const limits = (
@@ -75,11 +73,7 @@ export function RopeCard({ rope, whole }: { rope: Rope; whole?: boolean }) {
             ) : (
               <span class="mono push">≤ {number(limit.max)}</span>
             )}
-            {whole && limit.reason && (
-              <p class="quiet small">
-                <Text>{limit.reason.foreign}</Text>
-              </p>
-            )}
+            {whole && limit.reason && <Paragraph class="quiet small">{limit.reason.foreign}</Paragraph>}
           </li>
         ))}
       </ul>
@@ -99,9 +93,7 @@ export function RopeCard({ rope, whole }: { rope: Rope; whole?: boolean }) {
                   <Text>{lock.says.foreign}</Text>
                 </span>
               </p>
-              <p class="quiet small">
-                <Text>{lock.reason.foreign}</Text>
-              </p>
+              <Paragraph class="quiet small">{lock.reason.foreign}</Paragraph>
             </div>
           </li>
         ))}

@@ -6,7 +6,7 @@ import { useAnswer } from "../live.ts";
 import { Answered, Outcome, useAction } from "../parts/answers.tsx";
 import { Card, Figures, Nothing, Pill, TwoClicks } from "../parts/parts.tsx";
 import { Progress, RunLine, StateOf } from "../parts/runs.tsx";
-import { plain, Text } from "../parts/text.tsx";
+import { Paragraph, plain, Text } from "../parts/text.tsx";
 import { link, useRoute } from "../router.ts";
 import { theSource } from "../live.ts";
 
@@ -157,11 +157,7 @@ function Candidates({ sweep }: { sweep: Sweep }) {
                   {one.run_id ? <a href={link(["run", one.run_id])}>{one.id}</a> : one.id} {one.id === sweep.best && <Pill tone="good">best</Pill>}
                   {one.survived && one.id !== sweep.best && <Pill>survived</Pill>}
                   {(one.state === "failed" || one.state === "lost") && <Pill tone="bad">{one.state}</Pill>}
-                  {one.why && (
-                    <p class="quiet small">
-                      <Text>{one.why.foreign}</Text>
-                    </p>
-                  )}
+                  {one.why && <Paragraph class="quiet small">{one.why.foreign}</Paragraph>}
                 </th>
                 <td class="figure">{one.epoch}</td>
                 {fields.map((field) => (

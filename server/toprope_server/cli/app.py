@@ -133,7 +133,7 @@ def dashboard(
 def runs() -> None:
     """List all runs, newest first."""
     with open_workshop() as workshop:
-        from toprope_tools.status.status import run_row
+        from toprope_tools.status.run_list import run_row
 
         found = workshop.statuses()
         for run in found:
@@ -145,7 +145,7 @@ def runs() -> None:
 def status(run: Run) -> None:
     """Show the state of a run."""
     with open_workshop() as workshop:
-        from toprope_tools.status.status import numbers_line
+        from toprope_tools.status.snapshot import numbers_line
 
         from toprope.analysis.reports.headline import headline
         from toprope.text_format import clip
@@ -425,10 +425,7 @@ def _print_answer(run_id: str, work: Callable[[], Awaitable[Answer]]) -> None:
     """Print a tool's answer about a run in the words of commands, without a last line that only an agent can follow."""
     from toprope_server.cli.wording import in_commands, proposes_command
 
-    async def run() -> Answer:
-        return await work()
-
-    lines = anyio.run(run).text.split("\n")
+    lines = anyio.run(work).text.split("\n")
     if len(lines) > 1 and lines[-1].startswith("Next:") and not proposes_command(lines[-1]):
         lines.pop()
     typer.echo(in_commands("\n".join(lines), run_id))

@@ -87,9 +87,8 @@ class _Agent:
                 if answer.is_error:
                     raise DemoFailed(answer.content[0].text)
                 [run] = (answer.structured_content or {})["runs"]
-                for event in run.get("events", ()):
-                    if (line := event_line(event)) is not None:
-                        bar.console.print(f"  {escape(line)}", style="dim")
+                for line in evaluation_lines(run):
+                    bar.console.print(f"  {escape(line)}", style="dim")
                 if run["state"] == "completed":
                     return
                 if run["state"] in ("failed", "stopped", "lost"):
@@ -207,14 +206,10 @@ def _judged(answer: str | None, success: bool | None) -> str:
     return f"[{'green' if success else 'red'}]{escape(answer or '')}[/] {'✓' if success else '✗'}"
 
 
-def event_line(event: dict[str, Any]) -> str | None:
-    data = event["data"]
-    if event.get("kind") == "state":
-        return f"{data.get('from')} -> {data.get('to')}"
-    accuracy = data.get("summary", {}).get("accuracy")
-    if event.get("kind") == "evaluation" and accuracy is not None:
-        return f"evaluation {data.get('label')}: accuracy {accuracy:.3f}"
-    return None
+def evaluation_lines(run: dict[str, Any]) -> list[str]:
+    """Return a line for each new evaluation of a run, as check_status tells of them."""
+    told = [event["data"] for event in run.get("events", ()) if event["kind"] == "evaluation"]
+    return [f"evaluation {one['label']}: accuracy {one['accuracy']:.3f}" for one in told if "accuracy" in one]
 
 
 def main(report_file: str | None = None, changes: Mapping[str, Any] | None = None) -> int:

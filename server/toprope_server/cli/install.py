@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,7 +105,7 @@ class Plan:
 
     def text(self) -> str:
         """Our entry in the client's format, to paste."""
-        return self.known.format.dumps({self.known.section: {NAME: self.entry}})
+        return self.known.format.edited("", self.place, self.entry)
 
 
 def server_command() -> list[str]:
@@ -144,22 +144,15 @@ def _server(role: Role | None, remote: Remote | None) -> Server:
     return Server(command, arguments, {name: os.environ[name] for name in _PASSED_ON if os.environ.get(name)})
 
 
-def configuration_file(
-    client: str, *, platform: str | None = None, environ: Mapping[str, str] | None = None, project: Path | None = None
-) -> Path:
-    """The file that lists a client's servers.
-
-    Args:
-        platform: As sys.platform; the present one if None.
-        environ: Environment variables; this process's if None.
-        project: Use the client's file in this folder.
+def configuration_file(client: str, project: Path | None = None) -> Path:
+    """The file that lists a client's servers; the one in a project's folder if that is given.
 
     Raises:
         InvalidValue: There is no such client, or it has no files in projects.
     """
     known = find_client(client)
     if project is None:
-        return known.file(Places(platform or sys.platform, os.environ if environ is None else environ))
+        return known.file(Places(sys.platform, os.environ))
     if not known.project:
         able = ", ".join(name for name, one in KNOWN.items() if one.project)
         raise InvalidValue(f"--project is for {able}: {known.title} has one file for its user.")
@@ -181,7 +174,7 @@ def plan(
     """
     if http and remote is not None:
         raise InvalidValue("Give either --http or --ssh.", hint="Over ssh the client starts the server itself.")
-    known, path = find_client(client), configuration_file(client, project=project)
+    known, path = find_client(client), configuration_file(client, project)
     after = known.after.format(path=shlex.quote(str(path)))
     if http:
         serve = " ".join(["toprope serve --http", *(role.arguments if role is not None else [])])

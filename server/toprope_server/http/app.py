@@ -56,7 +56,7 @@ def build_app(
     security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     app = server.streamable_http_app(streamable_http_path=PATH, transport_security=security, host=host)
     if capture is not None:
-        app.router.routes.append(capture_route(lambda: capture))
+        app.router.routes.append(capture_route(capture))
     return AccessRequired(app, tokens, settings, host, port)
 
 
@@ -85,13 +85,9 @@ def serve_http(host: str, port: int | None, *, role: Role) -> None:
     app = build_app(tokens, config, host, port, role=allowed, capture=home if allowed.runs else None)
     url = f"{'https' if config.certificate else 'http'}://{in_url(host)}:{port}{PATH}"
     loaded = _loaded(uvicorn_config(app, config))
-    anyio.run(serve_on, loaded, listening, lambda: _print(_instructions(url)), home, allowed.read_only)
+    anyio.run(serve_on, loaded, listening, lambda: print(_instructions(url), flush=True), home, allowed.read_only)
     # A worker thread that still waits must not keep the process alive.
     leave()
-
-
-def _print(text: str) -> None:
-    print(text, flush=True)
 
 
 def _instructions(url: str) -> str:

@@ -101,7 +101,7 @@ class Tokens:
             with self.path.open("rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
                 data = json.loads(file.read(1 << 20))
-            if os.name == "posix" and mode & 0o077:
+            if mode & 0o077:
                 raise InvalidValue(f"Others can read {self.path}, so its tokens are not trusted.", hint="chmod 600")
             if data["version"] != _VERSION:
                 raise ValueError

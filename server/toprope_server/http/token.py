@@ -45,7 +45,7 @@ class TokenFile:
             raise NotFound(f"There is no token in {self.path}.", hint="'toprope token' makes one.") from None
         except OSError as error:
             raise InvalidValue(f"{self.path} cannot be read: {error.strerror or error}.") from None
-        if os.name == "posix" and mode & _OTHERS:
+        if mode & _OTHERS:
             raise InvalidValue(
                 f"Others can read {self.path} (mode {mode & 0o777:o}), so its token is not trusted.",
                 hint=f"Run: chmod 600 {self.path}; toprope token --rotate",

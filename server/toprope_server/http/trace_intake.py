@@ -7,7 +7,6 @@ Requests without the owner's token do not get here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from anyio import to_thread
@@ -24,12 +23,8 @@ if TYPE_CHECKING:
 CAPTURE_PATH = "/trajectories/{name}"
 
 
-def capture_route(home: Callable[[], Home]) -> Route:
-    """The route.
-
-    Args:
-        home: Returns the home with the data sets; called at each post.
-    """
+def capture_route(home: Home) -> Route:
+    """The route to the data sets of a home."""
 
     async def post(request: Request) -> JSONResponse:
         from toprope.trajectories.datasets.trace_inbox import MOST_BYTES, items_of_body
@@ -45,7 +40,7 @@ def capture_route(home: Callable[[], Home]) -> Route:
                 return _refusal(413, f"The body exceeds {MOST_BYTES} bytes; nothing was stored.")
 
         def take() -> int:
-            return inbox_of(home(), request.path_params["name"]).keep(items_of_body(bytes(body)))
+            return inbox_of(home, request.path_params["name"]).keep(items_of_body(bytes(body)))
 
         try:
             taken = await to_thread.run_sync(take)

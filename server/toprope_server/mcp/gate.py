@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
+from mcp.server.apps import client_supports_apps
 from mcp.shared.exceptions import MCPError
 from mcp.types import (
     INVALID_PARAMS,
@@ -26,7 +27,7 @@ from mcp.types import (
 
 from toprope.errors import TopropeError
 from toprope.records.audit import AuditTrail, shorten
-from toprope_server.mcp.page_app import is_of_a_page, shows_pages
+from toprope_server.mcp.page_app import is_of_a_page
 from toprope_server.mcp.roles import Role
 from toprope_server.tool_specs.base import PRINCIPAL
 
@@ -79,7 +80,7 @@ class Gate:
             uris = notifications.get("resourceSubscriptions") if isinstance(notifications, Mapping) else None
             for uri in uris if isinstance(uris, list) else []:
                 self.require_readable(str(uri), role)
-        return self._for_role(await call_next(ctx), role, pages=shows_pages(ctx))
+        return self._for_role(await call_next(ctx), role, pages=client_supports_apps(ctx))
 
     def require_readable(self, uri: str, role: Role) -> None:
         """Refuse a resource whose tool the role lacks.

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from anyio import Path as AsyncPath
-from mcp.server.apps import APP_MIME_TYPE, EXTENSION_ID, client_supports_apps
+from mcp.server.apps import APP_MIME_TYPE, EXTENSION_ID
 from mcp.server.extension import Extension
 from mcp.server.lowlevel.helper_types import ReadResourceContents
 from mcp.server.mcpserver.exceptions import ResourceNotFoundError
 from mcp.types import Resource
 
 from toprope_server.tool_specs.page import PAGE_URI
-
-if TYPE_CHECKING:
-    from mcp.server.context import ServerRequestContext
 
 _FILE = "app.html"
 _META = {"ui": {"prefersBorder": False}}
@@ -63,11 +60,6 @@ async def read_page(bundle: Path) -> list[ReadResourceContents]:
     except OSError:
         raise ResourceNotFoundError(f"{PAGE_URI} is not there any more: build the page again (make page).") from None
     return [ReadResourceContents(content=text, mime_type=APP_MIME_TYPE, meta=_META)]
-
-
-def shows_pages(ctx: ServerRequestContext[Any, Any]) -> bool:
-    """True if the client declared the extension."""
-    return client_supports_apps(ctx)
 
 
 def is_of_a_page(listed: Mapping[str, Any]) -> bool:

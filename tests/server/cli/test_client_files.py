@@ -10,7 +10,7 @@ import pytest
 import yaml
 from toprope_server.cli.clients import jsonc
 from toprope_server.cli.clients.formats import TOML
-from toprope_server.cli.clients.known import KNOWN, find_client
+from toprope_server.cli.clients.known import KNOWN, Places, find_client
 from toprope_server.cli.install import configuration_file, installed_entry, main, plan, server_command, write
 
 from toprope.errors import InvalidValue
@@ -19,12 +19,10 @@ PLACES = [
     ("cursor", "linux", {}, ".cursor/mcp.json"),
     ("vscode", "linux", {}, ".config/Code/User/mcp.json"),
     ("vscode", "darwin", {}, "Library/Application Support/Code/User/mcp.json"),
-    ("vscode", "win32", {"APPDATA": "/h/Roaming"}, "Roaming/Code/User/mcp.json"),
     ("codex", "linux", {}, ".codex/config.toml"),
     ("codex", "linux", {"CODEX_HOME": "/h/c"}, "c/config.toml"),
     ("gemini", "darwin", {}, ".gemini/settings.json"),
     ("goose", "darwin", {}, ".config/goose/config.yaml"),
-    ("goose", "win32", {"APPDATA": "/h/Roaming"}, "Roaming/Block/goose/config/config.yaml"),
     ("windsurf", "linux", {}, ".codeium/windsurf/mcp_config.json"),
     ("zed", "linux", {"XDG_CONFIG_HOME": "/h/x"}, "x/zed/settings.json"),
     ("zed", "darwin", {}, ".config/zed/settings.json"),
@@ -50,8 +48,8 @@ def load(client: str, text: str):
 
 @pytest.mark.parametrize(("client", "platform", "environ", "expected"), PLACES)
 def test_each_client_has_its_file_on_each_platform(client, platform, environ, expected):
-    environ = {"HOME": "/h", "USERPROFILE": "/h", **environ}
-    assert configuration_file(client, platform=platform, environ=environ).as_posix() == f"/h/{expected}"
+    places = Places(platform, {"HOME": "/h", **environ})
+    assert KNOWN[client].file(places).as_posix() == f"/h/{expected}"
 
 
 @pytest.mark.parametrize("client", KNOWN)

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from toprope_server.cli.runs.follow import LogTail
-from toprope_server.cli.runs.prune import age_seconds, bytes_text
+from toprope_server.cli.runs.prune import age_seconds
 
 from tests.support.tools_house import become, step
 from toprope.errors import InvalidValue
@@ -174,7 +174,7 @@ def test_logs_follow_rotation_until_run_ends(live):
     assert "\x1b" not in seen
     assert "trainer     | one" in seen
     wrong = toprope(home, "logs", "a-run", "trainr", "-f")
-    assert (wrong.returncode, "The components are: keeper" in wrong.stderr) == (1, True)
+    assert (wrong.returncode, "Components: keeper" in wrong.stderr) == (1, True)
 
 
 def test_tail_keeps_partial_lines_until_complete(tmp_path):
@@ -204,7 +204,7 @@ def test_prune_deletes_only_old_ended_runs_after_dry_run(tmp_path):
         shown = toprope(tmp_path, "prune")
         assert shown.returncode == 0
         assert "old: completed 40 d 0 h ago, train words" in shown.stdout
-        assert re.search(r"\n1 run, 2\d\d KB would be deleted. Nothing was deleted: add --yes.", shown.stdout)
+        assert re.search(r"\n1 run, 2\d\d\.\d kB would be deleted. Nothing was deleted: add --yes.", shown.stdout)
         assert old.path.is_dir()
         assert "nothing to delete" in toprope(tmp_path, "prune", "--keep", "3", "--older-than", "5d").stdout
         fewer = toprope(tmp_path, "prune", "--keep", "2").stdout
@@ -293,15 +293,12 @@ def test_prune_finishes_interrupted_prune_and_removes_leftovers(tmp_path):
     assert [path.name for path in (home / "runs").iterdir()] == ["new"]
 
 
-def test_ages_and_sizes_are_parsed():
+def test_ages_are_parsed():
     assert age_seconds("12h") == 43_200
     assert age_seconds(" 1.5d ") == 1.5 * DAY
     for wrong in ("", "30", "d", "30 years", "-1d"):
         with pytest.raises(InvalidValue, match="12h, 30d, 8w"):
             age_seconds(wrong)
-    assert [bytes_text(count) for count in (0, 999, 12_000, 1_200_000, 34_000_000, 5_600_000_000)] == [
-        "0 B", "999 B", "12 KB", "1.2 MB", "34 MB", "5.6 GB",
-    ]  # fmt: skip
 
 
 def test_prune_refuses_contradictory_options(tmp_path):

@@ -260,7 +260,7 @@ def test_network_lock_holds_before_a_run(house: Any) -> None:
 def test_agents_install_only_if_owner_allows(house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ordered: list[str] = []
 
-    def add(self: Interpreters, order: Order, progress: Any, given_up: Any = None) -> Outcome:
+    def add(self: Interpreters, order: Order, progress: Any) -> Outcome:
         assert order.plain_only
         ordered.append(order.given)
         for word in ("resolving", "installing"):
@@ -308,7 +308,7 @@ def test_long_installation_continues_when_called_again(house: Any, monkeypatch: 
 
     go, calls = threading.Event(), []
 
-    def add(self: Interpreters, order: Order, progress: Any, given_up: Any = None) -> Outcome:
+    def add(self: Interpreters, order: Order, progress: Any) -> Outcome:
         calls.append(order)
         progress("installing 3 packages")
         assert go.wait(60)

@@ -8,7 +8,8 @@ import sys
 import pytest
 import yaml
 from toprope_server.cli.app import build
-from toprope_server.cli.install import configuration_file, server_command
+from toprope_server.cli.clients.known import KNOWN, Places
+from toprope_server.cli.install import server_command
 from typer.testing import CliRunner
 
 from toprope.errors import InvalidValue
@@ -34,7 +35,6 @@ def toprope(home, *arguments, **variables):
     [
         ("claude-desktop", "darwin", {}, "Library/Application Support/Claude/claude_desktop_config.json"),
         ("claude-desktop", "linux", {}, ".config/Claude/claude_desktop_config.json"),
-        ("claude-desktop", "win32", {"APPDATA": "/h/Roaming"}, "Roaming/Claude/claude_desktop_config.json"),
         ("claude-code", "linux", {}, ".claude.json"),
         ("claude-code", "linux", {"CLAUDE_CONFIG_DIR": "/h/c"}, "c/.claude.json"),
         ("inspector", "linux", {}, ".mcp-inspector/mcp.json"),
@@ -42,12 +42,12 @@ def toprope(home, *arguments, **variables):
     ],
 )
 def test_each_client_has_its_file_on_each_platform(client, platform, environ, expected):
-    environ = {"HOME": "/h", "USERPROFILE": "/h", **environ}
-    assert configuration_file(client, platform=platform, environ=environ).as_posix() == f"/h/{expected}"
+    places = Places(platform, {"HOME": "/h", **environ})
+    assert KNOWN[client].file(places).as_posix() == f"/h/{expected}"
 
 
 def test_install_keeps_and_backs_up_other_entries(tmp_path):
-    path = configuration_file("claude-desktop", environ={"HOME": str(tmp_path)})
+    path = KNOWN["claude-desktop"].file(Places(sys.platform, {"HOME": str(tmp_path)}))
     path.parent.mkdir(parents=True)
     before = {"theme": "dark", "mcpServers": {"other": {"command": "x", "env": {"KEY": "geheim-ü"}}}}
     path.write_text(json.dumps(before))

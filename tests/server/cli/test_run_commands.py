@@ -5,22 +5,21 @@ from __future__ import annotations
 import io
 import json
 import time
-from pathlib import Path
 
-import msgspec
 import pytest
 from toprope_server.cli.app import build
 from toprope_server.cli.context import showing_work
-from toprope_server.cli.demo import event_line
+from toprope_server.cli.demo import evaluation_lines
 from toprope_server.cli.runs.follow import LogTail
 from toprope_server.cli.runs.naming import complete_component, complete_environment, complete_run, find_run
+from toprope_tools.answers.answer import sent
+from toprope_tools.status.status import check_status
 from typer.testing import CliRunner
 
 from tests.support.tiny_policy import make_tiny_policy
-from tests.support.tools_house import become, make_workshop, start_run
+from tests.support.tools_house import become, do, make_workshop, start_run
 from toprope.errors import InvalidValue
 from toprope.records.run.checkpoints import seal
-from toprope.records.run.folder import RunFolder
 from toprope.records.run.metrics import last_rows
 from toprope.records.run.status import EventLog, Failure
 from toprope.settings.schema import Config
@@ -187,13 +186,11 @@ def test_last_rows_are_the_newest_that_count(tmp_path):
     assert last_rows(tmp_path / "none", 5) == []
 
 
-def test_event_line_shows_states_and_evaluations(tmp_path: Path) -> None:
-    log = EventLog(RunFolder(tmp_path))
-    events = [
-        log.append("state", **{"from": "queued", "to": "validating", "reason": ""}),
-        log.append("evaluation", label="after", summary={"accuracy": 0.8125, "tasks": 200}),
-        log.append("evaluation", label="after", summary={}),
-        log.append("checkpoint", step=3, path="x", cursor=9),
-    ]
-    lines = [event_line(msgspec.to_builtins(event)) for event in events]
-    assert lines == ["queued -> validating", "evaluation after: accuracy 0.812", None, None]
+def test_demo_shows_the_evaluations_that_check_status_sends(shop):
+    folder = start_run(shop)
+    log = EventLog(folder)
+    log.append("evaluation", label="after", summary={"accuracy": 0.8125, "tasks": 200})
+    log.append("evaluation", label="step-3", summary={})
+    log.append("stall", what="Nothing happens.")
+    [run] = sent(do(check_status, shop, run_ids=[folder.run_id]).data)["runs"]
+    assert evaluation_lines(run) == ["evaluation after: accuracy 0.812"]

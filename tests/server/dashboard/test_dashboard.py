@@ -223,7 +223,7 @@ def test_read_only_dashboard_changes_nothing(house: House, tmp_path: Path) -> No
         process.enter()
         assert process.get("/api/now")["may_act"] is False
         live = process.get(f"/api/run/{house.live.run_id}")["live"]
-        assert live["may"] == {"stop": False, "resume": False, "go_on": False}
+        assert live["may"] == {"stop": False, "resume": False}
         before = home.ledger.read_bytes() if home.ledger.exists() else b""
         for path, body in (
             (f"/api/run/{house.live.run_id}/stop", {}),

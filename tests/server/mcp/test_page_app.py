@@ -176,7 +176,7 @@ def test_page_opens_no_way_to_the_owners_part(talk: Talk, house: House) -> None:
         now = (await client.call_tool("look", {"what": "now"})).structured_content
         assert now is not None and now["waiting"] == [] and now["diary"] == [] and now["may_act"] is False
         run = (await client.call_tool("look", {"what": "run", "run_id": run_id})).structured_content
-        assert run is not None and run["live"]["may"] == {"stop": True, "resume": False, "go_on": False}
+        assert run is not None and run["live"]["may"] == {"stop": True, "resume": False}
         for what in ("ledger", "log", "datasets", "environments"):
             assert (await client.call_tool("look", {"what": what})).is_error
 

@@ -39,8 +39,7 @@ def test_description_comes_from_loaded_environment(house):
     shop, _ = house
     answer = do(describe_environment, shop, name="sort_letters")
     assert {knob["name"] for knob in answer.data.knobs} == {"shortest", "longest", "alphabet"}
-    assert answer.data.examples[0]["rewards"]["reference"] == 1.0
-    assert "untrusted" in answer.text
+    assert "rewards: reference 1, " in answer.text and "untrusted" in answer.text
     assert "cpu-embedded (does not fit: The embedded policy knows words to spell" in answer.text
     assert 'select_environment(name="sort_letters", preset="cpu-sft")' in answer.text
     spelling = do(describe_environment, shop, name="reasoning_gym/spell_backward")
@@ -59,13 +58,13 @@ def test_description_shows_rollout_cost_and_test_result(house):
     assert "embedded is right in 25.0% of its answers" in answer.text and "50.0% are all wrong" in answer.text
     assert 'preset="cpu-embedded")' in answer.text  # the test shows that this policy can do it
     assert answer.data.tested.run_id == folder.run_id and answer.data.memory_mb > 5
-    assert len(answer.data.examples) == len(answer.data.prompt_characters) == 3
+    assert answer.text.count("Example (untrusted)") == len(answer.data.prompt_characters) == 3
     # a token per byte, and those of role and end
     assert answer.data.prompt_tokens[:3] == [size + 3 for size in answer.data.prompt_characters]
     assert answer.data.answer_tokens[:3] == answer.data.answer_characters
     assert answer.data.tokens_of == "embedded" and "in tokens of embedded: prompts of " in answer.text
     assert re.search(r"an answer is scored in (less than 1 ms|\d+ ms)", answer.text)
-    assert "near_miss" in answer.data.examples[0]["rewards"]
+    assert "near_miss" in answer.text
 
 
 def test_misfits_are_told_at_selection_and_start(house):
@@ -97,7 +96,7 @@ def test_draft_carries_preset_knobs_and_locks(house):
     draft = shop.drafts.get(answer.data.draft_id)
     assert draft.config.policy.lora is True
     assert draft.config.environment.knobs == {"shortest": 3, "longest": 5, "alphabet": "abcdefghijklmnopqrstuvwxyz"}
-    assert "launcher.kind" in answer.data.locked
+    assert "launcher.kind" in answer.text.partition("Locked by the owner")[2]
     with pytest.raises(NotFound, match="Did you mean single-gpu"):
         do(select_environment, shop, name="sort_letters", preset="single-gpus")
 
@@ -112,11 +111,9 @@ def test_configuration_is_read_edited_and_kept(house):
     assert "0.001 -> 0.002" in edited.text
     assert edited.data.revision == 2
     section = do(get_config, shop, draft_id=draft_id, section="optimizer")
-    rate = next(field for field in section.data.fields if field.field == "optimizer.learning_rate")
-    assert (rate.value, rate.bounds) == (0.002, "> 0, <= 1")
-    assert "at most 0.01" in rate.lock
-    assert rate.description
-    assert section.data.history[0].changes[0].before == 0.001
+    assert section.data.values["optimizer.learning_rate"] == 0.002
+    (rate,) = [line for line in section.text.splitlines() if line.startswith("optimizer.learning_rate = 0.002")]
+    assert re.search(r"> 0, <= 1\)\S* \w", rate) and "LOCKED by the owner, at most 0.01" in rate
     assert "revision 2: optimizer.learning_rate 0.001 -> 0.002" in section.text
     assert draft_id in do_text(open_drafts, shop)
 

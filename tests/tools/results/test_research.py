@@ -14,7 +14,8 @@ from toprope_tools.results.results import get_results
 from toprope_tools.results.rollouts import browse_rollouts
 from toprope_tools.runs.sweeps import start_sweep
 from toprope_tools.runs.training import resume_training, start_training, stop_training
-from toprope_tools.status.status import check_status, list_runs
+from toprope_tools.status.run_list import list_runs
+from toprope_tools.status.status import check_status
 
 from tests.support.tools_house import become, do
 from toprope.atomic import write_json

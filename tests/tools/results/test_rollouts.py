@@ -83,6 +83,9 @@ def test_failures_show_the_answer_that_failed(shop):
     run = started(shop, [broken, group(2, [0.5, 0.5])])
     page = do(browse_rollouts, shop, run_id=run, failed=True)
     assert [(one.group, one.rollouts[0].error) for one in page.data.groups] == [(1, "ZeroDivisionError: division")]
+    unread = started(shop, [group(1, [0.0, 1.0, 2.0], answers=["good", " ", "best"])])
+    (found,) = rollouts(shop, unread, order="best", failed=True).groups
+    assert [one.reward for one in found.shown] == [1.0], "the page shows the answer that could not be read"
 
 
 def dialogue(question, number):

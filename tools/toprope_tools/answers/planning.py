@@ -13,7 +13,6 @@ class EnvironmentItem(Structure):
     state: str = "ready"
     ecosystem: str = "toprope"
     tools: bool = False
-    tasks: int | None = None
 
 
 class Environments(Structure):
@@ -34,20 +33,15 @@ class Tested(Structure):
 
 class Description(Structure):
     name: str
-    summary: Annotated[str, IN_TEXT]
     max_turns: int
     tags: list[str]
     knobs: list[dict[str, Any]]
     reward_parts: dict[str, dict[str, Any]]
     max_reward: float
     splits: dict[str, dict[str, Any]]
-    examples: Annotated[list[dict[str, Any]], IN_TEXT]
-    remarks: Annotated[list[str], IN_TEXT]
-    presets: Annotated[dict[str, str], IN_TEXT]
     ecosystem: str = "toprope"
     state: str = "ready"
     tools: bool = False
-    versions: Annotated[dict[str, str], IN_TEXT] = {}
     load_seconds: float = 0.0
     score_seconds: float | None = None
     memory_mb: int | None = None
@@ -123,22 +117,6 @@ class DraftAnswer(Structure):
     preset: str
     revision: int
     moved_by_locks: list[FieldChange] = []
-    locked: Annotated[dict[str, str], IN_TEXT] = {}
-
-
-class FieldValue(Structure):
-    field: str
-    value: Any
-    type: str
-    bounds: str = ""
-    lock: str | None = None
-    description: str | None = None
-
-
-class EditItem(Structure):
-    revision: int
-    at: float
-    changes: list[FieldChange]
 
 
 class ConfigAnswer(Structure):
@@ -148,8 +126,6 @@ class ConfigAnswer(Structure):
     revision: int
     values: dict[str, Any] = {}
     """By field name, of the whole configuration or of one section."""
-    fields: Annotated[list[FieldValue], IN_TEXT] = []
-    history: Annotated[list[EditItem], IN_TEXT] = []
     conflicts: list[str] = []
 
 

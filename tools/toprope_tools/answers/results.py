@@ -41,7 +41,6 @@ class Judged(Structure):
     tasks_only_a: Annotated[int, IN_TEXT]
     tasks_only_b: Annotated[int, IN_TEXT]
     rests_on: Annotated[list[str], IN_TEXT]
-    lone_wins: Annotated[dict[str, int], IN_TEXT]
     tasks_needed: Annotated[int | None, IN_TEXT] = None
     seeds_needed: Annotated[int | None, IN_TEXT] = None
 
@@ -91,17 +90,13 @@ class RolloutPage(Structure):
 class ExperimentItem(Structure):
     id: str
     environment: str
-    hypothesis: Annotated[str, IN_TEXT]
     runs: list[str]
-    outcome: Annotated[str, IN_TEXT] = ""
     decision: str = ""
     accuracy: float | None = None
 
 
 class ExperimentAnswer(Structure):
     experiment: ExperimentItem
-    plateau: Annotated[str, IN_TEXT] = ""
-    warnings: Annotated[list[str], IN_TEXT] = []
 
 
 class Handoff(Structure):
@@ -121,7 +116,6 @@ class Exported(Structure):
     read: int = 0
     left_out: dict[str, int] = {}
     texts: dict[str, int] = {}
-    warnings: Annotated[list[str], IN_TEXT] = []
 
 
 class ExportedPolicy(Structure):
@@ -149,4 +143,3 @@ class BuiltDataset(Structure):
     texts: dict[str, Any] = {}
     new: bool = True
     complete: bool = True
-    warnings: Annotated[list[str], IN_TEXT] = []

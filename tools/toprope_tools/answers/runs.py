@@ -74,7 +74,6 @@ class RunStatus(Structure):
     fresh: Annotated[bool, IN_TEXT] = False
     numbers: dict[str, Any] = {}
     """Of one of many runs only in the text."""
-    numbers_age_s: Annotated[float, IN_TEXT] = 0.0
     next_numbers_in_s: Annotated[float | None, IN_TEXT] = None
     states: Annotated[list[str], IN_TEXT] = []
     """Changes of state since the last answer."""
@@ -82,7 +81,8 @@ class RunStatus(Structure):
     """Other events; of findings without the sentences, which the text has."""
     events_left: int = 0
     failure: dict[str, Any] | None = None
-    lifecycle: Annotated[str, IN_TEXT] = ""
+    lifecycle: str = ""
+    """As programs of training know it: see `toprope.records.run.lifecycle`."""
     checks: Annotated[dict[str, str], IN_TEXT] = {}
     components: dict[str, str] = {}
     """By name: running, or exited with its code, with restarts if there were any."""
@@ -115,7 +115,6 @@ class StatusAnswer(Structure):
     open_runs: list[RunItem] = []
     met: list[MetCondition] = []
     cursor: str = ""
-    longest_wait_s: Annotated[float | None, IN_TEXT] = None
 
 
 class Runs(Structure):
@@ -127,7 +126,6 @@ class Runs(Structure):
 class LogAnswer(Structure):
     run_id: str
     component: str
-    lines: Annotated[list[str], IN_TEXT]
     before: int | None
     components: list[str]
     untrusted: bool = True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from toprope.analysis.reports.handoff import LIVE, Standing, handoff
-from toprope.analysis.statistics.intervals import wilson
+from toprope.analysis.reports.headline import measured_share
 from toprope.analysis.statistics.plateau import plateau
 from toprope.analysis.statistics.run_samples import measured_tasks
 from toprope.errors import Corrupt, InvalidValue, NotFound
@@ -34,7 +34,7 @@ _HANDOFF_RUNS = 400
 
 def ledger_of(workshop: Workshop) -> Ledger:
     """Return the ledger of a workshop's home."""
-    return Ledger(workshop.index, workshop.home.ledger)
+    return Ledger(workshop.home.ledger)
 
 
 async def note_experiment(
@@ -186,11 +186,9 @@ def _figures(specification: Specification, status: Status) -> Figures:
         configuration=_digest(specification),
         measured=_hash(measured_tasks(specification)),
     )
-    accuracy, tasks = after.get("accuracy"), after.get("tasks")
-    if accuracy is not None and tasks:
-        share = wilson(accuracy * tasks, tasks)
+    if share := measured_share(after):
         figures = figures.model_copy(
-            update={"accuracy": share.value, "low": share.low, "high": share.high, "tasks": tasks}
+            update={"accuracy": share.value, "low": share.low, "high": share.high, "tasks": share.n}
         )
     return figures
 
@@ -219,15 +217,11 @@ def _noted(ledger: Ledger, entry: Experiment, *, new: bool) -> Answer:
             start = f"{percent(one.before)} -> " if one.before is not None else ""
             lines.append(f"  {run_id}: {start}{percent(one.accuracy)} [{percent(one.low)}, {percent(one.high)}]")
     found = plateau(ledger.entries(entry.environment))
-    said = "" if found is None else found.says
-    if said:
-        lines.append(said)
-    warnings = []
+    if found is not None:
+        lines.append(found.says)
     single = [one for one in entry.figures.values() if one.accuracy is not None]
     if entry.decision == "keep" and len(single) == 1:
-        warnings.append("Kept after a single run: the gain may be luck of its seed.")
-    lines += warnings
+        lines.append("Kept after a single run: the gain may be luck of its seed.")
     if entry.decision == "undecided":
         lines.append(f"Next: {call('note_experiment', experiment_id=entry.id)} with outcome and decision.")
-    item = answers.ExperimentItem.of(entry, hypothesis=clip(entry.hypothesis, 400), outcome=clip(entry.outcome, 400))
-    return Answer("\n".join(lines), answers.ExperimentAnswer(experiment=item, plateau=said, warnings=warnings))
+    return Answer("\n".join(lines), answers.ExperimentAnswer(experiment=answers.ExperimentItem.of(entry)))

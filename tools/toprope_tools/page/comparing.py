@@ -89,8 +89,6 @@ class CandidateItem(msgspec.Struct):
     values: dict[str, Foreign | Value]
     score: float | None
     accuracy: float | None
-    tasks: int | None
-    steps: int | None
     line_steps: int
     why: Foreign | None
     survived: bool
@@ -110,7 +108,6 @@ class Sweep(Answer, kw_only=True):
     most_steps: int | None
     candidates: list[CandidateItem]
     best: str | None
-    survivors: dict[str, list[str]]
     heldout: dict[str, Any] | None
 
 
@@ -236,7 +233,6 @@ def sweep(workshop: Workshop, items: Items, run_id: str, *, most: int = _MOST_CA
         most_steps=plan.total_steps or None,
         candidates=[_candidate(standing, one, survived, live, items) for one in standing.ranked()[:most]],
         best=None if best is None else best.candidate,
-        survivors={str(epoch): ids for epoch, ids in standing.survivors.items()},
         heldout=heldout,
     )
 
@@ -274,8 +270,6 @@ def _candidate(
         },
         score=scored.score if scored else None,
         accuracy=scored.measured.accuracy if scored else None,
-        tasks=scored.measured.tasks if scored else None,
-        steps=scored.measured.steps if scored else None,
         line_steps=standing.line_steps(one),
         why=foreign(scored.why, 300) if scored is not None and scored.why else None,
         survived=one in survived,

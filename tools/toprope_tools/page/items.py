@@ -14,9 +14,8 @@ from toprope.errors import Corrupt, NotFound
 from toprope.records.run.folder import RunFolder, read_json
 from toprope.records.run.metrics import read_history
 from toprope.records.run.status import Status
-from toprope.records.sweep_journal import read_standing, sweep_of
+from toprope.records.sweep_journal import read_standing
 from toprope.text_format import clip, value
-from toprope.workbench.launch.seeds import group_of
 from toprope_tools.page.shapes import Gravest, Progress, RunItem, Share
 from toprope_tools.status.snapshot import told_numbers
 
@@ -80,7 +79,6 @@ class Items:
     def item(self, status: Status, *, spark: bool = True) -> RunItem:
         """A run as an entry."""
         found, environment = headline(status), clip(status.environment, 160)
-        number, member = group_of(status.run_id), sweep_of(status.run_id)
         title = environment.rpartition("/")[2].replace("_", " ") or status.run_id
         return RunItem(
             run_id=status.run_id,
@@ -95,11 +93,7 @@ class Items:
             ended_at=status.ended_at,
             accuracy=None if found is None else _share(found.accuracy, found.low, found.high, found.tasks),
             before=None if found is None else found.before,
-            split=None if found is None else found.split,
-            group=None if number is None else number[0],
-            sweep=None if member is None else member[0],
             finding=_gravest(status),
-            failure=None if status.failure is None else clip(status.failure.component, 40),
             progress=self._progress(status),
             spark=self._spark(status) if spark else None,
         )

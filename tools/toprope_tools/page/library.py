@@ -91,7 +91,6 @@ class Noted(msgspec.Struct):
     gone_runs: list[str]
     drafts: list[str]
     accuracy: float | None
-    figures: list[dict[str, Any]]
 
 
 class LedgerPage(Answer, kw_only=True):
@@ -135,7 +134,6 @@ class EnvironmentPage(Answer, kw_only=True):
     runs: int
     best: Share | None
     ecosystem: str
-    tasks: int | None
     turns: int | None
     checks: list[Check] | None
     checked_at: float | None
@@ -161,7 +159,6 @@ def datasets(workshop: Workshop) -> Datasets:
                     "made_at": record.made_at,
                     "items": record.items,
                     "bytes": sum(one.bytes for one in record.files.values()),
-                    "digest": record.digest,
                     "description": foreign(record.description, 300),
                     "sources": sum(len(lineage.get(kind) or ()) for kind in ("runs", "datasets", "files")),
                 }
@@ -279,17 +276,6 @@ def _noted(entry: Experiment, statuses: Mapping[str, Status], items: Items) -> N
         gone_runs=[one for one in entry.runs if one not in statuses],
         drafts=entry.drafts,
         accuracy=entry.accuracy,
-        figures=[
-            {
-                "run_id": run_id,
-                "accuracy": None if one.accuracy is None else Share(one.accuracy, one.low, one.high, one.tasks or 0),
-                "before": one.before,
-                "steps": one.steps,
-                "seed": one.seed,
-                "state": one.state,
-            }
-            for run_id, one in entry.figures.items()
-        ],
     )
 
 
@@ -320,7 +306,7 @@ def environment(workshop: Workshop, items: Items, remembered: Remembered, name: 
     """One environment.
 
     Raises:
-        NotFound: No data set has this name.
+        NotFound: No environment has this name.
     """
     entry = next((one for one in _entries(workshop, remembered, "") if one.name == name), None)
     entry = entry or workshop.catalog.find(name)
@@ -334,7 +320,6 @@ def environment(workshop: Workshop, items: Items, remembered: Remembered, name: 
         at=time.time(),
         **msgspec.structs.asdict(_environment(entry, statuses)),
         ecosystem=clip(entry.ecosystem, 60),
-        tasks=entry.tasks,
         turns=entry.turns,
         checks=checks,
         checked_at=None if kept is None else kept.at,

@@ -22,7 +22,7 @@ from toprope_tools.page import shapes
 from toprope_tools.page.items import Items, Remembered, stamp
 from toprope_tools.page.run import share_of
 from toprope_tools.page.shapes import foreign
-from toprope_tools.status.run_list import select_runs
+from toprope_tools.status.run_list import page_of, select_runs
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -91,16 +91,7 @@ def runs(
     found = select_runs(workshop.statuses(), state, query)
     if not query:
         found = [one for one in found if sweep_of(one.run_id) is None]
-    start = 0
-    if cursor is not None:
-        at, _, run_id = cursor.partition("@")
-        try:
-            place = float(at), run_id
-        except ValueError:
-            raise InvalidValue("That is not a cursor of this list.", hint="Omit it for the first page.") from None
-        start = next((number for number, one in enumerate(found) if (one.created_at, one.run_id) < place), len(found))
-    page = found[start : start + _PAGE]
-    more = f"{page[-1].created_at!r}@{page[-1].run_id}" if page and start + len(page) < len(found) else None
+    _, page, more = page_of(found, cursor, _PAGE)
     told = [items.item(one) for one in page]
     return shapes.Runs(what="runs", at=time.time(), runs=told, total=len(found), next_cursor=more)
 

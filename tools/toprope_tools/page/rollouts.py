@@ -16,8 +16,8 @@ from toprope.text_format import clip, said
 from toprope.trajectories.capture.run_reader import RunReader
 from toprope_tools.page.shapes import Answer, Foreign, foreign
 from toprope_tools.results.rollout_group import as_talk
-from toprope_tools.results.rollouts import answer_of, prompt_of
-from toprope_tools.runs.logs import components_of, owners_secrets
+from toprope_tools.results.rollouts import answer_of, is_failed, prompt_of
+from toprope_tools.runs.logs import owners_secrets, require_log
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
@@ -51,10 +51,8 @@ class Found(msgspec.Struct):
     group: int
     task: Foreign
     version: int | None
-    reward: float
     successes: int
     size: int
-    change: float | None
     prompt: Foreign | None
     then: Shown | None
     shown: list[Shown]
@@ -69,7 +67,6 @@ class Rollouts(Answer, kw_only=True):
     matching: int
     scanned: int
     complete: bool
-    parts: list[Foreign]
     next_cursor: str | None
     why_none: str | None
 
@@ -166,7 +163,6 @@ def rollouts(
         matching=found.matching,
         scanned=found.scanned,
         complete=found.complete,
-        parts=[foreign(name, 60) for name in found.parts[:16]],
         next_cursor=f"{last[0]!r}/{last[1]}" if last is not None and found.more else None,
         why_none=why,
     )
@@ -182,7 +178,6 @@ def _none(run_id: str, order: str, why: str) -> Rollouts:
         matching=0,
         scanned=0,
         complete=True,
-        parts=[],
         next_cursor=None,
         why_none=why,
     )
@@ -197,10 +192,8 @@ def _found(one: FoundGroup, query: Query, characters: int) -> Found:
         group=entry.seq,
         task=foreign(entry.task, 160),
         version=None if entry.version < 0 else entry.version,
-        reward=round(entry.mean, 4),
         successes=entry.wins,
         size=entry.size,
-        change=None if one.change is None else round(one.change, 4),
         prompt=None if prompt is None else foreign(prompt, characters),
         then=next(iter(_picked(one.before, [], query, characters)), None) if changed else None,
         shown=_picked(group, which, query, characters),
@@ -219,7 +212,7 @@ def _picked(group: Group | None, which: Sequence[int], query: Query, characters:
 
     ordered = sorted(range(len(outcomes)), key=worth)
     if query.failed:
-        ordered = [place for place in ordered if outcomes[place].error is not None] or ordered
+        ordered = [place for place in ordered if is_failed(group, outcomes, place)] or ordered
     places = [ordered[one] for one in which] if which else ordered[len(ordered) // 2 : len(ordered) // 2 + 1]
     return [_shown(group, outcomes, place, characters) for place in dict.fromkeys(places)] if ordered else []
 
@@ -314,10 +307,7 @@ def log(workshop: Workshop, run_id: str, component: str, *, lines: int = 200) ->
         InvalidValue: There is no such component.
     """
     folder = workshop.runs.folder(run_id)
-    if component not in (known := components_of(folder)):
-        raise InvalidValue(f"There is no component {clip(component, 40)!r}.", hint=f"They are {', '.join(known)}.")
-    if not folder.log(component).is_file():
-        raise NotFound(f"{run_id} has no log of {component}.")
+    require_log(folder, component)
     secrets = owners_secrets(workshop)
     found = workshop.runs.read_log(run_id, component, lines=max(1, min(lines, 500)), secrets=secrets)
     return Log(

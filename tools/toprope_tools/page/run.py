@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toprope.analysis.findings.diagnosis import told as told_by
-from toprope.analysis.reports.headline import HELDOUT, accuracy_on, headline
+from toprope.analysis.reports.headline import HELDOUT, accuracy_on, headline, measured_share
 from toprope.analysis.statistics.intervals import rose, wilson
 from toprope.errors import Corrupt, InvalidValue, NotFound
 from toprope.records.run.folder import RunFolder, read_json
@@ -16,10 +16,10 @@ from toprope.records.run.specification import Specification
 from toprope.records.run.status import RESUMABLE, Event, Status
 from toprope.records.run.tested_models import read_models
 from toprope.records.run.usage import Usage, spending_in
-from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
-from toprope.text_format import accuracy, clip, duration, number, percent, plural, value
+from toprope.text_format import clip, duration, number, percent, plural, value
 from toprope.untrusted import named
+from toprope.workbench.history import values_of
 from toprope_tools.page import shapes
 from toprope_tools.page.items import LEVELS, Items
 from toprope_tools.page.shapes import Foreign, Share, Value, foreign
@@ -40,18 +40,16 @@ def fixed_part(workshop: Workshop, specification: Specification) -> shapes.RunFi
         model=clip(config.policy.model, 200),
         algorithm=config.algorithm.name,
         seed=config.algorithm.seed,
-        draft_id=specification.draft_id,
         settings=_settings(specification),
         lineage={
             "base_run": beside.base_run,
             "continues": None if beside.continues is None else beside.continued_run,
             "reproduces": beside.reproduces,
             "dataset": None if beside.dataset is None else clip(beside.dataset.name, 80),
-            "group": None if beside.seed_group is None else beside.seed_group.id,
             "sweep": None if beside.member is None else beside.member.sweep,
         },
         limits=[
-            {"quantity": quantity, "cap": cap.value, "limit": cap.limit}
+            {"quantity": quantity, "cap": cap.value}
             for quantity, cap in (specification.limits.caps if specification.limits else {}).items()
         ],
         folder=str(workshop.runs.folder(specification.run_id).path),
@@ -59,14 +57,12 @@ def fixed_part(workshop: Workshop, specification: Specification) -> shapes.RunFi
 
 
 def _settings(specification: Specification) -> list[shapes.Setting]:
-    config, default, found = specification.config, Config(), []
-    for name, field in all_fields().items():
-        given, usual = get_value(config, field), get_value(default, field)
-        if given != usual or name in specification.locks:
-            found.append(_setting(specification, name, given, usual))
-    for name, given in config.environment.knobs.items():
-        found.append(_setting(specification, f"environment.knobs.{clip(name, 60)}", given, None))
-    return found
+    usual = values_of(Config())
+    return [
+        _setting(specification, name, given, usual.get(name))
+        for name, given in values_of(specification.config).items()
+        if name not in usual or given != usual[name] or name in specification.locks
+    ]
 
 
 def _setting(specification: Specification, name: str, given: Any, usual: Any) -> shapes.Setting:
@@ -77,7 +73,7 @@ def _setting(specification: Specification, name: str, given: Any, usual: Any) ->
         bounds += [f"≤ {lock['max']}"] if "max" in lock else []
         says = clip(" ".join(bounds), 60) if bounds else "fixed"
     reason = foreign(lock.get("reason", ""), 200) if isinstance(lock, dict) else None
-    return shapes.Setting(name, _plain(given), _plain(usual), says, reason)
+    return shapes.Setting(clip(name, 80), _plain(given), _plain(usual), says, reason)
 
 
 def _plain(given: Any) -> Foreign | Value:
@@ -128,8 +124,6 @@ class RunLooks:
                 reason=foreign(status.reason, 400) if status.reason else None,
                 since=status.since,
                 attempt=status.attempt,
-                resume_at=status.resume_at,
-                evaluating=clip(str(numbers["what"]), 80) if "what" in numbers else None,
             ),
             verdict=_verdict(status),
             facts=_facts(folder, status, numbers, results),
@@ -151,7 +145,6 @@ class RunLooks:
             may={
                 "stop": self._may_act and not status.ended,
                 "resume": self._may_act and self._owner and status.state in RESUMABLE,
-                "go_on": self._may_act and self._owner and status.state == "completed" and status.run_kind.trains,
             },
             events=[_happened(event) for event in told],
             events_before=len(new) - len(told),
@@ -235,13 +228,10 @@ def _places(after: str | None) -> tuple[int, int, int]:
 
 def share_of(summary: Mapping[str, Any], name: str = "accuracy") -> Share | None:
     """The accuracy in an evaluation's summary with its interval."""
-    share, tasks = summary.get(name), summary.get("tasks")
-    if not isinstance(share, int | float):
-        return None
-    if not isinstance(tasks, int) or tasks < 1 or not 0 <= share <= 1:
-        return Share(float(share))
-    found = wilson(share * tasks, tasks)
-    return Share(found.value, found.low, found.high, tasks)
+    share, found = summary.get(name), measured_share(summary, name)
+    if found is None:
+        return Share(float(share)) if isinstance(share, int | float) else None
+    return Share(found.value, found.low, found.high, found.n)
 
 
 def _verdict(status: Status) -> shapes.Verdict | None:
@@ -252,19 +242,17 @@ def _verdict(status: Status) -> shapes.Verdict | None:
     before, after = status.evaluations.get("before") or {}, status.evaluations[label]
     first = share_of(before) if label == "after" else None
     last = share_of(after)
-    judged, words = None, ""
+    words = ""
     if first is not None and last is not None and first.tasks and last.tasks:
         ends = [wilson(one.value * one.tasks, one.tasks) for one in (first, last)]
-        judged, fell = rose(*ends), rose(*reversed(ends))
-        moved = "rose" if judged else "fell"
-        words = f"{moved} by more than the intervals" if judged or fell else "no difference shown"
+        moved = "rose" if rose(*ends) else "fell" if rose(*reversed(ends)) else ""
+        words = f"{moved} by more than the intervals" if moved else "no difference shown"
     where = f"held-out accuracy, {found.tasks} sealed tasks" if found.heldout else accuracy_on(found.split)
     return shapes.Verdict(
         split=found.split,
         before=first,
         after=last,
         greedy=share_of(after, "greedy_accuracy"),
-        rose=judged,
         sentence=" · ".join(filter(None, (where, words))),
     )
 
@@ -285,12 +273,10 @@ def _facts(
         rollouts=None if numbers.get("rollouts") is None else int(numbers["rollouts"]),
         rollouts_per_second=numbers.get("rollouts_per_second"),
         training_s=seconds.get("training"),
-        to_first_step_s=seconds.get("to_first_step"),
         total_s=end - (status.started_at or status.created_at),
         cpu_s=None if usage is None else usage.cpu_s,
         gpu_s=None if usage is None else usage.gpu_s,
         usd=spent,
-        disk_bytes=None if usage is None else usage.disk_bytes,
     )
 
 
@@ -422,15 +408,10 @@ def text_of(live: shapes.RunLive) -> str:
         after = verdict.after
         share = percent(after.value)
         if after.low is not None and after.high is not None:
-            share = accuracy(_Measured(after.value, after.low, after.high))
+            share += f" [{percent(after.low)}, {percent(after.high)}]"
         lines.append(f"{start}{share}, {verdict.sentence}.")
     still = [one for one in live.findings if one.open]
     lines += [f"{one.level}: {named(one.rule)}: {told_by(one.rule, one.what, 400)}" for one in still[:3]]
     if len(still) > 3:
         lines.append(f"And {plural(len(still) - 3, 'more finding')}.")
     return "\n".join(lines)
-
-
-class _Measured:
-    def __init__(self, accuracy: float, low: float, high: float) -> None:
-        self.accuracy, self.low, self.high = accuracy, low, high

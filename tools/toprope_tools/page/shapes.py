@@ -74,11 +74,7 @@ class RunItem(msgspec.Struct):
     ended_at: float | None
     accuracy: Share | None
     before: float | None
-    split: str | None
-    group: str | None
-    sweep: str | None
     finding: Gravest | None
-    failure: str | None
     progress: Progress
     spark: list[float | None] | None = None
 
@@ -204,7 +200,6 @@ class RunFixed(msgspec.Struct):
     model: str
     algorithm: str
     seed: int
-    draft_id: str | None
     settings: list[Setting]
     lineage: dict[str, Any]
     limits: list[dict[str, Any]]
@@ -217,8 +212,6 @@ class Standing(msgspec.Struct):
     reason: Foreign | None
     since: float
     attempt: int
-    resume_at: float | None
-    evaluating: str | None
 
 
 class Verdict(msgspec.Struct):
@@ -228,7 +221,6 @@ class Verdict(msgspec.Struct):
     before: Share | None
     after: Share | None
     greedy: Share | None
-    rose: bool | None
     sentence: str
 
 
@@ -240,12 +232,10 @@ class Facts(msgspec.Struct):
     rollouts: int | None
     rollouts_per_second: float | None
     training_s: float | None
-    to_first_step_s: float | None
     total_s: float
     cpu_s: float | None
     gpu_s: float | None
     usd: float | None
-    disk_bytes: int | None
 
 
 class Check(msgspec.Struct):

@@ -13,7 +13,7 @@ from toprope.settings.fields import Field, get_value
 from toprope.settings.locks import Locks
 from toprope.settings.schema import SECTIONS
 from toprope.text_format import ago, call, cut, value
-from toprope.workbench.drafts import Draft, Edit
+from toprope.workbench.drafts import Draft
 from toprope.workbench.launch.lineage import policy_named
 from toprope_tools.answers import planning as answers
 from toprope_tools.answers.answer import Answer, fitting
@@ -74,8 +74,6 @@ async def get_config(workshop: Workshop, *, draft_id: str, section: str | None =
             preset=draft.preset,
             revision=draft.revision,
             values={field.name: cut(get_value(draft.config, field), limit) for field in fields},
-            fields=[_value(draft, field, locks, limit) for field in fields],
-            history=[_edit(edit, limit) for edit in edits],
             conflicts=conflicts,
         )
         return Answer("\n".join(lines), data)
@@ -160,24 +158,8 @@ def _in_full(draft: Draft, fields: list[Field], locks: Locks) -> list[str]:
     return lines
 
 
-def _value(draft: Draft, field: Field, locks: Locks, limit: int) -> answers.FieldValue:
-    lock = locks.get(field.name)
-    return answers.FieldValue(
-        field=field.name,
-        value=cut(get_value(draft.config, field), limit),
-        type=field.type_text,
-        bounds=field.bounds,
-        lock=f"{lock.says}: {lock.reason}" if lock else None,
-        description=field.description,
-    )
-
-
 def _changes(changes: list[Change], limit: int) -> list[answers.FieldChange]:
     return [
         answers.FieldChange(field=one.field, before=cut(one.before, limit), after=cut(one.after, limit))
         for one in changes
     ]
-
-
-def _edit(edit: Edit, limit: int) -> answers.EditItem:
-    return answers.EditItem(revision=edit.revision, at=edit.at, changes=_changes(edit.changes, limit))

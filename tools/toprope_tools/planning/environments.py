@@ -6,7 +6,6 @@ An environment's description comes from its author's code, so it is cut, cleaned
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -20,7 +19,7 @@ from toprope.text_format import brief_duration, call, clip, cut, duration, numbe
 from toprope.untrusted import marked, named
 from toprope.workbench.catalog.catalog import Description, Entry, Example
 from toprope.workbench.drafts import default_section
-from toprope.workbench.fit import SFT_PRESET, misfits, warning_lines
+from toprope.workbench.fit import SFT_PRESET, TaskSample, misfits, warning_lines
 from toprope.workbench.launch.baseline import Baseline, baseline_of
 from toprope_tools.answers import planning as answers
 from toprope_tools.answers.answer import Answer
@@ -55,7 +54,10 @@ async def list_environments(workshop: Workshop, *, query: str | None = None, cur
     page = entries[start : start + _PAGE]
     more = str(start + _PAGE) if start + _PAGE < len(entries) else None
     opened = await to_thread.run_sync(workshop.opened.read)
-    items = [_item(one, _state(one, workshop.opened.state(one, opened))) for one in page]
+    items = [
+        answers.EnvironmentItem.of(one, summary=_summary(one), state=_state(one, workshop.opened.state(one, opened)))
+        for one in page
+    ]
     if not items and not start:
         text = f"No environment matches {query!r}. Next: list_environments() for all."
     elif not items:
@@ -103,7 +105,6 @@ async def describe_environment(
     described = await describe(workshop, entry, options, examples=3, caller=caller)
     tested = await to_thread.run_sync(baseline_of, entry.name, workshop.home.runs)
     card = described.card
-    presets = _presets(workshop, entry.name)
     turns = "single turn" if card.max_turns == 1 else f"up to {card.max_turns} turns"
     lines = [f"{entry.name}: {turns}. {marked(card.description, 300)}", _nature(described), *_knob_lines(card)]
     lines.append(f"Reward, {number(card.max_reward)} at most: " + "; ".join(_part_lines(card)))
@@ -121,18 +122,15 @@ async def describe_environment(
             f"{percent(tested.all_right_share)} all right ({tested.run_id})."
         )
     lines += [f"Remark: {marked(remark, 300)}" for remark in described.remarks]
-    unfit = await to_thread.run_sync(_unfit, workshop, entry.name, described, list(presets), tested)
-    presets = {
-        preset: f"does not fit: {unfit[preset]}" if unfit.get(preset) else one for preset, one in presets.items()
-    }
+    presets, unfit = await to_thread.run_sync(_presets, workshop, entry.name, sample, tested)
     lines.append("Presets: " + "; ".join(f"{preset} ({clip(said, 120)})" for preset, said in presets.items()))
     preset = workshop.settings().preset
-    if unfit.get(preset):
-        preset = SFT_PRESET if SFT_PRESET in presets and not unfit.get(SFT_PRESET) else preset
-    lines.append(f"Next: {call('select_environment', name=entry.name, preset=preset, **_given(knobs))}")
+    if preset in unfit and SFT_PRESET in presets and SFT_PRESET not in unfit:
+        preset = SFT_PRESET
+    given = {"knobs": knobs} if knobs else {}
+    lines.append(f"Next: {call('select_environment', name=entry.name, preset=preset, **given)}")
     data = answers.Description(
         name=entry.name,
-        summary=clip(card.description, 300),
         max_turns=card.max_turns,
         tags=[clip(tag, 80) for tag in card.tags[:20]],
         knobs=[_knob(knob.declaration()) for knob in card.knobs[:_MOST_LINES]],
@@ -142,13 +140,9 @@ async def describe_environment(
         },
         max_reward=card.max_reward,
         splits={split: {"known": size.known, "exhausted": size.exhausted} for split, size in described.splits.items()},
-        examples=[_example(example) for example in described.examples],
-        remarks=[clip(remark, 300) for remark in described.remarks],
-        presets=presets,
         ecosystem=entry.ecosystem,
         state=_state(entry),
         tools=entry.tools,
-        versions={clip(name, 80): clip(one, 80) for name, one in list(card.versions.items())[:20]},
         load_seconds=round(described.load_seconds, 2),
         score_seconds=None if described.score_seconds is None else float(f"{described.score_seconds:.2g}"),
         memory_mb=None if described.memory_mb is None else round(described.memory_mb),
@@ -157,7 +151,7 @@ async def describe_environment(
         tokens_of=in_tokens.policy,
         prompt_tokens=in_tokens.prompts,
         answer_tokens=in_tokens.answers,
-        tested=None if tested is None else _tested(tested),
+        tested=None if tested is None else answers.Tested.of(tested),
     )
     return Answer("\n".join(lines), data)
 
@@ -200,7 +194,7 @@ async def select_environment(
     workshop.home.ensure()
     draft, moved = await to_thread.run_sync(workshop.drafts.create, entry.environment, chosen, card, locks, own)
     fields = draft.fields
-    locked = {lock.field: f"{lock.says}: {lock.reason}" for lock in locks if lock.field in fields}
+    locked = [lock.field for lock in locks if lock.field in fields]
     config = draft.config
     workshop.expect_run(config)
     lines = [
@@ -221,7 +215,7 @@ async def select_environment(
     in_tokens = await to_thread.run_sync(lambda: lengths(sample.prompts, sample.references, policy, runs))
     if in_tokens.said:
         lines.append(f"In tokens of {policy}: {in_tokens.said}.")
-    lines += warning_lines(await to_thread.run_sync(misfits_of, workshop, draft))
+    lines += warning_lines(await to_thread.run_sync(misfits_of, workshop, entry.name, config))
     lines.append(
         f"Next: {call('get_config', draft_id=draft.id)}, then {call('test_inference', draft_id=draft.id)} or "
         f"{call('start_training', draft_id=draft.id)}"
@@ -232,13 +226,8 @@ async def select_environment(
         preset=chosen.name,
         revision=draft.revision,
         moved_by_locks=[answers.FieldChange(field=one.field, before=one.before, after=one.after) for one in moved],
-        locked=locked,
     )
     return Answer("\n".join(lines), data)
-
-
-def _given(knobs: dict[str, Any] | None) -> dict[str, Any]:
-    return {"knobs": knobs} if knobs else {}
 
 
 def _chosen(workshop: Workshop, preset: str | None) -> Preset:
@@ -255,52 +244,34 @@ def _chosen(workshop: Workshop, preset: str | None) -> Preset:
         ) from None
 
 
-def _presets(workshop: Workshop, environment: str) -> dict[str, str]:
-    """Return presets with their descriptions; mark those with values for this environment."""
-    found = {}
+def _presets(
+    workshop: Workshop, environment: str, tasks: TaskSample, tested: Baseline | None
+) -> tuple[dict[str, str], set[str]]:
+    """Return presets with their descriptions or what speaks against them, and the names of those that are no use."""
+    found, unfit = {}, set()
     for name in list_presets(workshop.home.preset_folders):
         try:
             preset = load_preset(name, workshop.home.preset_folders)
-        except InvalidValue as problem:
+            if preset.models and not preset.values:
+                continue  # it only names models for test_inference
+            # A description without these knobs shows other tasks than the preset would.
+            reasons = [] if preset.knobs(environment) else misfits(preset.config(environment), tasks, tested)
+        except (InvalidValue, NotFound) as problem:
             found[name] = f"cannot be used: {problem.message}"
+            unfit.add(name)
             continue
-        if preset.models and not preset.values:
-            continue  # it only names models for test_inference
         tuned = " Has values for this environment." if environment in preset.environments else ""
         found[name] = f"{preset.description}{tuned}".strip()
-    return found
-
-
-def _unfit(
-    workshop: Workshop, environment: str, described: Description, presets: Sequence[str], tested: Baseline | None
-) -> dict[str, str]:
-    """Return, by preset, the first reason why it does not fit the tasks; empty texts for those that fit."""
-    found, tasks = {}, sample_of(described)
-    for name in presets:
-        try:
-            preset = load_preset(name, workshop.home.preset_folders)
-            own = preset.knobs(environment)
-            # A description without these knobs shows other tasks than the preset would.
-            reasons = [] if own else misfits(preset.config(environment), tasks, tested)
-        except (InvalidValue, NotFound):
-            continue
-        found[name] = reasons[0].what if reasons else ""
-    return found
-
-
-def _tested(found: Baseline) -> answers.Tested:
-    return answers.Tested.of(found)
-
-
-def _item(entry: Entry, state: str) -> answers.EnvironmentItem:
-    return answers.EnvironmentItem.of(entry, summary=_summary(entry), state=state)
+        if reasons:
+            found[name] = f"does not fit: {reasons[0].what}"
+            unfit.add(name)
+    return found, unfit
 
 
 def _facts(item: answers.EnvironmentItem) -> str:
     """Return facts that the name does not contain."""
     facts = [] if item.ecosystem == "toprope" or item.name.startswith(item.ecosystem) else [item.ecosystem]
     facts += ["tools"] if item.tools else []
-    facts += [plural(item.tasks, "task")] if item.tasks is not None else []
     return f" ({', '.join(facts)})" if facts else ""
 
 
@@ -340,7 +311,6 @@ def _knob_lines(card: Card) -> list[str]:
     lines = ["Knobs (edit_config as environment.knobs.<name>):"]
     for name, field in list(fields.items())[:_MOST_LINES]:
         says = f"{field.type_text}{', ' if field.bounds else ''}{field.bounds}"
-        says = f"one of {field.bounds}" if field.choices is not None else says
         said = f": {marked(field.description, 120)}" if field.description else ""
         lines.append(f"  {named(name.rpartition('.')[2])} = {_default(field.default)} ({_says(field, says)}){said}")
     return lines
@@ -366,10 +336,9 @@ def _part_lines(card: Card) -> list[str]:
 def _example_lines(examples: tuple[Example, ...]) -> list[str]:
     lines = []
     for example in examples:
-        shown = _example(example)
-        scores = ", ".join(f"{named(label)} {number(score)}" for label, score in shown["rewards"].items())
+        scores = ", ".join(f"{named(label)} {number(outcome.reward)}" for label, outcome in example.scores.items())
         lines.append(
-            f"Example (untrusted): {marked(shown['prompt'], 600)} reference {marked(shown['reference'], 200)}; "
+            f"Example (untrusted): {marked(_prompt(example), 600)} reference {marked(example.reference, 200)}; "
             f"rewards: {scores}"
         )
     return lines
@@ -392,12 +361,3 @@ def _cost_lines(described: Description, in_tokens: Lengths) -> list[str]:
 
 def _prompt(example: Example) -> str:
     return " | ".join(str(message.get("content", "")) for message in example.messages)
-
-
-def _example(example: Example) -> dict[str, Any]:
-    prompt = _prompt(example)
-    return {
-        "prompt": clip(prompt, 600),
-        "reference": None if example.reference is None else clip(str(example.reference), 200),
-        "rewards": {label: outcome.reward for label, outcome in example.scores.items()},
-    }

@@ -13,7 +13,6 @@ from toprope.settings.presets import load_preset
 from toprope.settings.schema import Config
 from toprope.supervisor.environment_variables import hub_variables
 from toprope.workbench.catalog.describe import Description
-from toprope.workbench.drafts import Draft
 from toprope.workbench.fit import Misfit, TaskSample, misfits
 from toprope.workbench.launch.baseline import baseline_of
 from toprope.workbench.memory import Memory, fit_here, in_gb
@@ -38,15 +37,8 @@ def remember(workshop: Workshop, environment: str, knobs: dict[str, Any], descri
     return found
 
 
-def misfits_of(workshop: Workshop, draft: Draft) -> list[Misfit]:
-    """Return what speaks against starting a draft, from what is known without running anything."""
-    return misfits_of_config(workshop, draft.environment.name, draft.config)
-
-
-def misfits_of_config(
-    workshop: Workshop, environment: str, config: Config, *, step_s: float | None = None
-) -> list[Misfit]:
-    """Return what speaks against starting a configuration in an environment."""
+def misfits_of(workshop: Workshop, environment: str, config: Config, step_s: float | None = None) -> list[Misfit]:
+    """Return what speaks against starting a configuration, from what is known without running anything."""
     tasks = workshop.samples.get(_key(environment, config.environment.knobs))
     counter = counter_of(config.policy.model, workshop.home.runs)
     return misfits(config, tasks, baseline_of(environment, workshop.home.runs), step_s, counter)

@@ -7,22 +7,21 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
-from pydantic import ValidationError
 
 from toprope.analysis.findings.stored_runs import explain_run
 from toprope.analysis.reports.headline import accuracy_on, standard_lines
 from toprope.analysis.reports.report import gather, labels_to_tell
 from toprope.analysis.reports.results import RESULTS_VERSION, Accuracy, Example, ModelReport, Models, Results
-from toprope.errors import Corrupt, InvalidValue, NotFound
+from toprope.errors import InvalidValue
 from toprope.records.run.digests import sha256_of
-from toprope.records.run.folder import RunFolder, read_json
+from toprope.records.run.folder import RunFolder, find_record
 from toprope.records.run.specification import Specification
 from toprope.records.run.status import Status, read_events
 from toprope.records.run.tested_models import AnsweredConversation, read_measurements
-from toprope.settings.fields import all_fields, get_value
 from toprope.settings.schema import Config
 from toprope.text_format import accuracy, ago, call, clip, duration, number, percent, plural, value
 from toprope.untrusted import marked, marked_lines, named
+from toprope.workbench.history import values_of
 from toprope.workbench.launch.seeds import expand
 from toprope_tools.answers import results as answers
 from toprope_tools.answers.answer import TOKEN_BUDGET, Answer, tokens
@@ -77,8 +76,8 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
         )
     status = workshop.runs.status(run_id)
     folder = workshop.runs.folder(run_id)
-    specification = _specification(folder)
-    report = _report(folder)
+    specification = Specification.read(folder)
+    report = find_record(folder.results, RESULTS_VERSION, Results)
     complete = report is not None
     if report is None:
         report = gather(folder, specification, status)
@@ -151,7 +150,10 @@ def _results(workshop: Workshop, run_id: str, *, detailed: bool) -> Answer:
     if detailed:
         detail["history"] = [point.model_dump(exclude_none=True) for point in report.history]
         structure["examples"] = [_cut(example) for example in report.examples[:_MOST_EXAMPLES]]
-        detail["configuration"] = _configuration(specification)
+        usual, given = values_of(Config()), values_of(specification.config)
+        detail["configuration"] = {  # fields that differ from the defaults, and every knob
+            name: one for name, one in given.items() if name not in usual or one != usual[name]
+        }
         lines += _history(report) if status.run_kind.samples else []
         lines += [f"Fields that differ from the defaults: {_said(detail['configuration'])}"]
         lines += _examples(report.examples[:_MOST_EXAMPLES])
@@ -174,25 +176,6 @@ def _changed_after_end(status: Status, folder: RunFolder) -> str:
         f"Do not rely on these results: {folder.results} was changed after the keeper wrote it (its SHA-256 is not "
         f"{status.results_sha256[:12]}... any more). reproduce_run measures again."
     )
-
-
-def _report(folder: RunFolder) -> Results | None:
-    try:
-        return Results.model_validate(read_json(folder.results, RESULTS_VERSION))
-    except NotFound:
-        return None
-    except ValidationError as error:
-        raise Corrupt(
-            f"{folder.results} is not a report ({plural(error.error_count(), 'invalid field')}). Nothing was changed.",
-            hint=f"{call('check_status', run_ids=[folder.run_id])} answers the run's status.",
-        ) from None
-
-
-def _specification(folder: RunFolder) -> Specification:
-    try:
-        return Specification.read(folder)
-    except (NotFound, ValidationError) as error:
-        raise Corrupt(f"The run {folder.run_id} has no readable specification: {clip(str(error), 200)}") from None
 
 
 def _within_budget(text: str, data: answers.Result) -> Answer:
@@ -356,18 +339,6 @@ def _history(report: Results) -> list[str]:
         for point in report.history
     ]
     return ["History (step: reward / success): " + "; ".join(points)]
-
-
-def _configuration(specification: Specification) -> dict[str, Any]:
-    """Return the fields of the run that differ from the schema's defaults, and every knob."""
-    default = Config()
-    values: dict[str, Any] = {}
-    for name, field in all_fields().items():
-        given = get_value(specification.config, field)
-        if given != get_value(default, field):
-            values[name] = given
-    knobs = specification.config.environment.knobs
-    return values | {f"environment.knobs.{name}": one for name, one in knobs.items()}
 
 
 def _said(values: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ journal contains training tasks; groups that outside environments post for held-
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from anyio import to_thread
@@ -174,7 +175,7 @@ def _picked(group: Group | None, which: str, query: Query, limit: int) -> list[a
 
     places = sorted(range(len(outcomes)), key=worth)
     if which == "failed":
-        bad = [place for place in places if _is_failed(group, outcomes, place)]
+        bad = [place for place in places if is_failed(group, outcomes, place)]
         places = (bad or places)[:1]
     place = {"best": places[-1], "worst": places[0], "failed": places[0], "typical": places[len(places) // 2]}[which]
     outcome, text = outcomes[place], answer_of(group, place)
@@ -190,7 +191,8 @@ def _picked(group: Group | None, which: str, query: Query, limit: int) -> list[a
     ]
 
 
-def _is_failed(group: Group, outcomes: list[Outcome], place: int) -> bool:
+def is_failed(group: Group, outcomes: Sequence[Outcome], place: int) -> bool:
+    """True if an answer raised an error or could not be read, as `find_rollouts` filters."""
     text = answer_of(group, place)
     unread = outcomes[place].parts.get("parsed", 1.0) <= 0 or (text is not None and not text.strip())
     return outcomes[place].error is not None or unread

@@ -92,7 +92,7 @@ async def test_inference(
             "max_new_tokens).\n"
         )
     if not plan.models:
-        found = await to_thread.run_sync(misfits_of, workshop, draft)
+        found = await to_thread.run_sync(misfits_of, workshop, draft.environment.name, draft.config)
         text += "".join(f"{line}\n" for line in warning_lines(found, 2))
     text += (
         f"Next: {call('check_status', run_ids=[specification.run_id], wait_s=45)}, then "

@@ -5,6 +5,7 @@ Logs are text from user code and models: they are cleaned, cut, marked as untrus
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from typing import TYPE_CHECKING
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 COMPONENTS = ("keeper", "policy", "api", "inference", "trainer", "environment", "conductor", "tracker")
 _MOST_LINES = 200
-_MOST_BYTES = TOKEN_BUDGET * 4 // 2 - 2000
-"""Every line appears twice, in the text and in the structure."""
+_MOST_BYTES = TOKEN_BUDGET * 4 - 2000
+"""Of the lines in an answer; the rest is for what stands around them."""
 
 
 def is_component(name: str) -> bool:
@@ -38,6 +39,29 @@ def components_of(folder: RunFolder) -> tuple[str, ...]:
     """The components of a run: COMPONENTS, and the drivers after the first (`environment-2`) that have logs."""
     further = sorted(path.stem for path in folder.logs.glob("environment-*.log"))
     return (*COMPONENTS, *further)
+
+
+def require_log(folder: RunFolder, component: str) -> list[str]:
+    """Return the components of a run that have logs.
+
+    Raises:
+        InvalidValue: There is no such component.
+        NotFound: It has no log.
+    """
+    known = components_of(folder)
+    if not is_component(component):
+        near = difflib.get_close_matches(component, known, n=1)
+        raise InvalidValue(
+            f"There is no component {shown(component)}.",
+            hint=f"{f'Did you mean {near[0]}? ' if near else ''}Components: {', '.join(known)}.",
+        )
+    there = [name for name in known if folder.log(name).is_file()]
+    if component not in there:
+        raise NotFound(
+            f"{folder.run_id} has no log of {component}.",
+            hint=f"It has logs of: {', '.join(there)}." if there else "It has no logs.",
+        )
+    return there
 
 
 def owners_secrets(workshop: Workshop) -> list[str]:
@@ -59,17 +83,7 @@ async def read_logs(
         NotFound: There is no such run, or the component has no log.
         InvalidValue: There is no such component.
     """
-    if not is_component(component):
-        raise InvalidValue(f"There is no component {shown(component)}.", hint=f"Components: {', '.join(COMPONENTS)}.")
-    folder = RunFolder.open(workshop.home.runs, run_id)
-    there = [name for name in components_of(folder) if folder.log(name).is_file()]
-    if component not in there:
-        raise NotFound(
-            f"{run_id} has no log of {component}.",
-            hint=f"It has logs of: {', '.join(there)}."
-            if there
-            else "It has no logs yet; check_status answers its state.",
-        )
+    there = require_log(RunFolder.open(workshop.home.runs, run_id), component)
     lines = max(1, min(lines, _MOST_LINES))
     secrets = owners_secrets(workshop)
 
@@ -89,5 +103,5 @@ async def read_logs(
     if older is not None:
         again = call("read_logs", run_id=run_id, component=component, lines=lines, before=older)
         text += f"\nOlder lines: {again}"
-    data = answers.LogAnswer(run_id=run_id, component=component, lines=found.lines, before=older, components=there)
+    data = answers.LogAnswer(run_id=run_id, component=component, before=older, components=there)
     return Answer(text, data)

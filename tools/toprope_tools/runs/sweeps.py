@@ -25,7 +25,7 @@ from toprope.workbench.launch.preview import Preview, seconds_per_step
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how_to_approve
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
-from toprope_tools.planning.fit import memory_warning, misfits_of_config
+from toprope_tools.planning.fit import memory_warning, misfits_of
 from toprope_tools.planning.preview_text import said, structured
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _warnings(workshop: Workshop, draft: Draft, plan: SweepPlan) -> list[str]:
         return []
     config.budget.steps = max(longest_run_steps(plan) or 1, 1)
     step_s = seconds_per_step(config, training_plan(config).kind, workshop.home.runs)
-    found = misfits_of_config(workshop, draft.environment.name, config, step_s=step_s)
+    found = misfits_of(workshop, draft.environment.name, config, step_s)
     return [f"Each candidate: {line}" for line in warning_lines(found) + memory_warning(workshop, config)]
 
 

@@ -17,13 +17,14 @@ from toprope.supervisor.runs.orders import stop_members
 from toprope.text_format import call, duration, plural
 from toprope.workbench.fit import warning_lines
 from toprope.workbench.launch.continuation import freeze_continuation
+from toprope.workbench.launch.open_runs import resume_run
 from toprope.workbench.launch.preview import seconds_per_step
 from toprope.workbench.launch.requirements import missing_keys
 from toprope.workbench.launch.seeds import expand
 from toprope.workbench.launch.start import ConfirmationNeeded, StartRequest, how_to_approve
 from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
-from toprope_tools.planning.fit import memory_lines, memory_warning, misfits_of_config
+from toprope_tools.planning.fit import memory_lines, memory_warning, misfits_of
 from toprope_tools.planning.preview_text import ask_to_confirm, said, structured
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _warnings(workshop: Workshop, request: StartRequest) -> list[str]:
     """Return the fit check's warnings about a draft that starts or would start."""
     config, environment = request.draft.config, request.draft.environment.name
     step_s = seconds_per_step(config, request.plan.kind, workshop.home.runs)
-    return warning_lines(misfits_of_config(workshop, environment, config, step_s=step_s))
+    return warning_lines(misfits_of(workshop, environment, config, step_s))
 
 
 async def stop_training(workshop: Workshop, *, run_id: str) -> Answer:
@@ -141,7 +142,8 @@ async def resume_training(
     """
     if steps is not None or seconds is not None:
         return await to_thread.run_sync(_continue, workshop, run_id, steps, seconds)
-    status, specification = await to_thread.run_sync(partial(workshop.resume, run_id, by_owner=by_owner))
+    resume = partial(resume_run, workshop.home, workshop.runs, run_id, by_owner=by_owner)
+    status, specification = await to_thread.run_sync(resume)
     budget, kind = specification.config.budget, specification.run_kind
     step = int(status.checkpoint["step"]) if status.checkpoint else None
     text = f"Resumed {run_id}: attempt {status.attempt}"

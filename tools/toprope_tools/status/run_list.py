@@ -44,12 +44,8 @@ async def list_runs(
     """
     runs = await to_thread.run_sync(workshop.statuses)
     runs = select_runs(runs, state, query)
-    total, start = len(runs), 0
-    if cursor is not None:
-        place = _place(cursor)
-        start = next((number for number, run in enumerate(runs) if _key(run) < place), total)
-    page = runs[start : start + _PAGE]
-    more = f"{page[-1].run_id}@{page[-1].created_at!r}" if page and start + len(page) < total else None
+    total = len(runs)
+    start, page, more = page_of(runs, cursor, _PAGE)
     if not page:
         what = f"{state} runs" if state != "any" else "runs"
         text = f"There are no {what}{f' with {query!r}' if query else ''}. start_training starts one from a draft."
@@ -84,16 +80,29 @@ async def open_runs(workshop: Workshop) -> str:
     return "Runs: " + "; ".join(f"{run.run_id} ({run.state}, {run.kind})" for run in shown)
 
 
-def _key(run: Status) -> tuple[float, str]:
-    """Return the sort key of a run in every list."""
-    return run.created_at, run.run_id
+def page_of(runs: Sequence[Status], cursor: str | None, most: int) -> tuple[int, Sequence[Status], str | None]:
+    """Return a page of a list of runs: its place in the list, its runs, and the cursor of the next page.
 
+    Args:
+        runs: The list, newest first.
+        cursor: Id and time of the last run of the previous page; None for the first page.
+        most: Runs on a page.
 
-def _place(cursor: str) -> tuple[float, str]:
-    run_id, _, created_at = cursor.rpartition("@")
-    if not RUN_ID.fullmatch(run_id) or not _AT.fullmatch(created_at):
-        raise InvalidValue(f"{clip(cursor, 80)!r} is not a cursor of this list.", hint="Omit it for the first page.")
-    return float(created_at), run_id
+    Raises:
+        InvalidValue: Not a cursor of this list.
+    """
+    start = 0
+    if cursor is not None:
+        run_id, _, at = cursor.rpartition("@")
+        if not RUN_ID.fullmatch(run_id) or not _AT.fullmatch(at):
+            raise InvalidValue(
+                f"{clip(cursor, 80)!r} is not a cursor of this list.", hint="Omit it for the first page."
+            )
+        last = float(at), run_id
+        start = next((place for place, run in enumerate(runs) if (run.created_at, run.run_id) < last), len(runs))
+    page = runs[start : start + most]
+    more = f"{page[-1].run_id}@{page[-1].created_at!r}" if page and start + len(page) < len(runs) else None
+    return start, page, more
 
 
 def run_item(run: Status) -> answers.RunItem:

@@ -21,16 +21,13 @@ from toprope_tools.answers import runs as answers
 from toprope_tools.answers.answer import Answer
 from toprope_tools.clients import UNKNOWN, Client, longest_wait_s
 from toprope_tools.status import cursor as places
-from toprope_tools.status.run_list import list_runs, open_runs, run_item, run_row
-from toprope_tools.status.snapshot import numbers_line
+from toprope_tools.status.run_list import run_item, run_row
 from toprope_tools.status.status_text import Patience, tell
 from toprope_tools.status.wait import Progress, wait_for_news
 from toprope_tools.status.wait_conditions import parse
 
 if TYPE_CHECKING:
     from toprope_tools.workshop import Workshop
-
-__all__ = ["Progress", "check_status", "list_runs", "numbers_line", "open_runs", "run_row"]
 
 MOST_RUNS = 20
 

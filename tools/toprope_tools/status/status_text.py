@@ -129,7 +129,6 @@ def _answer(told: Sequence[_Told], waited: Waited, known: Mapping[str, int], pat
         unchanged=Counter(one.item.state for one in told if one.item not in listed),
         met=[answers.MetCondition(run_id=one.run_id, condition=one.condition) for one in met],
         cursor=places.format_cursor(at),
-        longest_wait_s=patience.longest_s if patience.cut else None,
     )
     if live and not met and not any(one.new for one in told):
         return Answer(f"No news{_after(patience, waited)}. {_briefly(told)} {following}", data)
@@ -296,7 +295,6 @@ def _told(
         state=status.state,
         fresh=fresh,
         numbers={} if many else numbers,
-        numbers_age_s=round(look.now - at, 1),
         next_numbers_in_s=next_in,
         states=[str(event.data.get("to")) for event in told if event.kind == "state"],
         events=[_structured(event) for event in _newest(told) if event.kind not in ("state", "end")],

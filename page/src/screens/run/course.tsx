@@ -5,7 +5,7 @@ import { brief, clock, count, duration, number, plural, rough } from "../../form
 import { theSource, useAnswer } from "../../live.ts";
 import { Answered } from "../../parts/answers.tsx";
 import { Card, Nothing, Pill, type Tone } from "../../parts/parts.tsx";
-import { Text } from "../../parts/text.tsx";
+import { Paragraph, Text } from "../../parts/text.tsx";
 import { link, useRoute } from "../../router.ts";
 
 const TONES: Record<Finding["level"], Tone> = { note: "", warning: "warn", critical: "bad" };
@@ -46,9 +46,7 @@ function OneFinding({ finding }: { finding: Finding }) {
           {steps && ` · ${steps}`}
         </span>
       </summary>
-      <p>
-        <Text>{finding.what}</Text>
-      </p>
+      <Paragraph>{finding.what}</Paragraph>
       <dl class="pairs small">
         {seen.length > 0 && (
           <>
@@ -108,14 +106,8 @@ function OneFinding({ finding }: { finding: Finding }) {
 export function FailureCard({ failure, runId }: { failure: NonNullable<RunLive["failure"]>; runId: string }) {
   return (
     <Card class="alert" title={`${failure.component} failed${failure.kind ? `: ${failure.kind.replaceAll("_", " ")}` : ""}`}>
-      <p>
-        <Text>{failure.reason.foreign}</Text>
-      </p>
-      {failure.hint && (
-        <p class="strong">
-          <Text>{failure.hint}</Text>
-        </p>
-      )}
+      <Paragraph>{failure.reason.foreign}</Paragraph>
+      {failure.hint && <Paragraph class="strong">{failure.hint}</Paragraph>}
       {failure.excerpt.length > 0 && (
         <pre class="excerpt" tabIndex={0}>
           <Text>{failure.excerpt.map((line) => line.foreign).join("\n")}</Text>

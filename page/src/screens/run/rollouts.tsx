@@ -7,7 +7,7 @@ import { useAnswer } from "../../live.ts";
 import { Answered } from "../../parts/answers.tsx";
 import { ThenNow } from "../../parts/difference.tsx";
 import { Bar, Card, Nothing, Pill, Tabs } from "../../parts/parts.tsx";
-import { Text } from "../../parts/text.tsx";
+import { Paragraph, Text } from "../../parts/text.tsx";
 import { choose, link, useRoute } from "../../router.ts";
 
 const ORDERS = [
@@ -122,11 +122,7 @@ function Conversation({ runId, group }: { runId: string; group: number }) {
                   Close
                 </a>
               </p>
-              {answer.note && (
-                <p class="quiet small">
-                  <Text>{answer.note}</Text>
-                </p>
-              )}
+              {answer.note && <Paragraph class="quiet small">{answer.note}</Paragraph>}
               {answer.rollouts.length > 1 && (
                 <Tabs
                   label="Rollouts of the group"
@@ -147,11 +143,7 @@ function Conversation({ runId, group }: { runId: string; group: number }) {
                     <span class="quiet">{plural(chosen.turns, "turn")}</span>
                     {chosen.truncated && <Pill tone="warn">truncated</Pill>}
                   </p>
-                  {chosen.error && (
-                    <p class="bad">
-                      <Text>{chosen.error.foreign}</Text>
-                    </p>
-                  )}
+                  {chosen.error && <Paragraph class="bad">{chosen.error.foreign}</Paragraph>}
                   <ol class="messages">
                     {[...answer.asked, ...chosen.messages].map((message) => (
                       <li class={message.role.foreign === "assistant" ? "mine" : ""}>

@@ -7,7 +7,7 @@ import { theSource } from "../../live.ts";
 import { Loading, Outcome, Refused, useAction } from "../../parts/answers.tsx";
 import { Card, Figures, Icon, Pill, TwoClicks } from "../../parts/parts.tsx";
 import { Progress, StateOf } from "../../parts/runs.tsx";
-import { Text } from "../../parts/text.tsx";
+import { Paragraph, Text } from "../../parts/text.tsx";
 import { link } from "../../router.ts";
 import { MainCurve, SmallCurves } from "./curves.tsx";
 import { CrewCard, Events, FailureCard, Findings } from "./course.tsx";
@@ -76,11 +76,7 @@ function Head({ run, live }: { run: Followed; live: RunLive }) {
             <code>{item.run_id}</code> {facts.filter(Boolean).map((fact) => <> · <Text>{fact}</Text></>)}
             {live.state.attempt > 1 && ` · attempt ${live.state.attempt}`}
           </p>
-          {live.state.reason && (
-            <p class="quiet">
-              <Text>{live.state.reason.foreign}</Text>
-            </p>
-          )}
+          {live.state.reason && <Paragraph class="quiet">{live.state.reason.foreign}</Paragraph>}
         </div>
         <div class="row">
           {source.askAgent && (
@@ -124,16 +120,12 @@ function Verdict({ live }: { live: RunLive }) {
               {verdict.before && <span class="quiet">{percent(verdict.before.value)} → </span>}
               <span class="accent">{percent(verdict.after.value)}</span>
             </p>
-            <p class="quiet small">
-              <Text>{verdict.sentence}</Text>
-            </p>
+            <Paragraph class="quiet small">{verdict.sentence}</Paragraph>
           </>
         ) : (
           <>
             <p class="big quiet">{verdict?.before ? `${percent(verdict.before.value)} → ` : ""}{run.live ? "not measured yet" : "not measured"}</p>
-            <p class="quiet small">
-              <Text>{verdict?.sentence ?? (run.live ? "Accuracy is measured at the end." : "The run ended before its last evaluation.")}</Text>
-            </p>
+            <Paragraph class="quiet small">{verdict?.sentence ?? (run.live ? "Accuracy is measured at the end." : "The run ended before its last evaluation.")}</Paragraph>
           </>
         )}
         {run.live && <Progress run={run} />}

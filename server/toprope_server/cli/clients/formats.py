@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,11 @@ class Format:
         name: For messages.
         loads: The value of a text.
         edited: The text with a value at a path of keys, or without it if the value is None.
-        dumps: The text of a mapping, to print.
     """
 
     name: str
     loads: Callable[[str], Any]
     edited: Callable[[str, Sequence[str], Any], str]
-    dumps: Callable[[Mapping[str, Any]], str]
 
 
 def _edited_json(text: str, path: Sequence[str], value: Any) -> str:
@@ -69,26 +67,7 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(str(error).replace("\n", " ")) from None
 
 
-def _dump_toml(data: Mapping[str, Any]) -> str:
-    return _edited_toml("", *_first(data))
-
-
-def _dump_yaml(data: Mapping[str, Any]) -> str:
-    return _edited_yaml("", *_first(data))
-
-
-def _first(data: Mapping[str, Any]) -> tuple[list[str], Any]:
-    """The path of two keys to the only entry of a mapping, and the entry."""
-    section, entries = next(iter(data.items()))
-    name, entry = next(iter(entries.items()))
-    return [section, name], entry
-
-
-def _dump_json(data: Mapping[str, Any]) -> str:
-    return json.dumps(data, indent=2, ensure_ascii=False)
-
-
-JSON = Format("JSON", lambda text: json.loads(text) if text.strip() else {}, _edited_json, _dump_json)
-JSONC = Format("JSON with comments", jsonc.loads, _edited_json, _dump_json)
-TOML = Format("TOML", tomllib.loads, _edited_toml, _dump_toml)
-YAML_FORMAT = Format("YAML", _load_yaml, _edited_yaml, _dump_yaml)
+JSON = Format("JSON", lambda text: json.loads(text) if text.strip() else {}, _edited_json)
+JSONC = Format("JSON with comments", jsonc.loads, _edited_json)
+TOML = Format("TOML", tomllib.loads, _edited_toml)
+YAML_FORMAT = Format("YAML", _load_yaml, _edited_yaml)

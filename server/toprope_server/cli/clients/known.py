@@ -41,15 +41,13 @@ class Places:
 
     @property
     def home(self) -> Path:
-        return Path(self.environ.get("USERPROFILE" if self.platform == "win32" else "HOME") or Path.home())
+        return Path(self.environ.get("HOME") or Path.home())
 
     @property
     def applications(self) -> Path:
         """Where applications keep their settings."""
         if self.platform == "darwin":
             return self.home / "Library" / "Application Support"
-        if self.platform == "win32":
-            return Path(self.environ.get("APPDATA") or self.home / "AppData" / "Roaming")
         return self.configuration
 
     @property
@@ -161,11 +159,7 @@ KNOWN: dict[str, Client] = {
     ),
     "goose": Client(
         "Goose",
-        lambda at: (
-            at.applications / "Block" / "goose" / "config" / "config.yaml"
-            if at.platform == "win32"
-            else at.configuration / "goose" / "config.yaml"
-        ),
+        lambda at: at.configuration / "goose" / "config.yaml",
         "extensions",
         "Start a new session of Goose.",
         format=YAML_FORMAT,
@@ -179,7 +173,7 @@ KNOWN: dict[str, Client] = {
     ),
     "zed": Client(
         "Zed",
-        lambda at: (at.applications / "Zed" if at.platform == "win32" else at.configuration / "zed") / "settings.json",
+        lambda at: at.configuration / "zed" / "settings.json",
         "context_servers",
         "Zed starts the server; its agent settings show it.",
         format=JSONC,

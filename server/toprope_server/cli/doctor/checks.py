@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from toprope.extras import install_command, missing
 from toprope.settings.owner import Home
 from toprope.settings.presets import list_presets, load_preset
 from toprope.shipped import CONSTRAINTS
-from toprope.text_format import plural
+from toprope_server.cli.doctor.repair import problem_of
 
 Level = Literal["ok", "note", "warning", "broken"]
 
@@ -67,12 +66,14 @@ class Finding:
 
 def python(home: Home) -> Iterator[Finding]:
     """The version of this interpreter against the one that the package requires."""
+    from packaging.specifiers import SpecifierSet
+
     have = ".".join(map(str, sys.version_info[:3]))
     try:
         wanted = metadata.metadata("toprope")["Requires-Python"] or ">=3.11"
     except metadata.PackageNotFoundError:
         wanted = ">=3.11"
-    sound = _within(have, wanted)
+    sound = SpecifierSet(wanted).contains(have, prereleases=True)
     yield Finding(
         "Python",
         "ok" if sound else "broken",
@@ -210,7 +211,7 @@ def owners_files(home: Home) -> Iterator[Finding]:
             "owner's files", "ok", f"{', '.join(sound)}{'' if own else ' (no settings.yaml: defaults apply)'}"
         )
     for path in (home.settings_file, home.configuration / "http-token"):
-        if os.name == "posix" and path.exists() and path.stat().st_mode & 0o077:
+        if path.exists() and path.stat().st_mode & 0o077:
             holds = path.name == "http-token" or "variables" in path.read_text(errors="replace")
             if holds:
                 level: Level = "broken" if path.name == "http-token" else "warning"
@@ -356,30 +357,20 @@ def index(home: Home) -> Iterator[Finding]:
     if not home.index.exists():
         yield Finding("index", "note", "none yet; the first draft creates it")
         return
-    from toprope.records.index.database import Index
-
     try:
-        Index(home.index).drafts(limit=1)
-        db = sqlite3.connect(f"{home.index.resolve().as_uri()}?mode=ro", uri=True, timeout=5)
-        try:
-            problems = [row[0] for row in db.execute("PRAGMA integrity_check(3)") if row[0] != "ok"]
-            count = db.execute("SELECT count(*) FROM drafts").fetchone()[0]
-        finally:
-            db.close()
+        problem = problem_of(home)
     except TopropeError as error:
         yield Finding("index", "broken", error.message, error.hint)
         return
-    except sqlite3.Error as error:
-        problems, count = [str(error)], 0
-    if problems:
+    if problem is not None:
         yield Finding(
             "index",
             "broken",
-            f"{home.index} is damaged: {'; '.join(problems)}",
+            problem,
             "Runs are safe in their folders. 'toprope doctor --repair' moves it aside and rebuilds it from them.",
         )
     else:
-        yield Finding("index", "ok", f"intact, {plural(count, 'draft')}")
+        yield Finding("index", "ok", "intact")
 
 
 def _pins() -> dict[str, str]:
@@ -391,12 +382,6 @@ def _pins() -> dict[str, str]:
         return {}
     pairs = (line.split("==", 1) for line in lines if "==" in line and not line.startswith("#"))
     return {canonicalize_name(name.strip()): version.strip() for name, version in pairs}
-
-
-def _within(version: str, wanted: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-
-    return SpecifierSet(wanted).contains(version, prereleases=True)
 
 
 def every(home: Home, checks: Iterable[Callable[[Home], Iterator[Finding]]]) -> Iterator[Finding]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -141,7 +140,7 @@ def runs(home: Home) -> Iterator[Finding]:
             if not keeper:
                 yield Finding("runs", "broken", f"{path.name}: {error}", "'toprope prune' can delete it.")
             continue
-        if not keeper and (not status.ended or status.ended_at is None):
+        if not keeper and not status.is_over:
             yield Finding(
                 "runs",
                 "warning",
@@ -224,12 +223,9 @@ def _child_subreaper() -> bool:
     from toprope.supervisor import guard
 
     program = f"import runpy; raise SystemExit(not runpy.run_path({guard.__file__!r})['become_subreaper']())"
-    return _runs([sys.executable, "-I", "-S", "-c", program])
-
-
-def _runs(command: list[str]) -> bool:
+    command = [sys.executable, "-I", "-S", "-c", program]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=10, check=False, env=dict(os.environ))
+        done = subprocess.run(command, capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0

@@ -19,7 +19,7 @@ _NAMED = 20
 
 
 def problem_of(home: Home) -> str | None:
-    """The damage to the index, in SQLite's or our words; None if it is intact or missing.
+    """A sentence on the damage to the index; None if it is intact or missing.
 
     Raises:
         NotPossibleNow: It belongs to a newer version, or stays locked; it is not damaged.
@@ -33,8 +33,8 @@ def problem_of(home: Home) -> str | None:
     except Corrupt as error:
         return error.message
     except sqlite3.Error as error:
-        return str(error)
-    return "; ".join(problems) or None
+        problems = [str(error)]
+    return f"{home.index} is damaged: {'; '.join(problems)}" if problems else None
 
 
 def main(home: Home | None = None) -> int:
@@ -55,7 +55,7 @@ def main(home: Home | None = None) -> int:
     try:
         if problem is not None:
             aside = move_aside(home.index)
-            typer.echo(f"The index was damaged: {problem}\nIt is kept as {aside}.")
+            typer.echo(f"{problem}\nIt is kept as {aside}.")
         rebuilt = rebuild_index(Index(home.index), home.runs, aside)
     except OSError as error:
         typer.echo(f"Cannot rebuild the index: {error.strerror or error}.")

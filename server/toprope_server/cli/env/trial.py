@@ -147,8 +147,7 @@ async def _sampler(
         limit = options.call_timeout_s + options.load_timeout_s  # the first call makes the tasks
         return bool((await link.tasks(split, index, 1, timeout=limit)).tasks)
 
-    @asynccontextmanager
-    async def sampled_by(policy: Any) -> AsyncIterator[Any]:
+    async def sampled_by(policy: Any) -> Any:
         async def again() -> EnvironmentWorker:
             return link
 
@@ -162,7 +161,7 @@ async def _sampler(
         async def make(split: str, index: int) -> SampledGroup | None:
             return await maker.sample(TaskRef(split, index), 1, sampling) if await has(split, index) else None
 
-        yield make
+        return make
 
     if model == SOLVER:
 
@@ -181,8 +180,7 @@ async def _sampler(
         assert endpoint is not None  # a known model has one
         client = EndpointClient(endpoint, keys_for(chosen, settings).get(endpoint.key or ""), None)
         try:
-            async with sampled_by(client) as make:
-                yield make
+            yield await sampled_by(client)
         finally:
             await client.close()
         return
@@ -192,11 +190,8 @@ async def _sampler(
     room = {"max_context": RECIPES[model].context} if model in RECIPES else {}  # nothing is trained, so it is free
     config.policy = config.policy.model_copy(update={"model": model, **room})
     progress = _ProgressLines()
-    async with (
-        serve_policy(config, workshop.home.policies, progress.show) as served,
-        sampled_by(served) as make,
-    ):
-        yield make
+    async with serve_policy(config, workshop.home.policies, progress.show) as served:
+        yield await sampled_by(served)
 
 
 async def _solved(link: EnvironmentWorker, split: str, index: int, limit_s: float) -> SampledGroup:

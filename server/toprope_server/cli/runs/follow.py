@@ -6,7 +6,6 @@ through its rotation: the open file is read to its end before the new one of the
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
@@ -14,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from toprope_tools.runs.logs import components_of, owners_secrets
+from toprope_tools.runs.logs import components_of, owners_secrets, require_log
 
-from toprope.errors import InvalidValue, NotFound
 from toprope.records.run.folder import open_record
 from toprope.supervisor.keeper.logs import clean_line, read_page
 
@@ -102,25 +100,18 @@ def show_logs(workshop: Workshop, run_id: str, component: str | None, lines: int
         InvalidValue: There is no such component.
     """
     folder = workshop.runs.folder(run_id)
-    known = components_of(folder)
-    if component is not None and component not in known:
-        near = difflib.get_close_matches(component, known, n=1)
-        raise InvalidValue(
-            f"There is no component {component!r}.",
-            hint=f"{f'Did you mean {near[0]}? ' if near else ''}The components are: {', '.join(known)}.",
-        )
-    there = [name for name in known if folder.log(name).is_file()]
-    if not follow and component not in (None, *there):
-        raise NotFound(f"{run_id} has no log of {component}.", hint=f"It has logs of: {', '.join(there) or 'nothing'}.")
+    if component is not None and not (follow and component in components_of(folder)):
+        require_log(folder, component)
+    shown = components_of(folder) if component is None else (component,)
     tails, secrets = {}, owners_secrets(workshop)
-    for name in known if component is None else (component,):
+    for name in shown:
         page = read_page(folder.log(name), lines=lines, secrets=secrets)
         for line in page.lines:
             _print(name if component is None else None, line)
         tails[name] = LogTail(folder.log(name), page.size, secrets)
     if follow:
         _follow(workshop, run_id, tails, named=component is None)
-    elif not there:
+    elif not any(folder.log(name).is_file() for name in shown):
         print(f"{run_id} has no logs yet.", file=sys.stderr)
 
 
@@ -128,7 +119,7 @@ def _follow(workshop: Workshop, run_id: str, tails: dict[str, LogTail], *, named
     try:
         while True:
             status = workshop.runs.status(run_id)  # read before the logs, so that their last lines are not missed
-            over = status.ended and status.ended_at is not None
+            over = status.is_over
             for name, tail in tails.items():
                 for line in tail.lines(last=over):
                     _print(name if named else None, line)

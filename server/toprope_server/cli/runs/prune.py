@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.filesize import decimal
 
 from toprope.errors import Corrupt, InvalidValue, NotFound, TopropeError
 from toprope.records.index.stamps import forget_stamps
@@ -68,7 +69,7 @@ def size(path: Path) -> int:
             stat = entry.lstat()
         except FileNotFoundError:
             continue
-        total += stat.st_blocks * 512 if hasattr(stat, "st_blocks") else stat.st_size
+        total += stat.st_blocks * 512
     return total
 
 
@@ -144,7 +145,8 @@ def leftovers(workshop: Workshop) -> list[Leftover]:
             found.append(Leftover(path, "an interpreter that no environment and no live run needs", size(path)))
     live = any(not status.ended for status in workshop.statuses())
     if not live:
-        from toprope.training.policy.loading import EMBEDDED, embedded_folder
+        from toprope.settings.schema import EMBEDDED
+        from toprope.training.policy.loading import embedded_folder
 
         current = {embedded_folder(home.policies, name).name for name in EMBEDDED}
         for path in _entries(home.policies):
@@ -171,7 +173,7 @@ def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete
     freed, failed, gone = 0, 0, []
     for one in [*runs, *rest]:
         problem = _delete(workshop, one) if delete else ""
-        typer.echo(f"{bytes_text(one.bytes):>9}  {one.path.name}: {problem or one.why}")
+        typer.echo(f"{decimal(one.bytes):>9}  {one.path.name}: {problem or one.why}")
         failed += bool(problem)
         if delete and not problem and one in runs:
             gone.append(one.path.name)
@@ -180,9 +182,9 @@ def main(workshop: Workshop, *, older_than: str | None, keep: int | None, delete
         forget_stamps(workshop.index, gone)
     count = f"{len(runs)} run{'' if len(runs) == 1 else 's'}" + (f" and {len(rest)} leftovers" if rest else "")
     if delete:
-        typer.echo(f"Deleted: {count}, {bytes_text(freed)}{f'; {failed} could not be deleted' if failed else ''}.")
+        typer.echo(f"Deleted: {count}, {decimal(freed)}{f'; {failed} could not be deleted' if failed else ''}.")
     else:
-        typer.echo(f"{count}, {bytes_text(freed)} would be deleted. Nothing was deleted: add --yes.")
+        typer.echo(f"{count}, {decimal(freed)} would be deleted. Nothing was deleted: add --yes.")
     return 1 if failed else 0
 
 
@@ -208,16 +210,6 @@ def _delete(workshop: Workshop, one: Leftover) -> str:
         if lock is not None:
             lock.release()
     return ""
-
-
-def bytes_text(count: int) -> str:
-    """A size such as 1.2 GB, 340 MB, 12 KB."""
-    size = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit in ("B", "KB") or size >= 10 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def _entries(folder: Path) -> list[Path]:

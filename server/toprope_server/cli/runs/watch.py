@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
-from toprope_tools.status.status import numbers_line
+from toprope_tools.status.snapshot import numbers_line
 
 from toprope.analysis.reports.headline import accuracy_on, headline, share_done
 from toprope.records.run.metrics import last_rows
@@ -68,7 +68,7 @@ class _Watched:
 
     @property
     def over(self) -> bool:
-        return self.status.ended and self.status.ended_at is not None
+        return self.status.is_over
 
 
 def watch(workshop: Workshop, run_ids: Sequence[str], *, out: IO[str] | None = None) -> int:
