@@ -37,6 +37,7 @@ from toprope.training.inference.client import Sampling
 from toprope.training.rollouts.endpoint_client import EndpointClient
 from toprope.workbench.launch.budgets.reserve_budget import reserve_calls
 from toprope.workbench.launch.freeze import freeze_again
+from toprope.workbench.launch.open_runs import resume_run
 from toprope.workbench.launch.start import StartRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,7 +183,7 @@ def _fork(house: _House, field: str, value: Any, lock: Locking) -> Specification
 def _resume(house: _House, field: str, value: Any, lock: Locking) -> Specification:
     folder = house.stopped(field, value)
     lock()
-    house.shop.resume(folder.run_id)
+    resume_run(house.shop.home, house.shop.runs, folder.run_id)
     return Specification.read(folder)
 
 
