@@ -37,6 +37,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -125,20 +126,25 @@ class Gymnasium(Environment):
         self._check_actions(probe)
         self._idle.append(probe)
         drawn = any(self._arguments.get(name, 0) is None for name in LIMITS)  # at each reset
-        limits = [limit_of(self._begin(seed)[1]) for seed in range(_ALIKE)] if drawn else [limit_of(probe)]
+        limits = [limit for _, limit in self._openings] if drawn else [limit_of(probe)]
         self.max_turns = most or int(self._limit or max(limits))
 
     def tasks(self) -> Iterator[Task]:
         if self._rows:
             yield from self._row_tasks()
             return
-        first = [self._begin(seed)[0] for seed in range(_ALIKE)]
+        first = [messages for messages, _ in self._openings]
         texts = [_key(messages) for messages in first]
         alike = len(set(texts)) == 1 or self._hides(texts)
         for seed in itertools.count():
             messages = first[seed] if seed < _ALIKE else self._begin(seed)[0]
             # If games begin alike, what they hide tells them apart: use seeds as keys.
             yield Task(messages, data={"seed": seed}, key=f"{_key(messages)} {seed}" if alike else None)
+
+    @cached_property
+    def _openings(self) -> list[tuple[Messages, int]]:
+        """The first messages of the first games, some of which take many seconds to make, and their limits of turns."""
+        return [(messages, limit_of(game)) for messages, game, _ in map(self._begin, range(_ALIKE))]
 
     def reset(self, task: Task) -> Messages:
         self._return, self._last = 0.0, 0.0
