@@ -73,11 +73,11 @@ class Atropos(OwnLoop):
 
     def __init__(self, cls: Any, file: str) -> None:
         self.files = (file,)
-        own = getattr(cls, "name", None)
-        self.name = f"atropos/{own if own and isinstance(own, str) else cls.__name__.lower()}"
+        own_name = getattr(cls, "name", None)
+        self.name = f"atropos/{own_name if own_name and isinstance(own_name, str) else cls.__name__.lower()}"
         self.__doc__ = first_line(cls.__doc__) or f"The Atropos environment {cls.__name__}"
         self._cls = cls
-        self._given, self._fields, self.Knobs = _knobs(cls)
+        self._default_config, self._fields, self.Knobs = _knobs(cls)
         self._loop = BackgroundLoop()  # its objects are bound to one loop
         self._env: Any = None
 
@@ -89,7 +89,7 @@ class Atropos(OwnLoop):
             "dropped": Part(0.0, 0.0, 1.0, "1: the environment left the rollout out, so its score is its group's mean"),
         }
         self.max_turns = knobs.turns
-        self._env = self._loop.run(self._made())
+        self._env = self._loop.run(self._make_env())
 
     def tasks(self) -> Iterator[Task]:
         empty, seen = True, dict[str, dict[str, int]]()
@@ -98,12 +98,12 @@ class Atropos(OwnLoop):
             if item is None:
                 continue
             empty = False
-            written = repr(item)
-            plain = _VARYING.sub("", written)
-            known = seen.setdefault(plain, {})
-            number = known.setdefault(written, len(known))
+            text = repr(item)
+            plain = _VARYING.sub("", text)
+            numbers = seen.setdefault(plain, {})
+            number = numbers.setdefault(text, len(numbers))
             key = f"{plain} {number}" if number else plain
-            yield Task(_shown(item), reference=_reference(item), data={"item": item}, key=key)
+            yield Task(_prompt_of(item), reference=_reference(item), data={"item": item}, key=key)
         if empty:
             raise EnvironmentMistake(
                 f"get_next_item returned None {self.knobs.items} times, as environments do whose data are missing: "
@@ -111,8 +111,8 @@ class Atropos(OwnLoop):
             )
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        known = (self.knobs.success_reward, self.knobs.reward_high, 1.0)
-        return bool(parts["score"] >= next(one for one in known if one is not None) - 1e-9)
+        thresholds = (self.knobs.success_reward, self.knobs.reward_high, 1.0)
+        return bool(parts["score"] >= next(threshold for threshold in thresholds if threshold is not None) - 1e-9)
 
     def _unscored(self, scores: Collection[float]) -> float:
         """Return the score of a rollout that the environment dropped from a group with these scores."""
@@ -122,7 +122,7 @@ class Atropos(OwnLoop):
         return low if self.knobs.reward_low is not None else min(max(0.0, low), high)
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
-        playing = self._loop.start(self._collected(task.data["item"], sessions))
+        playing = self._loop.start(self._collect(task.data["item"], sessions))
         limit = sessions[0].timeout_s
         try:
             return await asyncio.wait_for(asyncio.wrap_future(playing), limit)
@@ -135,19 +135,19 @@ class Atropos(OwnLoop):
         with self._random:  # every worker has to find the same items
             return await self._env.get_next_item()
 
-    async def _made(self) -> Any:
+    async def _make_env(self) -> Any:
         from atroposlib.envs.base import APIServerConfig
         from pydantic import ValidationError
 
         knobs = self.knobs
-        config = self._given
-        own = {name: value for name in self._fields if (value := getattr(knobs, name)) is not None}
+        config = self._default_config
+        set_knobs = {name: value for name in self._fields if (value := getattr(knobs, name)) is not None}
         changed = {
-            **own, **knobs.config, "use_wandb": False, "data_path_to_save_groups": None, "include_messages": True
+            **set_knobs, **knobs.config, "use_wandb": False, "data_path_to_save_groups": None, "include_messages": True
         }  # fmt: skip
         name = changed.get("tokenizer_name", config.tokenizer_name)
-        changed["tokenizer_name"] = found = knobs.tokenizer or tokenizer_here(name)
-        if found != name and not knobs.tokenizer and "max_token_length" not in knobs.config:
+        changed["tokenizer_name"] = tokenizer = knobs.tokenizer or tokenizer_here(name)
+        if tokenizer != name and not knobs.tokenizer and "max_token_length" not in knobs.config:
             limit = getattr(config, "max_token_length", 0)  # Texts have several times as many bytes as tokens.
             changed |= {"max_token_length": BYTES_PER_TOKEN * limit} if limit else {}
         unknown = [name for name in changed if name not in type(config).model_fields]
@@ -162,8 +162,8 @@ class Atropos(OwnLoop):
             model_name="policy", base_url="http://127.0.0.1:9/v1", api_key="x", server_type="vllm", health_check=False,
             tokenizer_name=config.tokenizer_name,
         )  # fmt: skip
-        made: list[Any] = []
-        servers = server_class(lambda: made[0].tokenizer)
+        envs: list[Any] = []
+        servers = server_class(lambda: envs[0].tokenizer)
         self._cls.server_cls = servers  # some keep the first server that they are given
         self._random = OwnRandom("tasks")
         try:
@@ -178,14 +178,14 @@ class Atropos(OwnLoop):
                 "tokenizer",
             ) from error
         Scores.install(sys.modules[self._cls.__module__])
-        made.append(env)
-        if not env.server.servers or not all(isinstance(one, servers) for one in env.server.servers):
+        envs.append(env)
+        if not env.server.servers or not all(isinstance(server, servers) for server in env.server.servers):
             env.server.servers = [servers(place)]
         with self._random:
             await env.setup()
         return env
 
-    async def _collected(self, item: Any, sessions: Sequence[Session]) -> list[Played | BaseException]:
+    async def _collect(self, item: Any, sessions: Sequence[Session]) -> list[Played | BaseException]:
         group = Group(sessions)
         GROUP.set(group)
         # A copy, because groups of other sizes run concurrently.
@@ -194,12 +194,12 @@ class Atropos(OwnLoop):
         env.collect_trajectory = group.told_apart(env.collect_trajectory)
         scored, _ = await env.collect_trajectories(item)
         scored = await env.postprocess_histories(scored)
-        if isinstance(scored, list) and scored and not any(isinstance(one, Mapping) for one in scored):
+        if isinstance(scored, list) and scored and not any(isinstance(entry, Mapping) for entry in scored):
             score = getattr(env, "score", None)  # Some leave the call of it to who runs them.
             scored = await score(scored) if score is not None else scored
         if isinstance(scored, list):
-            known = [one for one in scored if one is not None]
-            scored = known[-1] if known else None
+            groups = [entry for entry in scored if entry is not None]
+            scored = groups[-1] if groups else None
         scored = scored or group.scores
         if scored is not None and not (isinstance(scored, Mapping) and {"tokens", "scores"} <= scored.keys()):
             raise EnvironmentMistake(
@@ -208,10 +208,12 @@ class Atropos(OwnLoop):
             )
         if scored is None:
             why = "the environment dropped the group (Atropos does so if all scores are equal, among other reasons)"
-            return [Played({}, messages=one.messages, turns=len(one.said), error=why) for one in group.rollouts]
-        return self._played(env, group, scored)
+            return [
+                Played({}, messages=rollout.messages, turns=len(rollout.said), error=why) for rollout in group.rollouts
+            ]
+        return self._results_of(env, group, scored)
 
-    def _played(self, env: Any, group: Group, scored: Mapping[str, Any]) -> list[Played | BaseException]:
+    def _results_of(self, env: Any, group: Group, scored: Mapping[str, Any]) -> list[Played | BaseException]:
         texts = [env.tokenizer.decode(tokens) for tokens in scored["tokens"]]
         rewards: dict[int, float] = {}
         talks: dict[int, Messages] = {}
@@ -220,26 +222,28 @@ class Atropos(OwnLoop):
                 rewards[owner], talks[owner] = float(score), group.rollouts[owner].talk_in(text)
         low, high = self._bounds
         inside = {place: score for place in rewards if (score := within(rewards[place], low, high)) is not None}
-        found: list[Played | BaseException] = []
-        for place, one in enumerate(group.rollouts):
-            said: dict[str, Any] = {"messages": talks.get(place, one.messages), "turns": len(one.said)}
+        results: list[Played | BaseException] = []
+        for place, rollout in enumerate(group.rollouts):
+            conversation: dict[str, Any] = {"messages": talks.get(place, rollout.messages), "turns": len(rollout.said)}
             if place in inside:
-                found.append(Played({"score": inside[place], "dropped": 0.0}, **said))
+                results.append(Played({"score": inside[place], "dropped": 0.0}, **conversation))
             elif place in rewards:
                 why = (
                     f"score {rewards[place]:g} is outside {low:g} to {high:g}: set the knobs reward_low and reward_high"
                 )
-                found.append(Played({}, error=why, **said))
-            elif not one.said:
-                found.append(Played({}, error="the environment asked for no answer of this rollout", **said))
-            elif not inside and not all(each.cut for each in group.rollouts):
+                results.append(Played({}, error=why, **conversation))
+            elif not rollout.said:
+                results.append(Played({}, error="the environment asked for no answer of this rollout", **conversation))
+            elif not inside and not all(other.cut for other in group.rollouts):
                 # A scorer or judge that fails leaves all out too, and its author catches that.
-                found.append(Played({}, error="the environment dropped the whole group without a score", **said))
+                results.append(
+                    Played({}, error="the environment dropped the whole group without a score", **conversation)
+                )
             else:
                 # Atropos does not train on it: at the mean of its group it has no advantage.
                 parts = {"score": self._unscored(inside.values()), "dropped": 1.0}
-                found.append(Played(parts, success=False, **said))
-        return found
+                results.append(Played(parts, success=False, **conversation))
+        return results
 
 
 def _knobs(cls: Any) -> tuple[Any, list[str], type]:
@@ -247,19 +251,19 @@ def _knobs(cls: Any) -> tuple[Any, list[str], type]:
 
     The fields of Atropos itself concern its server and trainer; they are set by the knob `config`.
     """
-    named = _named_config(cls)
-    config = cls.config_init()[0] if named is None else named.model_construct()
+    annotated = _named_config(cls)
+    config = cls.config_init()[0] if annotated is None else annotated.model_construct()
     theirs = set(_base_fields(type(config)))
-    ours = {one.name for one in dataclasses.fields(AtroposKnobs)}
+    ours = {field.name for field in dataclasses.fields(AtroposKnobs)}
     fields: list[str] = []
-    made: list[tuple[str, Any, Any]] = []
+    definitions: list[tuple[str, Any, Any]] = []
     for name, field in type(config).model_fields.items():
         if name in theirs or name in ours or not settable(field.annotation):
             continue
         fields.append(name)
-        value = REQUIRED if named is not None and field.is_required() else getattr(config, name)
-        made.append((name, field.annotation, knob(value, help=field.description or "")))
-    return config, fields, dataclasses.make_dataclass("Knobs", made, bases=(AtroposKnobs,), kw_only=True)
+        value = REQUIRED if annotated is not None and field.is_required() else getattr(config, name)
+        definitions.append((name, field.annotation, knob(value, help=field.description or "")))
+    return config, fields, dataclasses.make_dataclass("Knobs", definitions, bases=(AtroposKnobs,), kw_only=True)
 
 
 def _named_config(cls: Any) -> Any:
@@ -267,20 +271,26 @@ def _named_config(cls: Any) -> Any:
     from atroposlib.envs.base import BaseEnv
 
     if any(
-        "config_init" in vars(one) or "env_config_cls" in vars(one) for one in cls.__mro__ if one not in BaseEnv.__mro__
+        "config_init" in vars(base) or "env_config_cls" in vars(base)
+        for base in cls.__mro__
+        if base not in BaseEnv.__mro__
     ):
         return None
     try:
-        named = inspect.signature(cls.__init__, eval_str=True).parameters["config"].annotation
+        annotation = inspect.signature(cls.__init__, eval_str=True).parameters["config"].annotation
     except (NameError, KeyError, TypeError, ValueError):
         return None
-    return named if hasattr(named, "model_construct") and _base_fields(named) and named.__name__ != _CONFIG else None
+    return (
+        annotation
+        if hasattr(annotation, "model_construct") and _base_fields(annotation) and annotation.__name__ != _CONFIG
+        else None
+    )
 
 
 def _base_fields(kind: type) -> Sequence[str]:
     """Return the fields that a configuration has from Atropos."""
-    found = [one for one in kind.__mro__ if one.__name__ == _CONFIG and one.__module__.startswith(PACKAGE)]
-    return list(found[0].model_fields) if found else []  # type: ignore[attr-defined]
+    bases = [base for base in kind.__mro__ if base.__name__ == _CONFIG and base.__module__.startswith(PACKAGE)]
+    return list(bases[0].model_fields) if bases else []  # type: ignore[attr-defined]
 
 
 def make(target: str) -> Atropos:
@@ -308,29 +318,31 @@ def make(target: str) -> Atropos:
     path = Path(os.path.abspath(path))
     root, folder = import_root(path), str(path.parent)
     module_name = ".".join(path.with_suffix("").relative_to(Path(package_of(str(path)) or path).parent).parts)
-    sys.path[:] = [root, *(one for one in sys.path if one not in (root, folder)), folder]
+    sys.path[:] = [root, *(entry for entry in sys.path if entry not in (root, folder)), folder]
     find_above(path)
     with OwnRandom("tasks"):
         module = importlib.import_module(module_name)
     if Path(getattr(module, "__file__", "") or "").resolve() != path.resolve():
         raise LoadError(f"The name {path.stem!r} is taken by {module.__file__}: rename {path.name}.")
-    own = {
+    environments = {
         key: value
         for key, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, base.BaseEnv) and value.__module__ == module.__name__
     }
-    if name not in own:
-        raise LoadError(f"{path.name} has no Atropos environment {name!r}. Environments: {', '.join(own) or 'none'}.")
-    kind: Any = own[name]
+    if name not in environments:
+        raise LoadError(
+            f"{path.name} has no Atropos environment {name!r}. Environments: {', '.join(environments) or 'none'}."
+        )
+    kind: Any = environments[name]
     kind.__abstractmethods__ = frozenset(getattr(kind, "__abstractmethods__", ())) - {"evaluate"}  # it is never called
     return Atropos(kind, str(path))
 
 
-def _shown(item: Any) -> str | Messages:
+def _prompt_of(item: Any) -> str | Messages:
     """Return the prompt of an item: its messages if it has some, otherwise its text."""
-    for one in item if isinstance(item, list | tuple) else (item,):
-        if isinstance(one, list | tuple) and one:
-            messages = [dict(part) if isinstance(part, frozenset | dict) else None for part in one]
+    for candidate in item if isinstance(item, list | tuple) else (item,):
+        if isinstance(candidate, list | tuple) and candidate:
+            messages = [dict(part) if isinstance(part, frozenset | dict) else None for part in candidate]
             if all(message and isinstance(message.get("content"), str) and "role" in message for message in messages):
                 return [message for message in messages if message]
     if isinstance(item, Mapping):

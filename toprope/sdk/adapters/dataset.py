@@ -103,12 +103,12 @@ class Dataset(Environment):
         knobs = self.knobs
         if not knobs.path:
             raise InvalidRequest(
-                f"{self.name} has no data yet: set its knob path. {self._there()} select_environment(name="
+                f"{self.name} has no data yet: set its knob path. {self._describe_files()} select_environment(name="
                 f'"{self.name}", knobs={{"path": ...}}) makes a draft with one.'
             )
         for number, row in enumerate(self._rows(), 1):
             options = self._options(row, number)
-            prompt = self._filled(knobs.prompt, row, number)
+            prompt = self._fill_in(knobs.prompt, row, number)
             if options:
                 prompt += "\n" + "\n".join(f"{chr(65 + place)}. {option}" for place, option in enumerate(options))
             reference = None if self._is_judged else self._value(knobs.reference, row, number)
@@ -118,7 +118,7 @@ class Dataset(Environment):
             messages: Messages = [*system, {"role": "user", "content": prompt}]
             yield Task(
                 messages,
-                reference=self._shown(row, reference, options, number),
+                reference=self._right_answer(row, reference, options, number),
                 data={"reference": reference, "options": options},
                 source=json.dumps(row, sort_keys=True, ensure_ascii=False, default=str),
             )
@@ -142,21 +142,21 @@ class Dataset(Environment):
         knobs, reference = self.knobs, self.task.data["reference"]
         if knobs.scorer == "unit_tests":
             return grading.unit_tests(text, reference, knobs.time_limit_s, knobs.memory_mb)
-        found = grading.extract(text, knobs.extract, knobs.extract_pattern)
+        extracted = grading.extract(text, knobs.extract, knobs.extract_pattern)
         if knobs.scorer == "multiple_choice":
             whole = grading.extract(text, "whole") or ""
-            if found is None and knobs.extract != "auto":
+            if extracted is None and knobs.extract != "auto":
                 return False, False
-            return grading.choice(whole, found, reference, self.task.data["options"])
-        if found is None and knobs.extract == "auto":
-            found = grading.extract(text, "whole")
+            return grading.choice(whole, extracted, reference, self.task.data["options"])
+        if extracted is None and knobs.extract == "auto":
+            extracted = grading.extract(text, "whole")
         if knobs.scorer == "numeric":
-            return grading.numeric(found, reference, knobs.tolerance)
+            return grading.numeric(extracted, reference, knobs.tolerance)
         if knobs.scorer == "math":
-            return grading.mathematical(found, reference)
+            return grading.mathematical(extracted, reference)
         if knobs.scorer == "regex":
-            return grading.matches(found, reference, knobs.ignore_case)
-        return grading.exact(found, reference, knobs.ignore_case)
+            return grading.matches(extracted, reference, knobs.ignore_case)
+        return grading.exact(extracted, reference, knobs.ignore_case)
 
     def _rows(self) -> Iterator[Any]:
         knobs = self.knobs
@@ -174,10 +174,10 @@ class Dataset(Environment):
             raise InvalidRequest(f"{self.knobs.path} holds no rows.")
         columns = list(dict.fromkeys(str(name) for row in first for name in row))
         for name in ("prompt", "reference", "choices", "solution"):
-            given = getattr(self.knobs, name)
-            if (not given and name in ("choices", "solution")) or (name == "reference" and self._is_judged):
+            setting = getattr(self.knobs, name)
+            if (not setting and name in ("choices", "solution")) or (name == "reference" and self._is_judged):
                 continue
-            for column in _columns(given):
+            for column in _columns(setting):
                 if column not in columns:
                     raise InvalidRequest(
                         f"Knob {name!r}: {self.knobs.path} has no column {column!r}. "
@@ -194,7 +194,7 @@ class Dataset(Environment):
             try:
                 options = json.loads(options)
             except ValueError:
-                options = [one.strip() for one in options.split("|")]
+                options = [option.strip() for option in options.split("|")]
         if not isinstance(options, list | tuple) or not 2 <= len(options) <= 26:
             raise InvalidRequest(
                 f"Row {number}: options in {self.knobs.choices!r} are not a list of 2 to 26: {str(options)[:80]!r}. "
@@ -202,31 +202,31 @@ class Dataset(Environment):
             )
         return [str(option) for option in options]
 
-    def _shown(self, row: Mapping[str, Any], reference: Any, options: list[str], number: int) -> Any:
+    def _right_answer(self, row: Mapping[str, Any], reference: Any, options: list[str], number: int) -> Any:
         """Return a right answer to the task in the form that the policy has to write, if known."""
         scorer, how = self.knobs.scorer, self.knobs.extract
         if scorer == "unit_tests":
             return self._value(self.knobs.solution, row, number) if self.knobs.solution else None
         if scorer == "regex" or self._is_judged:
             return None
-        shown = reference[0] if isinstance(reference, list | tuple) and reference else reference
-        if scorer == "multiple_choice" and str(shown).strip().isdecimal():
+        answer = reference[0] if isinstance(reference, list | tuple) and reference else reference
+        if scorer == "multiple_choice" and str(answer).strip().isdecimal():
             with contextlib.suppress(InvalidRequest):  # scoring names the row's mistake
-                shown = grading.letter_of(shown, options)
-        if how not in _FORMS or grading.extract(str(shown), how):
-            return shown
+                answer = grading.letter_of(answer, options)
+        if how not in _FORMS or grading.extract(str(answer), how):
+            return answer
         if scorer == "numeric":  # a solution that ends in the number
-            shown = grading.extract(str(shown), "auto") or shown
-        return _FORMS[how].format(shown)
+            answer = grading.extract(str(answer), "auto") or answer
+        return _FORMS[how].format(answer)
 
-    def _value(self, given: str, row: Mapping[str, Any], number: int) -> Any:
+    def _value(self, source: str, row: Mapping[str, Any], number: int) -> Any:
         """Return the value of a column, or a filled-in template."""
-        return self._filled(given, row, number) if _PLACE.search(given) else self._cell(given, row, number)
+        return self._fill_in(source, row, number) if _PLACE.search(source) else self._cell(source, row, number)
 
-    def _filled(self, given: str, row: Mapping[str, Any], number: int) -> str:
-        if not _PLACE.search(given):
-            return _text(self._cell(given, row, number))
-        return _PLACE.sub(lambda place: _text(self._cell(place.group(1), row, number)), given)
+    def _fill_in(self, source: str, row: Mapping[str, Any], number: int) -> str:
+        if not _PLACE.search(source):
+            return _text(self._cell(source, row, number))
+        return _PLACE.sub(lambda place: _text(self._cell(place.group(1), row, number)), source)
 
     def _cell(self, column: str, row: Mapping[str, Any], number: int) -> Any:
         if column not in row:
@@ -235,10 +235,10 @@ class Dataset(Environment):
             )
         return row[column]
 
-    def _there(self) -> str:
-        found = _rows.files_below(self._folders)
-        if found:
-            return f"Available files: {', '.join(found)}."
+    def _describe_files(self) -> str:
+        files = _rows.files_below(self._folders)
+        if files:
+            return f"Available files: {', '.join(files)}."
         return f"No data files below {', '.join(map(str, self._folders)) or 'any folder'} yet."
 
 
@@ -248,36 +248,36 @@ def make(target: str) -> Dataset:
     Raises:
         LoadError: Not a valid target.
     """
-    given = parsed(target, "dataset", ("folders", "files", "name", "description", "knobs"))
+    settings = parsed(target, "dataset", ("folders", "files", "name", "description", "knobs"))
     try:
-        return Dataset(given)
+        return Dataset(settings)
     except InvalidRequest as error:
-        raise LoadError(f"{given.get('name') or 'dataset'}: {error}") from error
+        raise LoadError(f"{settings.get('name') or 'dataset'}: {error}") from error
 
 
 def knob_names() -> list[str]:
     """Return the names of all knobs, to validate an owner's file."""
-    return [str(one["name"]) for one in describe_knobs(DatasetKnobs)]
+    return [str(described["name"]) for described in describe_knobs(DatasetKnobs)]
 
 
 def _knobs(values: Mapping[str, Any], folders: list[Path]) -> type:
     """Return the knobs with an owner's values as defaults and the available files in the help of `path`."""
     checked = make_knobs(DatasetKnobs, values)
-    there = _rows.files_below(folders)
+    files = _rows.files_below(folders)
     fields = []
     for field in dataclasses.fields(DatasetKnobs):
         metadata = dict(field.metadata)
-        if field.name == "path" and there:
-            metadata["help"] = f"{metadata['help']}; available: {', '.join(there)}"
+        if field.name == "path" and files:
+            metadata["help"] = f"{metadata['help']}; available: {', '.join(files)}"
         default = getattr(checked, field.name)
         fields.append((field.name, field.type, dataclasses.field(default=default, metadata=metadata)))
-    made = dataclasses.make_dataclass("Knobs", fields, bases=(DatasetKnobs,))
-    made.__module__ = __name__  # String annotations are resolved in this module.
-    return made
+    knobs_class = dataclasses.make_dataclass("Knobs", fields, bases=(DatasetKnobs,))
+    knobs_class.__module__ = __name__  # String annotations are resolved in this module.
+    return knobs_class
 
 
-def _columns(given: str) -> list[str]:
-    return _PLACE.findall(given) or [given]
+def _columns(source: str) -> list[str]:
+    return _PLACE.findall(source) or [source]
 
 
 def _text(cell: Any) -> str:

@@ -35,12 +35,12 @@ def make(target: str) -> Gymnasium:
     try:
         with OwnRandom(0):
             importlib.import_module("gem.envs")
-            known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+            registered = importlib.import_module("gem.envs.registration").ENV_REGISTRY
     except ImportError as error:
         raise LoadError(f"GEM does not load ({error}). Install it: {sys.executable} -m pip install gem-llm") from error
-    if target not in known:
-        raise LoadError(f"GEM has no environment {target!r}. {nearest(target, known, 'Environments')[:2000]}")
-    arguments = dict(known[target].kwargs)
+    if target not in registered:
+        raise LoadError(f"GEM has no environment {target!r}. {nearest(target, registered, 'Environments')[:2000]}")
+    arguments = dict(registered[target].kwargs)
     name = f"{PACKAGE}/{target}"
     environment = Gymnasium({"registry": PACKAGE, "id": target, "name": name, "arguments": arguments})
     environment.packages = ("gem-llm",)
@@ -53,20 +53,25 @@ def installed(site_packages: Path) -> list[Listed]:
         tree = parse(site_packages / PACKAGE / "envs" / "__init__.py")
     except (OSError, SyntaxError, ValueError):
         return []
-    found = []
+    environments = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id != "register":
             continue
         name = literal(node.args[0]) if node.args else None
         if not isinstance(name, str):
             continue  # a name made in a loop: tasks of reasoning-gym
-        family, _, rest = name.partition(":")
+        family, _, task_name = name.partition(":")
         problem = "its tasks are a data set of the Hugging Face Hub" if family in _OF_HUB else ""
         if _BROWSED in name:
             problem = "it reads Wikipedia"
-        found.append(
+        environments.append(
             Listed(
-                name, name, f"{rest} of GEM", tags=Gymnasium.tags, problem=problem, needs="network" if problem else ""
+                name,
+                name,
+                f"{task_name} of GEM",
+                tags=Gymnasium.tags,
+                problem=problem,
+                needs="network" if problem else "",
             )
         )
-    return found
+    return environments

@@ -87,15 +87,15 @@ class Gymnasium(Environment):
 
     def __init__(self, target: Mapping[str, Any]) -> None:
         self._maker, self._user = _maker(target)
-        self._given = dict(target.get("arguments") or {})
+        self._fixed = dict(target.get("arguments") or {})
         self._rows = target.get("rows")
         if self._user is not None:
             self._rows = self._rows or next((name for name in ROWS if hasattr(self._user.module, name)), None)
             self.files = self._user.files(self._rows)
         whole = str(target.get("class") or target.get("id"))
         self.name = str(target.get("name") or whole.lower())
-        said = target.get("description") or first_line(inspect.getdoc(self._maker) or "")
-        self.__doc__ = str(said or f"{whole}, an environment with reset and step")
+        description = target.get("description") or first_line(inspect.getdoc(self._maker) or "")
+        self.__doc__ = str(description or f"{whole}, an environment with reset and step")
         self._bounds = Bounds(target.get("range") or [-1.0, 1.0], True, "`range`")
         self._solved = float(target.get("success", self._bounds.high))
         self._limit, self._turns = target.get("max_turns"), 0
@@ -103,21 +103,21 @@ class Gymnasium(Environment):
             "reward": self._bounds.part(1.0, "sum of the rewards of all steps, clipped"),
             "return": Part(0.0, -_MOST, _MOST, "the same sum, not clipped; shown"),
         }
-        self.Knobs = _knobs(self._maker, self._given, rows=bool(self._rows))
+        self.Knobs = _knobs(self._maker, self._fixed, rows=bool(self._rows))
 
     def setup(self) -> None:
         knobs = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
         most = self._turns = knobs.pop("turns")
-        for name, kind in _configurations(self._maker, self._given).items():
-            fields = [one.name for one in dataclasses.fields(kind) if one.name in knobs]
-            knobs[name] = kind(**{one: knobs.pop(one) for one in fields})
-        self._arguments = {**self._given, **{name: value for name, value in knobs.items() if value is not None}}
+        for name, kind in _configurations(self._maker, self._fixed).items():
+            fields = [field.name for field in dataclasses.fields(kind) if field.name in knobs]
+            knobs[name] = kind(**{field_name: knobs.pop(field_name) for field_name in fields})
+        self._arguments = {**self._fixed, **{name: value for name, value in knobs.items() if value is not None}}
         self._idle: list[Any] = []
         if self._rows:
             self.max_turns = most or int(self._limit or UNKNOWN_LIMIT)
             return
         with OwnRandom(0):
-            probe = self._made()
+            probe = self._make_game()
         if not callable(getattr(probe, "reset", None)) or not callable(getattr(probe, "step", None)):
             raise LoadError(
                 f"{type(probe).__name__} has no reset and step. An environment with init(prompt) needs rows: give "
@@ -148,14 +148,14 @@ class Gymnasium(Environment):
 
     def reset(self, task: Task) -> Messages:
         self._return, self._last = 0.0, 0.0
-        self._told: bool | None = None
+        self._success: bool | None = None
         self._talk: Any = None
         if self._rows:
             row = task.data["row"]
             extras = {**row, **({"max_turns": self._turns} if self._turns else {})}
             self._luck = OwnRandom(f"{self.seed}:{task.id}")
             with self._luck:
-                self._game = self._made(extras=extras) if _takes(self._maker, "extras") else self._made(**row)
+                self._game = self._make_game(extras=extras) if _takes(self._maker, "extras") else self._make_game(**row)
                 self._talk, _ = pair_of(self._game.init(copy.deepcopy(task.messages)))
             return as_messages(self._talk, "what init() returned")
         messages, self._game, self._luck = self._begin(task.data["seed"], keep=True)
@@ -168,10 +168,10 @@ class Gymnasium(Environment):
         with self._luck:
             observation, reward, done, info = stepped(self._game.step(action))
         if isinstance(self._talk, list):  # SkyRL-gym's environments may hold on to the conversation that they began
-            said = observation if isinstance(observation, list) else []
-            self._talk += [{"role": "assistant", "content": text}, *said]
+            observed = observation if isinstance(observation, list) else []
+            self._talk += [{"role": "assistant", "content": text}, *observed]
         self._return, self._last = self._return + reward, reward if done else 0.0
-        self._told = next((bool(info[name]) for name in _TOLD if name in info), self._told)
+        self._success = next((bool(info[name]) for name in _TOLD if name in info), self._success)
         return (None if done else _messages(observation, info)), done
 
     def score(self) -> dict[str, float]:
@@ -184,24 +184,24 @@ class Gymnasium(Environment):
         return {"reward": self._bounds.value(total, "the sum of rewards"), "return": total}
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        return self._told if self._told is not None else max(self._last, parts["return"]) >= self._solved - 1e-9
+        return self._success if self._success is not None else max(self._last, parts["return"]) >= self._solved - 1e-9
 
     def _hides(self, texts: list[str]) -> bool:
         """Return True if games of these seeds that begin alike differ in what they hide."""
         for seed, text in enumerate(texts):
             if (earlier := texts.index(text)) < seed:
-                one, again, other = (self._held(each) for each in (earlier, earlier, seed))
-                for name in one.keys() & other.keys():
-                    stores_seed = (one[name], other[name]) == (earlier, seed)  # as Gymnasium's own base does
+                state, again, other = (self._hidden_state(game_seed) for game_seed in (earlier, earlier, seed))
+                for name in state.keys() & other.keys():
+                    stores_seed = (state[name], other[name]) == (earlier, seed)  # as Gymnasium's own base does
                     # A counter of resets differs for the same seed, too.
-                    if one[name] == again.get(name) != other[name] and not stores_seed:
+                    if state[name] == again.get(name) != other[name] and not stores_seed:
                         return True
         return False
 
-    def _held(self, seed: int) -> dict[str, Any]:
+    def _hidden_state(self, seed: int) -> dict[str, Any]:
         game = self._begin(seed)[1]
         state = getattr(getattr(game, "unwrapped", game), "__dict__", {})
-        return {name: held(one, 4) for name, one in state.items()}
+        return {name: held(value, 4) for name, value in state.items()}
 
     def _row_tasks(self) -> Iterator[Task]:
         if self._user is None:
@@ -217,13 +217,13 @@ class Gymnasium(Environment):
             plain = reference if isinstance(reference, str | int | float) else None
             yield Task(row["prompt"], reference=plain, data={"row": row})
 
-    def _made(self, **more: Any) -> Any:
-        given = {**self._arguments, **more}
+    def _make_game(self, **more: Any) -> Any:
+        options = {**self._arguments, **more}
         try:
-            return with_nltk_data(lambda: self._maker(**given))
+            return with_nltk_data(lambda: self._maker(**options))
         except (AssertionError, TypeError, ValueError, LookupError, ImportError) as error:
-            named = ", ".join(f"{key}: {type(given[key]).__name__}" for key in sorted(given))  # values may be keys
-            with_these = f" with {named}" if given else ""
+            kinds = ", ".join(f"{key}: {type(options[key]).__name__}" for key in sorted(options))  # values may be keys
+            with_these = f" with {kinds}" if options else ""
             raise LoadError(f"{self.name} is not made{with_these}: {why_not(error)}") from error
 
     def _begin(self, seed: int, keep: bool = False) -> tuple[Messages, Any, OwnRandom]:
@@ -234,7 +234,7 @@ class Gymnasium(Environment):
         """
         luck = OwnRandom(seed)
         with luck:
-            game = self._idle.pop() if self._idle else self._made()
+            game = self._idle.pop() if self._idle else self._make_game()
             observation, info = pair_of(game.reset(seed=seed) if _takes(game.reset, "seed") else game.reset())
         messages = _messages(observation, info)
         if count_of(game) is not None:
@@ -254,7 +254,7 @@ class Gymnasium(Environment):
 
     def _check_actions(self, game: Any) -> None:
         space = getattr(game, "action_space", None)
-        texts = isinstance(space, list | tuple | set | frozenset) and all(isinstance(one, str) for one in space)
+        texts = isinstance(space, list | tuple | set | frozenset) and all(isinstance(action, str) for action in space)
         if space is None or texts or count_of(game) is not None or "text" in type(space).__name__.lower():
             return
         raise LoadError(
@@ -275,24 +275,24 @@ def make(target: str) -> Gymnasium:
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List the classes of a file with `step` and `reset`, or `init` and rows."""
     rows = data_beside(file, tree)
-    known: dict[str, tuple[ast.ClassDef, set[str]]] = {}
+    classes: dict[str, tuple[ast.ClassDef, set[str]]] = {}
     inherited = set[str]()
     for node in tree.body:
         if not isinstance(node, ast.ClassDef):
             continue
-        bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in known]
-        if methods := _methods(node).union(*(known[base][1] for base in bases)):
-            known[node.name] = node, methods
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
+        if methods := _methods(node).union(*(classes[base][1] for base in bases)):
+            classes[node.name] = node, methods
             inherited.update(bases)
-    found = [pair for name, pair in known.items() if name not in inherited and not name.startswith("_")]
+    environments = [pair for name, pair in classes.items() if name not in inherited and not name.startswith("_")]
     listed = []
-    for node, methods in found:
+    for node, methods in environments:
         text = first_line(ast.get_docstring(node)) or first_line(ast.get_docstring(tree))
         target = {"file": str(file), "class": node.name, "rows": rows if "init" in methods else ""}
         problem = f"No rows: add a list `rows` with prompts, or {file.stem}.jsonl beside {file.name}."
         listed.append(
             Listed(
-                name=_name(file, node.name, alone=len(found) == 1),
+                name=_name(file, node.name, alone=len(environments) == 1),
                 target=json.dumps({key: value for key, value in target.items() if value}),
                 description=text or f"{node.name} of {file.name}, an environment with reset and step",
                 tags=Gymnasium.tags,
@@ -311,13 +311,13 @@ def _name(file: Path, name: str, *, alone: bool) -> str:
 def _methods(node: ast.ClassDef) -> set[str]:
     """The methods of a class if they make it an environment of this kind; empty if not."""
     bases = {base.id if isinstance(base, ast.Name) else getattr(base, "attr", "") for base in node.bases}
-    defined = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+    defined = {method.name: method for method in node.body if isinstance(method, ast.FunctionDef)}
     if verifiable.BASE in bases and "_generate" in defined:
         return set(defined)
     if _STEPPING in bases:
         return {"init", "step", *defined}
-    other = node.name.startswith("_") or node.name.endswith("Client")  # the latter asks a server
-    if other or "step" not in defined or len(defined["step"].args.args) != 2:
+    excluded = node.name.startswith("_") or node.name.endswith("Client")  # the latter asks a server
+    if excluded or "step" not in defined or len(defined["step"].args.args) != 2:
         return set()
     if "BaseTextEnv" in bases:
         return {"init", *defined}
@@ -327,12 +327,12 @@ def _methods(node: ast.ClassDef) -> set[str]:
 def _maker(target: Mapping[str, Any]) -> tuple[Callable[..., Any], UserFile | None]:
     if target.get("file"):
         user = UserFile(str(target["file"]))
-        found = user.get(str(target.get("class") or ""), "the environment") if target.get("class") else None
-        if not callable(found):
+        maker = user.get(str(target.get("class") or ""), "the environment") if target.get("class") else None
+        if not callable(maker):
             raise LoadError(f"The target needs `class`, a class of {user.path.name} with reset and step.")
-        if any(one.__name__ == verifiable.BASE for one in getattr(found, "__mro__", ())):
-            return verifiable.maker(found, user.path), user
-        return found, user
+        if any(base.__name__ == verifiable.BASE for base in getattr(maker, "__mro__", ())):
+            return verifiable.maker(maker, user.path), user
+        return maker, user
     registry, name = str(target.get("registry") or ""), str(target.get("id") or "")
     if not registry or not name:
         raise LoadError("The target needs `file` and `class`, or `registry` and `id`.")
@@ -343,13 +343,13 @@ def _maker(target: Mapping[str, Any]) -> tuple[Callable[..., Any], UserFile | No
     if not callable(getattr(module, "make", None)):
         raise LoadError(f"{registry} has no function make(id).")
 
-    def made(**arguments: Any) -> Any:
+    def make_registered(**arguments: Any) -> Any:
         return module.make(name, **arguments)
 
-    return made, None
+    return make_registered, None
 
 
-def _knobs(maker: Callable[..., Any], given: Mapping[str, Any], *, rows: bool = False) -> type:
+def _knobs(maker: Callable[..., Any], arguments: Mapping[str, Any], *, rows: bool = False) -> type:
     """A dataclass of our knob `turns` and of the arguments with plain values.
 
     Arguments of a plain type without a default must be set, unless `rows` have them.
@@ -360,13 +360,18 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any], *, rows: bool = 
     fields: list[tuple[str, Any, Any]] = [
         ("turns", int, knob(0, ge=0, le=LARGEST_LIMIT, help="most answers; 0: the environment's own limit"))
     ]
-    defaults, required = dict(given), dict[str, Any]()
-    for one in _parameters(maker):
-        if one.default is not one.empty:
-            defaults.setdefault(one.name, one.default)
-        elif one.annotation in _PLAIN and one.name not in (*defaults, "turns") and not rows and one.kind not in _MANY:
-            required[one.name] = one.annotation
-    for argument, kind in _configurations(maker, given).items():
+    defaults, required = dict(arguments), dict[str, Any]()
+    for parameter in _parameters(maker):
+        if parameter.default is not parameter.empty:
+            defaults.setdefault(parameter.name, parameter.default)
+        elif (
+            parameter.annotation in _PLAIN
+            and parameter.name not in (*defaults, "turns")
+            and not rows
+            and parameter.kind not in _MANY
+        ):
+            required[parameter.name] = parameter.annotation
+    for argument, kind in _configurations(maker, arguments).items():
         for field in dataclasses.fields(kind):
             taken = ("turns",) if is_required(field) else ()  # ours leaves a default of theirs as it is
             if field.name in (*defaults, *required, *taken):
@@ -380,7 +385,7 @@ def _knobs(maker: Callable[..., Any], given: Mapping[str, Any], *, rows: bool = 
     for name, kind in required.items():
         fields.append((name, kind, knob(REQUIRED, help="the environment's own setting")))
     for name, value in defaults.items():
-        unset = value is None and name in given
+        unset = value is None and name in arguments
         if (unset or type(value) in _PLAIN) and name.isidentifier() and name != "turns":
             fields.append((name, Any if unset else type(value), knob(value, help="the environment's own setting")))
     return dataclasses.make_dataclass("Knobs", fields, kw_only=True)
@@ -390,19 +395,19 @@ def _type_name(field: dataclasses.Field[Any]) -> str:
     return field.type if isinstance(field.type, str) else str(getattr(field.type, "__name__", ""))
 
 
-def _configurations(maker: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _configurations(maker: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The dataclasses among the types of required arguments, by the argument's name; their fields have defaults or a
     plain type."""
-    found: dict[str, Any] = {}
-    for one in _parameters(maker):
-        if one.default is one.empty and one.name not in given:
-            is_union = get_origin(one.annotation) in (Union, types.UnionType)
-            for kind in get_args(one.annotation) if is_union else (one.annotation,):
+    configurations: dict[str, Any] = {}
+    for parameter in _parameters(maker):
+        if parameter.default is parameter.empty and parameter.name not in arguments:
+            is_union = get_origin(parameter.annotation) in (Union, types.UnionType)
+            for kind in get_args(parameter.annotation) if is_union else (parameter.annotation,):
                 if dataclasses.is_dataclass(kind) and all(
                     not is_required(field) or _type_name(field) in _PLAIN_NAMES for field in dataclasses.fields(kind)
                 ):
-                    found.setdefault(one.name, kind)
-    return found
+                    configurations.setdefault(parameter.name, kind)
+    return configurations
 
 
 def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -415,14 +420,14 @@ def _parameters(call: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _takes(call: Callable[..., Any], name: str) -> bool:
-    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in _parameters(call))
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(call))
 
 
 def _messages(observation: Any, info: Mapping[str, Any]) -> Messages:
     """An observation as messages, between the `prefix` and the `suffix` that GEM gives in the dict."""
-    if isinstance(observation, list) and observation and all(isinstance(one, Mapping) for one in observation):
+    if isinstance(observation, list) and observation and all(isinstance(message, Mapping) for message in observation):
         return as_messages(observation, "an observation")
-    text = "\n".join(str(one) for one in (info.get("prefix"), _text(observation), info.get("suffix")) if one)
+    text = "\n".join(str(part) for part in (info.get("prefix"), _text(observation), info.get("suffix")) if part)
     return [{"role": "user", "content": text.strip() or "(nothing)"}]
 
 

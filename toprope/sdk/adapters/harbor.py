@@ -59,52 +59,52 @@ class Harbor(ToolEnvironment):
         self._folder = Path(target).expanduser().absolute()
         if not self._folder.is_dir():
             raise LoadError(f"{self._folder} is not a folder. The target is a folder of Harbor tasks.")
-        self._found = task_folders(self._folder)
+        self._task_folders = task_folders(self._folder)
         self.name = f"harbor/{self._folder.name}"
-        self.__doc__ = f"{len(self._found)} tasks of {self._folder.name} in a shell, in Harbor's format"
-        self.files = tuple(str(one.path / one.tests) for one in self._found[:64])
+        self.__doc__ = f"{len(self._task_folders)} tasks of {self._folder.name} in a shell, in Harbor's format"
+        self.files = tuple(str(task.path / task.tests) for task in self._task_folders[:64])
         self.tool_timeout_s = 7200.0  # the knob limits commands
 
     def setup(self) -> None:
         super().setup()
         self.max_turns = self.knobs.turns
-        wanted = [one for one in self._found if self.knobs.difficulty in ("", one.difficulty)]
+        chosen = [task for task in self._task_folders if self.knobs.difficulty in ("", task.difficulty)]
         self._ready: dict[str, TaskFolder] = {}
         self._contained: set[str] = set()
         refused: list[str] = []
         absent: list[str] = []
         self._engine, no_engine = "", ""
         no_wall = _without_wall()
-        for one in wanted:
+        for task in chosen:
             if self.knobs.container == "always":
                 image, problem = Image(), "all tasks run in containers"
             else:
-                image = one.image()
-                problem = one.missing(image) or no_wall
-            if problem and self.knobs.container != "never" and not one.beyond_image:
+                image = task.image()
+                problem = task.missing(image) or no_wall
+            if problem and self.knobs.container != "never" and not task.beyond_image:
                 if not self._engine and not no_engine:
                     try:
                         self._engine = engine()
                     except LoadError as error:
                         no_engine = str(error)
                 if self._engine:
-                    self._contained.add(one.name)
+                    self._contained.add(task.name)
                     problem = ""
             if problem:
-                refused.append(f"{one.name}: {problem}")
-                absent += one.absent(image)
+                refused.append(f"{task.name}: {problem}")
+                absent += task.absent(image)
             else:
-                self._ready[one.name] = one
+                self._ready[task.name] = task
         if not self._ready:
             raise LoadError(
-                f"None of {len(wanted)} tasks of {self._folder.name} can run here. "
+                f"None of {len(chosen)} tasks of {self._folder.name} can run here. "
                 + ". ".join([*refused[:_SHOWN], *filter(None, [no_engine])])
                 + ("" if no_engine else ". Install what they need, or choose others.")
             )
         # A rollout's last call runs a command and the tests, which have limits of their own; the rest takes seconds.
-        self.call_s = self.knobs.command_s + max(one.seconds for one in self._ready.values()) + _AROUND_S
+        self.call_s = self.knobs.command_s + max(task.seconds for task in self._ready.values()) + _AROUND_S
         if refused:
-            print(f"{len(refused)} of {len(wanted)} tasks are left out. {no_engine}", file=sys.stderr)
+            print(f"{len(refused)} of {len(chosen)} tasks are left out. {no_engine}", file=sys.stderr)
             print("\n".join(refused[: 4 * _SHOWN]), file=sys.stderr)
             if usual := [f"{name} ({count})" for name, count in Counter(absent).most_common(4 * _SHOWN)]:
                 print(f"Packages of Debian that they lack, with numbers of tasks: {', '.join(usual)}", file=sys.stderr)
@@ -113,8 +113,8 @@ class Harbor(ToolEnvironment):
         return self.knobs.command_s, self.most_calls
 
     def tasks(self) -> Iterator[Task]:
-        for one in self._ready.values():
-            yield Task(one.instruction, data={"name": one.name}, key=f"{one.name}\n{one.instruction}")
+        for chosen in self._ready.values():
+            yield Task(chosen.instruction, data={"name": chosen.name}, key=f"{chosen.name}\n{chosen.instruction}")
 
     def reset(self, task: Task) -> Messages:
         chosen = self._ready[task.data["name"]]
@@ -159,22 +159,22 @@ class Harbor(ToolEnvironment):
 
     def _reward(self, printed: str) -> float:
         text = self._sandbox.read("/logs/verifier/reward.json")
-        found: Any = None
+        reward: Any = None
         try:
             if text is not None:
-                given = json.loads(text)
-                values = given if isinstance(given, dict) else {"reward": given}
-                named = "reward" in values
-                found = values["reward"] if named else sum(map(float, values.values())) / max(1, len(values))
+                content = json.loads(text)
+                values = content if isinstance(content, dict) else {"reward": content}
+                has_reward = "reward" in values
+                reward = values["reward"] if has_reward else sum(map(float, values.values())) / max(1, len(values))
             elif (text := self._sandbox.read("/logs/verifier/reward.txt")) is not None:
-                found = float(text)
+                reward = float(text)
         except (ValueError, TypeError):
             raise EnvironmentMistake(f"the tests wrote the reward {text!r:.80}, which is not a number") from None
-        if found is None:
+        if reward is None:
             raise EnvironmentMistake(f"the tests wrote no reward; they printed: {printed[-300:]}")
-        if not math.isfinite(float(found)):
+        if not math.isfinite(float(reward)):
             raise EnvironmentMistake(f"the tests wrote the reward {text!r:.80}, which is not a number")
-        return min(max(float(found), 0.0), 1.0)
+        return min(max(float(reward), 0.0), 1.0)
 
 
 def _without_wall() -> str:
@@ -191,16 +191,18 @@ def folder_requirements(folder: Path) -> tuple[str, ...]:
     the Dockerfiles install; nothing if it holds no tasks."""
     if not in_folder(folder):
         return ()
-    asked: list[set[str]] = []
+    modules: list[set[str]] = []
     with suppress(LoadError):  # it is told where the tasks are opened
-        asked = [{name.lower() for name in one.image().modules} for one in task_folders(folder)]
-    usual = sorted(name for name in set().union(*asked) if 2 * sum(name in some for some in asked) >= len(asked))
+        modules = [{name.lower() for name in task.image().modules} for task in task_folders(folder)]
+    usual = sorted(
+        name for name in set().union(*modules) if 2 * sum(name in names for names in modules) >= len(modules)
+    )
     return "pytest", *(name for name in usual if name not in ("pytest", *_LARGE))
 
 
 def in_folder(folder: Path) -> list[Listed]:
     """List a folder of tasks, or a task, as one environment; nothing if it is neither."""
-    if not (holds_task(folder) or any(holds_task(one) for one in folder.iterdir())):
+    if not (holds_task(folder) or any(holds_task(entry) for entry in folder.iterdir())):
         return []
     return [Listed(folder.name, str(folder), f"Tasks of {folder.name} in a shell", tools=True, tags=Harbor.tags)]
 

@@ -131,7 +131,7 @@ class Inspect(OwnLoop):
             names = ", ".join(str(task.name) for task in tasks) or "none"
             raise InvalidRequest(f"{self._target} names {len(tasks)} tasks ({names}): name one with @.")
         self._task = tasks[0]
-        kinds = {one.sandbox.type for one in (self._task, *samples) if one.sandbox is not None}
+        kinds = {item.sandbox.type for item in (self._task, *samples) if item.sandbox is not None}
         if kinds:  # each ends up as processes here
             require_wall()
             confine_commands()
@@ -145,16 +145,16 @@ class Inspect(OwnLoop):
 
             self._task.sandbox = SandboxEnvironmentSpec("local")
         scorers = self._task.scorer or []
-        known = (registry_info(scorer).name for scorer in scorers)
-        scorer_names = unique_names(name.partition("/")[2] or name for name in known)
+        full_names = (registry_info(scorer).name for scorer in scorers)
+        scorer_names = unique_names(name.partition("/")[2] or name for name in full_names)
         self.parts, self._values = {}, {}
         for name, scorer in zip(scorer_names, scorers, strict=True):
             metrics = getattr(self._task, "metrics", None) or registry_info(scorer).metadata.get("metrics")
-            several, marks = values_of(metrics), marks_of(scorer)
-            for key, some in several.items() or [("", metrics)]:
-                is_share = registry_info(scorer).name in _OF_SHARES or reports_accuracy(some)
+            by_value, marks = values_of(metrics), marks_of(scorer)
+            for key, value_metrics in by_value.items() or [("", metrics)]:
+                is_share = registry_info(scorer).name in _OF_SHARES or reports_accuracy(value_metrics)
                 part = f"{name}_{key}" if key else name
-                weight = 1.0 / (len(scorer_names) * max(1, len(several)))
+                weight = 1.0 / (len(scorer_names) * max(1, len(by_value)))
                 self.parts[part] = self._part(weight, marks or (_SHARE if is_share else _UNKNOWN))
                 self._values[part] = name, key
         if not scorers:
@@ -164,8 +164,8 @@ class Inspect(OwnLoop):
         self._desk = _Desk()
 
     def _part(self, weight: float, bounds: tuple[float, float]) -> Part:
-        known = max(bounds[0], _UNKNOWN[0]), min(bounds[1], _UNKNOWN[1])
-        return Part(weight, *bounds_of(self.knobs, *known), "a scorer")
+        clipped = max(bounds[0], _UNKNOWN[0]), min(bounds[1], _UNKNOWN[1])
+        return Part(weight, *bounds_of(self.knobs, *clipped), "a scorer")
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         goal = self.knobs.success_reward
@@ -184,26 +184,26 @@ class Inspect(OwnLoop):
             if sample.id is None:  # as inspect would, unless the number is taken
                 sample.id = number if str(number) not in numbers else f"sample {number}"
             target = sample.target if isinstance(sample.target, str) else "\n".join(sample.target)
-            listed.append(Task(_asked(sample), reference=target or None, data={"sample": sample}))
+            listed.append(Task(_prompt_of(sample), reference=target or None, data={"sample": sample}))
         file, data = next(iter(self.files), ""), getattr(self._task.dataset, "location", None) or ""
         return keyed_samples(listed, [os.path.dirname(file), os.path.dirname(data), sys.prefix])
 
     async def rollout(self, session: Session) -> Played:
         rollout = Rollout(session)
-        found = await self._desk.played(self._task, self.task.data["sample"], rollout, self.max_turns)
-        return self._read(found, rollout)
+        sample = await self._desk.played(self._task, self.task.data["sample"], rollout, self.max_turns)
+        return self._result_of(sample, rollout)
 
-    def _read(self, sample: Any, rollout: Rollout) -> Played:
+    def _result_of(self, sample: Any, rollout: Rollout) -> Played:
         from inspect_ai.scorer import value_to_float
 
         messages = [_message(message) for message in rollout.messages(sample.messages)]
         turns = sum(message["role"] == "assistant" for message in messages)
-        truncated = sample.limit is not None or "max_tokens" in [one.stop_reason for one in sample.output.choices]
-        said: dict[str, Any] = {"messages": messages, "turns": turns, "truncated": truncated}
+        truncated = sample.limit is not None or "max_tokens" in [choice.stop_reason for choice in sample.output.choices]
+        conversation: dict[str, Any] = {"messages": messages, "turns": turns, "truncated": truncated}
         if sample.error is not None:
-            return Played({}, error=_reason(sample.error), **said)
+            return Played({}, error=_reason(sample.error), **conversation)
         if _UNSCORED in self.parts:
-            return Played({_UNSCORED: self.parts[_UNSCORED].low}, **said)
+            return Played({_UNSCORED: self.parts[_UNSCORED].low}, **conversation)
         to_float, parts = value_to_float(), {}
         scores = sample.scores or {}
         for name, (scorer, key) in self._values.items():
@@ -213,16 +213,16 @@ class Inspect(OwnLoop):
             if math.isnan(parts[name]):
                 why = " ".join(str(getattr(score, "explanation", None) or "it gives no reason").split())
                 why = f"the scorer {name} gave no score: {why[:_LONGEST_REASON]}"
-                return Played({}, error=f"{why} ({_CURE})" if "Grade not found" in why else why, **said)
+                return Played({}, error=f"{why} ({_CURE})" if "Grade not found" in why else why, **conversation)
             if (bounded := within(parts[name], self.parts[name].low, self.parts[name].high)) is None:
                 raise EnvironmentMistake(
                     f"Score {name!r} is {parts[name]:g}: set the knobs reward_low and reward_high to hold it."
                 )
             parts[name] = bounded
-        return Played(parts, **said)
+        return Played(parts, **conversation)
 
 
-_Asked = tuple[Any, Rollout, "asyncio.Future[Any]"]
+_Pending = tuple[Any, Rollout, "asyncio.Future[Any]"]
 """A sample, its rollout, and the future of its log."""
 
 
@@ -230,7 +230,7 @@ class _Desk:
     """Collects rollouts and runs them in consecutive evaluations of inspect."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Asked] = []
+        self._waiting: list[_Pending] = []
         self._working: asyncio.Task[None] | None = None
 
     async def played(self, task: Any, sample: Any, rollout: Rollout, turns: int) -> Any:
@@ -243,17 +243,17 @@ class _Desk:
 
     async def _work(self, task: Any, turns: int) -> None:
         await asyncio.sleep(0)  # The rollouts of a group arrive together.
-        while waiting := [one for one in self._waiting if not one[2].done()]:
-            alike = _together([one for one in waiting if _alike(one[1].session, waiting[0][1].session)])
-            self._waiting = [one for one in waiting if one not in alike]
+        while waiting := [pending for pending in self._waiting if not pending[2].done()]:
+            alike = _together([pending for pending in waiting if _alike(pending[1].session, waiting[0][1].session)])
+            self._waiting = [pending for pending in waiting if pending not in alike]
             try:
-                found = await _evaluated(task, [(sample, rollout) for sample, rollout, _ in alike], turns)
+                samples = await _evaluate(task, [(sample, rollout) for sample, rollout, _ in alike], turns)
             except Exception as error:
                 for _, _, done in alike:
                     if not done.done():
                         done.set_exception(RuntimeError(f"inspect: {type(error).__name__}: {error}"))
                 continue
-            for (_, _, done), sample in zip(alike, found, strict=True):
+            for (_, _, done), sample in zip(alike, samples, strict=True):
                 if done.done():
                     continue
                 if isinstance(sample, _NotPlayed):
@@ -262,14 +262,14 @@ class _Desk:
                     done.set_result(sample)
 
 
-def _together(waiting: list[_Asked]) -> list[_Asked]:
+def _together(waiting: list[_Pending]) -> list[_Pending]:
     """Return what the next evaluation plays: samples that have as many rollouts as the first, its epochs."""
-    by_sample: dict[str, list[_Asked]] = {}
-    for one in waiting:
-        by_sample.setdefault(str(one[0].id), []).append(one)
+    by_sample: dict[str, list[_Pending]] = {}
+    for pending in waiting:
+        by_sample.setdefault(str(pending[0].id), []).append(pending)
     groups = [group[:_TOGETHER] for group in by_sample.values()]
     alike = [group for group in groups if len(group) == len(groups[0])]
-    return [one for group in alike[: _TOGETHER // len(groups[0])] for one in group]
+    return [pending for group in alike[: _TOGETHER // len(groups[0])] for pending in group]
 
 
 def _alike(one: Session, other: Session) -> bool:
@@ -286,7 +286,7 @@ def _addresses(session: Session) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((role, model["base_url"]) for role, model in session.roles.items()))
 
 
-async def _evaluated(task: Any, asked: list[tuple[Any, Rollout]], turns: int) -> list[Any]:
+async def _evaluate(task: Any, pairs: list[tuple[Any, Rollout]], turns: int) -> list[Any]:
     """Run samples in inspect, each epoch for its rollout; return their logs in order. All have as many epochs."""
     from inspect_ai import eval_async, task_with
     from inspect_ai.dataset import MemoryDataset
@@ -295,20 +295,20 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Rollout]], turns: int) ->
 
     init_display_type("none")  # There is no terminal for its progress display.
     register()
-    samples = {str(sample.id): sample for sample, _ in asked}
+    samples = {str(sample.id): sample for sample, _ in pairs}
     epochs: Counter[str] = Counter()
     rollouts: dict[tuple[str, int], Rollout] = {}
-    for sample, rollout in asked:
+    for sample, rollout in pairs:
         epochs[str(sample.id)] += 1
         rollouts[str(sample.id), epochs[str(sample.id)]] = rollout
-    some = asked[0][1].session
+    session = pairs[0][1].session
     folder = tempfile.mkdtemp(prefix="toprope-inspect-")
     try:
-        names = sorted({GRADER, *(getattr(task, "model_roles", None) or ()), *some.roles})
+        names = sorted({GRADER, *(getattr(task, "model_roles", None) or ()), *session.roles})
         policy, *graders = (
             get_model(
-                f"{PROVIDER}/{some.roles[role]['model'] if role in some.roles else some.model}",
-                base_url=some.roles[role]["base_url"] if role in some.roles else some.base_url,
+                f"{PROVIDER}/{session.roles[role]['model'] if role in session.roles else session.model}",
+                base_url=session.roles[role]["base_url"] if role in session.roles else session.base_url,
                 api_key="of the rollout",
                 memoize=False,
                 rollouts=rollouts,
@@ -317,7 +317,7 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Rollout]], turns: int) ->
             for role in ("", *names)
         )
         logs = await eval_async(
-            task_with(_copied(task), dataset=MemoryDataset(list(samples.values())), epochs=max(epochs.values())),
+            task_with(_copy(task), dataset=MemoryDataset(list(samples.values())), epochs=max(epochs.values())),
             model=policy,
             model_roles=dict(zip(names, graders, strict=True)),
             log_dir=folder,
@@ -330,25 +330,25 @@ async def _evaluated(task: Any, asked: list[tuple[Any, Rollout]], turns: int) ->
             acp_server=False,
             fail_on_error=False,
             turn_limit=turns,
-            time_limit=max(1, int(some.timeout_s)),
-            max_samples=len(asked),
-            max_connections=len(asked),
+            time_limit=max(1, int(session.timeout_s)),
+            max_samples=len(pairs),
+            max_connections=len(pairs),
             max_retries=2,
-            temperature=some.temperature,
-            top_p=some.top_p,
-            max_tokens=some.max_tokens,
-            **({"stop_seqs": list(some.stop)} if some.stop else {}),
+            temperature=session.temperature,
+            top_p=session.top_p,
+            max_tokens=session.max_tokens,
+            **({"stop_seqs": list(session.stop)} if session.stop else {}),
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     log = logs[0]
-    found = {(str(sample.id), sample.epoch): sample for sample in log.samples or ()}
-    if not found:
+    logged = {(str(sample.id), sample.epoch): sample for sample in log.samples or ()}
+    if not logged:
         raise RuntimeError(f"no sample was played: {log.error.message if log.error else log.status}")
-    return [found.get(name) or _NotPlayed(f"the sample was not played ({log.status})") for name in rollouts]
+    return [logged.get(name) or _NotPlayed(f"the sample was not played ({log.status})") for name in rollouts]
 
 
-def _copied(task: Any) -> Any:
+def _copy(task: Any) -> Any:
     copied = copy.copy(task)  # task_with modifies its argument
     copied.early_stopping = None  # It would leave out samples that others make redundant for an evaluation.
     copied.model = None  # The policy answers, whichever model the author names.
@@ -376,7 +376,7 @@ def make(target: str) -> Inspect:
     return Inspect(target)
 
 
-def _asked(sample: Any) -> Messages:
+def _prompt_of(sample: Any) -> Messages:
     if isinstance(sample.input, str):
         text = sample.input
         if sample.choices:
@@ -401,13 +401,13 @@ def _choices_by_seed() -> None:
 
 
 def _message(message: Any) -> dict[str, Any]:
-    said = {"role": message.role, "content": message.text}
+    converted = {"role": message.role, "content": message.text}
     if calls := getattr(message, "tool_calls", None):
-        said["tool_calls"] = [
+        converted["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.function, "arguments": call.arguments}}
             for call in calls
         ]
-    return said
+    return converted
 
 
 def _reason(error: Any) -> str:

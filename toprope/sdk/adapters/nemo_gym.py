@@ -113,20 +113,22 @@ class NemoGym(ToolEnvironment):
         if self._folder:
             self.Knobs = NemoGymKnobs
         else:
-            self._servers = {str(name): JsonServer(str(one or ""), self._timeout) for name, one in addresses.items()}
+            self._servers = {
+                str(name): JsonServer(str(address or ""), self._timeout) for name, address in addresses.items()
+            }
             if not self._servers:
                 raise LoadError("url names no server.")
-        given = target.get("rows") or ""
-        files = [str(one) for one in given] if isinstance(given, list) else [str(given)]
-        if missing := [one for one in files if not Path(one).expanduser().is_file()] or (not files and [""]):
+        rows_value = target.get("rows") or ""
+        files = [str(file) for file in rows_value] if isinstance(rows_value, list) else [str(rows_value)]
+        if missing := [file for file in files if not Path(file).expanduser().is_file()] or (not files and [""]):
             raise LoadError(f"rows: no file {missing[0]!r}; give NeMo Gym's JSON lines file.")
-        self._rows = [Path(one).expanduser().absolute() for one in files]
+        self._rows = [Path(file).expanduser().absolute() for file in files]
         self.files = tuple(map(str, self._rows))
         self.name = str(target.get("name") or "nemo_gym")
-        places = self._folder or ", ".join(one.url for one in self._servers.values())
-        rows = ", ".join(one.name for one in self._rows)
+        places = self._folder or ", ".join(server.url for server in self._servers.values())
+        rows = ", ".join(path.name for path in self._rows)
         self.__doc__ = str(target.get("description") or f"NeMo Gym's server at {places}: {rows}")
-        self._given = target
+        self._target = target
         self.max_turns = int(target.get("max_turns") or _TURNS)
         self.tool_timeout_s = float(timeout) + 5
         self.longest_result = _LONGEST_RESULT
@@ -136,13 +138,13 @@ class NemoGym(ToolEnvironment):
         """By server: whether each answer is a step."""
 
     def setup(self) -> None:
-        target = self._given
+        target = self._target
         if self._folder:
             timeout = self.knobs.timeout_s or max(self._timeout, _JUDGED_S if self.knobs.judge_url else 0.0)
-            self._servers = {"": JsonServer(self._served(), timeout)}
+            self._servers = {"": JsonServer(self._start_server(), timeout)}
             self.tool_timeout_s, self.call_s = timeout + 5, timeout + 5
-            named = max(longest(Path(self._folder), one) for one in self._rows)
-            self.max_turns = self.knobs.turns or int(target.get("max_turns") or named or _TURNS)
+            agent_turns = max(longest(Path(self._folder), path) for path in self._rows)
+            self.max_turns = self.knobs.turns or int(target.get("max_turns") or agent_turns or _TURNS)
         try:
             for name, server in self._servers.items():
                 server.check()
@@ -150,23 +152,23 @@ class NemoGym(ToolEnvironment):
                 self._stepped[name] = {"/reset", "/step"} <= self._paths[name]
         except Unreachable as error:
             if self._folder:
-                printed = " ".join(one.raised() for one in self._started.values())
+                printed = " ".join(started.raised() for started in self._started.values())
                 raise LoadError(f"{error} The server printed: {printed or 'no error'}.") from None
             raise LoadError(f"{error} Start the resources server first, or fix `url` in the target.") from None
-        given, clip = target.get("range"), bool(target.get("clip"))
+        bounds, clip = target.get("range"), bool(target.get("clip"))
         if self._folder:
-            given, clip = self.knobs.range or given, self.knobs.clip or clip
-        unknown = given is None and any(self._stepped.values())
+            bounds, clip = self.knobs.range or bounds, self.knobs.clip or clip
+        unknown = bounds is None and any(self._stepped.values())
         place = "among the knobs" if self._folder else "in the target"
-        self._bounds = Bounds(_UNDECLARED if unknown else given, clip, "`range`", place)
+        self._bounds = Bounds(_UNDECLARED if unknown else bounds, clip, "`range`", place)
         self._solved = float(target.get("success", 1.0 if unknown else self._bounds.high))
         self._shown = [str(name) for name in target.get("shown") or ()]
-        shown = {name: Part(0.0, -_MANY, _MANY, "from /verify; shown") for name in self._shown}
-        what = "the sum of the steps' rewards" if all(self._stepped.values()) else "the reward of /verify"
-        self.parts = {"reward": self._bounds.part(1.0, what), **shown, **TOOL_PARTS}
+        shown_parts = {name: Part(0.0, -_MANY, _MANY, "from /verify; shown") for name in self._shown}
+        description = "the sum of the steps' rewards" if all(self._stepped.values()) else "the reward of /verify"
+        self.parts = {"reward": self._bounds.part(1.0, description), **shown_parts, **TOOL_PARTS}
 
     def tasks(self) -> Iterator[Task]:
-        column, again = str(self._given.get("reference") or ""), Counter[str]()
+        column, again = str(self._target.get("reference") or ""), Counter[str]()
         for file in self._rows:
             rows = _rows.rows_of(str(file), [file.parent], [file])
             for number, row in enumerate(rows, 1):
@@ -178,7 +180,7 @@ class NemoGym(ToolEnvironment):
                         "agent of its own writes the prompt, and only NeMo Gym's simple and gymnasium agents are "
                         "played here: give rows with an input by a target's `rows`, or choose another environment."
                     )
-                right = column or next((one for one in _REFERENCES if one in row), "")
+                right = column or next((candidate for candidate in _REFERENCES if candidate in row), "")
                 prompt = messages_of(parameters, number) or [{"role": "user", "content": _WITHOUT_INPUT}]
                 key = None
                 if self._stepped[name]:  # Equal rows are episodes of their own, because the server may draw them.
@@ -194,22 +196,22 @@ class NemoGym(ToolEnvironment):
         self._mcp: McpSession | None = None
         self._server, self._total, self._over = self._servers[task.data["server"]], 0.0, False
         self._refusals = 0
-        told: Messages = []
+        observations: Messages = []
         if self._stepped[task.data["server"]]:
-            found = self._post("reset", task.data["row"]).value("/reset")
-            self._info = _info(found)
-            if isinstance(found, Mapping) and found.get("observation"):
-                told = [{"role": "user", "content": str(found["observation"])}]
+            body = self._post("reset", task.data["row"]).value("/reset")
+            self._info = _info(body)
+            if isinstance(body, Mapping) and body.get("observation"):
+                observations = [{"role": "user", "content": str(body["observation"])}]
         else:
             answer = self._post("seed_session", task.data["row"])
-            found = {} if answer.status == 404 else answer.value("/seed_session")  # a stateless server may lack it
-            if isinstance(found, Mapping) and isinstance(access := found.get("mcp"), Mapping):
+            body = {} if answer.status == 404 else answer.value("/seed_session")  # a stateless server may lack it
+            if isinstance(body, Mapping) and isinstance(access := body.get("mcp"), Mapping):
                 headers = {str(name): str(value) for name, value in dict(access.get("headers") or {}).items()}
                 self._mcp = McpSession(self._server, str(access.get("url_path") or "/mcp"), headers)
-        prompt = [one for one in task.messages if one.get("content") != _WITHOUT_INPUT or not told]
-        first = [*self.with_tools(prompt), *told]
-        self._first = len(first)
-        return first
+        prompt = [message for message in task.messages if message.get("content") != _WITHOUT_INPUT or not observations]
+        opening = [*self.with_tools(prompt), *observations]
+        self._first = len(opening)
+        return opening
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
         """Carry out the calls in an answer, or take it as a step."""
@@ -220,26 +222,26 @@ class NemoGym(ToolEnvironment):
             return super().step(text)
         row = self.task.data["row"]
         newest = [{"role": "assistant", "content": text}]
-        asked = {**row, "response": response_of(newest, row[_PARAMETERS], self.task.id, self.truncated)}
+        body = {**row, "response": response_of(newest, row[_PARAMETERS], self.task.id, self.truncated)}
         if self._info.get("supports_step_idempotency") is True:
-            asked["_ng_step_request_id"] = uuid.uuid4().hex
-        answer = self._post("step", asked)
+            body["_ng_step_request_id"] = uuid.uuid4().hex
+        answer = self._post("step", body)
         if answer.status in _REFUSED:
-            return self._refused(answer)
+            return self._tell_refusal(answer)
         self._refusals = 0
-        found = _judged(answer, "/step")
-        if not isinstance(found, Mapping):
-            raise EnvironmentMistake(f"/step returned {str(found)[:200]}")
-        self._total += float(found.get("reward") or 0.0)
+        result = _judged(answer, "/step")
+        if not isinstance(result, Mapping):
+            raise EnvironmentMistake(f"/step returned {str(result)[:200]}")
+        self._total += float(result.get("reward") or 0.0)
         self._note_calls(text)
-        if found.get("terminated") or found.get("truncated"):
+        if result.get("terminated") or result.get("truncated"):
             self._close()
             return None, True
-        outputs = _info(found).get("tool_outputs") or ()
-        said: Messages = [{"role": "tool", "content": str(one.get("output", ""))} for one in outputs]
-        if found.get("observation") or not said:
-            said.append({"role": "user", "content": str(found.get("observation") or "Go on.")})
-        return said, False
+        outputs = _info(result).get("tool_outputs") or ()
+        messages: Messages = [{"role": "tool", "content": str(output.get("output", ""))} for output in outputs]
+        if result.get("observation") or not messages:
+            messages.append({"role": "user", "content": str(result.get("observation") or "Go on.")})
+        return messages, False
 
     def _note_calls(self, text: str) -> None:
         for call in calls_in(text):
@@ -251,10 +253,10 @@ class NemoGym(ToolEnvironment):
         paths = self._paths[self.task.data["server"]]
         if not paths or any(_ANY_NAME.fullmatch(path) for path in paths):
             return False
-        over_mcp = {given["name"] for given in self._mcp.tools()} if self._mcp is not None else set()
+        over_mcp = {tool["name"] for tool in self._mcp.tools()} if self._mcp is not None else set()
         return any(f"/{call.name}" not in paths and call.name not in over_mcp for call in calls_in(text))
 
-    def _refused(self, answer: Answer) -> tuple[Messages | None, bool]:
+    def _tell_refusal(self, answer: Answer) -> tuple[Messages | None, bool]:
         """Tell the policy that its answer was no valid step; several in a row end the episode."""
         try:
             why = json.loads(answer.text)["detail"]
@@ -269,35 +271,35 @@ class NemoGym(ToolEnvironment):
 
     def own_tools(self) -> list[Tool]:
         row = self.task.data["row"]
-        tools = [self._tool(given) for given in row[_PARAMETERS].get("tools") or ()]
-        known = {one.name for one in tools}
+        tools = [self._tool(definition) for definition in row[_PARAMETERS].get("tools") or ()]
+        names = {tool.name for tool in tools}
         listed = self._mcp.tools() if self._mcp is not None else ()
-        return [*tools, *(self._over_mcp(given) for given in listed if given["name"] not in known)]
+        return [*tools, *(self._over_mcp(definition) for definition in listed if definition["name"] not in names)]
 
     def score_group(self, rollouts: Sequence[Environment]) -> list[Any]:
         """Verify rollouts concurrently, since a server may wait for all; a failure is an error of its rollout alone."""
-        played = [one for one in rollouts if isinstance(one, NemoGym)]
+        played = [rollout for rollout in rollouts if isinstance(rollout, NemoGym)]
         if not played:
             return []
-        asked = [_tried(one.asked) for one in played]
-        together = sum(isinstance(one, dict) for one in asked)
+        bodies = [_try_call(rollout.asked) for rollout in played]
+        together = sum(isinstance(body, dict) for body in bodies)
         with ThreadPoolExecutor(len(played), thread_name_prefix="verify") as threads:
-            return list(threads.map(lambda one, what: _tried(one.verify, what, together), played, asked))
+            return list(threads.map(lambda rollout, body: _try_call(rollout.verify, body, together), played, bodies))
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["reward"] >= self._solved - 1e-9
 
-    def _served(self) -> str:
+    def _start_server(self) -> str:
         """Return the address of the server of the folder, started with the knobs in force."""
         settings = json.dumps(self.knobs.settings)
         variables = {JUDGE: self.knobs.judge_url, JUDGE_MODEL: self.knobs.judge_model, SETTINGS: settings}
-        known = tuple(variables.values())
-        if known not in self._started:
-            words = command(self._folder, list(map(str, self._given.get("packages") or ())))
-            self._started[known] = StartedServer("NeMo Gym server", "", words, self._folder, variables)
-        return str(self._started[known].url)
+        key = tuple(variables.values())
+        if key not in self._started:
+            words = command(self._folder, list(map(str, self._target.get("packages") or ())))
+            self._started[key] = StartedServer("NeMo Gym server", "", words, self._folder, variables)
+        return str(self._started[key].url)
 
-    def _server_of(self, row: Mapping[str, Any], what: str) -> str:
+    def _server_of(self, row: Mapping[str, Any], whose: str) -> str:
         """Return the name of the server that a row belongs to."""
         if len(self._servers) == 1:
             return next(iter(self._servers))
@@ -305,7 +307,7 @@ class NemoGym(ToolEnvironment):
         name = str(reference.get("name") if isinstance(reference, Mapping) else reference)
         if name not in self._servers:
             raise EnvironmentMistake(
-                f"{what} has the agent_ref {name!r}, for which `url` names no server; it names "
+                f"{whose} has the agent_ref {name!r}, for which `url` names no server; it names "
                 f"{', '.join(self._servers)}."
             )
         return name
@@ -320,26 +322,26 @@ class NemoGym(ToolEnvironment):
         self._over = True
         self._post("close", {})
 
-    def _tool(self, given: Mapping[str, Any]) -> Tool:
-        name = given.get("name")
-        if given.get("type") != "function" or not isinstance(name, str):
-            raise EnvironmentMistake(f"The row has a tool that the server does not provide: {str(given)[:120]}.")
+    def _tool(self, definition: Mapping[str, Any]) -> Tool:
+        name = definition.get("name")
+        if definition.get("type") != "function" or not isinstance(name, str):
+            raise EnvironmentMistake(f"The row has a tool that the server does not provide: {str(definition)[:120]}.")
 
         def call(arguments: str) -> str:
             return self._post(quote(name), json.loads(arguments)).text
 
-        schema = given.get("parameters") or {"type": "object", "properties": {}}
-        return Tool(name, str(given.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
+        schema = definition.get("parameters") or {"type": "object", "properties": {}}
+        return Tool(name, str(definition.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
 
-    def _over_mcp(self, given: Mapping[str, Any]) -> Tool:
-        session, name = self._mcp, str(given["name"])
+    def _over_mcp(self, definition: Mapping[str, Any]) -> Tool:
+        session, name = self._mcp, str(definition["name"])
         assert session is not None  # it has listed the tool
 
         def call(arguments: str) -> str:
             return session.call(name, json.loads(arguments))
 
-        schema = given.get("inputSchema") or {"type": "object", "properties": {}}
-        return Tool(name, str(given.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
+        schema = definition.get("inputSchema") or {"type": "object", "properties": {}}
+        return Tool(name, str(definition.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
 
     def asked(self) -> dict[str, Any] | None:
         """Return the body of the request for this rollout's reward; None if the steps gave it."""
@@ -349,31 +351,31 @@ class NemoGym(ToolEnvironment):
         response = response_of(self.messages[self._first :], row[_PARAMETERS], self.task.id, self.truncated)
         return {**row, "response": response}
 
-    def verify(self, asked: Any, together: int) -> dict[str, float]:
+    def verify(self, body: Any, together: int) -> dict[str, float]:
         """Request the reward of this rollout.
 
         Args:
-            asked: See `asked`, or the error that it raised.
+            body: See `asked`, or the error that it raised.
             together: Requests that are sent at a time.
 
         Raises:
             EnvironmentMistake: The server does not answer, or gives no reward.
         """
-        if isinstance(asked, Exception):
-            raise asked
-        if asked is None:
+        if isinstance(body, Exception):
+            raise body
+        if body is None:
             self._close()
             return {"reward": self._bounds.value(self._total, "the sum of steps"), **dict.fromkeys(self._shown, 0.0)}
-        found = _judged(self._server.post("verify", asked, self._cookies, {TOGETHER: str(together)}), "/verify")
-        if not isinstance(found, Mapping) or found.get("reward") is None:
-            raise EnvironmentMistake(f"/verify returned no reward: {str(found)[:200]}")
-        if found.get("mask_sample") or found.get("_ng_failure_class"):
-            judge = found.get("_ng_failure_judge_error") or found.get("_ng_failure_class")
-            why = found.get("failure_reason") or judge or found.get("failure_kind") or "no reason given"
+        result = _judged(self._server.post("verify", body, self._cookies, {TOGETHER: str(together)}), "/verify")
+        if not isinstance(result, Mapping) or result.get("reward") is None:
+            raise EnvironmentMistake(f"/verify returned no reward: {str(result)[:200]}")
+        if result.get("mask_sample") or result.get("_ng_failure_class"):
+            judge = result.get("_ng_failure_judge_error") or result.get("_ng_failure_class")
+            why = result.get("failure_reason") or judge or result.get("failure_kind") or "no reason given"
             raise EnvironmentMistake(f"/verify rejected this rollout: {why}")
-        values = {"reward": self._bounds.value(found["reward"], "/verify")}
+        values = {"reward": self._bounds.value(result["reward"], "/verify")}
         for name in self._shown:
-            value = found.get(name)
+            value = result.get(name)
             values[name] = float(value) if isinstance(value, int | float) else 0.0
         return values
 
@@ -403,25 +405,25 @@ def _paths(server: JsonServer) -> set[str]:
         return set()
 
 
-def _judged(answer: Answer, what: str) -> Any:
+def _judged(answer: Answer, path: str) -> Any:
     """Return the value of an answer with a reward.
 
     Raises:
         EnvironmentMistake: No such answer, or a model failed that the server asked for it.
     """
-    found = answer.value(what)
+    value = answer.value(path)
     if why := answer.headers.get(FAILED.lower()):
-        raise EnvironmentMistake(f"{what} gave a reward without a model that it asks: {unquote(why)}")
-    return found
+        raise EnvironmentMistake(f"{path} gave a reward without a model that it asks: {unquote(why)}")
+    return value
 
 
-def _info(found: Any) -> Mapping[str, Any]:
-    info = found.get("info") if isinstance(found, Mapping) else None
+def _info(result: Any) -> Mapping[str, Any]:
+    info = result.get("info") if isinstance(result, Mapping) else None
     return info if isinstance(info, Mapping) else {}
 
 
-def _tried(call: Callable[..., Any], *given: Any) -> Any:
+def _try_call(call: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return call(*given)
+        return call(*arguments)
     except Exception as error:  # is the rollout's own
         return error

@@ -110,7 +110,7 @@ class OpenEnv(OwnLoop):
         self._place = url, command, folder
         self._manifest = manifest
         self._servers: Servers | None = None
-        self._read = ""
+        self._observation_path = ""
         self._form = Form()
         self._tools: list[dict[str, Any]] = []
         self._gate: list[asyncio.Semaphore] = []
@@ -119,9 +119,9 @@ class OpenEnv(OwnLoop):
         knobs = self.knobs
         self._bounds = low, high = bounds_of(self.knobs, *_UNDECLARED)
         self.max_turns = knobs.turns or (self._manifest and self._manifest.longest) or _TURNS
-        what = "sum of" if knobs.reward == "sum" else "last of"
+        aggregate = "sum of" if knobs.reward == "sum" else "last of"
         self.parts = {
-            "reward": Part(1.0, low, high, f"{what} the steps' rewards"),
+            "reward": Part(1.0, low, high, f"{aggregate} the steps' rewards"),
             "last_step": Part(0.0, -_MANY, _MANY, "the last step's reward; shown"),
             "invalid": Part(0.0, 0.0, _MANY, "answers that the environment did not accept; shown"),
         }
@@ -134,7 +134,7 @@ class OpenEnv(OwnLoop):
             self._servers = Servers(*self._place, knobs.variables, knobs.servers)
         server = self._servers.first
         schema = server.schema()
-        self._read = knobs.observation or _only_text(schema.get("observation"))
+        self._observation_path = knobs.observation or _only_text(schema.get("observation"))
         self._form = Form.of(
             schema.get("action"), only=knobs.action, whole=knobs.action_json, fixed=knobs.action_fields
         )
@@ -142,7 +142,7 @@ class OpenEnv(OwnLoop):
         if self._form.calls_tools and server.http is not None:  # it has no list of tools
             self._form = Form.of(schema.get("action"), whole=True, fixed=knobs.action_fields)
         if self._form.calls_tools or not self._form.known:
-            self._tools = [_tool(one) for one in asyncio.run(self._listed_tools())]
+            self._tools = [_tool(tool) for tool in asyncio.run(self._listed_tools())]
             if self._tools:
                 self._form = Form(calls_tools=True)
         if not self._form.known and (names := asyncio.run(self._required_fields())):
@@ -162,7 +162,7 @@ class OpenEnv(OwnLoop):
         resets = self._resets()
 
         def begun(seed: int) -> tuple[int, str]:
-            return seed, asyncio.run(self._first(seed, resets[seed % len(resets)]))
+            return seed, asyncio.run(self._first_text(seed, resets[seed % len(resets)]))
 
         first = [begun(seed) for seed in itertools.islice(seeds, _LOOK_AT + len(resets) - 1)]
         by_seed = self.knobs.by_seed
@@ -184,19 +184,19 @@ class OpenEnv(OwnLoop):
             return self.knobs.resets or [{}]
         assert self._servers is not None  # setup has made it
         http = self._servers.first.http
-        known = set(http.resets) if http is not None else set[str]()
+        parameters = set(http.resets) if http is not None else set[str]()
         if http is None or http.takes_any:
-            known |= reset_parameters(self._manifest.folder)
-        found: list[dict[str, Any]] = []
-        for reset in self._manifest.resets(known - self.knobs.reset.keys())[: self.knobs.tasks or None]:
+            parameters |= reset_parameters(self._manifest.folder)
+        resets: list[dict[str, Any]] = []
+        for reset in self._manifest.resets(parameters - self.knobs.reset.keys())[: self.knobs.tasks or None]:
             with contextlib.suppress(EnvironmentMistake):  # a name that the server does not know
-                asyncio.run(self._first(0, reset))
-                found.append(reset)
-        return found or [{}]
+                asyncio.run(self._first_text(0, reset))
+                resets.append(reset)
+        return resets or [{}]
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
-        known = (self.knobs.success_reward, self.knobs.reward_high)
-        needed = next((one for one in known if one is not None), None)
+        thresholds = (self.knobs.success_reward, self.knobs.reward_high)
+        needed = next((threshold for threshold in thresholds if threshold is not None), None)
         if needed is not None:
             return bool(parts["reward"] >= needed - TOLERANCE)
         # A sum of steps that reward progress exceeds 1 long before the end.
@@ -209,39 +209,39 @@ class OpenEnv(OwnLoop):
             return await self._episode(session)
 
     async def _episode(self, session: Session) -> Played:
-        async with self._begun(self.task.data["seed"], self.task.data.get("reset")) as (episode, found):
-            messages = self._messages(self._said(found))
+        async with self._begin(self.task.data["seed"], self.task.data.get("reset")) as (episode, result):
+            messages = self._messages(self._text_of(result))
             rewards, turns, truncated = [], 0, False
             invalid = in_a_row = 0
             offered: dict[str, Any] = {"tools": self._tools} if self._tools else {}
-            while not found.get("done") and turns < self.max_turns and in_a_row < _INVALID_IN_A_ROW:
+            while not result.get("done") and turns < self.max_turns and in_a_row < _INVALID_IN_A_ROW:
                 try:
-                    said = await ask(session, messages, **offered)
+                    answer = await ask(session, messages, **offered)
                 except PolicyRefused as refusal:
                     if turns and "no room for an answer" in str(refusal):  # the conversation exceeds the context
                         truncated = True
                         break
                     raise
                 turns += 1
-                truncated = said.pop("finish_reason") == "length"
-                messages.append({"role": "assistant", "content": said.get("content") or ""})
-                asked = self._asked(said)
-                if asked and said.get("tool_calls"):
-                    messages[-1]["tool_calls"] = said["tool_calls"]
-                if not asked:
+                truncated = answer.pop("finish_reason") == "length"
+                messages.append({"role": "assistant", "content": answer.get("content") or ""})
+                actions = self._actions_of(answer)
+                if actions and answer.get("tool_calls"):
+                    messages[-1]["tool_calls"] = answer["tool_calls"]
+                if not actions:
                     break  # an answer without a call ends an episode with tools
-                for action, call in asked:
+                for action, call in actions:
                     try:
                         if isinstance(action, NotAnAction):
                             raise action
-                        found = await episode.step(action)
-                        rewards.append(_number(found.get("reward")))
-                        told, in_a_row = self._said(found), 0
+                        result = await episode.step(action)
+                        rewards.append(_number(result.get("reward")))
+                        content, in_a_row = self._text_of(result), 0
                     except (NotAnAction, Refused) as refusal:
                         invalid, in_a_row = invalid + 1, in_a_row + 1
-                        told = f"That was not a valid action: {str(refusal)[:_LONGEST_REFUSAL]}"
-                    messages.append({**call, "content": told})
-                    if found.get("done"):
+                        content = f"That was not a valid action: {str(refusal)[:_LONGEST_REFUSAL]}"
+                    messages.append({**call, "content": content})
+                    if result.get("done"):
                         break
         total = sum(rewards) if self.knobs.reward == "sum" else rewards[-1] if rewards else 0.0
         low, high = self._bounds
@@ -254,43 +254,47 @@ class OpenEnv(OwnLoop):
         parts = {"reward": reward, "last_step": last, "invalid": float(invalid)}
         return Played(parts, messages=messages, turns=turns, truncated=truncated)
 
-    def _asked(self, said: Mapping[str, Any]) -> list[tuple[dict[str, Any] | NotAnAction, dict[str, Any]]]:
+    def _actions_of(self, answer: Mapping[str, Any]) -> list[tuple[dict[str, Any] | NotAnAction, dict[str, Any]]]:
         """Return the actions of an answer, each with the start of the message that answers it."""
-        text = said.get("content") or ""
+        text = answer.get("content") or ""
         if not self._tools:
             try:
                 return [(self._form.read(text), {"role": "user"})]
             except NotAnAction as why:
                 return [(why, {"role": "user"})]
-        found: list[tuple[dict[str, Any] | NotAnAction, dict[str, Any]]] = []
-        for call in said.get("tool_calls") or ():
-            answered = {"role": "tool", "tool_call_id": call.get("id")}
+        actions: list[tuple[dict[str, Any] | NotAnAction, dict[str, Any]]] = []
+        for call in answer.get("tool_calls") or ():
+            reply = {"role": "tool", "tool_call_id": call.get("id")}
             try:
                 function = call["function"]
                 arguments = json.loads(function.get("arguments") or "{}")
-                found.append((_call(function["name"], arguments), answered))
+                actions.append((_call(function["name"], arguments), reply))
             except (ValueError, KeyError, TypeError):
-                found.append((NotAnAction("the call's arguments are not a JSON object"), answered))
-        if not found:
-            for one in calls_in(text):
-                action = NotAnAction(one.problem) if one.problem else _call(one.name, one.arguments)
-                found.append((action, {"role": "tool"}))
-        return found
+                actions.append((NotAnAction("the call's arguments are not a JSON object"), reply))
+        if not actions:
+            for parsed_call in calls_in(text):
+                action = (
+                    NotAnAction(parsed_call.problem)
+                    if parsed_call.problem
+                    else _call(parsed_call.name, parsed_call.arguments)
+                )
+                actions.append((action, {"role": "tool"}))
+        return actions
 
     async def _listed_tools(self) -> list[dict[str, Any]]:
-        async with self._begun(0) as (episode, _):
+        async with self._begin(0) as (episode, _):
             return await episode.tools()
 
     async def _required_fields(self) -> list[str]:
-        async with self._begun(0) as (episode, _):
+        async with self._begin(0) as (episode, _):
             return await episode.required_fields()
 
-    async def _first(self, seed: int, reset: Mapping[str, Any]) -> str:
-        async with self._begun(seed, reset) as (_, found):
-            return self._said(found)
+    async def _first_text(self, seed: int, reset: Mapping[str, Any]) -> str:
+        async with self._begin(seed, reset) as (_, result):
+            return self._text_of(result)
 
     @contextlib.asynccontextmanager
-    async def _begun(
+    async def _begin(
         self, seed: int, reset: Mapping[str, Any] | None = None
     ) -> AsyncIterator[tuple[Connection | Episode, dict[str, Any]]]:
         """Begin an episode, waiting while the server is at its limit of episodes.
@@ -302,24 +306,24 @@ class OpenEnv(OwnLoop):
         while True:
             async with server.connect() as episode:
                 try:
-                    found = await episode.reset({**self.knobs.reset, **(reset or {}), "seed": seed})
+                    result = await episode.reset({**self.knobs.reset, **(reset or {}), "seed": seed})
                 except Full:
                     pass
                 except EnvironmentMistake as refused:
                     place = str(self._manifest.folder) if self._manifest else ""
-                    told = await asyncio.to_thread(with_source, str(refused), place)
-                    if told == str(refused):
+                    message = await asyncio.to_thread(with_source, str(refused), place)
+                    if message == str(refused):
                         raise
-                    raise EnvironmentMistake(told) from None
+                    raise EnvironmentMistake(message) from None
                 else:
-                    yield episode, found
+                    yield episode, result
                     return
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.5)
 
     def _messages(self, text: str) -> Messages:
-        told = "\n\n".join(filter(None, (self.knobs.system, self._form.told())))
-        system = [{"role": "system", "content": told}] if told else []
+        instructions = "\n\n".join(filter(None, (self.knobs.system, self._form.told())))
+        system = [{"role": "system", "content": instructions}] if instructions else []
         return [*system, {"role": "user", "content": text}]
 
     def _is_identity(self, name: str, value: Any) -> bool:
@@ -329,32 +333,32 @@ class OpenEnv(OwnLoop):
         if name in _IDENTITIES:
             return name not in self._form.fields
         is_one = isinstance(value, str) and _UUID.fullmatch(value)
-        return bool(is_one) and not any(_ID.search(one) for one in self._form.fields)
+        return bool(is_one) and not any(_ID.search(field_name) for field_name in self._form.fields)
 
     def _short(self, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {name: self._short(one) for name, one in value.items() if not self._is_identity(name, one)}
+            return {name: self._short(part) for name, part in value.items() if not self._is_identity(name, part)}
         count = _numbers(value)
         return f"{count} numbers, not shown" if count > _MOST_NUMBERS else value
 
-    def _said(self, found: Mapping[str, Any]) -> str:
-        observation: Any = found.get("observation", {})
-        if not self._read:
-            shown = {
+    def _text_of(self, result: Mapping[str, Any]) -> str:
+        observation: Any = result.get("observation", {})
+        if not self._observation_path:
+            visible = {
                 name: self._short(value)
                 for name, value in observation.items()
                 if name not in _NOT_SHOWN and value is not None and not (self._tools and name == "tool_name")
                 if not self._is_identity(name, value)
             }
-            shown = shown or _told_in_metadata(observation)
-            texts = [value for value in shown.values() if isinstance(value, str)]
-            if not shown:
+            visible = visible or _texts_in_metadata(observation)
+            texts = [value for value in visible.values() if isinstance(value, str)]
+            if not visible:
                 return _READY
-            return texts[0] if texts and len(shown) == 1 else json.dumps(shown, ensure_ascii=False, sort_keys=True)
-        for name in self._read.split("."):
+            return texts[0] if texts and len(visible) == 1 else json.dumps(visible, ensure_ascii=False, sort_keys=True)
+        for name in self._observation_path.split("."):
             if not isinstance(observation, Mapping) or name not in observation:
-                fields = ", ".join(found.get("observation", {})) or "none"
-                raise EnvironmentMistake(f"The observation has no field {self._read!r}. Fields: {fields}.")
+                fields = ", ".join(result.get("observation", {})) or "none"
+                raise EnvironmentMistake(f"The observation has no field {self._observation_path!r}. Fields: {fields}.")
             observation = observation[name]
         return observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False)
 
@@ -369,16 +373,16 @@ def make(target: str) -> OpenEnv:
         return OpenEnv(target.split("://", 1)[1].rstrip("/"), target, (), "")
     if target.startswith("{"):
         try:
-            given = json.loads(target)
+            settings = json.loads(target)
         except ValueError as error:
             raise LoadError(f"The target is not JSON: {error}") from None
-        command: Sequence[Any] = given.get("command") or ()
-        if isinstance(command, str) or bool(command) == bool(given.get("url")):
+        command: Sequence[Any] = settings.get("command") or ()
+        if isinstance(command, str) or bool(command) == bool(settings.get("url")):
             raise LoadError('The target needs either "url", or "command" as a list of words.')
-        name = given.get("name") or given.get("url") or Path(command[0]).name
-        folder = str(given.get("folder") or "")
+        name = settings.get("name") or settings.get("url") or Path(command[0]).name
+        folder = str(settings.get("folder") or "")
         manifest = Manifest.nearest(Path(folder)) if folder else None
-        return OpenEnv(str(name), given.get("url") or "", tuple(map(str, command)), folder, manifest)
+        return OpenEnv(str(name), settings.get("url") or "", tuple(map(str, command)), folder, manifest)
     file, _, attribute = target.rpartition(":")
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
@@ -391,11 +395,11 @@ def make(target: str) -> OpenEnv:
     return environment
 
 
-def _told_in_metadata(observation: Mapping[str, Any]) -> dict[str, Any]:
+def _texts_in_metadata(observation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the texts in an observation's metadata, which may hold the task if there is nothing else."""
-    given = observation.get("metadata")
-    told = given.items() if isinstance(given, Mapping) else ()
-    return {name: value for name, value in told if value and isinstance(value, str) and not _EVALUATES.search(name)}
+    metadata = observation.get("metadata")
+    entries = metadata.items() if isinstance(metadata, Mapping) else ()
+    return {name: value for name, value in entries if value and isinstance(value, str) and not _EVALUATES.search(name)}
 
 
 def _only_text(schema: Any) -> str:
@@ -407,10 +411,10 @@ def _only_text(schema: Any) -> str:
     return texts[0] if len(texts) == len(fields) == 1 else ""  # The policy cannot use what it does not see.
 
 
-def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a tool as MCP lists it into the form of the OpenAI API."""
-    schema = given.get("inputSchema") or given.get("input_schema") or {"type": "object", "properties": {}}
-    function = {"name": given["name"], "description": given.get("description") or "", "parameters": schema}
+    schema = tool.get("inputSchema") or tool.get("input_schema") or {"type": "object", "properties": {}}
+    function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
     return {"type": "function", "function": function}
 
 

@@ -95,18 +95,18 @@ class Orchestrator(Environment):
             self.usd, self.seconds, self.watts = self.usd or {}, self.seconds or {}, self.watts or {}
             if not self.tools or len(set(self.tools)) < len(self.tools):
                 raise ValueError("tools must name at least one tool, and none twice")
-            for what in ("compute_with", "look_up_with"):
-                for tool in getattr(self, what):
+            for knob_name in ("compute_with", "look_up_with"):
+                for tool in getattr(self, knob_name):
                     if tool not in self.tools:
-                        raise ValueError(f"{what} names {tool!r}, which is not in tools")
+                        raise ValueError(f"{knob_name} names {tool!r}, which is not in tools")
             if not self.operators or set(self.operators) - set(_SYMBOLS):
                 raise ValueError(f"operators must be of {_SYMBOLS}, not {self.operators!r}")
-            for what in ("usd", "seconds", "watts"):
-                for tool, value in getattr(self, what).items():
+            for knob_name in ("usd", "seconds", "watts"):
+                for tool, value in getattr(self, knob_name).items():
                     if tool not in self.tools:
-                        raise ValueError(f"{what} names {tool!r}, which is not in tools")
+                        raise ValueError(f"{knob_name} names {tool!r}, which is not in tools")
                     if value < 0:
-                        raise ValueError(f"{what} of {tool} is negative")
+                        raise ValueError(f"{knob_name} of {tool} is negative")
 
     def __init__(self, target: Mapping[str, Any]) -> None:
         self._folders = [Path(folder) for folder in target.get("folders", ())]
@@ -117,16 +117,16 @@ class Orchestrator(Environment):
         self._facts = made_up_facts(knobs.facts)
         search = {"web_search": lambda: web_search(Corpus(self._facts.items()).search)} if self._facts else {}
         offered: dict[str, Callable[[], Tool]] = {**BUILT_IN, **search}
-        there = [*offered, *self._declared]
+        available = [*offered, *self._declared]
         tools = []
         for name in knobs.tools:
-            if name not in there:
+            if name not in available:
                 extra = (
                     " It needs a corpus or a provider in the owner's settings, or the knob facts."
                     if name == "web_search"
                     else ""
                 )
-                raise InvalidRequest(f"Unknown tool {name!r} here.{extra} {nearest(name, there, 'Tools')}")
+                raise InvalidRequest(f"Unknown tool {name!r} here.{extra} {nearest(name, available, 'Tools')}")
             declared = name in self._declared and name not in search
             tool = _tool(name, self._declared[name]) if declared else offered[name]()
             price = Price(
@@ -140,7 +140,7 @@ class Orchestrator(Environment):
         self._world = OrchestratorEnvironment(Toolbox(tools, Meter()), knobs.max_turns)
         self._scales = Scales(knobs.scale_joules, knobs.scale_usd, knobs.scale_seconds, knobs.scale_watts)
         self._tools = tools
-        self._told = (
+        self._system_prompt = (
             ""
             if knobs.system_prompt == "none"
             else build_system_prompt(tools, mode=knobs.mode, descriptions=knobs.system_prompt == "descriptions")
@@ -184,7 +184,7 @@ class Orchestrator(Environment):
 
     def reset(self, task: Task) -> Messages:
         self._state, self._counted = self._world.reset(task.messages[-1]["content"]), 0
-        system = [{"role": "system", "content": self._told}] if self._told else []
+        system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
         return [*system, *task.messages]
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
@@ -220,26 +220,26 @@ class Orchestrator(Environment):
         chooser = random.Random(f"{self.seed}:{self.task.id}:{variant}")
         if part := data.get("lookup"):
             tools = self.knobs.look_up_with or [name for name in ("web_search",) if name in self.knobs.tools]
-            left = [tool for tool in tools if tool not in {step.action.tool_name for step in steps}]
+            untried = [tool for tool in tools if tool not in {step.action.tool_name for step in steps}]
             found = bool(steps) and data["answer"] in steps[-1].observation.content
-            return self._right(data["answer"]) if found or not left else self._call(chooser.choice(left), part)
-        asked = data.get("expression")
+            return self._right(data["answer"]) if found or not untried else self._call(chooser.choice(untried), part)
+        expression = data.get("expression")
         computing = self.knobs.compute_with or [name for name in self.knobs.tools if name in _COMPUTING]
-        if asked is None or not computing:
+        if expression is None or not computing:
             return self._right(data["answer"])
         tool, thinks = chooser.choice(computing), "think" in self.knobs.tools and chooser.random() < self.knobs.thoughts
         if steps and steps[-1].action.tool_name == tool:
             return self._right(steps[-1].observation.content)
         if thinks and not steps:
-            return self._call("think", asked)
-        return self._call(tool, f"print({asked})" if tool == "code_interpreter" else asked)
+            return self._call("think", expression)
+        return self._call(tool, f"print({expression})" if tool == "code_interpreter" else expression)
 
-    def _call(self, tool: str, given: str) -> str:
+    def _call(self, tool: str, text: str) -> str:
         if self.knobs.mode == "native":
-            return "<tool_call>\n" + json.dumps({"name": tool, "arguments": {"input": given}}) + "\n</tool_call>"
+            return "<tool_call>\n" + json.dumps({"name": tool, "arguments": {"input": text}}) + "\n</tool_call>"
         looks = {"web_search", *self.knobs.look_up_with} if self.task.data.get("lookup") else ()
         thought = "Let me see." if tool == "think" else "I look it up." if tool in looks else "I compute it."
-        return f"THOUGHT: {thought}\nTOOL: {tool}\nINPUT: {given}"
+        return f"THOUGHT: {thought}\nTOOL: {tool}\nINPUT: {text}"
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["accuracy"] >= 1.0
@@ -270,19 +270,21 @@ def _value(question: str) -> int:
     return sum(sign * term for sign, term in zip(signs, terms, strict=True))
 
 
-def _tool(name: str, told: Mapping[str, Any]) -> Tool:
+def _tool(name: str, declaration: Mapping[str, Any]) -> Tool:
     """Make a tool that the owner declared; the settings have validated its keys."""
-    price = Price(**{key: told[key] for key in ("usd", "seconds", "joules", "watts") if told.get(key) is not None})
-    limit = float(told.get("timeout_s") or 30.0)
-    if told.get("corpus"):
-        tool = web_search(Corpus.of(Path(told["corpus"])).search)
-    elif told.get("provider"):
-        tool = web_search(provider(told["provider"], told.get("url") or ""))
-    elif told.get("python"):
-        tool = function(_function(told["python"]), name, timeout_s=limit)
+    price = Price(
+        **{key: declaration[key] for key in ("usd", "seconds", "joules", "watts") if declaration.get(key) is not None}
+    )
+    limit = float(declaration.get("timeout_s") or 30.0)
+    if declaration.get("corpus"):
+        tool = web_search(Corpus.of(Path(declaration["corpus"])).search)
+    elif declaration.get("provider"):
+        tool = web_search(provider(declaration["provider"], declaration.get("url") or ""))
+    elif declaration.get("python"):
+        tool = function(_function(declaration["python"]), name, timeout_s=limit)
     else:
-        tool = _from_mcp(name, told, limit)
-    described = told.get("description") or tool.description
+        tool = _from_mcp(name, declaration, limit)
+    described = declaration.get("description") or tool.description
     return Tool(name, described, tool.call, tool.parameters, price, limit, tool.close)
 
 
@@ -295,25 +297,27 @@ def _function(target: str) -> Callable[..., Any]:
         raise InvalidRequest(f"{file} is not a Python file.")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
-    found = getattr(module, attribute, None)
-    if not callable(found):
+    value = getattr(module, attribute, None)
+    if not callable(value):
         raise InvalidRequest(f"{file} has no function {attribute!r}.")
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = value
     return function
 
 
-def _from_mcp(name: str, told: Mapping[str, Any], limit: float) -> Tool:
+def _from_mcp(name: str, declaration: Mapping[str, Any], limit: float) -> Tool:
     from toprope.sdk.orchestration.mcp_tools import McpServer
 
-    for variable, value in (told.get("variables") or {}).items():
+    for variable, value in (declaration.get("variables") or {}).items():
         if value is None:
             raise InvalidRequest(
                 f"The tool {name} needs the variable {variable}, which has no value here. The owner puts it into "
                 f"settings.yaml: tools: {{{name}: {{variables: {{{variable}: <its value>}}}}}}."
             )
-    server = McpServer(told.get("command") or (), told.get("url") or "", told.get("variables"), limit)
+    server = McpServer(
+        declaration.get("command") or (), declaration.get("url") or "", declaration.get("variables"), limit
+    )
     try:
-        return server.tools([told.get("tool") or name])[0]
+        return server.tools([declaration.get("tool") or name])[0]
     except InvalidRequest:
         server.close()
         raise

@@ -54,7 +54,7 @@ class Ors(ToolEnvironment):
     tags = ("ors", "server")
 
     def __init__(self, target: Mapping[str, Any]) -> None:
-        self._given = target
+        self._target = target
         self._file, self._timeout = str(target.get("file") or ""), float(target.get("timeout_s") or 60)
         self._server = None if self._file else JsonServer(str(target.get("url") or ""), self._timeout)
         self.files = (self._file,) if self._file else ()
@@ -72,63 +72,69 @@ class Ors(ToolEnvironment):
             words = ("{python}", "-P", _SERVE, self._file, "{port}")
             started = StartedServer("ORS server", "", words, str(Path(self._file).parent), {})
             self._server = JsonServer(started.url, self._timeout)
-        known = self._get("list_environments")
-        named = str(self._given.get("environment") or (known[0] if known else "")).lower()
-        if named not in known:
-            raise LoadError(f"The server has no environment {named!r}. Environments: {', '.join(known) or 'none'}.")
-        self._at = named
+        environments = self._get("list_environments")
+        name = str(self._target.get("environment") or (environments[0] if environments else "")).lower()
+        if name not in environments:
+            raise LoadError(
+                f"The server has no environment {name!r}. Environments: {', '.join(environments) or 'none'}."
+            )
+        self._at = name
 
     def tasks(self) -> Iterator[Task]:
         splits = self._get(f"{self._at}/splits")
-        wanted = self._given.get("split")
-        chosen = [one["name"] for one in splits if (one["name"] == wanted if wanted else one["type"] == "train")]
-        if wanted and not chosen:
-            names = ", ".join(str(one["name"]) for one in splits)
-            raise EnvironmentMistake(f"The environment has no split {wanted!r}. Splits: {names}.")
-        for split in chosen or [one["name"] for one in splits]:
-            for number in range(self._posted(f"{self._at}/num_tasks", {"split": split})["num_tasks"]):
-                spec = self._posted(f"{self._at}/task", {"split": split, "index": number})["task"]
-                session = self._begun(spec)
+        split_name = self._target.get("split")
+        chosen = [
+            entry["name"]
+            for entry in splits
+            if (entry["name"] == split_name if split_name else entry["type"] == "train")
+        ]
+        if split_name and not chosen:
+            names = ", ".join(str(entry["name"]) for entry in splits)
+            raise EnvironmentMistake(f"The environment has no split {split_name!r}. Splits: {names}.")
+        for split in chosen or [entry["name"] for entry in splits]:
+            for number in range(self._post(f"{self._at}/num_tasks", {"split": split})["num_tasks"]):
+                spec = self._post(f"{self._at}/task", {"split": split, "index": number})["task"]
+                session = self._begin(spec)
                 try:
                     messages = self._prompt(session)
                 finally:
-                    self._posted("delete", {}, session)
+                    self._post("delete", {}, session)
                 yield Task(messages, data={"spec": spec}, key=json.dumps(spec, sort_keys=True, default=str))
 
     def reset(self, task: Task) -> Messages:
-        self._session, self._total, self._finished = self._begun(task.data["spec"]), 0.0, False
+        self._session, self._total, self._finished = self._begin(task.data["spec"]), 0.0, False
         return self.with_tools(self._prompt(self._session))
 
     def own_tools(self) -> list[Tool]:
         listed = self._get(f"{self._at}/task_tools", self._session)
-        return [self._tool(one) for one in listed["tools"]]
+        return [self._tool(definition) for definition in listed["tools"]]
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
-        said, done = super().step(text)
-        return (None, True) if self._finished else (said, done)
+        messages, done = super().step(text)
+        return (None, True) if self._finished else (messages, done)
 
     def score(self) -> dict[str, float]:
-        self._posted("delete", {}, self._session)
+        self._post("delete", {}, self._session)
         return {"reward": self._bounds.value(self._total, "the sum of rewards")}
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["reward"] >= self._solved - 1e-9
 
-    def _tool(self, given: Mapping[str, Any]) -> Tool:
-        name = str(given["name"])
+    def _tool(self, definition: Mapping[str, Any]) -> Tool:
+        name = str(definition["name"])
 
         def call(arguments: str) -> str:
             if self._finished:
                 return "The episode is over."
-            found = self._called(name, json.loads(arguments))
-            self._total += float(found.get("reward") or 0.0)
-            self._finished = bool(found.get("finished"))
-            return _text(found.get("blocks"))
+            output = self._call_tool(name, json.loads(arguments))
+            self._total += float(output.get("reward") or 0.0)
+            self._finished = bool(output.get("finished"))
+            return _text(output.get("blocks"))
 
-        schema = given.get("input_schema") or _FREE
-        return Tool(name, str(given.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
+        schema = definition.get("input_schema") or _FREE
+        return Tool(name, str(definition.get("description") or ""), call, schema, timeout_s=self.tool_timeout_s)
 
-    def _called(self, name: str, arguments: Any) -> Mapping[str, Any]:
+    def _call_tool(self, name: str, arguments: Any) -> Mapping[str, Any]:
         """Call a tool; the answer comes as events, of which the last has the rest of the JSON.
 
         Raises:
@@ -144,15 +150,15 @@ class Ors(ToolEnvironment):
             if event == "error":
                 raise EnvironmentMistake(f"{name} failed: {data[:400]}")
             text += data if event in ("chunk", "end") else ""
-        found = json.loads(text or "{}")
-        if not found.get("ok"):
-            raise EnvironmentMistake(str(found.get("error") or f"{name} gave no answer")[:400])
-        output: Mapping[str, Any] = found["output"]
+        result = json.loads(text or "{}")
+        if not result.get("ok"):
+            raise EnvironmentMistake(str(result.get("error") or f"{name} gave no answer")[:400])
+        output: Mapping[str, Any] = result["output"]
         return output
 
-    def _begun(self, spec: Any) -> str:
+    def _begin(self, spec: Any) -> str:
         session = uuid.uuid4().hex
-        self._posted("create", {"env_name": self._at, "task_spec": spec}, session)
+        self._post("create", {"env_name": self._at, "task_spec": spec}, session)
         return session
 
     def _prompt(self, session: str) -> Messages:
@@ -165,7 +171,7 @@ class Ors(ToolEnvironment):
     def _get(self, path: str, session: str = "") -> Any:
         return self._connected().get(path, {"X-Session-ID": session} if session else {}).value(f"/{path}")
 
-    def _posted(self, path: str, body: Any, session: str = "") -> Any:
+    def _post(self, path: str, body: Any, session: str = "") -> Any:
         headers = {"X-Session-ID": session} if session else {}
         return self._connected().post(path, body, headers=headers).value(f"/{path}")
 
@@ -185,30 +191,31 @@ def make(target: str) -> Ors:
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List the classes of a file that derive from `Environment` of `ors` or `openreward`."""
     names = {
-        one.asname or one.name
+        alias.asname or alias.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in _PACKAGES
-        for one in node.names
-        if one.name == "Environment"
+        for alias in node.names
+        if alias.name == "Environment"
     }
-    found = [
+    classes = [
         node
         for node in tree.body
-        if isinstance(node, ast.ClassDef) and any(isinstance(one, ast.Name) and one.id in names for one in node.bases)
+        if isinstance(node, ast.ClassDef)
+        and any(isinstance(base, ast.Name) and base.id in names for base in node.bases)
     ]
     return [
         Listed(
-            name=_named(file, node.name.lower(), alone=len(found) == 1),
+            name=_name_of(file, node.name.lower(), alone=len(classes) == 1),
             target=json.dumps({"file": str(file), "environment": node.name.lower()}),
             description=first_line(ast.get_docstring(node)) or first_line(ast.get_docstring(tree)),
             tools=True,
             tags=("ors",),
         )
-        for node in found
+        for node in classes
     ]
 
 
-def _named(file: Path, kind: str, *, alone: bool) -> str:
+def _name_of(file: Path, kind: str, *, alone: bool) -> str:
     """Return the name of a class: the file's, unless that is one that servers usually have."""
     usual = file.stem in _USUAL
     return kind if usual else file.stem if alone else f"{file.stem}-{kind}"
@@ -220,10 +227,10 @@ def _text(blocks: Any) -> str:
     Raises:
         EnvironmentMistake: They have content other than text.
     """
-    kinds = {str(one.get("type")) for one in blocks or ()} - {"text"}
+    kinds = {str(block.get("type")) for block in blocks or ()} - {"text"}
     if kinds:
         raise EnvironmentMistake(f"It shows content of type {', '.join(sorted(kinds))}; policies here read text alone.")
-    return "\n".join(str(one.get("text") or "") for one in blocks or ())
+    return "\n".join(str(block.get("text") or "") for block in blocks or ())
 
 
 def _events(text: str) -> Iterator[tuple[str, str]]:

@@ -84,8 +84,8 @@ def _description(name: str, dataset: type, config: type) -> str:
     module = sys.modules.get(dataset.__module__)
     texts = (module.__doc__ if module else "", dataset.__doc__, config.__doc__)
     # A dataclass without a docstring has its signature instead.
-    written = (line for line in map(first_line, texts) if line and not line.startswith(f"{config.__name__}("))
-    return next(written, _fallback(name))
+    lines = (line for line in map(first_line, texts) if line and not line.startswith(f"{config.__name__}("))
+    return next(lines, _fallback(name))
 
 
 def _fallback(name: str) -> str:
@@ -106,7 +106,7 @@ class Listing:
     """Lists the tasks of the installed reasoning-gym without importing it; changed files are read again."""
 
     def __init__(self) -> None:
-        self._read: dict[Path, tuple[int, list[ListedTask]]] = {}
+        self._cached: dict[Path, tuple[int, list[ListedTask]]] = {}
 
     def folder(self) -> Path | None:
         """Return the package's folder; None if this interpreter lacks it."""
@@ -121,16 +121,16 @@ class Listing:
         folder = folder or self.folder()
         if folder is None:
             return []
-        found: list[ListedTask] = []
+        tasks: list[ListedTask] = []
         for file in folder.glob("*/**/*.py"):
             changed = file.stat().st_mtime_ns
-            known = self._read.get(file)
-            if known is None or known[0] != changed:
-                known = self._read[file] = (changed, _listed(file, file.relative_to(folder).parts[0]))
-            found.extend(known[1])
-        if found:
-            found.append(ListedTask(COMPOSITE, "A mixture of tasks of reasoning-gym, by weight", COMPOSITE))
-        return sorted(found, key=lambda task: task.name)
+            cached = self._cached.get(file)
+            if cached is None or cached[0] != changed:
+                cached = self._cached[file] = (changed, _listed(file, file.relative_to(folder).parts[0]))
+            tasks.extend(cached[1])
+        if tasks:
+            tasks.append(ListedTask(COMPOSITE, "A mixture of tasks of reasoning-gym, by weight", COMPOSITE))
+        return sorted(tasks, key=lambda task: task.name)
 
 
 def _listed(file: Path, category: str) -> list[ListedTask]:
@@ -149,16 +149,16 @@ def _listed(file: Path, category: str) -> list[ListedTask]:
             documented[node.name] = ast.get_docstring(node)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             calls.append(node.value)
-    found = []
+    tasks = []
     for call in calls:
         if not isinstance(call.func, ast.Name) or call.func.id != "register_dataset" or len(call.args) < 3:
             continue
-        first = call.args[0]
-        name = constants.get(first.id) if isinstance(first, ast.Name) else literal(first)
+        name_argument = call.args[0]
+        name = constants.get(name_argument.id) if isinstance(name_argument, ast.Name) else literal(name_argument)
         if not isinstance(name, str) or name == COMPOSITE:
             continue
         texts = [ast.get_docstring(tree)]
         texts += [documented.get(argument.id) for argument in call.args[1:3] if isinstance(argument, ast.Name)]
         description = next((line for line in map(first_line, texts) if line), _fallback(name))
-        found.append(ListedTask(name, description, category))
-    return found
+        tasks.append(ListedTask(name, description, category))
+    return tasks

@@ -59,8 +59,10 @@ class Score(Environment):
             )
         self.files = self._user.files(self._rows)
         self.name = str(target.get("name") or self._user.path.stem)
-        said = target.get("description") or first_line(self._function.__doc__) or first_line(self._user.module.__doc__)
-        self.__doc__ = str(said or f"Prompts scored by {name} of {self._user.path.name}")
+        description = (
+            target.get("description") or first_line(self._function.__doc__) or first_line(self._user.module.__doc__)
+        )
+        self.__doc__ = str(description or f"Prompts scored by {name} of {self._user.path.name}")
         self._bounds = Bounds(target.get("range"), bool(target.get("clip")), "`range`")
         self._solved = float(target.get("success", self._bounds.high))
         self._label = f"{name}()"
@@ -83,8 +85,8 @@ class Score(Environment):
 
     def score(self) -> dict[str, float]:
         row = self.task.data["row"]
-        taken = row if self._all else {name: row[name] for name in self._may if name in row}
-        columns = {name: value for name, value in taken.items() if name not in ("prompt", "completion")}
+        accepted = row if self._all else {name: row[name] for name in self._may if name in row}
+        columns = {name: value for name, value in accepted.items() if name not in ("prompt", "completion")}
         for name in self._must:
             if name not in row and name != "reference":
                 raise EnvironmentMistake(
@@ -131,12 +133,20 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
 def _parameters(function: Any, name: str) -> tuple[list[str], list[str], bool]:
     """Return required and optional parameters besides prompt and completion, and True if it takes any column."""
     try:
-        found = list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return [], [], False
-    plain = [one for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    if len(plain) < 2 and not any(one.kind is one.VAR_POSITIONAL for one in found):
+    plain = [
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(plain) < 2 and not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         raise LoadError(f"{name} takes {len(plain)} arguments; it must take a prompt and a completion.")
-    more = [*plain[2:], *(one for one in found if one.kind is one.KEYWORD_ONLY)]
-    must = [one.name for one in more if one.default is one.empty]
-    return must, [one.name for one in more if one.name not in must], any(one.kind is one.VAR_KEYWORD for one in found)
+    more = [*plain[2:], *(parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)]
+    must = [parameter.name for parameter in more if parameter.default is parameter.empty]
+    return (
+        must,
+        [parameter.name for parameter in more if parameter.name not in must],
+        any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters),
+    )

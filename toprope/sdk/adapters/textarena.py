@@ -66,7 +66,7 @@ class TextArena(Environment):
 
     def __init__(self, target: str, specification: Any, kind: type) -> None:
         self.name = f"{PACKAGE}/{target}"
-        self.__doc__ = _described(target, specification.kwargs, _what(alone=True, asks=False))
+        self.__doc__ = _described(target, specification.kwargs, _kind_of_game(alone=True, asks=False))
         self._specification, self._kind = specification, kind
         self.Knobs = game_knobs(specification.kwargs)
         self.max_turns = answer_limit(specification.kwargs, None)
@@ -76,8 +76,8 @@ class TextArena(Environment):
         self._whole = knobs.pop("show") == "whole"
         most = knobs.pop("turns")
         arguments = {**self._specification.kwargs, **knobs}
-        own = knobs == plain_arguments(self._specification.kwargs)
-        self._games = Games(self.name, self._kind, arguments, 1, own)
+        unchanged = knobs == plain_arguments(self._specification.kwargs)
+        self._games = Games(self.name, self._kind, arguments, 1, unchanged)
         self.max_turns = most or answer_limit(arguments, self._games.state)
 
     def tasks(self) -> Iterator[Task]:
@@ -95,26 +95,26 @@ class TextArena(Environment):
             self._wrapped = self._game
             for wrapper in self._specification.default_wrappers or ():
                 self._wrapped = wrapper(self._wrapped)
-            return [{"role": "user", "content": self._seen()}]
+            return [{"role": "user", "content": self._observe()}]
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
         with self._luck:
             self._over, _ = self._wrapped.step(action=text)
             if self._over:
                 return None, True
-            return [{"role": "user", "content": self._seen()}], False
+            return [{"role": "user", "content": self._observe()}], False
 
     def score(self) -> dict[str, float]:
         with self._luck:
-            rewards, told = self._game.close()
-            given: Any = None if not rewards else rewards.get(0)
-            is_outcome = isinstance(given, int | float)
+            rewards, infos = self._game.close()
+            reward: Any = None if not rewards else rewards.get(0)
+            is_outcome = isinstance(reward, int | float)
             if not is_outcome:
                 # Out of answers, or a reason instead of a reward: partial credit if the game reports it.
-                share = next((one for name in _SHARES if callable(one := getattr(self._game, name, None))), None)
-                given = share() if share is not None else 0.0 if given is None else -1.0
-        mine: Mapping[str, Any] = (told or {}).get(0, {})
-        value = min(max(float(given), -1.0), 1.0)
+                share = next((method for name in _SHARES if callable(method := getattr(self._game, name, None))), None)
+                reward = share() if share is not None else 0.0 if reward is None else -1.0
+        mine: Mapping[str, Any] = (infos or {}).get(0, {})
+        value = min(max(float(reward), -1.0), 1.0)
         return {
             "reward": value,
             "won": float(self._over and is_outcome and value >= 1.0),
@@ -125,7 +125,7 @@ class TextArena(Environment):
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["won"] >= 1.0
 
-    def _seen(self) -> str:
+    def _observe(self) -> str:
         """Return the new observation, or all observations as TextArena's own agents see them."""
         if not self._whole:
             return seen_text(self._game, self._game.get_observation())
@@ -165,7 +165,7 @@ def make(target: str) -> TextArena | Match:
         return TextArena(target, specification, kind)
     if asks:
         lead_to_judge()
-    described = _described(target, specification.kwargs, _what(alone, asks))
+    described = _described(target, specification.kwargs, _kind_of_game(alone, asks))
     return Match(f"{PACKAGE}/{target}", described, specification, kind, asks=asks, alone=alone)
 
 
@@ -177,14 +177,14 @@ def installed(site_packages: Path) -> list[Listed]:
     except (OSError, SyntaxError, ValueError):
         return []
     problems: dict[str, tuple[bool, bool, str, str] | None] = {}
-    found = []
+    games = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
         if node.func.id not in ("register", "register_with_versions"):
             continue
-        given = {one.arg: one.value for one in node.keywords if one.arg}
-        name, entry = literal(given.pop("id", None)), literal(given.pop("entry_point", None))
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        name, entry = literal(keywords.pop("id", None)), literal(keywords.pop("entry_point", None))
         if not isinstance(name, str) or not isinstance(entry, str) or name.endswith(_VARIANTS):
             continue
         if entry not in problems:
@@ -192,17 +192,19 @@ def installed(site_packages: Path) -> list[Listed]:
         problem = problems[entry]
         if problem is None:
             continue
-        arguments = {key: literal(value) for key, value in given.items() if key not in ("wrappers", "default_wrappers")}
+        arguments = {
+            key: literal(value) for key, value in keywords.items() if key not in ("wrappers", "default_wrappers")
+        }
         alone, asks, needs, why = problem
         limit = next((arguments[key] for key in LIMITS if isinstance(arguments.get(key), int)), None)
-        found.append(
+        games.append(
             Listed(
-                name=name, target=name, description=_described(name, arguments, _what(alone, asks)),
+                name=name, target=name, description=_described(name, arguments, _kind_of_game(alone, asks)),
                 tags=tags_of(asks, alone) if asks or not alone else TextArena.tags, needs=needs,
                 turns=None if limit is None else answer_limit(arguments, None), problem=why,
             )
         )  # fmt: skip
-    return found
+    return games
 
 
 def _problem(site_packages: Path, entry: str) -> tuple[bool, bool, str, str] | None:
@@ -215,21 +217,23 @@ def _problem(site_packages: Path, entry: str) -> tuple[bool, bool, str, str] | N
         return None
     kind = _ONE_PLAYER in text, ASKS in text
     of_ours = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    same = of_ours in str(site_packages) or not re.search(r"python3\.\d+", str(site_packages))
+    same_python = of_ours in str(site_packages) or not re.search(r"python3\.\d+", str(site_packages))
     try:
         roots = {name.partition(".")[0] for level, name in imports_in(parse(file)) if not level}
     except (SyntaxError, ValueError) as error:
-        return *kind, "", f"its file does not parse with {of_ours}: {error}" if same else ""
+        return *kind, "", f"its file does not parse with {of_ours}: {error}" if same_python else ""
     for root in roots:
-        there = (site_packages / root).is_dir() or (site_packages / f"{root}.py").is_file()
-        if not there and root not in sys.stdlib_module_names and root != PACKAGE:
+        is_present = (site_packages / root).is_dir() or (site_packages / f"{root}.py").is_file()
+        if not is_present and root not in sys.stdlib_module_names and root != PACKAGE:
             added = f"The same toprope env add with --requirement {root} may add it, or choose another game."
             return *kind, "install", f"It imports {root}, which its interpreter lacks. {added}"
     reads = "__file__" in text and "open(" in text
-    if reads and not any(one.is_file() and one.suffix not in (".py", ".pyc") for one in file.parent.rglob("*")):
+    if reads and not any(
+        data_file.is_file() and data_file.suffix not in (".py", ".pyc") for data_file in file.parent.rglob("*")
+    ):
         return *kind, "install", f"The package leaves its data files out: toprope env add {_REPOSITORY}"
-    wanted = [data for data, word in ((_WORDS, "words"), (_TAGGER, "pos_tag")) if "nltk" in text and word in text]
-    if missing := [data for data in wanted if not _nltk_has(data, site_packages)]:
+    needed = [data for data, word in ((_WORDS, "words"), (_TAGGER, "pos_tag")) if "nltk" in text and word in text]
+    if missing := [data for data in needed if not _nltk_has(data, site_packages)]:
         names = " ".join(data.rpartition("/")[2] for data in missing)
         return *kind, "network", f"needs data of NLTK: python -m nltk.downloader {names} in its interpreter, once"
     return *kind, "", ""
@@ -238,18 +242,18 @@ def _problem(site_packages: Path, entry: str) -> tuple[bool, bool, str, str] | N
 def _nltk_has(data: str, site_packages: Path) -> bool:
     """Return True if NLTK finds its data for an interpreter with these packages."""
     prefix = site_packages.parents[2] if len(site_packages.parents) > 2 else site_packages
-    named = [Path(place) for place in os.environ.get("NLTK_DATA", "").split(os.pathsep) if place]
+    variable_folders = [Path(place) for place in os.environ.get("NLTK_DATA", "").split(os.pathsep) if place]
     shared = [Path(root, below) for root in (prefix, "/usr", "/usr/local") for below in ("share", "lib")]
-    places = [*named, *(root / "nltk_data" for root in (Path.home(), prefix, *shared))]
+    places = [*variable_folders, *(root / "nltk_data" for root in (Path.home(), prefix, *shared))]
     return any((place / data).is_dir() or (place / f"{data}.zip").is_file() for place in places)
 
 
-def _what(alone: bool, asks: bool) -> str:
+def _kind_of_game(alone: bool, asks: bool) -> str:
     players = "a single-player game" if alone else "a game for several players"
     return f"{players} with a model as master or jury" if asks else players
 
 
-def _described(name: str, arguments: Mapping[str, Any], what: str) -> str:
+def _described(name: str, arguments: Mapping[str, Any], kind: str) -> str:
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name.partition("-v")[0])
-    said = ", ".join(f"{key} {value}" for key, value in arguments.items() if isinstance(value, int | float | str))
-    return f"{words}, {what}" + (f" ({said})" if said else "")
+    settings = ", ".join(f"{key} {value}" for key, value in arguments.items() if isinstance(value, int | float | str))
+    return f"{words}, {kind}" + (f" ({settings})" if settings else "")

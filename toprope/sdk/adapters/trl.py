@@ -84,28 +84,28 @@ class Trl(ToolEnvironment):
     def __init__(self, target: Mapping[str, Any]) -> None:
         self._target, self._script = dict(target), bool(target.get("script"))
         if self._script:
-            self._arguments = " ".join(map(shlex.quote, _listed(target, "arguments")))
+            self._arguments = " ".join(map(shlex.quote, _names_of(target, "arguments")))
             self.Knobs = _script_knobs(self._arguments)
-        self._read()
+        self._load()
 
-    def _read(self) -> None:
+    def _load(self) -> None:
         """Take rewards, environments, tools and rows from the names in the target, or from the script's trainer."""
         target = self._target
         if self._script:
             path = Path(str(target.get("file") or "")).expanduser().absolute()
-            found = run_script(path, shlex.split(self._arguments))
-            self._user = user = UserFile(str(path), found.module)
-            self._factories = _given_factories(found.environment)
-            self._functions = [_checked_reward(one) for one in found.reward_funcs]
-            self.tools = found.tools  # type: ignore[misc]
-            self._rows = target.get("rows") or found.rows
-            target = {"weights": found.weights, "max_turns": found.max_turns, **target}
+            captured = run_script(path, shlex.split(self._arguments))
+            self._user = user = UserFile(str(path), captured.module)
+            self._factories = _passed_factories(captured.environment)
+            self._functions = [_checked_reward(function) for function in captured.reward_funcs]
+            self.tools = captured.tools  # type: ignore[misc]
+            self._rows = target.get("rows") or captured.rows
+            target = {"weights": captured.weights, "max_turns": captured.max_turns, **target}
         else:
             self._user = user = UserFile(str(target.get("file") or ""))
             self._factories = _factories(user, target.get("environment"))
             self._functions = [_checked_reward(_callable(user, name, "a reward function"))
-                               for name in _listed(target, "reward_funcs")]  # fmt: skip
-            self.tools = [_callable(user, name, "a tool") for name in _listed(target, "tools")]  # type: ignore[misc]
+                               for name in _names_of(target, "reward_funcs")]  # fmt: skip
+            self.tools = [_callable(user, name, "a tool") for name in _names_of(target, "tools")]  # type: ignore[misc]
             self._rows = target.get("rows") or user.own_rows()
         if self._rows in (None, "") and (not self._factories or None not in self._factories):
             raise LoadError(
@@ -124,12 +124,12 @@ class Trl(ToolEnvironment):
         self.max_turns = int(target.get("max_turns") or TURNS) if self._factories or self.tools else 1
         self.wants_tokens = bool(self._functions)
         self.name = str(target.get("name") or user.path.stem)
-        self.__doc__ = str(target.get("description") or first_line(user.module.__doc__) or _said(self))
+        self.__doc__ = str(target.get("description") or first_line(user.module.__doc__) or _describe(self))
 
     def setup(self) -> None:
         if self._script and self.knobs.arguments != self._arguments:
             self._arguments = self.knobs.arguments
-            self._read()
+            self._load()
         super().setup()
         self._own_random = OwnRandom(0)
 
@@ -164,17 +164,17 @@ class Trl(ToolEnvironment):
         if self._factories:
             self._chosen = row.get("environment") if None not in self._factories else None
             with self._own_random:
-                self._environment = self._taken(self._chosen)
-                given = {key: value for key, value in row.items() if key != "environment" or None in self._factories}
-                observation = self._resolved(self._environment.reset(**copy.deepcopy(given)))
+                self._environment = self._take_environment(self._chosen)
+                columns = {key: value for key, value in row.items() if key != "environment" or None in self._factories}
+                observation = self._resolve(self._environment.reset(**copy.deepcopy(columns)))
             if observation is not None:
                 messages = [*messages[:-1], _observed(messages[-1], observation)]
-        self._asked = messages
+        self._prompt_messages = messages
         if not any(message.get("content") for message in messages):
             raise EnvironmentMistake("Neither the row nor reset() gives a prompt: one of them must.")
-        told = self.with_tools(messages)
-        self._first = len(told)
-        return told
+        opening = self.with_tools(messages)
+        self._first = len(opening)
+        return opening
 
     def step(self, text: str) -> tuple[Messages | None, bool]:
         if self.max_turns == 1 and not self.toolbox.tools:
@@ -196,12 +196,12 @@ class Trl(ToolEnvironment):
 
     def score_group(self, rollouts: Sequence[Environment]) -> list[Any]:
         """Compute all rewards of all rollouts, with one call per function."""
-        played: list[Trl] = [one for one in rollouts if isinstance(one, Trl)]
+        played: list[Trl] = [rollout for rollout in rollouts if isinstance(rollout, Trl)]
         columns = self._columns(played)
         values: dict[str, list[Any]] = {}
         waiting = []
         with OwnRandom(f"{self.seed}:{self.task.id}:score"):
-            for name, function in self._named.items():
+            for name, function in self._functions_by_name.items():
                 if is_async(function):
                     waiting.append((name, function(**columns)))
                 else:
@@ -210,17 +210,17 @@ class Trl(ToolEnvironment):
                 if isinstance(returned, BaseException):
                     raise returned
                 values[name] = returned
-            own = [one._own_rewards() for one in played]
-        for name, found in values.items():
-            if not hasattr(found, "__len__") or len(found) != len(played):
-                said = f"{len(found)} rewards" if hasattr(found, "__len__") else f"{found!r:.40}"
-                raise EnvironmentMistake(f"{name} returned {said}, but there are {len(played)} completions.")
+            own_rewards = [rollout._own_rewards() for rollout in played]
+        for name, rewards in values.items():
+            if not hasattr(rewards, "__len__") or len(rewards) != len(played):
+                described = f"{len(rewards)} rewards" if hasattr(rewards, "__len__") else f"{rewards!r:.40}"
+                raise EnvironmentMistake(f"{name} returned {described}, but there are {len(played)} completions.")
         results: list[Any] = []
-        for place, mine in enumerate(own):
-            given = {name: found[place] for name, found in values.items()}
-            results.append(mine if isinstance(mine, Exception) else self._result(given | mine))
-        for one in played:
-            one._given_back()
+        for place, mine in enumerate(own_rewards):
+            rollout_values = {name: rewards[place] for name, rewards in values.items()}
+            results.append(mine if isinstance(mine, Exception) else self._result(rollout_values | mine))
+        for rollout in played:
+            rollout._give_back()
         return results
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
@@ -237,13 +237,13 @@ class Trl(ToolEnvironment):
         if weights is not None and (not isinstance(weights, list) or len(weights) != len(self._functions)):
             raise LoadError(f"`weights` must have a number for each of {len(self._functions)} reward functions.")
         ranges, clip = target.get("ranges") or {}, bool(target.get("clip"))
-        self._named: dict[str, Callable[..., Any]] = {}
+        self._functions_by_name: dict[str, Callable[..., Any]] = {}
         described: dict[str, tuple[float, str]] = {}
         for place, function in enumerate(self._functions):
             name = plain = public_name(function)
-            while name in self._named:
-                name = f"{plain}_{len(self._named) + 1}"
-            self._named[name] = function
+            while name in self._functions_by_name:
+                name = f"{plain}_{len(self._functions_by_name) + 1}"
+            self._functions_by_name[name] = function
             described[name] = float(weights[place] if weights else 1.0), first_line(inspect.getdoc(function) or "")
         self._classes: list[type] = []
         for chosen in self._factories:
@@ -273,15 +273,18 @@ class Trl(ToolEnvironment):
 
     def _columns(self, played: Sequence[Trl]) -> dict[str, Any]:
         """Return the arguments of a reward function for these rollouts."""
-        rows = [one.task.data["row"] for one in played]
+        rows = [rollout.task.data["row"] for rollout in played]
         keys = [key for key in rows[0] if key not in ("prompt", "completion", "completion_ids")]
         columns: dict[str, Any] = {key: [row.get(key) for row in rows] for key in keys}
-        columns["prompts"] = [one._asked[-1]["content"] if one._plain else copy.deepcopy(one._asked) for one in played]
-        columns["completions"] = [one._completion() for one in played]
-        columns["completion_ids"] = [list(one.tokens) or list(one.answer.encode()) for one in played]
+        columns["prompts"] = [
+            rollout._prompt_messages[-1]["content"] if rollout._plain else copy.deepcopy(rollout._prompt_messages)
+            for rollout in played
+        ]
+        columns["completions"] = [rollout._completion() for rollout in played]
+        columns["completion_ids"] = [list(rollout.tokens) or list(rollout.answer.encode()) for rollout in played]
         columns |= {"trainer_state": _NoTrainer(), "log_extra": _unlogged, "log_metric": _unlogged}
         if self._factories:
-            columns["environments"] = [one._environment for one in played]
+            columns["environments"] = [rollout._environment for rollout in played]
         return columns
 
     def _completion(self) -> Any:
@@ -292,36 +295,38 @@ class Trl(ToolEnvironment):
 
     def _own_rewards(self) -> dict[str, Any] | Exception:
         """Return the reward of the rollout's environment by class; None for other classes."""
-        found: dict[str, Any] = {}
+        rewards: dict[str, Any] = {}
         try:
             for kind in self._classes:
                 mine = type(self._environment) is kind
-                found[kind.__name__] = self._resolved(self._environment.get_reward()) if mine else None
+                rewards[kind.__name__] = self._resolve(self._environment.get_reward()) if mine else None
         except Exception as error:
             return error
-        return found
+        return rewards
 
     def _result(self, values: Mapping[str, Any]) -> Any:
         try:
-            given = {name: value for name, value in values.items() if value is not None and value == value}
-            if not given:
+            applicable = {name: value for name, value in values.items() if value is not None and value == value}
+            if not applicable:
                 raise EnvironmentMistake("no reward applies to this rollout: all returned None")
-            return {name: self._bounds[name].value(given[name], name) if name in given else 0.0 for name in values}
+            return {
+                name: self._bounds[name].value(applicable[name], name) if name in applicable else 0.0 for name in values
+            }
         except EnvironmentMistake as error:
             return error
 
-    def _resolved(self, value: Any) -> Any:
+    def _resolve(self, value: Any) -> Any:
         return self._loop.run(value) if inspect.iscoroutine(value) else value
 
-    def _taken(self, chosen: str | None) -> Any:
+    def _take_environment(self, chosen: str | None) -> Any:
         """Return an environment for a rollout: created once, reset often."""
         if chosen not in self._factories:
-            there = nearest(str(chosen), [str(name) for name in self._factories], "There are")
-            raise EnvironmentMistake(f"The row has environment={chosen!r}. {there}")
+            hint = nearest(str(chosen), [str(name) for name in self._factories], "There are")
+            raise EnvironmentMistake(f"The row has environment={chosen!r}. {hint}")
         pool = self._pool[chosen]
         return pool.pop() if pool else self._factories[chosen]()
 
-    def _given_back(self) -> None:
+    def _give_back(self) -> None:
         """Return an environment to the pool, unless a timed-out call may still use it."""
         late = any(call.failed and "did not answer within" in call.content for call in self.__dict__.get("calls", ()))
         if self._environment is not None and not late:
@@ -338,50 +343,50 @@ def make(target: str) -> Trl:
     return Trl(parsed(target, "trl", KEYS))
 
 
-def _listed(target: Mapping[str, Any], key: str) -> list[str]:
-    given = target.get(key) or []
-    names = [given] if isinstance(given, str) else given
-    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-        raise LoadError(f"`{key}` must be a list of names, not {given!r:.80}.")
+def _names_of(target: Mapping[str, Any], key: str) -> list[str]:
+    value = target.get(key) or []
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise LoadError(f"`{key}` must be a list of names, not {value!r:.80}.")
     return names
 
 
-def _callable(user: UserFile, name: str, what: str) -> Callable[..., Any]:
-    found = user.get(name, what)
-    if not callable(found):
-        raise LoadError(f"{user.path.name}: {name} is {type(found).__name__}, not {what} that can be called.")
-    function: Callable[..., Any] = found
+def _callable(user: UserFile, name: str, role: str) -> Callable[..., Any]:
+    value = user.get(name, role)
+    if not callable(value):
+        raise LoadError(f"{user.path.name}: {name} is {type(value).__name__}, not {role} that can be called.")
+    function: Callable[..., Any] = value
     return function
 
 
-def _checked_reward(found: Any) -> Callable[..., Any]:
-    models = (kind.__name__ == "Module" and kind.__module__.startswith("torch") for kind in type(found).__mro__)
-    if isinstance(found, str) or any(models):
-        name = found if isinstance(found, str) else public_name(found)
+def _checked_reward(reward: Any) -> Callable[..., Any]:
+    models = (kind.__name__ == "Module" and kind.__module__.startswith("torch") for kind in type(reward).__mro__)
+    if isinstance(reward, str) or any(models):
+        name = reward if isinstance(reward, str) else public_name(reward)
         raise LoadError(f"{name} is a model. Reward models are not run in an environment; give a function.")
-    if not callable(found):
-        raise LoadError(f"A reward function is {type(found).__name__}, which cannot be called.")
-    function: Callable[..., Any] = found
+    if not callable(reward):
+        raise LoadError(f"A reward function is {type(reward).__name__}, which cannot be called.")
+    function: Callable[..., Any] = reward
     return function
 
 
-def _given_factories(given: Any) -> dict[str | None, Callable[[], Any]]:
+def _passed_factories(value: Any) -> dict[str | None, Callable[[], Any]]:
     """The factories that a script passes to its trainer."""
-    found = {str(name): one for name, one in given.items()} if isinstance(given, Mapping) else {None: given}
-    return {name: one for name, one in found.items() if one is not None}
+    factories = {str(name): factory for name, factory in value.items()} if isinstance(value, Mapping) else {None: value}
+    return {name: factory for name, factory in factories.items() if factory is not None}
 
 
 def _script_knobs(arguments: str) -> type:
-    said = "arguments of the script's command line, such as --env-url http://127.0.0.1:8000"
-    return dataclasses.make_dataclass("Knobs", [("arguments", str, knob(arguments, help=said))])
+    help_text = "arguments of the script's command line, such as --env-url http://127.0.0.1:8000"
+    return dataclasses.make_dataclass("Knobs", [("arguments", str, knob(arguments, help=help_text))])
 
 
-def _factories(user: UserFile, given: Any) -> dict[str | None, Callable[[], Any]]:
-    if not given:
+def _factories(user: UserFile, value: Any) -> dict[str | None, Callable[[], Any]]:
+    if not value:
         return {}
-    if isinstance(given, Mapping):
-        return {str(name): _callable(user, str(one), "an environment") for name, one in given.items()}
-    return {None: _callable(user, str(given), "an environment")}
+    if isinstance(value, Mapping):
+        return {str(name): _callable(user, str(factory_name), "an environment") for name, factory_name in value.items()}
+    return {None: _callable(user, str(value), "an environment")}
 
 
 def _methods(kind: type) -> list[str]:
@@ -412,14 +417,14 @@ def _as_trl(message: Mapping[str, Any]) -> dict[str, Any]:
     if not good:
         return dict(message)
     text = message["content"].split("<tool_call>", 1)[0].strip()
-    asked = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in good]
-    return {"role": "assistant", "content": text, "tool_calls": asked}
+    tool_calls = [{"type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in good]
+    return {"role": "assistant", "content": text, "tool_calls": tool_calls}
 
 
 def _unlogged(*arguments: Any, **named: Any) -> None:
     """Ignore TRL's log_extra and log_metric."""
 
 
-def _said(environment: Trl) -> str:
+def _describe(environment: Trl) -> str:
     rewards = ", ".join(environment._bounds)
     return f"{environment._user.path.name}, written for TRL: {rewards}"

@@ -83,24 +83,24 @@ class Verifiers(OwnLoop):
         from pydantic import ValidationError
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-        own = {name: getattr(self.knobs, name) for name in OURS}
+        ours = {name: getattr(self.knobs, name) for name in OURS}
         values = {field: getattr(self.knobs, name) for name, field in self._fields.items()}
         changed = {field: value for field, value in values.items() if value is not None}
-        given = dict(own["config"])
-        given["taskset"] = {**given.get("taskset", {}), **changed, "id": self._taskset_id}
+        env_config = dict(ours["config"])
+        env_config["taskset"] = {**env_config.get("taskset", {}), **changed, "id": self._taskset_id}
         register_harness()
         _prepend("PATH", os.path.dirname(sys.executable))  # harnesses need programs of its packages (uv)
         try:
-            config = resolve_env_config(given)
-            config = self._at_home(config, own["harness"])
+            config = resolve_env_config(env_config)
+            config = self._at_home(config, ours["harness"])
             self._env = load_environment(config)
             first = next(iter(self._env.taskset), None)
         except Exception as error:
-            empty = [name for name in self._required if self._is_missing(self._fields[name], given["taskset"])]
+            empty = [name for name in self._required if self._is_missing(self._fields[name], env_config["taskset"])]
             if empty and may_come_of_empty(error):
-                told = any(given["taskset"].get(self._fields[name]) is not None for name in empty)
+                is_set = any(env_config["taskset"].get(self._fields[name]) is not None for name in empty)
                 raise MissingKnobs(
-                    f"Empty, it gives {type(error).__name__}: {error}" if told else "", *empty
+                    f"Empty, it gives {type(error).__name__}: {error}" if is_set else "", *empty
                 ) from error
             if isinstance(error, ValidationError | TypeError | ValueError | ModuleNotFoundError):
                 raise InvalidRequest(f"verifiers refuses these knobs: {error}") from error
@@ -126,17 +126,17 @@ class Verifiers(OwnLoop):
             _check_server(server)
         if tools:
             fork_tool_servers()
-        plain = own["harness"] == "auto" and not tools and type(self._env).__name__ == "SingleAgentEnv"
-        named = [spec.max_turns or TURNS for spec in self._env._agent_specs.values()]
-        self.max_turns = 1 if plain else own["turns"] or max(named, default=TURNS)
+        plain = ours["harness"] == "auto" and not tools and type(self._env).__name__ == "SingleAgentEnv"
+        limits = [spec.max_turns or TURNS for spec in self._env._agent_specs.values()]
+        self.max_turns = 1 if plain else ours["turns"] or max(limits, default=TURNS)
 
     def tasks(self) -> Iterator[Task]:
         return tasks_of(self._env.taskset)
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         """Return True if a rollout solved its task; see `is_solved`."""
-        known = {name: part for name, part in self.parts.items() if name != _OTHER}
-        return is_solved(self.knobs, known, parts, reward, self._unnamed)
+        named_parts = {name: part for name, part in self.parts.items() if name != _OTHER}
+        return is_solved(self.knobs, named_parts, parts, reward, self._unnamed)
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         """Sample a task once per session; the sessions take turns at the seats."""
@@ -148,15 +148,17 @@ class Verifiers(OwnLoop):
             seated._seat = self._seats[number % len(self._seats)]
             groups.append(OwnLoop.group(seated, task, [session]))
         return [
-            found if isinstance(found, Played) else Played({}, error=found, seat=self._seats[number % len(self._seats)])
-            for number, [found] in enumerate(await asyncio.gather(*groups))
+            played
+            if isinstance(played, Played)
+            else Played({}, error=played, seat=self._seats[number % len(self._seats)])
+            for number, [played] in enumerate(await asyncio.gather(*groups))
         ]
 
     async def rollout(self, session: Session) -> Played:
         from verifiers.v1.clients import ModelContext
         from verifiers.v1.types import SamplingConfig
 
-        await self._served()
+        await self._start_serving()
         rollout_of.set(session)  # after what all rollouts share was started: that belongs to none
         context = ModelContext(
             model=session.model,
@@ -164,13 +166,13 @@ class Verifiers(OwnLoop):
             sampling=SamplingConfig(**session.sampling),
         )
         episode = await self._env.run_episode(self.task.data["task"], context)
-        return self._played(episode)
+        return self._result_of(episode)
 
-    def _is_missing(self, field: str, given: dict[str, Any]) -> bool:
+    def _is_missing(self, field: str, values: dict[str, Any]) -> bool:
         """Return True if a setting has no value; null is one if its type allows it."""
-        if field in given and given[field] is None:
+        if field in values and values[field] is None:
             return field not in self._nullable
-        return given.get(field) in EMPTY
+        return values.get(field) in EMPTY
 
     def _at_home(self, config: Any, harness: str) -> Any:
         """Return the configuration with every agent on this machine and the chosen harness."""
@@ -188,13 +190,13 @@ class Verifiers(OwnLoop):
             elif (chosen is None and default.id == "bash") or (chosen or default).id == "null":
                 # The author named none, and verifiers' default, bash, would let the model run commands here; or null,
                 # which is the same loop as a process that fetches packages first.
-                kept = {} if chosen is None else {"tool_timeout": chosen.tool_timeout}
-                chosen = harness_config_type(HARNESS).model_validate({"id": HARNESS, **kept})
-            wanted = (chosen or default).id
-            if harness_class(wanted).NEEDS_CONTAINER:
+                kept_settings = {} if chosen is None else {"tool_timeout": chosen.tool_timeout}
+                chosen = harness_config_type(HARNESS).model_validate({"id": HARNESS, **kept_settings})
+            needed_id = (chosen or default).id
+            if harness_class(needed_id).NEEDS_CONTAINER:
                 raise InvalidRequest(
-                    f"The harness {wanted} of the agent {name} needs a container, but environments run without: set "
-                    f"the knob harness to {HARNESS} (one in this process), if the tasks can do without {wanted}."
+                    f"The harness {needed_id} of the agent {name} needs a container, but environments run without: set "
+                    f"the knob harness to {HARNESS} (one in this process), if the tasks can do without {needed_id}."
                 )
             update[name] = agent.model_copy(update={"harness": chosen, "runtime": SubprocessConfig()})
         return config.model_copy(update=update)
@@ -219,7 +221,7 @@ class Verifiers(OwnLoop):
             )
         return parts
 
-    async def _served(self) -> None:
+    async def _start_serving(self) -> None:
         """Start the shared state once, on the event loop of the rollouts."""
         if "ready" not in self._open:
             ready = self._open["ready"] = asyncio.get_running_loop().create_future()
@@ -233,7 +235,9 @@ class Verifiers(OwnLoop):
                 for name, spec in env._agent_specs.items()
             }
             async with env.serving():
-                secrets = tuple(one.state_secret for one in env._shared_tools.values() if one.state_secret)
+                secrets = tuple(
+                    tool_server.state_secret for tool_server in env._shared_tools.values() if tool_server.state_secret
+                )
                 async with sessions_server(secrets) as server:
                     env._interception = server
                     ready.set_result(None)
@@ -243,7 +247,7 @@ class Verifiers(OwnLoop):
                 raise
             ready.set_exception(error)
 
-    def _played(self, episode: Any) -> Played:
+    def _result_of(self, episode: Any) -> Played:
         traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable] or episode.traces
         if self._seat:
             traces = [trace for trace in traces if trace.agent is not None and trace.agent.name == self._seat]
@@ -258,10 +262,10 @@ class Verifiers(OwnLoop):
         unanswered = refused[0] if refused and not turns else None
         if unanswered or not episode.ok:
             failed = episode.last_error or next((trace.last_error for trace in traces if trace.last_error), unanswered)
-            said = (
+            reason = (
                 f"{failed.type}: {failed.message}" if failed else "verifiers reports a failed episode without a reason"
             )
-            return Played({}, turns=turns, truncated=truncated, error=said, seat=self._seat)
+            return Played({}, turns=turns, truncated=truncated, error=reason, seat=self._seat)
         from verifiers.v1.dialects.chat import message_to_wire
 
         parts = dict.fromkeys(self.parts, 0.0)
@@ -299,8 +303,10 @@ def make(target: str) -> OwnLoop:
             f"{', '.join(REQUIREMENTS)}."
         ) from error
     lead_to_judge()  # before authors' modules are imported: they may make clients then
-    if hasattr(verifiers, "SingleTurnEnv") and (found := _before(target, str(getattr(verifiers, "__version__", "?")))):
-        return found
+    if hasattr(verifiers, "SingleTurnEnv") and (
+        environment := _before(target, str(getattr(verifiers, "__version__", "?")))
+    ):
+        return environment
     taskset, file = _taskset(target)
     return Verifiers(taskset, file)
 
@@ -346,28 +352,28 @@ def _taskset(target: str) -> tuple[str, str]:
         raise LoadError(f"The name {path.stem!r} is taken by {module.__file__}: rename {path.name}.")
     from verifiers.v1.taskset import Taskset
 
-    named = attribute.lstrip(":")
-    own = [
+    chosen = attribute.lstrip(":")
+    tasksets = [
         name
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, Taskset) and value.__module__ == module.__name__
     ]
-    if named and named not in own:
-        raise LoadError(f"{path.name} has no taskset {named!r}. Tasksets: {', '.join(own) or 'none'}.")
-    if not named and len(own) != 1:
-        raise LoadError(f"{path.name} has {len(own)} tasksets ({', '.join(own)}): name one as {path}:Class.")
-    others = [name for name in getattr(module, "__all__", ()) if name not in own]
-    module.__all__ = [*others, named or own[0]]  # type: ignore[attr-defined]
+    if chosen and chosen not in tasksets:
+        raise LoadError(f"{path.name} has no taskset {chosen!r}. Tasksets: {', '.join(tasksets) or 'none'}.")
+    if not chosen and len(tasksets) != 1:
+        raise LoadError(f"{path.name} has {len(tasksets)} tasksets ({', '.join(tasksets)}): name one as {path}:Class.")
+    others = [name for name in getattr(module, "__all__", ()) if name not in tasksets]
+    module.__all__ = [*others, chosen or tasksets[0]]  # type: ignore[attr-defined]
     return path.stem, str(path)
 
 
 def _overridden(cls: type, base: str) -> set[str]:
     """Names that a class's own bases below `base` define."""
     names: set[str] = set()
-    for one in cls.__mro__:
-        if one.__name__ == base:
+    for ancestor in cls.__mro__:
+        if ancestor.__name__ == base:
             break
-        names |= set(vars(one))
+        names |= set(vars(ancestor))
     return names
 
 

@@ -42,8 +42,8 @@ def definition_problem(file: Path, name: str, wanted: Sequence[str]) -> str:
 
 def fitting_definitions(file: Path, wanted: Sequence[str]) -> list[str]:
     """The public names for which `definition_problem` finds none, in the file's order. Raises: as that."""
-    found = _Definitions(file)
-    return [name for name in found.names if not name.startswith("_") and not found.problem(name, wanted)]
+    definitions = _Definitions(file)
+    return [name for name in definitions.names if not name.startswith("_") and not definitions.problem(name, wanted)]
 
 
 def defined_object(file: Path, name: str, wanted: Sequence[str]) -> Any:
@@ -54,16 +54,16 @@ def defined_object(file: Path, name: str, wanted: Sequence[str]) -> Any:
     """
     if problem := definition_problem(file, name, wanted):
         raise LoadError(problem, f"{file}:1")
-    found = attribute_of(file, name)
-    kind = found if isinstance(found, type) else type(found)
+    value = attribute_of(file, name)
+    kind = value if isinstance(value, type) else type(value)
     if wanted and not any(_has(kind, method) for method in wanted):
         raise LoadError(f"{name} of {file.name} has none of the methods {_listed(wanted)}.", f"{file}:1")
-    return found
+    return value
 
 
-def _has(found: type, method: str) -> bool:
+def _has(kind: type, method: str) -> bool:
     name = "__call__" if method == CALL else method
-    return any(name in vars(base) for base in found.__mro__ if base is not object)
+    return any(name in vars(base) for base in kind.__mro__ if base is not object)
 
 
 class _Definitions:
@@ -89,16 +89,20 @@ class _Definitions:
         return list(self._bound)
 
     def problem(self, name: str, wanted: Sequence[str]) -> str:
-        where, nodes = self._file.name, self._bound.get(name, [])
+        file, nodes = self._file.name, self._bound.get(name, [])
         if not nodes:
-            there = [one for one in self.names if not one.startswith("_") and not self.problem(one, wanted)]
-            said = f"It defines {', '.join(there[:12])}." if there else "It defines nothing that fits."
-            return f"{where} does not define {name!r}. {said}"
+            fitting = [
+                candidate
+                for candidate in self.names
+                if not candidate.startswith("_") and not self.problem(candidate, wanted)
+            ]
+            hint = f"It defines {', '.join(fitting[:12])}." if fitting else "It defines nothing that fits."
+            return f"{file} does not define {name!r}. {hint}"
         for node in nodes:
             if isinstance(node, ast.Import | ast.ImportFrom):
-                return f"{where} imports {name!r} and does not define it: only the file's own definitions may be named."
+                return f"{file} imports {name!r} and does not define it: only the file's own definitions may be named."
         if any(getattr(node, "lineno", 0) < self._star for node in nodes):
-            return f"A later `import *` in {where} may replace {name!r}: only the file's own definitions may be named."
+            return f"A later `import *` in {file} may replace {name!r}: only the file's own definitions may be named."
         for node in nodes:
             if problem := self._unfit(name, node, wanted, len(nodes)):
                 return problem
@@ -109,8 +113,8 @@ class _Definitions:
             return self._lacking(node, wanted)
         value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and bindings == 1:
-            made = self._bound.get(value.func.id, [])
-            if len(made) == 1 and isinstance(made[0], ast.ClassDef):
+            bound = self._bound.get(value.func.id, [])
+            if len(bound) == 1 and isinstance(bound[0], ast.ClassDef):
                 return self.problem(value.func.id, wanted)
         if isinstance(node, _Function) or (isinstance(value, ast.Lambda) and bindings == 1):
             if CALL in wanted:
@@ -124,23 +128,23 @@ class _Definitions:
     def _lacking(self, node: ast.ClassDef, wanted: Sequence[str]) -> str:
         """Say that a class lacks the wanted methods; empty if it has one, or if a class from elsewhere may have it."""
         methods, known = self._methods(node, set())
-        if not wanted or not known or methods & {"__call__" if one == CALL else one for one in wanted}:
+        if not wanted or not known or methods & {"__call__" if method == CALL else method for method in wanted}:
             return ""
         return f"{node.name} of {self._file.name} has no method {_listed(wanted)}."
 
     def _methods(self, node: ast.ClassDef, seen: set[str]) -> tuple[set[str], bool]:
         """The methods of a class with those of its bases in this file, and True if all bases are known."""
         seen.add(node.name)
-        found = {name for name, bound in _bindings(node) if isinstance(bound, _Function)}
+        methods = {name for name, bound in _bindings(node) if isinstance(bound, _Function)}
         known = not node.keywords
         for base in node.bases:
-            made = self._bound.get(base.id, []) if isinstance(base, ast.Name) else []
-            if len(made) == 1 and isinstance(made[0], ast.ClassDef) and made[0].name not in seen:
-                inherited, all_known = self._methods(made[0], seen)
-                found, known = found | inherited, known and all_known
+            nodes = self._bound.get(base.id, []) if isinstance(base, ast.Name) else []
+            if len(nodes) == 1 and isinstance(nodes[0], ast.ClassDef) and nodes[0].name not in seen:
+                inherited, all_known = self._methods(nodes[0], seen)
+                methods, known = methods | inherited, known and all_known
             else:
                 known = False
-        return found, known
+        return methods, known
 
 
 def _bindings(scope: ast.Module | ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
@@ -157,8 +161,8 @@ def _bindings(scope: ast.Module | ast.ClassDef) -> Iterator[tuple[str, ast.AST]]
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield node.name, node
             case ast.Import() | ast.ImportFrom():
-                for one in node.names:
-                    yield (one.asname or one.name).partition(".")[0], node
+                for alias in node.names:
+                    yield (alias.asname or alias.name).partition(".")[0], node
             case ast.Name(ctx=ast.Store() | ast.Del()):
                 yield node.id, statement
             case ast.ExceptHandler(name=str() as name) | ast.MatchAs(name=str() as name):
@@ -174,4 +178,4 @@ def _bindings(scope: ast.Module | ast.ClassDef) -> Iterator[tuple[str, ast.AST]]
 
 
 def _listed(wanted: Sequence[str]) -> str:
-    return " or ".join("__call__" if one == CALL else one for one in wanted)
+    return " or ".join("__call__" if method == CALL else method for method in wanted)

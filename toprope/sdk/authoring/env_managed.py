@@ -59,9 +59,9 @@ class Session:
     @property
     def sampling(self) -> dict[str, Any]:
         """The settings of a request to the policy, as OpenAI's interface names them."""
-        known = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens,
+        settings = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens,
                  "stop": list(self.stop) or None, "seed": self.seed}  # fmt: skip
-        return {name: value for name, value in known.items() if value is not None}
+        return {name: value for name, value in settings.items() if value is not None}
 
     def as_opponent(self) -> Session:
         """The session with which the fixed opponent is asked; nothing that it answers is recorded.
@@ -127,7 +127,7 @@ class OwnLoop(Environment):
             copied.random = Random(f"{self.seed}:{task.id}:{number}")
         return list(
             await asyncio.gather(
-                *(timed(one.rollout(session), session) for one, session in zip(copies, sessions, strict=True)),
+                *(timed(member.rollout(session), session) for member, session in zip(copies, sessions, strict=True)),
                 return_exceptions=True,
             )
         )
@@ -168,38 +168,38 @@ async def sample_group(environment: OwnLoop, task: Task, sessions: Sequence[Sess
     Raises:
         EnvironmentMistake: `group` did not return one result per session.
     """
-    found = await environment.group(task, sessions)
-    if not isinstance(found, list | tuple) or len(found) != len(sessions):
+    results = await environment.group(task, sessions)
+    if not isinstance(results, list | tuple) or len(results) != len(sessions):
         raise EnvironmentMistake(f"group() must return a list of {len(sessions)} results, one for each session.")
     outcomes, talks = [], []
-    for one in found:
-        outcome = _outcome(environment, task, one, near)
+    for result in results:
+        outcome = _outcome(environment, task, result, near)
         outcomes.append(outcome)
-        talks.append(_sayable(one.messages) if isinstance(one, Played) else [])
+        talks.append(_sayable(result.messages) if isinstance(result, Played) else [])
     return GroupResult(outcomes, talks)
 
 
-def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome:
+def _outcome(environment: OwnLoop, task: Task, result: Any, near: str) -> Outcome:
     seat = ""
     try:
-        if isinstance(found, BaseException):
-            raise found
-        if not isinstance(found, Played):
-            raise EnvironmentMistake(f"rollout() must return Played(...), not {type(found).__name__}.")
-        seat = str(found.seat)[:_LONGEST_SEAT]
-        turns, truncated = max(int(found.turns), 0), bool(found.truncated)
-        if isinstance(found.error, BaseException):
-            raise found.error
-        if found.error is not None:
-            told = shortened(with_host(str(found.error)), _LONGEST_ERROR)
-            return Outcome(0.0, turns=turns, truncated=truncated, error=told, seat=seat)
+        if isinstance(result, BaseException):
+            raise result
+        if not isinstance(result, Played):
+            raise EnvironmentMistake(f"rollout() must return Played(...), not {type(result).__name__}.")
+        seat = str(result.seat)[:_LONGEST_SEAT]
+        turns, truncated = max(int(result.turns), 0), bool(result.truncated)
+        if isinstance(result.error, BaseException):
+            raise result.error
+        if result.error is not None:
+            message = shortened(with_host(str(result.error)), _LONGEST_ERROR)
+            return Outcome(0.0, turns=turns, truncated=truncated, error=message, seat=seat)
         scoring = Scoring(environment.parts)
-        parts = scoring.read(found.parts)
+        parts = scoring.read(result.parts)
         reward = scoring.reward(parts)
-        success = found.success
+        success = result.success
         if success is None:
             judged = copy_for(environment, task)
-            judged.messages = list(found.messages)
+            judged.messages = list(result.messages)
             success = judged.success(dict(parts), reward)
         return Outcome(reward, parts, bool(success), turns, truncated, seat=seat)
     except KeyboardInterrupt:
@@ -210,7 +210,7 @@ def _outcome(environment: OwnLoop, task: Task, found: Any, near: str) -> Outcome
 
 def _sayable(messages: Any) -> Messages:
     """The conversation as bounded JSON: role, text and tool calls."""
-    kept: Messages = []
+    conversation: Messages = []
     size = 0
     for message in messages if isinstance(messages, list | tuple) else ():
         if not isinstance(message, Mapping):
@@ -220,21 +220,21 @@ def _sayable(messages: Any) -> Messages:
             content = "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
         text = "" if content is None else str(content)
         calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-        text = "\n".join(filter(None, [text, *map(_called, calls)]))
+        text = "\n".join(filter(None, [text, *map(_call_text, calls)]))
         size += len(text)
         if size > _LONGEST_TALK:
             break
-        kept.append({"role": str(message.get("role", "")), "content": text})
+        conversation.append({"role": str(message.get("role", "")), "content": text})
         if calls:
-            kept[-1]["tool_calls"] = [{"id": str(call.get("id", ""))} for call in calls]
-    return kept
+            conversation[-1]["tool_calls"] = [{"id": str(call.get("id", ""))} for call in calls]
+    return conversation
 
 
-def _called(call: Mapping[str, Any]) -> str:
+def _call_text(call: Mapping[str, Any]) -> str:
     """A tool call as text, in the form that most open models write."""
     function = call.get("function")
     if not isinstance(function, Mapping):
         return ""
     name, arguments = json.dumps(str(function.get("name", ""))), function.get("arguments") or {}
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
-    return f'<tool_call>{{"name": {name}, "arguments": {written}}}</tool_call>'
+    arguments_text = arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
+    return f'<tool_call>{{"name": {name}, "arguments": {arguments_text}}}</tool_call>'

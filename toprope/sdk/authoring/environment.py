@@ -114,8 +114,8 @@ class Task:
         if self.key is not None:
             return " ".join(self.key.casefold().split())
         messages = self.messages
-        asked = [message["content"] for message in messages if message["role"] == "user"]
-        return " ".join(" ".join(asked or [message["content"] for message in messages]).casefold().split())
+        questions = [message["content"] for message in messages if message["role"] == "user"]
+        return " ".join(" ".join(questions or [message["content"] for message in messages]).casefold().split())
 
     @property
     def id(self) -> str:
@@ -215,8 +215,8 @@ class Environment:
         """In `tasks`: a generator with the same seed in every run. In a rollout: seeded by its task and `seed`."""
         if (later := self._later) is None:
             raise AttributeError("self.random is set before setup(): use it there, in tasks() or in a rollout.")
-        seed, made = later  # seeded only for those who use it: that costs more than a small task
-        return made.setdefault("random", Random(seed))  # in one go, so that threads and copies get the same one
+        seed, cache = later  # seeded only for those who use it: that costs more than a small task
+        return cache.setdefault("random", Random(seed))  # in one go, so that threads and copies get the same one
 
     def setup(self) -> None:
         """Prepare the environment, once the knobs are set: load data, choose `max_turns` or `parts`."""
@@ -307,14 +307,14 @@ class Scoring:
                 )
             if not all(map(is_finite, (part.weight, part.low, part.high))) or part.low > part.high:
                 raise EnvironmentMistake(f"Part {name!r} needs finite numbers with low <= high, not {part}.")
-        own = dict(parts)
+        weighted_parts = dict(parts)
         for name, weight in weights.items():
-            if name not in own:
-                raise InvalidRequest(f"Unknown reward part {name!r}. {nearest(name, own, 'Parts')}")
+            if name not in weighted_parts:
+                raise InvalidRequest(f"Unknown reward part {name!r}. {nearest(name, weighted_parts, 'Parts')}")
             if not is_finite(weight):
                 raise InvalidRequest(f"The weight of reward part {name!r} must be a finite number, not {weight!r}.")
-            own[name] = dataclasses.replace(own[name], weight=float(weight))
-        scoring = cls(own)
+            weighted_parts[name] = dataclasses.replace(weighted_parts[name], weight=float(weight))
+        scoring = cls(weighted_parts)
         if scoring.max_reward == scoring.min_reward:
             raise InvalidRequest(
                 f"With these weights the reward is always {scoring.max_reward:g}: set one other than 0."

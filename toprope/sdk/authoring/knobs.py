@@ -65,12 +65,12 @@ def describe_knobs(cls: type, instance: Any = None, defaults: Mapping[str, Any] 
         defaults: Defaults by name that replace those of the dataclass.
     """
     hints = _hints(cls)
-    found = []
+    knobs = []
     for field in dataclasses.fields(cls):
         default = (defaults or {}).get(field.name, default_of(field))
         hint = hints.get(field.name, Any)
         choices = field.metadata.get("choices")
-        found.append(
+        knobs.append(
             {
                 "name": field.name,
                 "type": _name(hint),
@@ -82,7 +82,7 @@ def describe_knobs(cls: type, instance: Any = None, defaults: Mapping[str, Any] 
                 "value": _plain(default if instance is None else getattr(instance, field.name)),
             }
         )
-    return found
+    return knobs
 
 
 def make_knobs(cls: type, values: Mapping[str, Any]) -> Any:
@@ -132,14 +132,16 @@ def may_come_of_empty(error: Exception) -> bool:
 
 def described_missing(cls: type, missing: MissingKnobs) -> MissingKnobs:
     """Return the error with the type and description of each missing knob in its text."""
-    described = {one["name"]: one for one in describe_knobs(cls)}
-    said = []
+    described = {entry["name"]: entry for entry in describe_knobs(cls)}
+    descriptions = []
     for name in missing.names:
-        one = described.get(name, {})
-        kind = f"one of {one['choices']}" if one.get("choices") else str(one.get("type") or "any")
-        said.append(f"{name} ({kind}{': ' if one.get('description') else ''}{one.get('description') or ''})")
-    knobs = "knob" if len(said) == 1 else "knobs"
-    whole = MissingKnobs(f"It needs the {knobs} {', '.join(said)}. {missing.why}".strip())
+        entry = described.get(name, {})
+        kind = f"one of {entry['choices']}" if entry.get("choices") else str(entry.get("type") or "any")
+        descriptions.append(
+            f"{name} ({kind}{': ' if entry.get('description') else ''}{entry.get('description') or ''})"
+        )
+    knobs = "knob" if len(descriptions) == 1 else "knobs"
+    whole = MissingKnobs(f"It needs the {knobs} {', '.join(descriptions)}. {missing.why}".strip())
     whole.why, whole.names = missing.why, missing.names
     return whole
 
@@ -183,7 +185,7 @@ def is_required(field: dataclasses.Field[Any]) -> bool:
 def allows_null(hint: Any) -> bool:
     """Return True if an annotation names None as a value."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
-        return any(one is None or allows_null(one) for one in typing.get_args(hint))
+        return any(argument is None or allows_null(argument) for argument in typing.get_args(hint))
     return hint is type(None)
 
 
@@ -248,10 +250,10 @@ def _checked(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
         try:
             value_of_type = _cast(hint, value)
         except (ValueError, TypeError):
-            shown = json.dumps(value, default=str)
+            as_json = json.dumps(value, default=str)
             expected = _choices(hint) or field.metadata.get("choices") or _name(hint)
             raise InvalidRequest(
-                f"Knob {field.name!r} must be {expected}, not {shown} ({type(value).__name__})."
+                f"Knob {field.name!r} must be {expected}, not {as_json} ({type(value).__name__})."
             ) from None
     ge, le, choices = (field.metadata.get(bound) for bound in ("ge", "le", "choices"))
     if choices is not None and value_of_type not in choices:

@@ -65,9 +65,9 @@ def load(source: Mapping[str, Any]) -> Loaded:
 
 
 def _from_adapter(adapter: str, target: str) -> Loaded:
-    known = sorted(path.stem for path in _ADAPTERS.glob("[a-z]*.py"))
-    if adapter not in known:
-        raise LoadError(f"Unknown adapter {adapter!r}. {nearest(adapter, known, 'Adapters')}")
+    adapters = sorted(path.stem for path in _ADAPTERS.glob("[a-z]*.py"))
+    if adapter not in adapters:
+        raise LoadError(f"Unknown adapter {adapter!r}. {nearest(adapter, adapters, 'Adapters')}")
     module = importlib.import_module(f"toprope.sdk.adapters.{adapter}")
     try:
         environment = module.make(target)
@@ -132,7 +132,7 @@ def _find_beside(folder: str) -> None:
     try:
         os.scandir(folder).close()
     except PermissionError:
-        if not any(isinstance(one, _Beside) and one.folder == folder for one in sys.meta_path):
+        if not any(isinstance(finder, _Beside) and finder.folder == folder for finder in sys.meta_path):
             sys.meta_path.append(_Beside(folder))
 
 
@@ -171,8 +171,8 @@ def _places() -> str:
 
 def _from_file(file: Path, attribute: str | None) -> Loaded:
     folder = str(file.parent)
-    found = _attribute(module_of(file), file, attribute)
-    environment = _instance(found, file, folder)
+    value = _attribute(module_of(file), file, attribute)
+    environment = _instance(value, file, folder)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     versions = _versions(environment) | {"sha256": digest}
     return Loaded(environment, environment.name or file.stem, folder, versions)
@@ -180,8 +180,8 @@ def _from_file(file: Path, attribute: str | None) -> Loaded:
 
 def _import(file: Path, folder: str) -> ModuleType:
     # Under its plain name, processes that the author starts can import the module; never replace another module.
-    taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
-    name = f"environment_{file.stem}" if taken else file.stem
+    is_taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
+    name = f"environment_{file.stem}" if is_taken else file.stem
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise LoadError(f"{file} is not a Python file.")
@@ -234,14 +234,14 @@ def _attribute(module: ModuleType, file: Path, attribute: str | None) -> Any:
     raise LoadError(f"{file.name} has no {attribute!r}. {nearest(attribute, classes, 'Environments')}", f"{file}:1")
 
 
-def _instance(found: Any, file: Path, folder: str) -> Environment:
-    if isinstance(found, Environment):
-        return found
-    if not callable(found):
-        raise LoadError(f"{file.name} gives {type(found).__name__}, which neither is nor creates an environment.")
-    label = getattr(found, "__name__", type(found).__name__)
+def _instance(value: Any, file: Path, folder: str) -> Environment:
+    if isinstance(value, Environment):
+        return value
+    if not callable(value):
+        raise LoadError(f"{file.name} gives {type(value).__name__}, which neither is nor creates an environment.")
+    label = getattr(value, "__name__", type(value).__name__)
     try:
-        environment = found()
+        environment = value()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # an author's constructor may raise anything

@@ -52,10 +52,10 @@ async def ask(session: Session, messages: Messages, *, judge: bool = False, **mo
         if status == 200:
             choice = answer["choices"][0]
             return dict(choice["message"]) | {"finish_reason": choice.get("finish_reason")}
-        said = answer["error"]["message"]
+        reason = answer["error"]["message"]
     except (ValueError, KeyError, IndexError, TypeError):
-        said = data[:300].decode(errors="replace")
-    raise PolicyRefused(f"the policy's server answered {status}: {said}")
+        reason = data[:300].decode(errors="replace")
+    raise PolicyRefused(f"the policy's server answered {status}: {reason}")
 
 
 async def _post(url: str, key: str, data: bytes) -> tuple[int, bytes]:

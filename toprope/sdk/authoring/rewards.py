@@ -86,19 +86,19 @@ def load_rewards(specifications: Sequence[Mapping[str, Any]]) -> tuple[RewardFun
     Raises:
         LoadError: A file does not load or has no such function, or the function has an unknown parameter.
     """
-    return tuple(_load(one) for one in specifications)
+    return tuple(_load(specification) for specification in specifications)
 
 
-def _load(one: Mapping[str, Any]) -> RewardFunction:
-    file = Path(str(one["file"]))
-    found = defined_object(file, str(one["attribute"]), [CALL])
-    where = f"{one['attribute']} of {file.name}"
-    if not callable(found):
-        raise LoadError(f"{where} is of type {type(found).__name__}, not a function.", f"{file}:1")
+def _load(specification: Mapping[str, Any]) -> RewardFunction:
+    file = Path(str(specification["file"]))
+    function = defined_object(file, str(specification["attribute"]), [CALL])
+    place = f"{specification['attribute']} of {file.name}"
+    if not callable(function):
+        raise LoadError(f"{place} is of type {type(function).__name__}, not a function.", f"{file}:1")
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise LoadError(f"The parameters of {where} cannot be read: {error}", f"{file}:1") from None
+        raise LoadError(f"The parameters of {place} cannot be read: {error}", f"{file}:1") from None
     takes: list[str] = []
     for parameter in parameters:
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -107,10 +107,15 @@ def _load(one: Mapping[str, Any]) -> RewardFunction:
         if parameter.name in (*FIELDS, _OUTPUT) and parameter.kind is not parameter.POSITIONAL_ONLY:
             takes.append(parameter.name)
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
-            known = nearest(parameter.name, FIELDS, "A reward function can take")
-            raise LoadError(f"{where} has an unknown parameter {parameter.name!r}. {known}", f"{file}:1")
-    part = Part(float(one["weight"]), float(one["low"]), float(one["high"]), f"{one['attribute']} of {file.name}")
-    return RewardFunction(str(one["name"]), part, found, tuple(takes), str(file.parent))
+            hint = nearest(parameter.name, FIELDS, "A reward function can take")
+            raise LoadError(f"{place} has an unknown parameter {parameter.name!r}. {hint}", f"{file}:1")
+    part = Part(
+        float(specification["weight"]),
+        float(specification["low"]),
+        float(specification["high"]),
+        f"{specification['attribute']} of {file.name}",
+    )
+    return RewardFunction(str(specification["name"]), part, function, tuple(takes), str(file.parent))
 
 
 class RewardFunctions:
@@ -129,10 +134,12 @@ class RewardFunctions:
         self, own: Mapping[str, Part], functions: Sequence[RewardFunction], weights: Mapping[str, float]
     ) -> None:
         self._functions = tuple(functions)
-        for one in functions:
-            if one.name in own:
-                raise InvalidRequest(f"The environment already has a reward part {one.name!r}: choose another name.")
-        self._scoring = Scoring.weighted({**own, **{one.name: one.part for one in functions}}, weights)
+        for function in functions:
+            if function.name in own:
+                raise InvalidRequest(
+                    f"The environment already has a reward part {function.name!r}: choose another name."
+                )
+        self._scoring = Scoring.weighted({**own, **{function.name: function.part for function in functions}}, weights)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -141,9 +148,9 @@ class RewardFunctions:
 
     def with_weights(self, weights: Mapping[str, float]) -> RewardFunctions:
         """A copy in which `weights` replaces the weights of the parts that it names."""
-        other = copy.copy(self)
-        other._scoring = Scoring.weighted(self.parts, weights)
-        return other
+        changed = copy.copy(self)
+        changed._scoring = Scoring.weighted(self.parts, weights)
+        return changed
 
     def apply(self, outcome: Outcome, seen: Mapping[str, Any]) -> Outcome | Awaitable[Outcome]:
         """Add the functions' parts to an outcome; an awaitable if a function is async.
@@ -156,7 +163,7 @@ class RewardFunctions:
         """
         if outcome.error is not None:
             return outcome
-        given = {
+        arguments = {
             **seen,
             _OUTPUT: seen["answer"],
             "parts": outcome.parts,
@@ -164,16 +171,16 @@ class RewardFunctions:
             "truncated": outcome.truncated,
         }
         values: dict[str, Any] = {}
-        for one in self._functions:
+        for function in self._functions:
             try:
-                value = one.call(**{name: copy.copy(given[name]) for name in one.takes})
-                values[one.name] = value if inspect.isawaitable(value) else one.read(value)
+                value = function.call(**{name: copy.copy(arguments[name]) for name in function.takes})
+                values[function.name] = value if inspect.isawaitable(value) else function.read(value)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # an author's code may raise anything
                 for pending in filter(inspect.iscoroutine, values.values()):
                     pending.close()
-                return _failed(one, error, outcome)
+                return _failed(function, error, outcome)
         if any(map(inspect.isawaitable, values.values())):
             return self._awaited(outcome, values)
         return self._combined(outcome, values)
@@ -181,17 +188,19 @@ class RewardFunctions:
     async def _awaited(self, outcome: Outcome, values: dict[str, Any]) -> Outcome:
         import asyncio
 
-        waiting = [one for one in self._functions if inspect.isawaitable(values[one.name])]
-        found = await asyncio.gather(*(_settled(values[one.name]) for one in waiting), return_exceptions=True)
-        for one, value in zip(waiting, found, strict=True):
+        waiting = [function for function in self._functions if inspect.isawaitable(values[function.name])]
+        results = await asyncio.gather(
+            *(_settled(values[function.name]) for function in waiting), return_exceptions=True
+        )
+        for function, value in zip(waiting, results, strict=True):
             try:
                 if isinstance(value, BaseException):
                     raise value
-                values[one.name] = one.read(value)
+                values[function.name] = function.read(value)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # as above
-                return _failed(one, error, outcome)
+                return _failed(function, error, outcome)
         return self._combined(outcome, values)
 
     def _combined(self, outcome: Outcome, values: Mapping[str, float]) -> Outcome:
@@ -213,30 +222,30 @@ def rewarded(scored: Sequence[Scored], convert: Callable[[list[Outcome | None]],
     Returns:
         The result, or a coroutine for it if functions are async; those of all rollouts run concurrently.
     """
-    found = [
-        outcome if outcome is None or functions is None else functions.apply(outcome, seen())
-        for outcome, functions, seen in scored
+    outcomes = [
+        outcome if outcome is None or functions is None else functions.apply(outcome, arguments())
+        for outcome, functions, arguments in scored
     ]
 
     async def finish() -> _T:
         import asyncio
 
-        return convert(list(await asyncio.gather(*map(_settled, found))))
+        return convert(list(await asyncio.gather(*map(_settled, outcomes))))
 
-    if any(map(inspect.isawaitable, found)):
+    if any(map(inspect.isawaitable, outcomes)):
         return finish()
-    return convert([one for one in found if one is None or isinstance(one, Outcome)])
+    return convert([outcome for outcome in outcomes if outcome is None or isinstance(outcome, Outcome)])
 
 
 def seen_of(task: Task, messages: Messages, first: int | None = None) -> dict[str, Any]:
     """Arguments of reward functions for a rollout with this conversation, whose first messages are the prompt."""
-    answers = (number for number, one in enumerate(messages) if one.get("role") == "assistant")
-    place = first or next(answers, len(messages))
-    said = [str(one.get("content", "")) for one in messages if one.get("role") == "assistant"]
+    places = (number for number, message in enumerate(messages) if message.get("role") == "assistant")
+    place = first or next(places, len(messages))
+    answers = [str(message.get("content", "")) for message in messages if message.get("role") == "assistant"]
     return {
         "prompt": messages[:place] or task.messages,
         "messages": messages,
-        "answer": said[-1] if said else "",
+        "answer": answers[-1] if answers else "",
         "reference": task.reference,
         "data": task.data,
     }
@@ -247,11 +256,11 @@ async def _settled(value: Any) -> Any:
 
 
 def _failed(function: RewardFunction, error: BaseException, outcome: Outcome) -> Outcome:
-    said = Failure.of(error, function.near).line()
+    line = Failure.of(error, function.near).line()
     # The kind comes first, as in every error of a rollout; the seal of held-out tasks relies on it.
-    kind, _, rest = said.partition(":")
-    told = f"{kind}: reward function {function.name!r}:{rest}"[:_LONGEST_ERROR]
-    return Outcome(0.0, turns=outcome.turns, truncated=outcome.truncated, error=told, seat=outcome.seat)
+    kind, _, message = line.partition(":")
+    text = f"{kind}: reward function {function.name!r}:{message}"[:_LONGEST_ERROR]
+    return Outcome(0.0, turns=outcome.turns, truncated=outcome.truncated, error=text, seat=outcome.seat)
 
 
 def functions_of(
@@ -264,8 +273,10 @@ def functions_of(
     """
     if not functions:
         return None
-    own = Scoring.weighted(environment.parts, {}).parts
-    added = RewardFunctions(own, functions, weights)
+    own_parts = Scoring.weighted(environment.parts, {}).parts
+    added = RewardFunctions(own_parts, functions, weights)
     with contextlib.suppress(InvalidRequest):
-        environment.parts = Scoring.weighted(own, {name: weights[name] for name in weights if name in own}).parts
+        environment.parts = Scoring.weighted(
+            own_parts, {name: weights[name] for name in weights if name in own_parts}
+        ).parts
     return added

@@ -275,8 +275,8 @@ def test_folders_and_paths_of_a_dockerfile_s_steps_are_the_task_s(tmp_path: Path
     machine = Sandbox(task, task.image())
     assert machine.run("echo done > /output/report.txt; ls /output; own", 10.0).split() == ["report.txt", "ours"]
     for text in ("cc -I{}/workspace", "file://{}/workspace", "sqlite:///{}/data", "${{NONE:-{}/data}}"):
-        assert machine._moved(text.format("")) == text.format(machine._root)
-    assert machine._moved("${A}/data */tests/*") == "${A}/data */tests/*"
+        assert machine._move_paths(text.format("")) == text.format(machine._root)
+    assert machine._move_paths("${A}/data */tests/*") == "${A}/data */tests/*"
     assert machine.verify()[0] == 0
     machine.close()
 

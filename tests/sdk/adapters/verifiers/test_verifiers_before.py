@@ -174,22 +174,22 @@ def test_rollouts_are_scored_together_with_the_sessions_keys(copying: OwnLoop) -
     assert isinstance(broken, Played) and broken.error == "ValueError: no room"
     assert isinstance(long, InvalidRequest) and "no room for an answer" in str(long), "the policy had no turn"
     assert Scoring(environment.parts).max_reward == 2.0, "checks take rewards as shares of it"
-    rounded = environment._played({"metrics": {"exact": 1.0000002}, "error": None})  # type: ignore[attr-defined]
+    rounded = environment._result_of({"metrics": {"exact": 1.0000002}, "error": None})  # type: ignore[attr-defined]
     assert rounded.parts["exact"] == 1.0
     scaled = {"metrics": {"exact": 60.0}, "error": None}
     with pytest.raises(EnvironmentMistake, match="reward_low and reward_high"):
-        environment._played(scaled)  # type: ignore[attr-defined]
+        environment._result_of(scaled)  # type: ignore[attr-defined]
 
 
 def test_penalties_need_no_bounds(copying: OwnLoop) -> None:
     """They make no answer solved; larger rewards could."""
     environment = configure(copying, knobs={"words": ["ab"]})
-    played = environment._played({"metrics": {"exact": -0.3}, "error": None})  # type: ignore[attr-defined]
+    played = environment._result_of({"metrics": {"exact": -0.3}, "error": None})  # type: ignore[attr-defined]
     assert played.parts["exact"] == -0.3 and not environment.success(played.parts, -0.6)
     assert bounds(environment.knobs, -1.0) == (0.0, 1000.0)
     environment = configure(copying, knobs={"words": ["ab"], "reward_low": 0.0})
     with pytest.raises(EnvironmentMistake, match="reward_low and reward_high"):
-        environment._played({"metrics": {"exact": -0.3}, "error": None})  # type: ignore[attr-defined]
+        environment._result_of({"metrics": {"exact": -0.3}, "error": None})  # type: ignore[attr-defined]
 
 
 def test_reward_functions_get_messages_as_dictionaries(copying: OwnLoop) -> None:
@@ -273,7 +273,7 @@ def test_a_group_of_environments_gives_the_reward_of_the_one_whose_task_it_is(co
     parts = {name: (part.weight, part.low, part.high) for name, part in environment.parts.items()}
     assert parts == {"reward": (1.0, -3000.0, 2.0), "style": (0.0, -1e6, 1e6), "reward_errors": (0.0, 0.0, 1e6)}
     assert environment.max_turns == 4 == members["two"].max_turns
-    scored = environment._played({"metrics": {"style": 7.0}, "reward": 1.5, "error": None})  # type: ignore[attr-defined]
+    scored = environment._result_of({"metrics": {"style": 7.0}, "reward": 1.5, "error": None})  # type: ignore[attr-defined]
     assert scored.parts == {"reward": 1.5, "style": 7.0, "reward_errors": 0.0}
     assert not environment.success(scored.parts, 1.5) and environment.success({**scored.parts, "reward": 2.0}, 2.0)
     members["two"].max_turns = 50

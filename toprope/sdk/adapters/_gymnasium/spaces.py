@@ -24,9 +24,9 @@ def limit_of(game: Any) -> int:
     Returns:
         At most `LARGEST_LIMIT`; `UNKNOWN_LIMIT` if it names none.
     """
-    own = next((value for name in LIMITS if isinstance(value := getattr(game, name, None), int) and value > 0), None)
-    own = own or getattr(getattr(game, "spec", None), "max_episode_steps", None)
-    return min(own, LARGEST_LIMIT) if isinstance(own, int) else UNKNOWN_LIMIT
+    limit = next((value for name in LIMITS if isinstance(value := getattr(game, name, None), int) and value > 0), None)
+    limit = limit or getattr(getattr(game, "spec", None), "max_episode_steps", None)
+    return min(limit, LARGEST_LIMIT) if isinstance(limit, int) else UNKNOWN_LIMIT
 
 
 def count_of(game: Any) -> int | None:

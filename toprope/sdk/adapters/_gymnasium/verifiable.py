@@ -52,8 +52,8 @@ class Verifiable:
 
     def step(self, action: str) -> tuple[None, float, bool, dict[str, Any]]:
         """Verify the answer."""
-        found = self._environment.verifier(action)
-        return None, float(found["reward"]), True, {"correct": found["accuracy"] >= 1}
+        verdict = self._environment.verifier(action)
+        return None, float(verdict["reward"]), True, {"correct": verdict["accuracy"] >= 1}
 
 
 def maker(kind: Any, file: Path) -> Callable[..., Verifiable]:
@@ -63,7 +63,11 @@ def maker(kind: Any, file: Path) -> Callable[..., Verifiable]:
         kind: The author's class.
         file: Its file, `<package>/environments/<name>/environment.py`.
     """
-    own = [one for one in inspect.signature(kind).parameters.values() if one.kind is not one.VAR_KEYWORD]
+    parameters_of_class = [
+        parameter
+        for parameter in inspect.signature(kind).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
 
     def made(difficulty: int = 0, parameters: list[dict[str, Any]] | None = None, **arguments: Any) -> Verifiable:
         if parameters is None:
@@ -73,8 +77,9 @@ def maker(kind: Any, file: Path) -> Callable[..., Verifiable]:
             parameters = controller.get_parameter_list()
         return Verifiable(kind(**arguments), parameters)
 
-    given = list(inspect.signature(made).parameters.values())[:2]
-    made.__signature__ = inspect.Signature([*given, *(one.replace(kind=one.KEYWORD_ONLY) for one in own)])  # type: ignore[attr-defined]
+    own_parameters = list(inspect.signature(made).parameters.values())[:2]
+    keywords = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters_of_class]
+    made.__signature__ = inspect.Signature([*own_parameters, *keywords])  # type: ignore[attr-defined]
     made.__doc__ = inspect.getdoc(kind)
     return made
 
@@ -84,8 +89,10 @@ def _controller(file: Path) -> Any:
     name, package = file.parent.name, file.parents[2]
     if file.parents[1].name != _ENVIRONMENTS:
         raise EnvironmentMistake(f"{file} has no controller beside it: give `arguments: {{parameters: [...]}}`.")
-    found = importlib.import_module(f"{package.name}.{_CONTROLLERS}.{name}.parameter_controller")
+    module = importlib.import_module(f"{package.name}.{_CONTROLLERS}.{name}.parameter_controller")
     kinds = [
-        one for key, one in vars(found).items() if key.endswith("ParameterController") and key != "ParameterController"
+        value
+        for key, value in vars(module).items()
+        if key.endswith("ParameterController") and key != "ParameterController"
     ]
     return kinds[-1]()

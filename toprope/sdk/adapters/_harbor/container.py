@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
-from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, TaskFolder, told
+from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, TaskFolder, command_message
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 
 __all__ = ["Container", "engine"]
@@ -110,7 +110,7 @@ class Container:
 
     def run(self, command: str, seconds: float) -> str:
         """Run a command of the policy in the working folder; what it printed, and its exit code if that is not 0."""
-        return told(*self._run(command, seconds), seconds)
+        return command_message(*self._run(command, seconds), seconds)
 
     def verify(self) -> tuple[int | None, str]:
         """Run the task's tests on the files that the policy left, after the end of all its processes.
@@ -123,19 +123,19 @@ class Container:
         Raises:
             EnvironmentMistake: No reward counts, because the container does not stop, or the policy replaced programs.
         """
-        other = self._task.verifier
-        for command in () if other is None else other.collect:
+        verifier = self._task.verifier
+        for command in () if verifier is None else verifier.collect:
             self._run(command, _STEP_S)
         self._engine(["stop", "-t", "0", self._name], _STEP_S, "its processes were not ended before its tests")
-        if other is None:
+        if verifier is None:
             self._start_checked()
             return self._test(brings_tests=False)
-        self._tests = Container(other.machine, self._program, is_checked=False)
-        places = [f"{place}/" for place, _ in other.artifacts]
-        for place, left_out in other.artifacts:
+        self._tests = Container(verifier.machine, self._program, is_checked=False)
+        places = [f"{place}/" for place, _ in verifier.artifacts]
+        for place, left_out in verifier.artifacts:
             if not any(place.startswith(folder) for folder in places):
                 self._carry(place, left_out, self._tests)
-        return self._tests._test(other.brings_tests)
+        return self._tests._test(verifier.brings_tests)
 
     def _test(self, brings_tests: bool) -> tuple[int | None, str]:
         tests, script = self._task.path / "tests", "/tests/test.sh"
@@ -151,32 +151,32 @@ class Container:
         return self._run(f"TEST_DIR=/tests bash {script}", self._task.seconds)
 
     def _make_afresh(self, folder: str, before: str) -> None:
-        code, said = self._run(f"rm -rf {folder} && mkdir -p {posixpath.dirname(folder)} && mkdir {folder}", _STEP_S)
+        code, printed = self._run(f"rm -rf {folder} && mkdir -p {posixpath.dirname(folder)} && mkdir {folder}", _STEP_S)
         if code != 0:
-            raise EnvironmentMistake(f"{self._task.name}: {folder} was not replaced before {before}: {said[-200:]}")
+            raise EnvironmentMistake(f"{self._task.name}: {folder} was not replaced before {before}: {printed[-200:]}")
 
     def _remember_programs(self) -> None:
         """Note the image's programs, before the policy's first command."""
         entry = self._engine(
             ["inspect", "--format", "{{json .Config.Entrypoint}}", self._name], _LOOK_S, "its entrypoint is unknown"
         )
-        self._entry = [place for place, digest in self._digested(_ABSOLUTE.findall(entry)).items() if digest]
-        self._programs = self._found()
+        self._entry = [place for place, digest in self._digests_of(_ABSOLUTE.findall(entry)).items() if digest]
+        self._programs = self._find_programs()
         by_name = {posixpath.basename(place): place for place in self._programs}
-        self._digests = self._digested({*self._programs, *self._programs.values()})
+        self._digests = self._digests_of({*self._programs, *self._programs.values()})
         if not {"timeout", "bash", "readlink"} <= by_name.keys() or not all(self._digests.values()):
             raise EnvironmentMistake(f"{self._task.name}: its image's programs (bash, coreutils) cannot be read.")
         self._started_by = (by_name["timeout"], by_name["bash"])
 
-    def _found(self) -> dict[str, str]:
+    def _find_programs(self) -> dict[str, str]:
         """The entrypoint, the programs that the tests' script names, and those under it: as the shell finds them, and
         without links.
 
         Without those that the instruction names too: the task may be to mend them.
         """
         script = (self._task.path / self._task.tests).read_text("utf-8", "replace")
-        named = {*_WORDS.findall(script)} - {*_WORDS.findall(self._task.instruction)}
-        places = self._paths(f"type -P {' '.join(sorted({*_TRUSTED, *named}))}")
+        script_words = {*_WORDS.findall(script)} - {*_WORDS.findall(self._task.instruction)}
+        places = self._paths(f"type -P {' '.join(sorted({*_TRUSTED, *script_words}))}")
         reader = next((place for place in places if place.endswith("/readlink")), "readlink")
         places = [*self._entry, *places]
         return dict(zip(places, self._paths(shlex.join([reader, "-f", *places])), strict=False))
@@ -188,16 +188,16 @@ class Container:
 
     def _start_checked(self) -> None:
         """Start the stopped container again if its programs are the image's."""
-        now = self._digested(self._digests)
-        changed = [place for place, digest in self._digests.items() if now[place] != digest]
+        digests = self._digests_of(self._digests)
+        changed = [place for place, digest in self._digests.items() if digests[place] != digest]
         listed = _done([self._program, "diff", self._name], _STEP_S)
         loaded = _LOADED.findall(listed.stdout) if listed.returncode == 0 else ["(its changes cannot be listed)"]
         has_python = any("/python" in place for place in self._programs)  # else one is installed, with such files
         changed += [place for place in loaded if has_python or not place.endswith("customize.py")]
         if not changed:
             self._engine(["start", self._name], _STEP_S, "its container does not start again")
-            found = self._found()
-            changed = [place for place, own in self._programs.items() if found.get(place) != own]
+            programs = self._find_programs()
+            changed = [place for place, target in self._programs.items() if programs.get(place) != target]
         if changed:
             raise EnvironmentMistake(
                 f"{self._task.name}: no verdict counts, because the policy replaced programs that its tests use: "
@@ -205,7 +205,7 @@ class Container:
                 '[verifier] environment_mode = "separate").'
             )
 
-    def _digested(self, places: Iterable[str]) -> dict[str, str]:
+    def _digests_of(self, places: Iterable[str]) -> dict[str, str]:
         with ThreadPoolExecutor(8) as pool:
             return dict(zip(places, pool.map(self._digest, places), strict=True))
 
@@ -213,11 +213,11 @@ class Container:
         """The target of a link, the hash of another file's content; empty if it is neither."""
         whole = hashlib.sha256()
         with contextlib.suppress(tarfile.TarError), self._members(place) as members:
-            one = members.next()
-            content = members.extractfile(one) if one is not None and one.isreg() else None
+            member = members.next()
+            content = members.extractfile(member) if member is not None and member.isreg() else None
             while content is not None and (piece := content.read(1 << 20)):
                 whole.update(piece)
-            return whole.hexdigest() if content is not None else one.linkname if one is not None else ""
+            return whole.hexdigest() if content is not None else member.linkname if member is not None else ""
         return ""
 
     def _carry(self, place: str, left_out: tuple[str, ...], tests: Container) -> None:
@@ -228,11 +228,11 @@ class Container:
         with contextlib.suppress(tarfile.ReadError), self._members(place) as members:
             with subprocess.Popen(into, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as writing:
                 with tarfile.open(fileobj=writing.stdin, mode="w|") as carried:
-                    for one in members:
-                        inside = one.name.split("/")[1:]
+                    for member in members:
+                        inside = member.name.split("/")[1:]
                         names = (*inside, "/".join(inside))
-                        if not (one.isdev() or any(fnmatch(name, out) for name in names for out in left_out)):
-                            carried.addfile(one, members.extractfile(one) if one.isreg() else None)
+                        if not (member.isdev() or any(fnmatch(name, out) for name in names for out in left_out)):
+                            carried.addfile(member, members.extractfile(member) if member.isreg() else None)
             if writing.returncode:
                 raise EnvironmentMistake(f"{self._task.name}: its files {place} were not copied to its tests.")
 
@@ -275,10 +275,10 @@ class Container:
         done = _done([self._program, *words], seconds + _STEP_S, errors=errors)
         return None if done.returncode == _KILLED else done.returncode, done.stdout
 
-    def _engine(self, words: list[str], seconds: float, what: str) -> str:
+    def _engine(self, words: list[str], seconds: float, problem: str) -> str:
         done = _done([self._program, *words], seconds)
         if done.returncode:
-            raise EnvironmentMistake(f"{self._task.name}: {what}: {' '.join(done.stdout.split())[-300:]}")
+            raise EnvironmentMistake(f"{self._task.name}: {problem}: {' '.join(done.stdout.split())[-300:]}")
         return done.stdout
 
 
@@ -288,10 +288,10 @@ def _done(command: list[str], seconds: float, *, errors: bool = True) -> subproc
     Args:
         errors: Count what it prints on standard error as its output.
     """
-    told = subprocess.STDOUT if errors else subprocess.DEVNULL
+    errors_to = subprocess.STDOUT if errors else subprocess.DEVNULL
     try:
         return subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=told, timeout=seconds, check=False,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors_to, timeout=seconds, check=False,
             text=True, errors="replace",
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -25,7 +25,7 @@ from toprope.sdk.adapters._harbor.packages import asked_for, is_here, is_install
 from toprope.sdk.adapters._harbor.task_yaml import beyond_one_image, scalars_of
 from toprope.sdk.errors import LoadError
 
-__all__ = ["PYTEST_FILES", "Image", "TaskFolder", "Verifier", "holds_task", "task_folders", "told"]
+__all__ = ["PYTEST_FILES", "Image", "TaskFolder", "Verifier", "command_message", "holds_task", "task_folders"]
 
 PYTEST_FILES = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg", "setup.py"),
@@ -122,8 +122,8 @@ class TaskFolder:
         files = {self.context / "Dockerfile", self.path / self.tests}
         for folder in (self.context, self.path / "tests"):
             files |= {folder / "pyproject.toml", *folder.glob("requirements*.txt")}
-        said = "\n".join(file.read_text("utf-8", "replace") for file in files if file.is_file())
-        words = {*re.findall(r"[a-z0-9-]+", said.lower().replace("_", "-"))}
+        texts = "\n".join(file.read_text("utf-8", "replace") for file in files if file.is_file())
+        words = {*re.findall(r"[a-z0-9-]+", texts.lower().replace("_", "-"))}
         return [name for package, name in _pytest_plugins() if package in words]
 
     def image(self) -> Image:
@@ -144,7 +144,7 @@ class TaskFolder:
 
     def absent(self, image: Image) -> list[str]:
         """The packages of Debian that its image installs and this machine lacks."""
-        return [one for one in image.installs if not is_installed(one)]
+        return [package for package in image.installs if not is_installed(package)]
 
     def missing(self, image: Image) -> str:
         """The reason that this machine cannot run the task in a process; empty if it can."""
@@ -152,19 +152,21 @@ class TaskFolder:
             return image.problem
         if absent := self.absent(image):
             return f"its image installs {', '.join(absent[:5])}, which this machine lacks"
-        if needed := [one for one in image.downloads if not _OF_INSTALLERS.search(one)]:
+        if needed := [download for download in image.downloads if not _OF_INSTALLERS.search(download)]:
             return f"its image downloads {needed[0][:120]}, which only a container does"
         if port := _port_in(self.path / "tests"):
             return f"its tests use the port {port} of this machine, which rollouts would share"
         files = self.context.rglob("*")
-        own = {file.name.partition(".")[0] for file in files if file.suffix in (".py", ".pyx", ".so") or file.is_dir()}
-        own |= _modules(self.instruction)  # the policy is to write them
-        wanted = [one for one in _imports(self.path / "tests") if one not in own]
-        modules = [one for one in wanted if importlib.util.find_spec(one) is None]
+        local = {
+            file.name.partition(".")[0] for file in files if file.suffix in (".py", ".pyx", ".so") or file.is_dir()
+        }
+        local |= _modules(self.instruction)  # the policy is to write them
+        imported = [module for module in _imports(self.path / "tests") if module not in local]
+        modules = [module for module in imported if importlib.util.find_spec(module) is None]
         if modules:
             return f"its tests import {', '.join(modules[:5])}, which this Python lacks (env add --requirement ...)"
         used = _installed_by(self.solution.read_text("utf-8", "replace")) if self.solution is not None else []
-        absent = [one for one in used if not is_here(one)]
+        absent = [package for package in used if not is_here(package)]
         return f"its solution installs {', '.join(absent[:5])}, which this machine lacks" if absent else ""
 
 
@@ -187,14 +189,14 @@ def task_folders(folder: Path) -> list[TaskFolder]:
     Raises:
         LoadError: The folder has no task, or a task cannot be read.
     """
-    own = _task(folder)
-    found = [own] if own is not None else [one for path in sorted(folder.iterdir()) if (one := _task(path))]
-    if not found:
+    single = _task(folder)
+    tasks = [single] if single is not None else [task for path in sorted(folder.iterdir()) if (task := _task(path))]
+    if not tasks:
         raise LoadError(f"{folder} holds no task: a folder with task.toml and instruction.md, or with task.yaml.")
-    return found
+    return tasks
 
 
-def told(code: int | None, printed: str, seconds: float) -> str:
+def command_message(code: int | None, printed: str, seconds: float) -> str:
     """Return what the policy is told of a command.
 
     Args:
@@ -237,17 +239,17 @@ def _task(folder: Path) -> TaskFolder | None:
             is_built = (folder / "environment" / "Dockerfile").is_file()
             task = _on(task, {**machine, "docker_image": ""} if is_built else machine)
             return replace(task, verifier=_verifier(task, verifier, settings.get("artifacts") or []))
-        said = scalars_of((folder / "task.yaml").read_text("utf-8"))
+        scalars = scalars_of((folder / "task.yaml").read_text("utf-8"))
         solution = folder / "solution.sh"
         return TaskFolder(
             folder,
-            said.get("instruction", "").strip(),
+            scalars.get("instruction", "").strip(),
             "run-tests.sh",
             folder,
             solution if solution.is_file() else None,
             False,
-            float(said.get("max_test_timeout_sec") or 180),
-            said.get("difficulty", ""),
+            float(scalars.get("max_test_timeout_sec") or 180),
+            scalars.get("difficulty", ""),
         )
     except (OSError, UnicodeDecodeError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise LoadError(f"{folder} is not a readable task: {error}") from error
@@ -264,20 +266,24 @@ def _on(task: TaskFolder, machine: dict[str, Any]) -> TaskFolder:
     )
 
 
-def _verifier(task: TaskFolder, said: dict[str, Any], artifacts: list[Any]) -> Verifier | None:
-    given = said.get("environment")
-    if said.get("environment_mode", "shared" if given is None else "separate") != "separate":
+def _verifier(task: TaskFolder, settings: dict[str, Any], artifacts: list[Any]) -> Verifier | None:
+    machine_settings = settings.get("environment")
+    if settings.get("environment_mode", "shared" if machine_settings is None else "separate") != "separate":
         return None
-    machine, tests = _on(task, given or {}), task.path / "tests"
+    machine, tests = _on(task, machine_settings or {}), task.path / "tests"
     is_own = bool(machine.prebuilt) or (tests / "Dockerfile").is_file()
     if not machine.prebuilt:
         machine = replace(machine, context=tests) if is_own else replace(machine, prebuilt=task.prebuilt)
-    files = [one if isinstance(one, dict) else {"source": one} for one in (*artifacts, "/logs/artifacts")]
+    files = [
+        artifact if isinstance(artifact, dict) else {"source": artifact} for artifact in (*artifacts, "/logs/artifacts")
+    ]
     return Verifier(
         machine,
         is_own,
-        tuple((str(one["source"]).rstrip("/"), tuple(map(str, one.get("exclude") or ()))) for one in files),
-        tuple(str(one["command"]) for one in said.get("collect") or ()),
+        tuple(
+            (str(artifact["source"]).rstrip("/"), tuple(map(str, artifact.get("exclude") or ()))) for artifact in files
+        ),
+        tuple(str(command["command"]) for command in settings.get("collect") or ()),
     )
 
 
@@ -287,27 +293,27 @@ def _read_dockerfile(text: str) -> Image:
     installs, modules, downloads = list[str](), list[str](), list[str]()
     steps: list[tuple[str, str, str]] = []
     froms = 0
-    for word, rest in _instructions(text):
+    for word, argument in _instructions(text):
         if word == "FROM":
             froms += 1
         elif word == "WORKDIR":
-            workdir = posixpath.join(workdir, rest)
+            workdir = posixpath.join(workdir, argument)
         elif word in ("ENV", "ARG"):
-            variables |= _variables(rest)
+            variables |= _variables(argument)
         elif word in ("COPY", "ADD"):
-            if "--from=" in rest or "://" in rest or "<<" in rest:
-                return Image(problem=f"its Dockerfile has {word} {rest[:60]}")
-            parts = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+            if "--from=" in argument or "://" in argument or "<<" in argument:
+                return Image(problem=f"its Dockerfile has {word} {argument[:60]}")
+            parts = json.loads(argument) if argument.startswith("[") else shlex.split(argument)
             *sources, target = [part for part in parts if not part.startswith("--")]
             to = posixpath.join(workdir, target)
             steps += [("copy", source, to + ("/" if len(sources) > 1 and not to.endswith("/") else ""))
                       for source in sources]  # fmt: skip
         elif word == "RUN":
-            if "<<" in rest:
-                steps.append(("run", rest, workdir))
+            if "<<" in argument:
+                steps.append(("run", argument, workdir))
                 continue
-            pieces = re.split(r"(\|\||&&|;)", rest)
-            kept, does = [*pieces], False
+            pieces = re.split(r"(\|\||&&|;)", argument)
+            kept_pieces, does = [*pieces], False
             for place, command in enumerate(pieces[::2]):
                 plain = command.strip()
                 installs += asked_for(words_of(plain), ["apt"])
@@ -317,17 +323,17 @@ def _read_dockerfile(text: str) -> Image:
                 if _NODE.match(plain):
                     downloads.append("packages of Node")
                 if _INSTALLERS.match(plain):
-                    kept[2 * place] = " true "
+                    kept_pieces[2 * place] = " true "
                 elif plain:
                     does = True
             if any(map(_COMPOUND.match, pieces[::2])):
-                kept, does = pieces, True  # installers within say themselves if something is missing
+                kept_pieces, does = pieces, True  # installers within say themselves if something is missing
             if does:
-                steps.append(("run", "".join(kept).strip(), workdir))
+                steps.append(("run", "".join(kept_pieces).strip(), workdir))
     if froms > 1:
         return Image(problem="its Dockerfile has several stages")
     workdir = workdir if workdir != "/" else _WORKDIR
-    installs, modules, downloads = (list(dict.fromkeys(some)) for some in (installs, modules, downloads))
+    installs, modules, downloads = (list(dict.fromkeys(values)) for values in (installs, modules, downloads))
     return Image(workdir, variables, tuple(steps), tuple(installs), tuple(modules), tuple(downloads))
 
 
@@ -335,18 +341,18 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
     joined = re.sub(r"\\[ \t]*\n(?:[ \t]*#.*\n)*", " ", text)
     lines = iter(joined.splitlines())
     for line in lines:
-        found = re.match(r"^\s*([A-Za-z]+)\s+(.*)$", line)
-        if found is None or line.lstrip().startswith("#"):
+        instruction = re.match(r"^\s*([A-Za-z]+)\s+(.*)$", line)
+        if instruction is None or line.lstrip().startswith("#"):
             continue
-        rest = found[2].strip()
-        if (here := re.search(r"<<-?\s*['\"]?(\w+)['\"]?", rest)) and found[1].upper() == "RUN":
-            body = [rest]
+        argument = instruction[2].strip()
+        if (heredoc := re.search(r"<<-?\s*['\"]?(\w+)['\"]?", argument)) and instruction[1].upper() == "RUN":
+            body = [argument]
             for more in lines:
                 body.append(more)
-                if more.strip() == here[1]:
+                if more.strip() == heredoc[1]:
                     break
-            rest = "\n".join(body)
-        yield found[1].upper(), rest
+            argument = "\n".join(body)
+        yield instruction[1].upper(), argument
 
 
 def _variables(text: str) -> dict[str, str]:
@@ -365,32 +371,36 @@ def _installed_by(script: str) -> list[str]:
 @functools.cache
 def _pytest_plugins() -> tuple[tuple[str, str], ...]:
     """Plugins of pytest in this Python: names of distributions, and of the plugins."""
-    found = importlib.metadata.entry_points(group="pytest11")
-    return tuple((one.dist.name.lower().replace("_", "-"), one.name) for one in found if one.dist is not None)
+    entry_points = importlib.metadata.entry_points(group="pytest11")
+    return tuple(
+        (entry_point.dist.name.lower().replace("_", "-"), entry_point.name)
+        for entry_point in entry_points
+        if entry_point.dist is not None
+    )
 
 
 def _modules(text: str) -> set[str]:
     """Modules that a text names: `.py` files with their folders, and paths that end as folders; no addresses."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for path in re.findall(r"[\w./-]+", re.sub(r"https?://\S*", " ", text)):
         *folders, name = path.rstrip(".").split("/")
         is_address = len(folders) > 0 and "." in folders[0].lstrip(".")
         if name.endswith(".py") and not is_address:
-            found |= {*folders, name.removesuffix(".py")}
+            modules |= {*folders, name.removesuffix(".py")}
         elif folders and not name and not is_address:
-            found.add(folders[-1])
-    return found
+            modules.add(folders[-1])
+    return modules
 
 
-def _megabytes(told: Any) -> float:
+def _megabytes(size: Any) -> float:
     """Return a size such as `2G` in megabytes; 0 for anything else."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([MGT])i?B?\s*", str(told or ""), re.IGNORECASE)
+    found = re.fullmatch(r"\s*([\d.]+)\s*([MGT])i?B?\s*", str(size or ""), re.IGNORECASE)
     return float(found[1]) * {"M": 1, "G": 1024, "T": 1024**2}[found[2].upper()] if found else 0.0
 
 
 def _catches_import(node: ast.Try) -> bool:
-    names = {one.id for handler in node.handlers if handler.type is not None
-             for one in ast.walk(handler.type) if isinstance(one, ast.Name)}  # fmt: skip
+    names = {name.id for handler in node.handlers if handler.type is not None
+             for name in ast.walk(handler.type) if isinstance(name, ast.Name)}  # fmt: skip
     return not names.isdisjoint({"ImportError", "ModuleNotFoundError", "Exception"})
 
 
@@ -404,20 +414,20 @@ def _port_in(tests: Path) -> str:
 
 def _imports(tests: Path) -> list[str]:
     """Modules that the tests import and that are not beside them."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for file in tests.glob("*.py"):
         try:
             tree: Any = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError):
             continue
-        optional = {id(one) for node in ast.walk(tree) if isinstance(node, ast.Try) and _catches_import(node)
-                    for one in node.body}  # fmt: skip
+        optional = {id(statement) for node in ast.walk(tree) if isinstance(node, ast.Try) and _catches_import(node)
+                    for statement in node.body}  # fmt: skip
         for node in ast.walk(tree):
             if id(node) in optional:
                 continue
             if isinstance(node, ast.Import):
-                found |= {one.name.partition(".")[0] for one in node.names}
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.partition(".")[0])
-    beside = {file.stem for file in tests.iterdir()} if tests.is_dir() else set()
-    return sorted({*found, *(["pytest"] if found else [])} - beside)
+                modules.add(node.module.partition(".")[0])
+    local = {file.stem for file in tests.iterdir()} if tests.is_dir() else set()
+    return sorted({*modules, *(["pytest"] if modules else [])} - local)

@@ -77,14 +77,14 @@ def words_of(command: str) -> list[str]:
     lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     try:
-        found = [*lexer]
+        tokens = [*lexer]
     except ValueError:  # a quotation is cut off
         return command.split()
     words: list[str] = []
-    rest = iter(found)
-    for word in rest:
+    remaining = iter(tokens)
+    for word in remaining:
         if re.fullmatch(r"&?[<>]+[&|]?", word):
-            next(rest, None)
+            next(remaining, None)
         elif re.fullmatch(r"[()|&;]+", word):
             break
         else:
@@ -99,32 +99,38 @@ def asked_for(words: Sequence[str], programs: Sequence[str] = ("apt", "pip", "uv
         words: Words of the command.
         programs: Installers that count; `apt` and `pip` stand for their variants too.
     """
-    rest = [*words]
-    while rest and (rest[0] in ("sudo", "env") or rest[0].startswith("-") or "=" in rest[0]):
-        rest.pop(0)
-    if re.fullmatch(r"python[\d.]*", rest[0] if rest else "") and rest[1:2] == ["-m"]:
-        rest = rest[2:]
-    program = re.sub(r"^apt-get$", "apt", re.sub(r"[\d.]+$", "", posixpath.basename(rest[0]))) if rest else ""
+    command_words = [*words]
+    while command_words and (
+        command_words[0] in ("sudo", "env") or command_words[0].startswith("-") or "=" in command_words[0]
+    ):
+        command_words.pop(0)
+    if re.fullmatch(r"python[\d.]*", command_words[0] if command_words else "") and command_words[1:2] == ["-m"]:
+        command_words = command_words[2:]
+    program = (
+        re.sub(r"^apt-get$", "apt", re.sub(r"[\d.]+$", "", posixpath.basename(command_words[0])))
+        if command_words
+        else ""
+    )
     if program not in programs:
         return []
     values, ends = (_OF_APT, r"[=:/]") if program == "apt" else (_OF_PIP, r"[=<>~!\[;@ ]")
-    found: list[str] = []
+    packages: list[str] = []
     asks = False
-    given = iter(rest[1:])
-    for word in given:
+    arguments = iter(command_words[1:])
+    for word in arguments:
         if word in values:
-            next(given, None)
+            next(arguments, None)
         elif word in ("install", "add") and not asks:
             asks = True
         elif asks and not word.startswith("-"):
             name = re.split(ends, word.strip("\"'"))[0]
             if re.fullmatch(r"[A-Za-z][\w.+-]*", name) and not name.endswith((".txt", ".whl")):
-                found.append(name)
-    return found
+                packages.append(name)
+    return packages
 
 
 if __name__ == "__main__":
-    wanted = asked_for(sys.argv[1:])
-    if absent := [one for one in wanted if not is_here(one)]:
+    packages = asked_for(sys.argv[1:])
+    if absent := [package for package in packages if not is_here(package)]:
         sys.exit(f"not installed: {', '.join(absent)}. This machine installs no packages.")
-    print("All that was asked for is installed already." if wanted else "")
+    print("All that was asked for is installed already." if packages else "")

@@ -233,21 +233,21 @@ def stand_ins(python: str, folder: Path, *, tests: bool) -> Iterator[tuple[str, 
     """
     filled = {"{python}": python, "{bin}": str(folder), "{tests}": str(tests)}
 
-    def own(text: str, **more: str) -> str:
+    def fill_in(text: str, **more: str) -> str:
         for mark, value in {**filled, **{f"{{{name}}}": value for name, value in more.items()}}.items():
             text = text.replace(mark, value)
         return text
 
     for name in ("apt-get", "apt", "pip", "pip3"):
-        yield name, _NOTHING if tests else own(_INSTALL)
+        yield name, _NOTHING if tests else fill_in(_INSTALL)
     for name in ("python", "python3"):
-        yield name, own(_PYTHON_OF_TESTS if tests else _PYTHON)
+        yield name, fill_in(_PYTHON_OF_TESTS if tests else _PYTHON)
     for name in ("uv", "uvx"):
-        yield name, own(_UV)
+        yield name, fill_in(_UV)
     for name in ("curl", "wget"):
-        yield name, own(_FETCH, program=shutil.which(name) or f"/usr/bin/{name}")
+        yield name, fill_in(_FETCH, program=shutil.which(name) or f"/usr/bin/{name}")
     yield "sudo", _SUDO
     yield "install.py", Path(packages.__file__).read_text("utf-8")
-    yield "afresh.py", own(_AFRESH_PY)
+    yield "afresh.py", fill_in(_AFRESH_PY)
     yield "pytest.py", _PYTEST_PY
-    yield "pytest", own(_PYTEST)
+    yield "pytest", fill_in(_PYTEST)

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, Image, TaskFolder, told
+from toprope.sdk.adapters._harbor.folders import PYTEST_FILES, Image, TaskFolder, command_message
 from toprope.sdk.adapters._harbor.programs import stand_ins
 from toprope.sdk.errors import EnvironmentMistake, LoadError
 from toprope.sdk.wall.kernel import hide_memory, landlock_abi
@@ -103,15 +103,15 @@ class Sandbox:
         self._left = self._root.with_name(f"left-{self._root.name}")
         self._left.mkdir(mode=0o700)
         self._bin = Path(tempfile.mkdtemp(prefix="bin-")).resolve()  # commands cannot change it
-        self._delete = weakref.finalize(self, _removed, self._root, self._left, self._bin)
+        self._delete = weakref.finalize(self, _remove, self._root, self._left, self._bin)
         self._wall = RolloutWall([str(self._root)], [str(self._bin)])
         self._task, self._image = task, image
-        named = {f"/{to.strip('/').split('/')[0]}" for kind, _, to in image.steps if kind == "copy"}
-        made = (name for kind, command, _ in image.steps if kind == "run" for name in _made_by(command))
-        named |= {f"/{name}" for name in made if name not in _OUTER}
-        named |= {f"/{path.rstrip('.')}" for path in _DEEPER.findall(_said(task, image))}
-        own = {one for one in named if one not in _SYSTEM}
-        moved = sorted({*_MOVED, f"/{image.workdir.strip('/').split('/')[0]}", *own}, key=len, reverse=True)
+        folders = {f"/{to.strip('/').split('/')[0]}" for kind, _, to in image.steps if kind == "copy"}
+        written_folders = (name for kind, command, _ in image.steps if kind == "run" for name in _made_by(command))
+        folders |= {f"/{name}" for name in written_folders if name not in _OUTER}
+        folders |= {f"/{path.rstrip('.')}" for path in _DEEPER.findall(_text_of(task, image))}
+        own_folders = {folder for folder in folders if folder not in _SYSTEM}
+        moved = sorted({*_MOVED, f"/{image.workdir.strip('/').split('/')[0]}", *own_folders}, key=len, reverse=True)
         before = r"(?:(?<![\w./\0})\]*-])|(?<=[\s\"'=]-[A-Za-z])|(?<=:-)|(?<=file://)|(?<=:///))"
         self._paths = re.compile(rf"{before}({'|'.join(map(re.escape, moved))})(?=$|[^\w.-]|\.(?:\W|$))")
         for path in (*_MOVED, image.workdir, "/logs/verifier", "/logs/agent", posixpath.dirname(_ENVIRONMENT)):
@@ -119,7 +119,7 @@ class Sandbox:
         self._inside(_ENVIRONMENT).touch()
         self._variables = {
             **{name: value for name, value in os.environ.items() if name in KEPT_VARIABLES},
-            **{name: self._moved(value) for name, value in image.variables.items()},
+            **{name: self._move_paths(value) for name, value in image.variables.items()},
             "PATH": ":".join([
                 str(self._bin), str(Path(sys.executable).parent), os.environ.get("PATH", "/usr/bin:/bin"),
                 *(str(self._inside(f"/usr/local/{name}")) for name in ("bin", "sbin")),  # the policy's come last
@@ -127,8 +127,8 @@ class Sandbox:
             "HOME": str(self._inside(_HOME)), "TMPDIR": str(self._inside("/tmp")), _MARK: str(self._root),
             "PYTHONDONTWRITEBYTECODE": "1",
             # The worker's Python has plugins of others, which take seconds to load.
-            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": self._moved(
-                " ".join([*(f"-p {one}" for one in task.plugins), image.variables.get("PYTEST_ADDOPTS", "")]).strip()
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": self._move_paths(
+                " ".join([*(f"-p {name}" for name in task.plugins), image.variables.get("PYTEST_ADDOPTS", "")]).strip()
             ),
         }  # fmt: skip
         self._stand_in(tests=False)
@@ -137,11 +137,11 @@ class Sandbox:
                 self._copy(first, second)
             else:
                 self._inside(second).mkdir(parents=True, exist_ok=True)
-                code, said = self._run(first, second, _STEP_S)
+                code, printed = self._run(first, second, _STEP_S)
                 if code is None:
-                    said = f"it takes longer than {_STEP_S:g} s"
-                if code is None or code and not _DENIED.search(said):  # what changes the machine is left undone
-                    cause = f"RUN {first[:80]} of {task.name}'s Dockerfile fails: {said[-200:].strip()}"
+                    printed = f"it takes longer than {_STEP_S:g} s"
+                if code is None or code and not _DENIED.search(printed):  # what changes the machine is left undone
+                    cause = f"RUN {first[:80]} of {task.name}'s Dockerfile fails: {printed[-200:].strip()}"
                     cause += (
                         "\nInstall what it needs here, let it run in a container (docker or podman), or choose others."
                     )
@@ -149,7 +149,7 @@ class Sandbox:
 
     def run(self, command: str, seconds: float) -> str:
         """Run a command of the policy in the working folder; what it printed, and its exit code if that is not 0."""
-        return told(*self._run(command, self._image.workdir, seconds), seconds)
+        return command_message(*self._run(command, self._image.workdir, seconds), seconds)
 
     def verify(self) -> tuple[int | None, str]:
         """Run the task's tests in the state that the policy left.
@@ -168,9 +168,9 @@ class Sandbox:
         for pattern, name in _OWN_NAME:
             text = re.sub(pattern, name, text)
         self._tool("tests.sh", text)
-        if "/usr/local" not in _said(self._task, self._image):  # the policy's programs are not the tests'
-            kept = [one for one in self._variables["PATH"].split(":") if not one.startswith(f"{self._root}/")]
-            self._variables["PATH"] = ":".join(kept)
+        if "/usr/local" not in _text_of(self._task, self._image):  # the policy's programs are not the tests'
+            entries = [entry for entry in self._variables["PATH"].split(":") if not entry.startswith(f"{self._root}/")]
+            self._variables["PATH"] = ":".join(entries)
         words = ["bash", "-c", f'. "{self._bin}/tests.sh"', str(script)]
         try:
             return self._start(words, self._image.workdir, self._task.seconds)
@@ -206,14 +206,14 @@ class Sandbox:
 
         The configuration of pytest directly in it stays behind as well.
         """
-        left = self._left / uuid.uuid4().hex  # what cannot be removed stays in the last one
-        self._root.rename(left)
+        old_root = self._left / uuid.uuid4().hex  # what cannot be removed stays in the last one
+        self._root.rename(old_root)
         self._root.mkdir(mode=0o700)
-        for one in left.iterdir():
+        for entry in old_root.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if one.name not in PYTEST_FILES:
-                    _rename(one, self._root / one.name)
-        shutil.rmtree(left, ignore_errors=True)  # a process that hid may add to it meanwhile
+                if entry.name not in PYTEST_FILES:
+                    _rename(entry, self._root / entry.name)
+        shutil.rmtree(old_root, ignore_errors=True)  # a process that hid may add to it meanwhile
 
     def read(self, path: str) -> str | None:
         """A file of the task's machine; None if it is not there."""
@@ -242,18 +242,18 @@ class Sandbox:
         place.chmod(0o700)
 
     def _run(self, command: str, folder: str, seconds: float) -> tuple[int | None, str]:
-        words = ["bash", "-c", self._moved(command)]
+        words = ["bash", "-c", self._move_paths(command)]
         if len(words[-1].encode()) > _LONGEST_WORD:
             self._tool("command", words[-1])
             words = ["bash", str(self._bin / "command")]
         return self._start(words, folder, seconds)
 
     def _start(self, words: list[str], folder: str, seconds: float) -> tuple[int | None, str]:
-        where = self._inside(folder)
-        if not where.is_dir():
-            self._wall.touch(lambda: where.mkdir(parents=True, exist_ok=True))
+        working_folder = self._inside(folder)
+        if not working_folder.is_dir():
+            self._wall.touch(lambda: working_folder.mkdir(parents=True, exist_ok=True))
         process = subprocess.Popen(
-            self._wall.command(words), cwd=where, env=self._variables,
+            self._wall.command(words), cwd=working_folder, env=self._variables,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         code: int | None
@@ -281,24 +281,24 @@ class Sandbox:
     def _inside(self, path: str) -> Path:
         return self._root / posixpath.normpath(f"/{path}").lstrip("/")
 
-    def _moved(self, text: str) -> str:
+    def _move_paths(self, text: str) -> str:
         root = str(self._root)  # it lies in a folder of a moved name itself
-        moved = self._paths.sub(lambda found: f"\0{found[1]}", text.replace(root, "\0"))
+        moved = self._paths.sub(lambda match: f"\0{match[1]}", text.replace(root, "\0"))
         return moved.replace("\0", root)
 
     def _copy(self, source: str, target: str) -> None:
         context = self._task.context.resolve()
-        found = [context] if source in (".", "./") else sorted(context.glob(source.lstrip("/").removeprefix("./")))
-        if not found:
+        sources = [context] if source in (".", "./") else sorted(context.glob(source.lstrip("/").removeprefix("./")))
+        if not sources:
             raise EnvironmentMistake(f"COPY {source} of {self._task.name}'s Dockerfile finds nothing.")
-        for one in found:
-            if not one.resolve().is_relative_to(context):
+        for path in sources:
+            if not path.resolve().is_relative_to(context):
                 raise EnvironmentMistake(f"COPY {source} of {self._task.name}'s Dockerfile leaves its folder.")
             place = self._inside(target)
-            if not one.is_dir() and (target.endswith("/") or place.is_dir()):
-                place = place / one.name
+            if not path.is_dir() and (target.endswith("/") or place.is_dir()):
+                place = place / path.name
             try:
-                self._wall.touch(functools.partial(self._take, one, place), reads=[str(context)])
+                self._wall.touch(functools.partial(self._take, path, place), reads=[str(context)])
             except PermissionError as error:
                 raise EnvironmentMistake(f"COPY {source} of {self._task.name}'s Dockerfile: {error}") from None
 
@@ -306,35 +306,35 @@ class Sandbox:
         """Copy a file or the content of a folder; texts with the task's paths moved."""
         if source.is_dir():
             target.mkdir(parents=True, exist_ok=True)
-            for one in sorted(source.iterdir()):
-                if one != self._task.context.resolve() / "Dockerfile":
-                    self._take(one, target / one.name)
+            for entry in sorted(source.iterdir()):
+                if entry != self._task.context.resolve() / "Dockerfile":
+                    self._take(entry, target / entry.name)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         data = source.read_bytes()
         if len(data) <= _TEXT and b"\0" not in data:
             with contextlib.suppress(UnicodeDecodeError):
-                data = self._moved(data.decode()).encode()
+                data = self._move_paths(data.decode()).encode()
         target.write_bytes(data)
         target.chmod(source.stat().st_mode & 0o777 | 0o600)
 
 
-def _rename(one: Path, place: Path) -> None:
+def _rename(source: Path, place: Path) -> None:
     """Move a file or folder to another folder, which needs the right to write to a folder that is moved."""
     try:
-        one.rename(place)
+        source.rename(place)
     except PermissionError:
-        folder = os.open(one, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             mode = os.fstat(folder).st_mode & 0o777
             os.fchmod(folder, 0o700)
-            one.rename(place)
+            source.rename(place)
             os.fchmod(folder, mode)
         finally:
             os.close(folder)
 
 
-def _removed(*folders: Path) -> None:
+def _remove(*folders: Path) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -344,10 +344,10 @@ def _made_by(command: str) -> Iterator[str]:
     plain = _QUOTED_PATH.sub(r"\1", command.partition("\n")[0] if "<<" in command else command)
     plain = _QUOTED.sub(" ", plain)
     yield from (name.rstrip(".") for name in _WRITTEN.findall(plain))
-    for one in re.split(r"&&|\|\|?|;", plain):
-        if _MAKES.match(one.strip()):
-            yield from (name.rstrip(".") for name in re.findall(r"\s/([\w-][\w.-]*)", one))
+    for part in re.split(r"&&|\|\|?|;", plain):
+        if _MAKES.match(part.strip()):
+            yield from (name.rstrip(".") for name in re.findall(r"\s/([\w-][\w.-]*)", part))
 
 
-def _said(task: TaskFolder, image: Image) -> str:
+def _text_of(task: TaskFolder, image: Image) -> str:
     return "\n".join([task.instruction, *(f"{first} {second}" for _, first, second in image.steps)])

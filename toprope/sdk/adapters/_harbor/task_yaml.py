@@ -12,13 +12,13 @@ __all__ = ["beyond_one_image", "scalars_of"]
 
 def scalars_of(text: str) -> dict[str, str]:
     """The top-level scalars of a YAML file, of every style: all that a task.yaml needs here."""
-    found: dict[str, list[str]] = {}
+    scalars: dict[str, list[str]] = {}
     for line in text.splitlines():
-        if named := re.match(r"^([A-Za-z_]\w*):\s*(.*)$", line):
-            found[named[1]] = lines = [named[2].strip()]
-        elif found and not line.startswith("#"):
+        if match := re.match(r"^([A-Za-z_]\w*):\s*(.*)$", line):
+            scalars[match[1]] = lines = [match[2].strip()]
+        elif scalars and not line.startswith("#"):
             lines.append(line)
-    return {key: _scalar(*lines) for key, lines in found.items()}
+    return {key: _scalar(*lines) for key, lines in scalars.items()}
 
 
 def _scalar(first: str, *more: str) -> str:
@@ -46,7 +46,7 @@ def beyond_one_image(text: str) -> str:
     begin = next((place for place, line in enumerate(lines, 1) if line.startswith("services:")), len(lines))
     inside = list(itertools.takewhile(lambda line: line[0] in " \t-", lines[begin:]))
     indents = [len(line) - len(line.lstrip()) for line in inside]
-    if sum(one == min(indents) for one in indents) > 1:
+    if sum(indent == min(indents) for indent in indents) > 1:
         return "it runs several services (docker-compose)"
-    mounted = next((found[1] for line in inside if (found := re.match(r"\s*- *['\"]?([./~][^:]*):", line))), "")
+    mounted = next((mount[1] for line in inside if (mount := re.match(r"\s*- *['\"]?([./~][^:]*):", line))), "")
     return f"its docker-compose.yaml mounts {mounted}" if mounted else ""

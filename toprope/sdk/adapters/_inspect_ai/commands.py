@@ -43,8 +43,8 @@ def confine_commands() -> None:
         return
 
     async def stripped(*arguments: Any, env: dict[str, str], **settings: Any) -> Any:
-        own = {name: value for name, value in env.items() if name in _PASSED or os.environ.get(name) != value}
-        return await start(*arguments, env=own, **settings)
+        variables = {name: value for name, value in env.items() if name in _PASSED or os.environ.get(name) != value}
+        return await start(*arguments, env=variables, **settings)
 
     async def confined(
         self: Any, cmd: list[str], input: Any = None, cwd: Any = None, env: Any = None, *more: Any, **settings: Any
@@ -90,5 +90,5 @@ def _wall(sandbox: Any) -> tuple[RolloutWall, str]:
         home = tempfile.mkdtemp()
         weakref.finalize(sandbox, shutil.rmtree, home, True)
         setattr(sandbox, _CONFINED, (RolloutWall([sandbox.directory.name, home]), home))
-    found: tuple[RolloutWall, str] = getattr(sandbox, _CONFINED)
-    return found
+    confinement: tuple[RolloutWall, str] = getattr(sandbox, _CONFINED)
+    return confinement

@@ -18,21 +18,21 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     decorators = set()
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == _PACKAGE:
-            decorators |= {one.asname or one.name for one in node.names if one.name == "task"}
+            decorators |= {alias.asname or alias.name for alias in node.names if alias.name == "task"}
         elif isinstance(node, ast.Import):
-            decorators |= {f"{one.asname or one.name}.task" for one in node.names if one.name == _PACKAGE}
-    found = [
+            decorators |= {f"{alias.asname or alias.name}.task" for alias in node.names if alias.name == _PACKAGE}
+    tasks = [
         node
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
-        and any(ast.unparse(one).partition("(")[0] in decorators for one in node.decorator_list)
+        and any(ast.unparse(decorator).partition("(")[0] in decorators for decorator in node.decorator_list)
     ]
-    return [_listed(node.name, f"{file}@{node.name}", ast.get_docstring(node)) for node in found]
+    return [_listed(node.name, f"{file}@{node.name}", ast.get_docstring(node)) for node in tasks]
 
 
 def installed(site_packages: Path) -> list[Listed]:
     """List tasks that installed packages register with inspect."""
-    found = []
+    tasks = []
     for file in sorted(site_packages.glob("*.dist-info/entry_points.txt")):
         try:
             section = file.read_text(errors="replace").partition("[inspect_ai]")[2].partition("\n[")[0]
@@ -47,10 +47,14 @@ def installed(site_packages: Path) -> list[Listed]:
                 tree = parse(registry)
             except (OSError, SyntaxError, ValueError):
                 continue
-            names = [one for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names]
+            names = [alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
             package = module.split(".")[0]
-            found += [_listed(f"{package}/{one.name}", f"{package}/{one.name}", "") for one in names if one.name != "*"]
-    return found
+            tasks += [
+                _listed(f"{package}/{alias.name}", f"{package}/{alias.name}", "")
+                for alias in names
+                if alias.name != "*"
+            ]
+    return tasks
 
 
 def _listed(name: str, target: str, text: str | None) -> Listed:

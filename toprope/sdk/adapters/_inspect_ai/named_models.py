@@ -38,12 +38,12 @@ def play_named_models() -> None:
     if getattr(start, "plays_roles", False):
         return
 
-    made: dict[str, Any] = {}
+    stand_ins: dict[str, Any] = {}
 
     class Played(ModelAPI):  # type: ignore[misc]
         def __init__(self, model_name: str, plays: str = "", **settings: Any) -> None:
-            known = {name: value for name, value in settings.items() if name in ("base_url", "config")}
-            super().__init__(model_name=model_name, **known)
+            accepted = {name: value for name, value in settings.items() if name in ("base_url", "config")}
+            super().__init__(model_name=model_name, **accepted)
             self._plays = plays
 
         async def generate(self, input: Any, tools: Any, tool_choice: Any, config: Any) -> Any:
@@ -62,32 +62,32 @@ def play_named_models() -> None:
 
         def _model(self) -> Any:
             roles = model_roles()
-            found = (roles.get(self._plays) or roles.get(GRADER)) if self._plays else active_model()
-            if found is None:
+            played = (roles.get(self._plays) or roles.get(GRADER)) if self._plays else active_model()
+            if played is None:
                 raise RuntimeError("a model was called outside any sample")
-            return found[0] if isinstance(found, list) else found
+            return played[0] if isinstance(played, list) else played
 
     @functools.wraps(start)
     def get_model(model: Any = None, *, role: str | None = None, **settings: Any) -> Any:
         try:
-            found = start(model, role=role, **settings)
-            return _as_role(found, role) if role and found is active_model() else found
+            made_model = start(model, role=role, **settings)
+            return _as_role(made_model, role) if role and made_model is active_model() else made_model
         except PrerequisiteError:  # no key, or no package, of its provider
-            named = role or model or settings.get("default") or GRADER
-            asked = str(model or settings.get("default") or "")
-            if os.environ.get(f"{asked.partition('/')[0].upper()}_API_KEY"):
+            player = role or model or settings.get("default") or GRADER
+            requested = str(model or settings.get("default") or "")
+            if os.environ.get(f"{requested.partition('/')[0].upper()}_API_KEY"):
                 raise  # the owner gave the key, so the package is missing
         except ValueError as error:
             if _NO_MODEL not in str(error):
                 raise
-            named = role or ""
+            player = role or ""
         about = {"config": settings["config"]} if settings.get("config") is not None else {}
-        key = f"{named} {about}"  # scorers ask for it in every rollout
-        if key not in made:
-            if named:
-                print(f"{named}: a role of that name plays it, or {GRADER!r}", file=sys.stderr)
-            made[key] = start(f"{ROLE_PROVIDER}/{named or 'policy'}", plays=str(named), memoize=False, **about)
-        return made[key]
+        key = f"{player} {about}"  # scorers ask for it in every rollout
+        if key not in stand_ins:
+            if player:
+                print(f"{player}: a role of that name plays it, or {GRADER!r}", file=sys.stderr)
+            stand_ins[key] = start(f"{ROLE_PROVIDER}/{player or 'policy'}", plays=str(player), memoize=False, **about)
+        return stand_ins[key]
 
     def _as_role(policy: Any, role: str) -> Any:
         copied = copy(policy)

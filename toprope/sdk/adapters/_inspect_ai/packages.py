@@ -22,9 +22,9 @@ def missing_package(target: str, error: BaseException) -> LoadError | None:
     package = target.partition("/")[0].replace("_", "-")
     extra = _EXTRA.search(str(error)) if package else None
     if extra:
-        return LoadError(_told(target, without_markup(error), f"'{package}[{extra[1]}]' -r inspect_ai"))
+        return LoadError(_describe_need(target, without_markup(error), f"'{package}[{extra[1]}]' -r inspect_ai"))
     if isinstance(error, ModuleNotFoundError):
-        return LoadError(_told(target, f"it imports {error.name}", _needed(target, package, str(error.name))))
+        return LoadError(_describe_need(target, f"it imports {error.name}", _needed(target, package, str(error.name))))
     if type(error).__name__ == "PrerequisiteError" and _PIP.search(str(error)):
         return LoadError(f"Could not import what {target} needs: {without_markup(error)}")
     return None
@@ -35,7 +35,7 @@ def without_markup(error: BaseException) -> str:
     return " ".join(re.sub(r"\[/?[a-z ]+\]", "", str(error)).split())
 
 
-def _told(target: str, why: str, needed: str) -> str:
+def _describe_need(target: str, why: str, needed: str) -> str:
     return f"{target} needs what is not installed: {why.rstrip('.')}. The owner adds it: toprope env add {needed}"
 
 

@@ -45,12 +45,12 @@ class Rollout:
 
         Then it is the policy's last one whose answer is logged, since a call after the rollout may grade it.
         """
-        own = [talk[-1] for talk in self._talks]
-        answered = [message for message in logged if message.role == "assistant"]
-        others = [one for one in answered if not _holds(own, one, by_text=False)]
-        if not any(_holds(self._of_roles, one) for one in others):
+        policy_answers = [talk[-1] for talk in self._talks]
+        answers = [message for message in logged if message.role == "assistant"]
+        others = [answer for answer in answers if not _holds(policy_answers, answer, by_text=False)]
+        if not any(_holds(self._of_roles, answer) for answer in others):
             return logged
-        return next((talk for talk in reversed(self._talks) if _holds(answered, talk[-1])), self.talk)
+        return next((talk for talk in reversed(self._talks) if _holds(answers, talk[-1])), self.talk)
 
     def is_aside(self, role: str) -> bool:
         """Return True if another than the policy's own role is asked."""
@@ -76,9 +76,9 @@ class Rollout:
 
 def _holds(answers: list[Any], message: Any, by_text: bool = True) -> bool:
     """Return True if a message is one of these answers: by its id, or by its text if authors wrote it anew."""
-    if any(one.id == message.id for one in answers if message.id is not None):
+    if any(answer.id == message.id for answer in answers if message.id is not None):
         return True
-    return by_text and bool(message.text) and any(one.text == message.text for one in answers)
+    return by_text and bool(message.text) and any(answer.text == message.text for answer in answers)
 
 
 def give_agents_a_key() -> None:
@@ -91,10 +91,10 @@ def give_agents_a_key() -> None:
     start = OpenAIAPI.__init__
 
     @functools.wraps(start)
-    def started(self: Any, *given: Any, **named: Any) -> None:
+    def started(self: Any, *arguments: Any, **keywords: Any) -> None:
         hidden = os.environ.get(_KEY) == _NO_KEY and os.environ.pop(_KEY)
         try:
-            start(self, *given, **named)
+            start(self, *arguments, **keywords)
         finally:
             if hidden:
                 os.environ.setdefault(_KEY, hidden)
@@ -137,11 +137,11 @@ def register() -> None:
                 return await super().generate(input, tools, tool_choice, config)
             rollout = self._rollout()
             rollout.ask(self._role, input)
-            found = await super().generate(input, tools, tool_choice, config)
-            output = found[0] if isinstance(found, tuple) else found
+            result = await super().generate(input, tools, tool_choice, config)
+            output = result[0] if isinstance(result, tuple) else result
             if getattr(output, "choices", None):
                 rollout.hear(self._role, output.choices[0].message, input)
-            return found
+            return result
 
         def service_model_name(self) -> str:
             return str(self.model_name)
@@ -196,9 +196,9 @@ def _count_own_turns_only() -> None:
     generate = Model.generate
 
     @functools.wraps(generate)
-    async def counted(self: Any, *given: Any, **named: Any) -> Any:
+    async def counted(self: Any, *arguments: Any, **keywords: Any) -> Any:
         is_aside = getattr(self.api, "is_aside", None)
         with suspend_turn_limit() if is_aside is None or is_aside() else nullcontext():
-            return await generate(self, *given, **named)
+            return await generate(self, *arguments, **keywords)
 
     Model.generate = counted

@@ -17,21 +17,23 @@ _MAIN = ("accuracy", "correct", "score", "win")
 
 def unique_names(names: Iterable[str]) -> list[str]:
     """Return the names under which inspect keeps the scores of scorers: repeated ones are numbered."""
-    found: list[str] = []
+    unique_so_far: list[str] = []
     for name in names:
         count, unique = 0, name
-        while unique in found:
+        while unique in unique_so_far:
             count += 1
             unique = f"{name}{count}"
-        found.append(unique)
-    return found
+        unique_so_far.append(unique)
+    return unique_so_far
 
 
 def values_of(metrics: Any) -> dict[str, Any]:
     """Return the metrics of each value that a scorer names; none if its score is one value, or any."""
     listed = [metrics] if isinstance(metrics, Mapping) else list(metrics or ())
-    found = {key: some for one in listed if isinstance(one, Mapping) for key, some in one.items()}
-    return {} if "*" in "".join(found) else found
+    metrics_of = {
+        key: value_metrics for entry in listed if isinstance(entry, Mapping) for key, value_metrics in entry.items()
+    }
+    return {} if "*" in "".join(metrics_of) else metrics_of
 
 
 def reports_accuracy(metrics: Any) -> bool:
@@ -42,14 +44,14 @@ def reports_accuracy(metrics: Any) -> bool:
     from inspect_ai._util.registry import registry_info, registry_params
 
     if isinstance(metrics, dict):
-        return bool(metrics) and all(reports_accuracy(some) for some in metrics.values())
+        return bool(metrics) and all(reports_accuracy(value_metrics) for value_metrics in metrics.values())
     names: list[str] = []
-    for one in metrics or ():
-        if isinstance(one, dict):
-            names += ["accuracy"] if reports_accuracy(one) else []
+    for metric in metrics or ():
+        if isinstance(metric, dict):
+            names += ["accuracy"] if reports_accuracy(metric) else []
         else:
-            applied = registry_params(one).get("metric")
-            names += [registry_info(one).name, str(applied.get("name")) if isinstance(applied, dict) else ""]
+            applied = registry_params(metric).get("metric")
+            names += [registry_info(metric).name, str(applied.get("name")) if isinstance(applied, dict) else ""]
     return any(name.rpartition("/")[2] == "accuracy" for name in names)
 
 
@@ -84,9 +86,9 @@ def number_of(value: Any, to_float: Any) -> float:
         main = next((value[name] for name in _MAIN if value.get(name) is not None), None)
         value = list(value.values()) if main is None else main
     if isinstance(value, list):
-        given = [one for one in value if one is not None]
-        if given or not value:
-            return sum(number_of(one, to_float) for one in given) / len(given) if given else 0.0
+        present = [item for item in value if item is not None]
+        if present or not value:
+            return sum(number_of(item, to_float) for item in present) / len(present) if present else 0.0
         value = None
     if value is None:
         raise EnvironmentMistake("inspect did not score the rollout.")

@@ -54,7 +54,7 @@ class Composite(EntryEnvironment):
         self.parts = parts_of(self.knobs.scoring)
         if not self.knobs.tasks:
             raise InvalidRequest(f"{self.name} needs a task at least in its knob `tasks`: [{{'name': 'gcd'}}].")
-        members = [self._member(given) for given in self.knobs.tasks]
+        members = [self._member(member) for member in self.knobs.tasks]
         # The members' own modules are imported by now, so that this does not import all tasks.
         from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
 
@@ -65,12 +65,12 @@ class Composite(EntryEnvironment):
         except (AssertionError, ValueError, TypeError) as error:
             raise InvalidRequest(f"{self.name} refuses these tasks: {error}") from error
 
-    def _member(self, given: Mapping[str, Any]) -> tuple[str, float, dict[str, Any]]:
+    def _member(self, member: Mapping[str, Any]) -> tuple[str, float, dict[str, Any]]:
         """One task as reasoning-gym's composite is told of it: name, weight, fields of its configuration."""
-        for key in given:
+        for key in member:
             if key not in _MEMBER:
                 raise InvalidRequest(f"A task of {self.name} has no {key!r}. {nearest(str(key), _MEMBER, 'Keys')}")
-        name, weight, knobs = given.get("name"), given.get("weight", 1.0), given.get("knobs") or {}
+        name, weight, knobs = member.get("name"), member.get("weight", 1.0), member.get("knobs") or {}
         classes = task_classes(str(name))
         if classes is None:
             raise InvalidRequest(f"reasoning-gym has no task {name!r}. {nearest(str(name), task_names(), 'Tasks')}")
@@ -81,14 +81,14 @@ class Composite(EntryEnvironment):
         config = classes[1]
         levels = levels_of(str(name), config)
         try:
-            made = make_knobs(settings_of(config, levels), knobs)
+            set_knobs = make_knobs(settings_of(config, levels), knobs)
         except InvalidRequest as error:
             raise InvalidRequest(f"{name}: {error}") from None
-        values = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+        values = {field.name: getattr(set_knobs, field.name) for field in dataclasses.fields(set_knobs)}
         del values["scoring"]
         if levels is not None:
-            own = values.pop(difficulty_of(config))
-            values = levels.values(own or min(self.knobs.difficulty, levels.count), values)
+            difficulty = values.pop(difficulty_of(config))
+            values = levels.values(difficulty or min(self.knobs.difficulty, levels.count), values)
         return str(name), float(weight), values
 
 
@@ -100,7 +100,7 @@ def make(target: str) -> Composite:
     """
     if target == COMPOSITE:
         return Composite({})
-    given = parsed(target, "a mixture", KEYS)
-    if not isinstance(given.get("tasks"), list) or not all(isinstance(one, dict) for one in given["tasks"]):
+    settings = parsed(target, "a mixture", KEYS)
+    if not isinstance(settings.get("tasks"), list) or not all(isinstance(member, dict) for member in settings["tasks"]):
         raise LoadError("The target of a mixture needs `tasks`, a list of {name, weight, knobs}.")
-    return Composite(given)
+    return Composite(settings)

@@ -51,5 +51,5 @@ def parts_of(scoring: str) -> dict[str, Part]:
 
 def scoring() -> tuple[str, Any, Any]:
     """Return the field of the knob `scoring`."""
-    said = "what is rewarded: right answers alone, reasoning-gym's own score, or half of each"
-    return "scoring", Literal["exact", "partial", "both"], knob("partial", help=said)
+    help_text = "what is rewarded: right answers alone, reasoning-gym's own score, or half of each"
+    return "scoring", Literal["exact", "partial", "both"], knob("partial", help=help_text)

@@ -25,12 +25,12 @@ class Levels:
 
     def __init__(self, curriculum: type, config: type) -> None:
         attributes = list(curriculum().attributes.values())
-        self._made: list[dict[str, Any]] = []
+        self._accepted_levels: list[dict[str, Any]] = []
         refused = []
         for level in range(max((len(attribute.levels) for attribute in attributes), default=0)):
             values = _governed(curriculum, level)
             if _accepted(config, values):
-                self._made.append(values)
+                self._accepted_levels.append(values)
             else:
                 refused.append(str(level))
         self.help = _help([(attribute.name, list(attribute.levels)) for attribute in attributes], refused)
@@ -38,7 +38,7 @@ class Levels:
     @property
     def count(self) -> int:
         """The highest difficulty."""
-        return len(self._made)
+        return len(self._accepted_levels)
 
     def values(self, difficulty: int, configured: Mapping[str, Any]) -> dict[str, Any]:
         """Return the configuration fields at a difficulty; other fields keep their values.
@@ -47,7 +47,7 @@ class Levels:
             difficulty: 0 as configured; above `count` the last level.
             configured: Configured values.
         """
-        governed = self._made[min(difficulty, self.count) - 1] if difficulty and self.count else {}
+        governed = self._accepted_levels[min(difficulty, self.count) - 1] if difficulty and self.count else {}
         return {**configured, **governed}
 
 
@@ -55,8 +55,8 @@ def levels_of(name: str, config: type) -> Levels | None:
     """Return the levels of a task; None without a working curriculum. Imports reasoning-gym."""
     from reasoning_gym.factory import CURRICULA
 
-    found = CURRICULA.get(name)
-    levels = Levels(found, config) if isinstance(found, type) else None
+    curriculum = CURRICULA.get(name)
+    levels = Levels(curriculum, config) if isinstance(curriculum, type) else None
     return levels if levels is not None and levels.count else None
 
 
@@ -64,25 +64,25 @@ def _governed(curriculum: type, level: int) -> dict[str, Any]:
     """Return the fields that a curriculum sets at a level; attributes with fewer levels stay at their last."""
     placed = curriculum()
     placed.set_global_level(level)
-    made = placed.generate_configuration()
+    configuration = placed.generate_configuration()
     names = ("field_name", "lower_field_name", "upper_field_name")
     fields = [getattr(attribute, name, None) for attribute in placed.attributes.values() for name in names]
-    return {field: getattr(made, field) for field in fields if field}
+    return {field: getattr(configuration, field) for field in fields if field}
 
 
 def _accepted(config: type, values: Mapping[str, Any]) -> bool:
     """Return True if a configuration accepts these values; some curricula have levels that their tasks refuse."""
     try:
-        made = config(**values)
-        if hasattr(made, "validate"):
-            made.validate()
+        configuration = config(**values)
+        if hasattr(configuration, "validate"):
+            configuration.validate()
     except (AssertionError, ValueError, TypeError):
         return False
     return True
 
 
 def _help(attributes: list[tuple[str, list[Any]]], refused: list[str]) -> str:
-    said = "; ".join(f"{name} {', '.join(map(str, levels))}" for name, levels in attributes)
-    text = f"0: as configured; n: the n-th level of its curriculum, which sets {said}"
+    fields = "; ".join(f"{name} {', '.join(map(str, levels))}" for name, levels in attributes)
+    text = f"0: as configured; n: the n-th level of its curriculum, which sets {fields}"
     text = text if len(text) <= _LONGEST_HELP else text[:_LONGEST_HELP].rpartition(";")[0] + "; ..."
     return f"{text} (its level {', '.join(refused)} is refused by its configuration)" if refused else text

@@ -74,7 +74,7 @@ def _module_with(name: str, folder: Path) -> tuple[str, ...] | None:
     quoted = (f'"{name}"'.encode(), f"'{name}'".encode())
     for file in sorted(folder.glob("*/**/*.py"), key=lambda file: (file.stem != name, file)):
         text = file.read_bytes()
-        if b"register_dataset(" in text and any(one in text for one in quoted):
+        if b"register_dataset(" in text and any(literal in text for literal in quoted):
             return file.relative_to(folder).with_suffix("").parts
     return None
 

@@ -49,28 +49,28 @@ class _Rollout:
         """
         if isinstance(request, str):
             answer = self.said[-1].strip()
-            rest = request[len(self.prompt) :].lstrip()
-            return bool(self.prompt and answer) and request.startswith(self.prompt) and rest.startswith(answer)
-        return len(request) >= len(self.messages) > 0 and all(map(_same, request, self.messages))
+            continuation = request[len(self.prompt) :].lstrip()
+            return bool(self.prompt and answer) and request.startswith(self.prompt) and continuation.startswith(answer)
+        return len(request) >= len(self.messages) > 0 and all(map(_is_same, request, self.messages))
 
     def told_in(self, text: str) -> bool:
         """Return True if a text has each answer more often than the first request had it."""
-        answers = [said.strip() for said in self.said]
-        return all(answer and text.count(answer) > self.first.count(answer) for answer in answers)
+        stripped = [answer.strip() for answer in self.said]
+        return all(answer and text.count(answer) > self.first.count(answer) for answer in stripped)
 
     def hear(self, choice: Any, request: Request) -> None:
         """Note an answer to a request."""
         text = (choice.text if isinstance(request, str) else choice.message.content) or ""
         earlier = self.messages if isinstance(request, str) and self.said and self.continued_by(request) else []
-        rest = request
+        added = request
         if earlier and isinstance(request, str):
-            rest = request[len(self.prompt) :].lstrip().removeprefix(self.said[-1].strip())
+            added = request[len(self.prompt) :].lstrip().removeprefix(self.said[-1].strip())
         self.said.append(text)
         self.cut = choice.finish_reason == "length"
         self.prompt = request if isinstance(request, str) else ""
         answer = {"role": "assistant", "content": text}
         if isinstance(request, str):
-            self.messages = [*earlier, {"role": "user", "content": str(rest)}, answer]
+            self.messages = [*earlier, {"role": "user", "content": str(added)}, answer]
         else:
             self.messages = [*map(dict, request), answer]
         self.talks.append(self.messages)
@@ -80,9 +80,11 @@ class _Rollout:
 
         Another one may be that of a judge, which environments ask through the same server.
         """
-        found = [(place, number) for number, said in enumerate(self.said) if (place := _place(said, text)) is not None]
-        best = min((place for place, _ in found), default=None)
-        newest = max((number for place, number in found if place == best), default=-1)
+        places = [
+            (place, number) for number, answer in enumerate(self.said) if (place := _place(answer, text)) is not None
+        ]
+        best = min((place for place, _ in places), default=None)
+        newest = max((number for place, number in places if place == best), default=-1)
         return dict(enumerate(self.talks)).get(newest, self.messages)
 
 
@@ -91,24 +93,24 @@ class Group:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.rollouts = [_Rollout(session) for session in sessions]
-        self._left = iter(self.rollouts)
+        self._unclaimed = iter(self.rollouts)
         self.scores: Any = None
         """The newest scores that the environment made; it may return none of them."""
 
     def told_apart(self, collect: Callable[..., Any]) -> Callable[..., Any]:
         """Return an environment's `collect_trajectory` such that each call has a rollout of its own."""
 
-        async def collected(*given: Any, **named: Any) -> Any:
-            rollout = next(self._left, None)
+        async def collected(*arguments: Any, **options: Any) -> Any:
+            rollout = next(self._unclaimed, None)
             before = _PRESENT.set(rollout)
             try:
-                found = await without_exit(collect(*given, **named))  # it may be a task of its own
+                result = await without_exit(collect(*arguments, **options))  # it may be a task of its own
             finally:
                 _PRESENT.reset(before)
-            item = found[0] if isinstance(found, tuple) and found else None
+            item = result[0] if isinstance(result, tuple) and result else None
             if rollout is not None and isinstance(item, Mapping):
                 rollout.tokens = item.get("tokens")
-            return found
+            return result
 
         return collected
 
@@ -125,21 +127,23 @@ class Group:
         if count == 1 and present is not None:
             taken = [present]
         elif count == 1:
-            going = [one for one in self.rollouts if one.said and not one.busy]
-            going.sort(key=lambda one: -len("".join(one.said)))
-            taken = [one for one in going if one.continued_by(request)][:1]
+            going = [rollout for rollout in self.rollouts if rollout.said and not rollout.busy]
+            going.sort(key=lambda rollout: -len("".join(rollout.said)))
+            taken = [rollout for rollout in going if rollout.continued_by(request)][:1]
             # Some authors write the conversation anew.
-            taken = taken or [one for one in going if one.told_in(text)][:1]
-        for said, busy in ((False, False), (True, False), (True, True)):  # what a free rollout may have
-            left = [
-                one for one in self.rollouts if one not in taken and (said or not one.said) and (busy or not one.busy)
+            taken = taken or [rollout for rollout in going if rollout.told_in(text)][:1]
+        for answered, busy in ((False, False), (True, False), (True, True)):  # what a free rollout may have
+            free = [
+                rollout
+                for rollout in self.rollouts
+                if rollout not in taken and (answered or not rollout.said) and (busy or not rollout.busy)
             ]
-            taken += left[: count - len(taken)]
+            taken += free[: count - len(taken)]
         while len(taken) < count:  # more answers than rollouts
             taken.append(self.rollouts[len(taken) % len(self.rollouts)])
-        for one in taken:
-            one.busy = True
-            one.first = one.first or text
+        for rollout in taken:
+            rollout.busy = True
+            rollout.first = rollout.first or text
         return taken
 
     def whose(self, texts: Sequence[str], tokens: Sequence[Any] = ()) -> list[int | None]:
@@ -149,30 +153,32 @@ class Group:
             texts: The scored sequences.
             tokens: Their tokens, as the environment returned them.
         """
-        left = set(range(len(self.rollouts)))
-        known = {id(one.tokens): place for place, one in enumerate(self.rollouts) if one.tokens is not None}
-        found: list[int | None] = [known.get(id(one)) for one in tokens] or [None] * len(texts)
-        left -= {place for place in found if place is not None}
+        unassigned = set(range(len(self.rollouts)))
+        place_of = {
+            id(rollout.tokens): place for place, rollout in enumerate(self.rollouts) if rollout.tokens is not None
+        }
+        owners: list[int | None] = [place_of.get(id(ids)) for ids in tokens] or [None] * len(texts)
+        unassigned -= {place for place in owners if place is not None}
         fitting = [
-            (age, *where, number, place)
+            (age, *fit, number, place)
             for number, text in enumerate(texts)
-            for place in left
-            for age, said in enumerate(reversed(self.rollouts[place].said))
-            if (where := _place(said, text)) is not None
+            for place in unassigned
+            for age, answer in enumerate(reversed(self.rollouts[place].said))
+            if (fit := _place(answer, text)) is not None
         ]
         for *_, number, place in sorted(fitting):
-            if found[number] is None and place in left:
-                left.discard(place)
-                found[number] = place
+            if owners[number] is None and place in unassigned:
+                unassigned.discard(place)
+                owners[number] = place
         if len(texts) != len(self.rollouts):  # no position tells whose the others are
-            return found
-        for place, owner in enumerate(found):  # assign the rest by position
-            if owner is None and place in left:
-                left.discard(place)
-                found[place] = place
-        if len(left) == 1:
-            found[found.index(None)] = left.pop()
-        return found
+            return owners
+        for place, owner in enumerate(owners):  # assign the rest by position
+            if owner is None and place in unassigned:
+                unassigned.discard(place)
+                owners[place] = place
+        if len(unassigned) == 1:
+            owners[owners.index(None)] = unassigned.pop()
+        return owners
 
 
 GROUP: ContextVar[Group | None] = ContextVar("group", default=None)
@@ -187,21 +193,21 @@ def _content(message: Mapping[str, Any]) -> str:
     return str(message.get("content") or "")
 
 
-def _same(asked: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
+def _is_same(message: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
     """Return True if a message of a request is a known one, except for what authors cut off an answer."""
-    text, whole = _content(asked).strip(), _content(known).strip()
+    text, whole = _content(message).strip(), _content(known).strip()
     cut = known.get("role") == "assistant" and text and text in whole
-    return asked.get("role") == known.get("role") and (text == whole or bool(cut))
+    return message.get("role") == known.get("role") and (text == whole or bool(cut))
 
 
-def _place(said: str, text: str) -> tuple[int, int] | None:
+def _place(answer: str, text: str) -> tuple[int, int] | None:
     """Return a text's length behind an answer in it, smaller the likelier it ends the text, and the negative length.
 
     None if it is not in it, with or without its reasoning, or empty.
     """
-    for answer in (said.strip(), _REASONING.sub("", said).strip()):
-        if answer and (start := text.rfind(answer)) >= 0:
-            return len(text) - start - len(answer), -len(answer)
+    for variant in (answer.strip(), _REASONING.sub("", answer).strip()):
+        if variant and (start := text.rfind(variant)) >= 0:
+            return len(text) - start - len(variant), -len(variant)
     return None
 
 
@@ -211,15 +217,15 @@ class Scores(dict[str, Any]):
     Many environments return nothing if all scores of a group are equal, although they have them.
     """
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._kept()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._keep()
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
-        self._kept()
+        self._keep()
 
-    def _kept(self) -> None:
+    def _keep(self) -> None:
         group = GROUP.get()
         if group is not None and {"tokens", "scores"} <= self.keys():
             group.scores = self
@@ -256,35 +262,35 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
         async def check_server_status_task(self, chat_completion: bool = True) -> None:
             self.server_healthy = True
 
-        async def _chat_completion_wrapper(self, **asked: Any) -> Any:
-            messages = asked["messages"]
-            answers = await self._asked(asked, messages, lambda client: client.chat.completions.create)
+        async def _chat_completion_wrapper(self, **options: Any) -> Any:
+            messages = options["messages"]
+            answers = await self._ask_policy(options, messages, lambda client: client.chat.completions.create)
             for rollout, answer in answers:
                 rollout.hear(answer.choices[0], messages)
             return _joined([answer for _, answer in answers])
 
-        async def _completion_wrapper(self, **asked: Any) -> Any:
-            answers = await self._completed(asked)
+        async def _completion_wrapper(self, **options: Any) -> Any:
+            answers = await self._completed(options)
             return _joined([answer for _, answer in answers])
 
-        async def _tokens_and_logprobs_completion_wrapper(self, **asked: Any) -> tuple[list[Any], ...]:
+        async def _tokens_and_logprobs_completion_wrapper(self, **options: Any) -> tuple[list[Any], ...]:
             # The environment's token ids are not the policy's, which keeps the ids that it sampled by itself.
-            ids = asked.pop("input_ids", None)
-            asked["prompt"] = self._text(asked["prompt"] if asked.get("prompt") is not None else ids)
-            asked["extra_body"] = {**(asked.get("extra_body") or {}), "return_token_ids": True}
-            choices = [answer.choices[0] for _, answer in await self._completed(asked)]
-            tokens, values = zip(*map(self._read, choices), strict=True)
-            prompt = self._encoded(asked["prompt"]) if ids is None else list(ids)
+            ids = options.pop("input_ids", None)
+            options["prompt"] = self._text(options["prompt"] if options.get("prompt") is not None else ids)
+            options["extra_body"] = {**(options.get("extra_body") or {}), "return_token_ids": True}
+            choices = [answer.choices[0] for _, answer in await self._completed(options)]
+            tokens, values = zip(*map(self._ids_and_logprobs, choices), strict=True)
+            prompt = self._encoded(options["prompt"]) if ids is None else list(ids)
             return prompt, list(tokens), list(values), [choice.finish_reason for choice in choices]
 
-        async def _completed(self, asked: dict[str, Any]) -> list[tuple[_Rollout, Any]]:
-            asked["prompt"] = before = self._text(asked["prompt"])
-            answers = await self._asked(asked, before, lambda client: client.completions.create)
+        async def _completed(self, options: dict[str, Any]) -> list[tuple[_Rollout, Any]]:
+            options["prompt"] = before = self._text(options["prompt"])
+            answers = await self._ask_policy(options, before, lambda client: client.completions.create)
             for rollout, answer in answers:
                 rollout.hear(answer.choices[0], before)
             return answers
 
-        def _read(self, choice: Any) -> tuple[list[int], list[float]]:
+        def _ids_and_logprobs(self, choice: Any) -> tuple[list[int], list[float]]:
             """Return an answer's ids by the environment's tokenizer and their log-probabilities.
 
             These are 0 if the policy's ids are other ones.
@@ -301,32 +307,34 @@ def server_class(tokenizer: Callable[[], Any]) -> type:
         def _encoded(self, text: str) -> list[int]:
             return list(tokenizer()(text, add_special_tokens=False)["input_ids"])
 
-        async def _asked(
-            self, asked: dict[str, Any], request: Request, method: Callable[[Any], Any]
+        async def _ask_policy(
+            self, options: dict[str, Any], request: Request, method: Callable[[Any], Any]
         ) -> list[tuple[_Rollout, Any]]:
             group = GROUP.get()
             if group is None:
                 raise RuntimeError("the environment used its server outside collect_trajectories")
-            rollouts = group.take(int(asked.pop("n", 1) or 1), request)
+            rollouts = group.take(int(options.pop("n", 1) or 1), request)
             try:
-                answers = await asyncio.gather(*(self._one(asked, one.session, method) for one in rollouts))
+                answers = await asyncio.gather(
+                    *(self._ask_once(options, rollout.session, method) for rollout in rollouts)
+                )
             finally:
-                for one in rollouts:
-                    one.busy = False
+                for rollout in rollouts:
+                    rollout.busy = False
             return list(zip(rollouts, answers, strict=True))
 
-        async def _one(self, asked: dict[str, Any], session: Session, method: Callable[[Any], Any]) -> Any:
-            own = {name: value for name, value in asked.items() if name not in ("split", "model", "timeout")}
-            known = session.sampling | own
-            if isinstance(stop := known.get("stop"), list | tuple):  # ids of tokens are texts here
-                known["stop"] = [one if isinstance(one, str) else tokenizer().decode([one]) for one in stop]
-            wanted = known.pop("max_completion_tokens", None) or known.get("max_tokens") or session.max_tokens
-            known["max_tokens"] = min(int(wanted), session.max_tokens)
-            if session.stop and not known.get("stop"):
-                known["stop"] = list(session.stop)
-            headers = {**(known.pop("extra_headers", None) or {}), "Authorization": f"Bearer {session.api_key}"}
+        async def _ask_once(self, options: dict[str, Any], session: Session, method: Callable[[Any], Any]) -> Any:
+            requested = {name: value for name, value in options.items() if name not in ("split", "model", "timeout")}
+            sampling = session.sampling | requested
+            if isinstance(stop := sampling.get("stop"), list | tuple):  # ids of tokens are texts here
+                sampling["stop"] = [item if isinstance(item, str) else tokenizer().decode([item]) for item in stop]
+            limit = sampling.pop("max_completion_tokens", None) or sampling.get("max_tokens") or session.max_tokens
+            sampling["max_tokens"] = min(int(limit), session.max_tokens)
+            if session.stop and not sampling.get("stop"):
+                sampling["stop"] = list(session.stop)
+            headers = {**(sampling.pop("extra_headers", None) or {}), "Authorization": f"Bearer {session.api_key}"}
             create = method(self._client(session.base_url))
-            return await create(model=session.model, extra_headers=headers, **known)
+            return await create(model=session.model, extra_headers=headers, **sampling)
 
         def _client(self, base_url: str) -> Any:
             if base_url not in self._clients:

@@ -46,9 +46,9 @@ def templates_give_lists() -> None:
     """
     from transformers import PreTrainedTokenizerBase
 
-    given = PreTrainedTokenizerBase.apply_chat_template
-    if inspect.signature(given).parameters["return_dict"].default:
-        listed: Any = functools.partialmethod(given, return_dict=False)
+    apply_template = PreTrainedTokenizerBase.apply_chat_template
+    if inspect.signature(apply_template).parameters["return_dict"].default:
+        listed: Any = functools.partialmethod(apply_template, return_dict=False)
         PreTrainedTokenizerBase.apply_chat_template = listed  # type: ignore[method-assign,unused-ignore]
 
 
@@ -58,11 +58,11 @@ def _of_bytes() -> str:
     from transformers import PreTrainedTokenizerFast
 
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = Tokenizer(models.BPE(letters, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
+    byte_tokenizer = Tokenizer(models.BPE(letters, []))
+    byte_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_tokenizer.decoder = decoders.ByteLevel()
     whole = PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=_PAD, eos_token=_END, pad_token=_PAD, chat_template=_TEMPLATE,
+        tokenizer_object=byte_tokenizer, bos_token=_PAD, eos_token=_END, pad_token=_PAD, chat_template=_TEMPLATE,
         additional_special_tokens=["<|im_start|>"], clean_up_tokenization_spaces=False,
     )  # fmt: skip
     folder = tempfile.mkdtemp(prefix="tokenizer-")

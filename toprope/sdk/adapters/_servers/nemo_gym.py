@@ -18,21 +18,21 @@ _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant"
 
 
 def response_of(
-    said: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any], task: str, cut: bool
+    messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any], task: str, cut: bool
 ) -> dict[str, Any]:
     """Return a conversation in the form of OpenAI's Responses, as NeMo Gym's agents send it.
 
     Args:
-        said: Messages of the policy and of tools.
+        messages: Messages of the policy and of tools.
         parameters: The row's `responses_create_params`.
         task: Id of the task.
         cut: Whether the newest answer was cut off.
     """
     output: list[dict[str, Any]] = []
     waiting: list[str] = []
-    for number, message in enumerate(said):
+    for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            output += _said(message["content"], number, cut, waiting)
+            output += _items_of(message["content"], number, cut, waiting)
         elif message["role"] == "tool" and waiting:
             called = {"call_id": waiting.pop(0), "output": message["content"]}
             output.append({"type": "function_call_output", **called})
@@ -52,12 +52,12 @@ def response_of(
 
 def messages_of(parameters: Mapping[str, Any], number: int) -> Messages:
     """Return the input of a row as messages."""
-    given, messages = parameters["input"], []
+    items, messages = parameters["input"], []
     if parameters.get("instructions"):
         messages.append({"role": "system", "content": str(parameters["instructions"])})
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    for item in given:
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for item in items:
         kind = item.get("type") or "message"
         if kind == "function_call":
             called = f'{{"name": {json.dumps(item.get("name"))}, "arguments": {item.get("arguments") or "{}"}}}'
@@ -73,14 +73,14 @@ def messages_of(parameters: Mapping[str, Any], number: int) -> Messages:
     return messages
 
 
-def _said(text: str, number: int, cut: bool, waiting: list[str]) -> list[dict[str, Any]]:
+def _items_of(text: str, number: int, cut: bool, waiting: list[str]) -> list[dict[str, Any]]:
     """Convert an answer of the policy into response items; append the ids of its calls to `waiting`."""
     calls = calls_in(text)
-    thoughts, told = split_thoughts(text)
-    plain = told.split("<tool_call>", 1)[0].strip() if calls else told
+    thoughts, answer = split_thoughts(text)
+    plain = answer.split("<tool_call>", 1)[0].strip() if calls else answer
     items: list[dict[str, Any]] = []
     if thoughts:
-        summary = [{"type": "summary_text", "text": one} for one in thoughts]
+        summary = [{"type": "summary_text", "text": thought} for thought in thoughts]
         items.append({"id": f"rs_{number}", "type": "reasoning", "summary": summary})
     if plain or not calls and not thoughts:
         content = [{"type": "output_text", "text": plain, "annotations": []}]
@@ -89,7 +89,7 @@ def _said(text: str, number: int, cut: bool, waiting: list[str]) -> list[dict[st
                       "content": content})  # fmt: skip
     for place, call in enumerate(calls):
         waiting.append(f"call_{number}_{place}")
-        named = {"name": call.name or "unreadable", "arguments": json.dumps(call.arguments or {})}
+        function = {"name": call.name or "unreadable", "arguments": json.dumps(call.arguments or {})}
         items.append({"type": "function_call", "id": f"fc_{number}_{place}", "call_id": waiting[-1],
-                      "status": "completed", **named})  # fmt: skip
+                      "status": "completed", **function})  # fmt: skip
     return items

@@ -37,15 +37,19 @@ _DESCRIPTION = re.compile(r"^ +description: *(.+)$", re.MULTILINE)
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List the server of an `app.py` that derives from one of NeMo Gym's, with the rows in its folder `data`."""
-    if file.name != "app.py" or not any(isinstance(one, ast.ClassDef) and _is_server(one, tree) for one in tree.body):
+    if file.name != "app.py" or not any(
+        isinstance(node, ast.ClassDef) and _is_server(node, tree) for node in tree.body
+    ):
         return []
     folder, rows = file.parent, rows_beside(file.parent)
-    packages = [str(one) for one in (folder.parent, folder.parent.parent / "nemo_gym") if one.is_dir()]
+    packages = [str(place) for place in (folder.parent, folder.parent.parent / "nemo_gym") if place.is_dir()]
     if folder.parent.name != _PARENT:
         packages = []
-    target = {"folder": str(folder), "packages": packages, "rows": [str(one) for one in rows], "name": folder.name}
-    said = [found[1] for one in sorted(folder.glob("configs/*.yaml")) if (found := _DESCRIPTION.search(_text(one)))]
-    text = said[0].strip("'\"") if said else first_line(ast.get_docstring(tree))
+    target = {"folder": str(folder), "packages": packages, "rows": [str(path) for path in rows], "name": folder.name}
+    descriptions = [
+        match[1] for config in sorted(folder.glob("configs/*.yaml")) if (match := _DESCRIPTION.search(_text(config)))
+    ]
+    text = descriptions[0].strip("'\"") if descriptions else first_line(ast.get_docstring(tree))
     problem = "" if rows else f"{folder / 'data'} has no rows (JSON lines with responses_create_params)."
     if rows and _NOT_TEXT.search(_text(rows[0])[:_LOOKED_AT]):
         problem = "Its rows have images or sound; policies here read text alone. Choose another environment."
@@ -54,32 +58,34 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
 
 def installed(site_packages: Path) -> list[Listed]:
     """List the servers that come with the package, which does not bring what each of them requires."""
-    found: list[Listed] = []
+    servers: list[Listed] = []
     present = list(site_packages.glob("*.dist-info"))
-    names = {_plain(one.name.partition("-")[0]) for one in present}
-    places = " ".join(_text(one / "direct_url.json") for one in present)
+    names = {_plain(entry.name.partition("-")[0]) for entry in present}
+    places = " ".join(_text(entry / "direct_url.json") for entry in present)
     for file in sorted(site_packages.glob(f"{_PARENT}/*/app.py")):
         try:
             listed = declared(file, parse(file))
             required = list(_requirements(file.parent))
         except (OSError, SyntaxError, ValueError):
             continue
-        if all(_is_present(one, names, places) for one in required):
-            found += listed
+        if all(_is_present(requirement, names, places) for requirement in required):
+            servers += listed
             continue
-        more = [word for one in required for word in ("-r", one)]
+        more = [word for requirement in required for word in ("-r", requirement)]
         words = ["toprope", "env", "add", "nemo-gym", "--name", name_of(f"nemo-gym-{file.parent.name}"), *more]
         problem = f"It needs packages that NeMo Gym does not bring. The owner installs them: {shlex.join(words)}"
-        found += [one if one.problem else replace(one, problem=problem, needs="install") for one in listed]
-    return found
+        servers += [
+            server if server.problem else replace(server, problem=problem, needs="install") for server in listed
+        ]
+    return servers
 
 
 def _requirements(folder: Path) -> Iterator[str]:
     """Yield what a server requires besides NeMo Gym, which its authors name by the folder that it is in."""
     lines = [line.partition(" #")[0].strip() for line in _text(folder / "requirements.txt").splitlines()]
     if not lines and (project := _text(folder / "pyproject.toml")):
-        asked = tomllib.loads(project).get("project", {}).get("dependencies")
-        lines = [str(one) for one in asked] if isinstance(asked, list) else []
+        dependencies = tomllib.loads(project).get("project", {}).get("dependencies")
+        lines = [str(dependency) for dependency in dependencies] if isinstance(dependencies, list) else []
     for line in lines:
         if line and not line.startswith(("#", "-")) and ";" not in line:  # some are for other systems alone
             yield line
@@ -123,15 +129,15 @@ def executes(folder: Path, rows: Path, reference: Any) -> bool:
 
 def longest(folder: Path, rows: Path) -> int:
     """Return the largest number of answers that an agent of these rows may give; 0 if none has a limit."""
-    limits = [int(found[1]) for _, _, text in _agents_of(folder, rows, None) if (found := _STEPS.search(text))]
+    limits = [int(match[1]) for _, _, text in _agents_of(folder, rows, None) if (match := _STEPS.search(text))]
     return max(limits, default=0)
 
 
 def _agents_of(folder: Path, rows: Path, reference: Any) -> list[tuple[str, str, str]]:
     """Return the agents that play rows; see `executes`."""
     name, agents = reference.get("name") if isinstance(reference, Mapping) else None, _agents(folder)
-    named = [one for one in agents if one[0] == name]
-    return named or [one for one in agents if f"/{rows.name}\n" in f"{one[2]}\n"] or agents
+    named = [agent for agent in agents if agent[0] == name]
+    return named or [agent for agent in agents if f"/{rows.name}\n" in f"{agent[2]}\n"] or agents
 
 
 @functools.lru_cache(maxsize=64)
@@ -139,27 +145,27 @@ def _agents(folder: Path) -> list[tuple[str, str, str]]:
     """Return the agents in a server's configurations: name, kind and text."""
     texts = map(_text, sorted(folder.glob("configs/*.yaml")))
     parts = [part for text in texts for part in re.split(r"^(?=\S)", text, flags=re.MULTILINE)]
-    return [(found[1], found[2], part) for part in parts if (found := _AGENT.match(part))]
+    return [(match[1], match[2], part) for part in parts if (match := _AGENT.match(part))]
 
 
 def rows_beside(folder: Path) -> list[Path]:
     """Return the files of a server's tasks: those for training, or else its examples, or else all."""
-    files = [one for one in sorted(folder.glob("data/*.jsonl")) if not _RESULTS.search(one.name)]
+    files = [file for file in sorted(folder.glob("data/*.jsonl")) if not _RESULTS.search(file.name)]
     for name in ("train", "example"):
-        if chosen := [one for one in files if one.stem == name]:
+        if chosen := [file for file in files if file.stem == name]:
             return chosen
     return files
 
 
 def _is_server(node: ast.ClassDef, tree: ast.Module) -> bool:
-    bases = {ast.unparse(one).rpartition(".")[2] for one in node.bases}
+    bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
     theirs = {
-        one.asname or one.name
-        for each in tree.body
-        if isinstance(each, ast.ImportFrom) and (each.module or "").startswith((f"{_PARENT}.", "nemo_gym."))
-        for one in each.names
+        alias.asname or alias.name
+        for statement in tree.body
+        if isinstance(statement, ast.ImportFrom) and (statement.module or "").startswith((f"{_PARENT}.", "nemo_gym."))
+        for alias in statement.names
     }
-    return any(one in _BASES or one in theirs and one.endswith(("Server", "Env")) for one in bases)
+    return any(base in _BASES or base in theirs and base.endswith(("Server", "Env")) for base in bases)
 
 
 def _text(file: Path) -> str:

@@ -66,26 +66,26 @@ def _serve(errors: Any) -> None:
     name = folder.name
     # Only the packages can be read, not the folder that they are in; servers write beside their code.
     root = Path(tempfile.mkdtemp(prefix="gym-"))
-    own = root / folder.parent.name / name
-    shutil.copytree(folder, own, symlinks=True, ignore=_not_copied)
-    for hidden in (one for one in folder.iterdir() if one.name.startswith(".")):
-        (own / hidden.name).symlink_to(hidden)  # an author's script may have put data there
+    folder_copy = root / folder.parent.name / name
+    shutil.copytree(folder, folder_copy, symlinks=True, ignore=_not_copied)
+    for hidden in (entry for entry in folder.iterdir() if entry.name.startswith(".")):
+        (folder_copy / hidden.name).symlink_to(hidden)  # an author's script may have put data there
     for package in packages:
-        for one in package.iterdir() if package == folder.parent else [package]:
-            if one != folder:
-                (root / one.relative_to(package.parent)).symlink_to(one)
+        for entry in package.iterdir() if package == folder.parent else [package]:
+            if entry != folder:
+                (root / entry.relative_to(package.parent)).symlink_to(entry)
     sys.path[:0] = [str(root)]
-    sys.path.append(str(own))
-    os.chdir(own)
+    sys.path.append(str(folder_copy))
+    os.chdir(folder_copy)
     if folder.parent in packages:
         _prefer(root, folder.parent.name)
-    settings, left = _settings(folder)
+    settings, variable_of = _settings(folder)
     own_settings = {**settings, **json.loads(os.environ.get(SETTINGS) or "{}")}
     file = str(own_settings.get("entrypoint") or "app.py").removesuffix(".py")
     module = importlib.import_module(f"resources_servers.{name}.{file}" if folder.parent in packages else file)
     kind = _server_of(module)
     settings = {**own_settings, "host": "127.0.0.1", "port": port, "name": name}
-    config = _checked(kind.model_fields["config"].annotation, settings, left)
+    config = _checked(kind.model_fields["config"].annotation, settings, variable_of)
     server = kind(config=config, server_client=_client(settings))
     app = server.setup_webserver()
     if getattr(server.config, "expose_tools_over_mcp", False):
@@ -124,14 +124,14 @@ def _server_of(module: Any) -> Any:
     """The class of the server: the last one that the file defines."""
     from nemo_gym.base_resources_server import SimpleResourcesServer  # type: ignore[import-not-found,unused-ignore]
 
-    found = [
-        one
-        for one in vars(module).values()
-        if inspect.isclass(one) and issubclass(one, SimpleResourcesServer) and one.__module__ == module.__name__
+    classes = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, SimpleResourcesServer) and value.__module__ == module.__name__
     ]
-    if not found:
+    if not classes:
         raise SystemExit(f"LookupError: {module.__file__} defines no SimpleResourcesServer")
-    return found[-1]
+    return classes[-1]
 
 
 def _settings(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -141,29 +141,29 @@ def _settings(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     files = sorted(folder.glob("configs/*.yaml"), key=lambda file: (file.stem != folder.name, file.name))
     for file in files:
         whole = yaml.safe_load(file.read_text()) or {}
-        for one in whole.values():
-            own = one.get("resources_servers") if isinstance(one, dict) else None
-            if own:
-                given = own.get(folder.name) or next(iter(own.values()))
-                settings, left = dict[str, Any](), dict[str, str]()
-                for key, value in given.items():
+        for block in whole.values():
+            servers = block.get("resources_servers") if isinstance(block, dict) else None
+            if servers:
+                section = servers.get(folder.name) or next(iter(servers.values()))
+                settings, variable_of = dict[str, Any](), dict[str, str]()
+                for key, value in section.items():
                     try:
-                        settings[key] = _filled(value, whole, given)
-                    except _Left as missing:
-                        left[key] = str(missing)
+                        settings[key] = _fill_in(value, whole, section)
+                    except _LeftToOwner as missing:
+                        variable_of[key] = str(missing)
                     if settings.get(key) is None and (judge := _of_judge(key)):
                         settings[key] = judge
                     elif key in settings and settings[key] is None and (open_ := _OPEN.search(str(value))):
-                        left[key] = _variable(*open_.groups()[:2])
-                return settings, left
+                        variable_of[key] = _variable(*open_.groups()[:2])
+                return settings, variable_of
     return {"entrypoint": "app.py", "domain": "other"}, {}
 
 
-class _Left(Exception):
+class _LeftToOwner(Exception):
     """A setting is left to the owner; the text is the variable that may hold it, or empty."""
 
 
-def _filled(value: Any, whole: dict[str, Any], beside: dict[str, Any], within: tuple[str, ...] = ()) -> Any:
+def _fill_in(value: Any, whole: dict[str, Any], siblings: dict[str, Any], within: tuple[str, ...] = ()) -> Any:
     """Fill in what OmegaConf would: variables and defaults for `oc.env` and `oc.select`, and other keys of the file.
 
     A name that the file does not have, which NeMo Gym's users put into their `env.yaml`, is the variable of that name
@@ -171,58 +171,58 @@ def _filled(value: Any, whole: dict[str, Any], beside: dict[str, Any], within: t
 
     Args:
         whole: The file.
-        beside: The part of the file that holds the value, where names with a dot before them are.
+        siblings: The part of the file that holds the value, where names with a dot before them are.
         within: Names whose values are being filled in.
 
     Raises:
-        _Left: Something in it is neither a variable nor a key, and has no default.
+        _LeftToOwner: Something in it is neither a variable nor a key, and has no default.
     """
     if isinstance(value, dict):
-        return {key: _filled(one, whole, value, within) for key, one in value.items()}
+        return {key: _fill_in(item, whole, value, within) for key, item in value.items()}
     if isinstance(value, list):
-        return [_filled(one, whole, {}, within) for one in value]
+        return [_fill_in(item, whole, {}, within) for item in value]
     if value == "???":
-        raise _Left("")
+        raise _LeftToOwner("")
     while isinstance(value, str) and (open_ := _OPEN.search(value)):
         resolver, name, default = open_.groups()
         variable = lacking = _variable(resolver, name)
-        known: Any = None
+        replacement: Any = None
         if resolver != "oc.env":
             try:
-                known = _of_file(name, whole, beside, within)
-            except _Left as missing:
+                replacement = _of_file(name, whole, siblings, within)
+            except _LeftToOwner as missing:
                 lacking = str(missing) or variable
-        if known is None:
-            known = (_of_judge(name) if name in _GLOBAL else "") or os.environ.get(variable)
-        if known is None and default is None:
-            raise _Left(lacking)
+        if replacement is None:
+            replacement = (_of_judge(name) if name in _GLOBAL else "") or os.environ.get(variable)
+        if replacement is None and default is None:
+            raise _LeftToOwner(lacking)
         if open_[0] != value:
-            text = default if known is None else str(known).translate(_HIDDEN)
+            text = default if replacement is None else str(replacement).translate(_HIDDEN)
             value = f"{value[: open_.start()]}{text}{value[open_.end() :]}"
-        elif known is not None:
-            return known
+        elif replacement is not None:
+            return replacement
         else:
             import yaml
 
             return yaml.safe_load(default.translate(_SHOWN))
     if isinstance(value, str) and "${" in value:  # another resolver
-        raise _Left("")
+        raise _LeftToOwner("")
     return value.translate(_SHOWN) if isinstance(value, str) else value
 
 
-def _of_file(name: str, whole: dict[str, Any], beside: dict[str, Any], within: tuple[str, ...]) -> Any:
+def _of_file(name: str, whole: dict[str, Any], siblings: dict[str, Any], within: tuple[str, ...]) -> Any:
     """Return what a name of the file stands for; None if the file has no plain value for it.
 
     Raises:
-        _Left: As `_filled`; the value may also ask for itself.
+        _LeftToOwner: As `_fill_in`; the value may also ask for itself.
     """
-    place: Any = beside if name.startswith(".") else whole
+    place: Any = siblings if name.startswith(".") else whole
     if name in within:
-        raise _Left("")
+        raise _LeftToOwner("")
     around: Any = {}
     for word in name.removeprefix(".").split("."):
         around, place = place, place.get(word) if isinstance(place, dict) else None
-    return None if isinstance(place, dict) else _filled(place, whole, around, (*within, name))
+    return None if isinstance(place, dict) else _fill_in(place, whole, around, (*within, name))
 
 
 def _variable(resolver: str | None, name: str) -> str:
@@ -241,15 +241,15 @@ def _of_judge(key: str) -> str:
     return os.environ.get(JUDGE_MODEL, "") if key.endswith(("_model", "_model_name")) else ""
 
 
-def _checked(kind: Any, settings: dict[str, Any], left: dict[str, str]) -> Any:
+def _checked(kind: Any, settings: dict[str, Any], variable_of: dict[str, str]) -> Any:
     from pydantic import ValidationError
 
     try:
         return kind.model_validate(settings)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        keys = dict.fromkeys(str(one["loc"][0]) for one in error.errors() if one["loc"])
-        variables = [left[key] for key in keys if left.get(key)]
+        wrong = "; ".join(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors())
+        keys = dict.fromkeys(str(problem["loc"][0]) for problem in error.errors() if problem["loc"])
+        variables = [variable_of[key] for key in keys if variable_of.get(key)]
         if not os.environ.get(JUDGE) and any("judge" in key and key.endswith(_OF_ENDPOINT) for key in keys):
             raise ValueError(
                 f"name an endpoint for its judge by the knobs judge_url and judge_model ({wrong})"
@@ -268,15 +268,15 @@ def _client(settings: dict[str, Any]) -> Any:
     class Models(ServerClient):  # type: ignore[misc,unused-ignore]
         """Asks the endpoint for every model."""
 
-        async def post(self, server_name: str, url_path: str, **asked: Any) -> _Answer:
-            failed, what = _failed.get({}), (server_name, _question(asked.get("json")))
+        async def post(self, server_name: str, url_path: str, **request: Any) -> _Answer:
+            failed, question = _failed.get({}), (server_name, _question(request.get("json")))
             try:
                 self._build_server_base_url({"name": server_name})
-                answer = await _asked(url_path, asked.get("json") or {})
+                answer = await _request_answer(url_path, request.get("json") or {})
             except Exception as error:
-                failed[what] = f"{type(error).__name__}: {error}"
+                failed[question] = f"{type(error).__name__}: {error}"
                 raise
-            failed.pop(what, None)
+            failed.pop(question, None)
             return answer
 
         def poll_for_status(self, server_name: str) -> str:
@@ -288,17 +288,17 @@ def _client(settings: dict[str, Any]) -> Any:
                 raise RuntimeError(f"it asks the model {name!r}: name an endpoint by the knob judge_url")
             return os.environ[JUDGE].rstrip("/").removesuffix("/v1")  # callers append it
 
-    names = [str(one["name"]) for one in settings.values() if isinstance(one, dict) and one.get("name")]
-    known = {name: {"responses_api_models": {"endpoint": {"name": name}}} for name in names}
+    names = [str(value["name"]) for value in settings.values() if isinstance(value, dict) and value.get("name")]
+    config = {name: {"responses_api_models": {"endpoint": {"name": name}}} for name in names}
     # NeMo Gym's own functions for requests, Ray and sandboxes read it there, or else from this program's arguments.
-    os.environ[_WHOLE] = json.dumps(known)
-    return Models(head_server_config=BaseServerConfig(host="127.0.0.1", port=9), global_config_dict=DictConfig(known))
+    os.environ[_WHOLE] = json.dumps(config)
+    return Models(head_server_config=BaseServerConfig(host="127.0.0.1", port=9), global_config_dict=DictConfig(config))
 
 
 def _question(body: Any) -> str:
     """Return what a request asks, without its limits: servers retry a failed one with others."""
-    told = body.model_dump(exclude_none=True, mode="json") if hasattr(body, "model_dump") else dict(body or {})
-    return repr([told.get(name) for name in ("instructions", "input", "messages")])
+    fields = body.model_dump(exclude_none=True, mode="json") if hasattr(body, "model_dump") else dict(body or {})
+    return repr([fields.get(name) for name in ("instructions", "input", "messages")])
 
 
 class _Answer:
@@ -324,24 +324,24 @@ class _Answer:
     def release(self) -> None: ...
 
 
-async def _asked(path: str, body: Any) -> _Answer:
+async def _request_answer(path: str, body: Any) -> _Answer:
     """Ask for an answer in the form of OpenAI's Responses, or of chat completions."""
     body = body.model_dump(exclude_none=True, mode="json") if hasattr(body, "model_dump") else dict(body)
     chat = path.endswith("/chat/completions")
-    asked = body if chat else {
+    request = body if chat else {
         "messages": _messages(body),
         **{ours: body[theirs] for theirs, ours in _SAMPLING.items() if body.get(theirs) is not None},
     }  # fmt: skip
-    asked["model"] = os.environ.get(JUDGE_MODEL) or "judge"
-    said = await asyncio.to_thread(_said, asked)
+    request["model"] = os.environ.get(JUDGE_MODEL) or "judge"
+    completion = await asyncio.to_thread(_post_chat, request)
     if chat:
-        return _Answer(said)
-    text = str(said["choices"][0]["message"].get("content") or "")
+        return _Answer(completion)
+    text = str(completion["choices"][0]["message"].get("content") or "")
     content: list[dict[str, Any]] = [{"type": "output_text", "text": text, "annotations": []}]
     message = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": content}
     return _Answer(
         {
-            "id": "resp_1", "created_at": said.get("created", 0), "object": "response", "model": asked["model"],
+            "id": "resp_1", "created_at": completion.get("created", 0), "object": "response", "model": request["model"],
             "output": [message], "parallel_tool_calls": False, "tool_choice": "auto", "tools": [],
         }
     )  # fmt: skip
@@ -360,11 +360,11 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _said(asked: dict[str, Any]) -> Any:
+def _post_chat(body: dict[str, Any]) -> Any:
     """Return the endpoint's answer to a request for a chat completion."""
     address = f"{os.environ[JUDGE].rstrip('/')}/chat/completions"
     headers = {"Authorization": f"Bearer {_key_for(address)}", "Content-Type": "application/json"}
-    request = urllib.request.Request(address, json.dumps(asked).encode(), headers)
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
     try:
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=_WAIT_S) as answer:
             return json.loads(answer.read())
@@ -373,19 +373,19 @@ def _said(asked: dict[str, Any]) -> Any:
 
 
 def _messages(body: dict[str, Any]) -> list[dict[str, str]]:
-    given = body.get("input") or ""
-    told = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
-    if isinstance(given, str):
-        return [*told, {"role": "user", "content": given}]
-    for one in given:
-        content = one.get("content")
+    inputs = body.get("input") or ""
+    messages = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    if isinstance(inputs, str):
+        return [*messages, {"role": "user", "content": inputs}]
+    for item in inputs:
+        content = item.get("content")
         parts = content if isinstance(content, list) else [{"text": content}]
         text = "".join(str(part.get("text") or "") for part in parts)
-        told.append({"role": _ROLES.get(one.get("role"), "user"), "content": text})
+        messages.append({"role": _ROLES.get(item.get("role"), "user"), "content": text})
     # NeMo Gym's reward models compare these; their templates have roles of these names.
     compared = body.get("metadata") or {}
-    told += [{"role": name, "content": str(compared[name])} for name in _COMPARED if name in compared]
-    return told
+    messages += [{"role": name, "content": str(compared[name])} for name in _COMPARED if name in compared]
+    return messages
 
 
 def _compare_groups(app: Any, config: Any) -> None:
@@ -423,10 +423,10 @@ def _tell_failures(app: Any, errors: Any) -> None:
     """Answer an exception with its text, which a server's plain 500 hides."""
     from starlette.responses import JSONResponse  # type: ignore[import-not-found,unused-ignore]
 
-    async def told(request: Any, error: Exception) -> Any:
+    async def failure_of(request: Any, error: Exception) -> Any:
         return JSONResponse({"detail": errors.Failure.of(error).line()}, 500)
 
-    app.add_exception_handler(Exception, told)
+    app.add_exception_handler(Exception, failure_of)
 
 
 if __name__ == "__main__":

@@ -36,10 +36,10 @@ class Server(StartedServer):
     def __init__(self, url: str, command: Sequence[str], folder: str, variables: Mapping[str, str]) -> None:
         more = {"ENABLE_WEB_INTERFACE": "false", **variables}
         super().__init__("OpenEnv server", url, command, folder, more)
-        found = Endpoints.of(self.url)
-        if found is None or found.official:
+        endpoints = Endpoints.of(self.url)
+        if endpoints is None or endpoints.official:
             _require_websockets()
-        self.http = None if found is not None and found.official and self._has_websocket() else found
+        self.http = None if endpoints is not None and endpoints.official and self._has_websocket() else endpoints
         """Its endpoints, if episodes go over HTTP."""
         self._turns = turns_at(self.url)
 
@@ -54,8 +54,8 @@ class Server(StartedServer):
             return {"action": self.http.action}
         try:
             with DIRECT.open(f"{self.url}/schema", timeout=10) as answer:
-                found = json.loads(answer.read())
-            return found if isinstance(found, dict) else {}
+                schemas = json.loads(answer.read())
+            return schemas if isinstance(schemas, dict) else {}
         except (OSError, ValueError):
             return {}
 
@@ -90,15 +90,15 @@ class Servers:
 
     def __init__(self, url: str, command: Sequence[str], folder: str, variables: Mapping[str, str], most: int) -> None:
         self._most = most
-        self._given = url, command, folder, variables
-        self.first = Server(*self._given)
+        self._start_arguments = url, command, folder, variables
+        self.first = Server(*self._start_arguments)
         self._all = [self.first]
         http = self.first.http
         self._may_grow = bool(command) and http is not None and not http.session
 
     def least_busy(self) -> Server:
         """Return the server with the fewest episodes; if all are busy, another one is started for later ones."""
-        best = min(self._all, key=lambda one: one.waiting)
+        best = min(self._all, key=lambda server: server.waiting)
         if best.waiting and self._may_grow and len(self._all) < self._most:
             self._may_grow = False  # one at a time
             threading.Thread(target=self._grow, daemon=True, name="OpenEnv server").start()
@@ -106,7 +106,7 @@ class Servers:
 
     def _grow(self) -> None:
         with contextlib.suppress(LoadError):  # as for a fixed port: then there is no other
-            self._all.append(Server(*self._given))
+            self._all.append(Server(*self._start_arguments))
             self._may_grow = True
 
 
@@ -169,13 +169,13 @@ class Connection:
 
     async def tools(self) -> list[dict[str, Any]]:
         """Return the environment's tools as MCP lists them; none if it has none."""
-        asked = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+        request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
         try:
-            found = await self._say("mcp", asked)
+            answer = await self._say("mcp", request)
         except EnvironmentMistake:  # an older server
             return []
-        tools = (found.get("result") or {}).get("tools") or ()
-        return [dict(one) for one in tools if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
+        tools = (answer.get("result") or {}).get("tools") or ()
+        return [dict(tool) for tool in tools if isinstance(tool, Mapping) and isinstance(tool.get("name"), str)]
 
     async def required_fields(self) -> list[str]:
         """Return the fields without which the server refuses an action, for servers that give no schema."""
@@ -200,17 +200,17 @@ class Connection:
         except TimeoutError:
             raise TimeoutError(f"the OpenEnv server did not answer {kind} within {_MESSAGE_S:g} s") from None
         answer = json.loads(raw)
-        found = answer.get("data")
+        content = answer.get("data")
         if answer.get("type") == "error":
-            said = found if isinstance(found, dict) else {}
-            if said.get("code") == "CAPACITY_REACHED":
-                raise Full(said.get("message", ""))
-            why = f"{said.get('message') or raw}{details(said.get('errors'))}"
-            code, lacks = said.get("code"), said.get("lacks")
+            failure = content if isinstance(content, dict) else {}
+            if failure.get("code") == "CAPACITY_REACHED":
+                raise Full(failure.get("message", ""))
+            why = f"{failure.get('message') or raw}{details(failure.get('errors'))}"
+            code, lacks = failure.get("code"), failure.get("lacks")
             asked_for = code == FAILED and lacks and str(lacks) in json.dumps(message)  # code that the policy wrote
             if kind == "step" and (asked_for or code in ("VALIDATION_ERROR", "EXECUTION_ERROR")):
-                raise Refused(why, missing(said.get("errors")))
-            raise EnvironmentMistake(f"OpenEnv refuses {kind} ({said.get('code', '?')}): {why}")
-        if not isinstance(found, dict):
+                raise Refused(why, missing(failure.get("errors")))
+            raise EnvironmentMistake(f"OpenEnv refuses {kind} ({failure.get('code', '?')}): {why}")
+        if not isinstance(content, dict):
             raise EnvironmentMistake(f"OpenEnv answered {kind} with {str(raw)[:200]}")
-        return found
+        return content

@@ -63,8 +63,8 @@ class _Field:
             kinds = (f"JSON {kind}" if kind in _CONTAINERS else kind for kind in self.kinds)
             kind = " or ".join(kinds) or "any value"
             kind += f" with {', '.join(self.within[:_MOST_NAMED])}" if self.within else ""
-        told = f"- {self.name}: {kind}, {'required' if self.required else 'optional'}"
-        return f"{told}. {self.description}" if self.description else told
+        text = f"- {self.name}: {kind}, {'required' if self.required else 'optional'}"
+        return f"{text}. {self.description}" if self.description else text
 
     def example(self) -> Any:
         return self.choices[0] if self.choices else _EXAMPLES.get(self.kinds[0] if self.kinds else "", "...")
@@ -87,9 +87,9 @@ class _Field:
         else:
             # A text is read as JSON only if it is nothing else; a list or object becomes a text only if it must.
             for kind in sorted(self.kinds, key=lambda kind: (kind in _CONTAINERS) == isinstance(value, str)):
-                found = _as(kind, value)
-                if found is not None:
-                    return found
+                result = _as(kind, value)
+                if result is not None:
+                    return result
         raise NotAnAction(f"{self.name} cannot be {json.dumps(value, default=str)[:80]} ({self.told()[2:]})")
 
     def in_text(self, text: str) -> Any:
@@ -103,7 +103,7 @@ class _Field:
         words: list[Any]
         if self.choices:
             options = "|".join(
-                re.escape(str(choice)) for choice in sorted(self.choices, key=lambda one: -len(str(one)))
+                re.escape(str(choice)) for choice in sorted(self.choices, key=lambda choice: -len(str(choice)))
             )
             words = re.findall(rf"(?<!\w)(?:{options})(?!\w)", text, re.IGNORECASE)
         elif "boolean" in self.kinds:
@@ -147,24 +147,24 @@ class Form:
         """
         fixed = fixed or {}
         definitions = (schema.get("$defs") if isinstance(schema, Mapping) else None) or {}
-        known = merged(schema, definitions)
-        properties = known.get("properties") or {}
-        required = known.get("required") or ()
+        resolved = merged(schema, definitions)
+        properties = resolved.get("properties") or {}
+        required = resolved.get("required") or ()
         fields = {
-            name: _field(name, given, definitions, name in required)
-            for name, given in properties.items()
+            name: _field(name, property_schema, definitions, name in required)
+            for name, property_schema in properties.items()
             if name not in _NOT_ASKED and name not in fixed
         }
-        said = str(known.get("description") or "").strip()
+        description = str(resolved.get("description") or "").strip()
         if {"tool_name", "arguments"} <= fields.keys() and not only and not whole:
             return cls(calls_tools=True, fixed=fixed)
         # Most servers ignore fields that they do not know; the owner's choice of one field is kept.
-        closed = bool(only) or known.get("additionalProperties") is False if fields else not whole
+        closed = bool(only) or resolved.get("additionalProperties") is False if fields else not whole
         if only:
             fields = {only: fields.get(only) or _Field(only, ("string",), required=True)}
         elif len(fields) == 1 and not whole:
             only = next(iter(fields))
-        return cls(fields, only, fixed, description=said, closed=closed)
+        return cls(fields, only, fixed, description=description, closed=closed)
 
     @property
     def known(self) -> bool:
@@ -173,20 +173,25 @@ class Form:
 
     def told(self) -> str:
         """Instructions for the policy; empty if an answer needs no explanation."""
-        one = self.fields.get(self.only)
-        if self.calls_tools or one is not None and one.is_text and not (self.description or one.description):
+        only_field = self.fields.get(self.only)
+        if (
+            self.calls_tools
+            or only_field is not None
+            and only_field.is_text
+            and not (self.description or only_field.description)
+        ):
             return ""
         lines = ["Each of your answers is an action of the environment."]
         if self.description:
             lines.append(self.description[:_LONGEST_TOLD])
-        if one is not None and one.is_text:
-            lines.append(f"The whole answer is its {one.name}. {one.description}".strip())
+        if only_field is not None and only_field.is_text:
+            lines.append(f"The whole answer is its {only_field.name}. {only_field.description}".strip())
             return "\n".join(lines)
         if self.fields:
-            lines += ["Its fields:", *(each.told() for each in self.fields.values())]
-        asked = [each for each in self.fields.values() if each.required] or list(self.fields.values())
-        example = json.dumps({each.name: each.example() for each in asked}, ensure_ascii=False)
-        alone = f", or the value of {one.name} alone" if one is not None else ""
+            lines += ["Its fields:", *(entry.told() for entry in self.fields.values())]
+        required = [entry for entry in self.fields.values() if entry.required] or list(self.fields.values())
+        example = json.dumps({entry.name: entry.example() for entry in required}, ensure_ascii=False)
+        alone = f", or the value of {only_field.name} alone" if only_field is not None else ""
         lines.append(f"Answer with a JSON object such as {example}{alone}.")
         return "\n".join(lines)
 
@@ -199,67 +204,76 @@ class Form:
         called = [call.arguments for call in calls_in(answer) if not call.problem]
         _, spoken = split_thoughts(answer)
         text = spoken.strip()
-        one = self.fields.get(self.only)
-        if one is not None and one.is_text:
-            written = called[-1].get(one.name) if called else None
-            return {**self.fixed, one.name: written if isinstance(written, str) else spoken}
-        given = called[-1] if called else self._object(text)
-        if given is not None:
-            return {**self._checked(given), **self.fixed}
-        if one is None:
-            asked = [each for each in self.fields.values() if each.required]
-            asked = asked or [each for each in self.fields.values() if each.is_text]
-            one = asked[0] if len(asked) == 1 else None
-        if one is None:
+        only_field = self.fields.get(self.only)
+        if only_field is not None and only_field.is_text:
+            value = called[-1].get(only_field.name) if called else None
+            return {**self.fixed, only_field.name: value if isinstance(value, str) else spoken}
+        arguments = called[-1] if called else self._object(text)
+        if arguments is not None:
+            return {**self._checked(arguments), **self.fixed}
+        if only_field is None:
+            required = [entry for entry in self.fields.values() if entry.required]
+            required = required or [entry for entry in self.fields.values() if entry.is_text]
+            only_field = required[0] if len(required) == 1 else None
+        if only_field is None:
             raise NotAnAction("there is no JSON object in the answer")
-        return {**self.fixed, one.name: one.in_text(text)}
+        return {**self.fixed, only_field.name: only_field.in_text(text)}
 
     def _object(self, text: str) -> dict[str, Any] | None:
         """Return the last JSON object of a text that has a field of the action."""
-        found = [one for one in _values(text, "{") if not self.fields or one.keys() & self.fields.keys()]
-        return found[-1] if found else None
+        objects = [
+            candidate for candidate in _values(text, "{") if not self.fields or candidate.keys() & self.fields.keys()
+        ]
+        return objects[-1] if objects else None
 
-    def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        if self.closed and (strange := [name for name in given if name not in self.fields]):
+    def _checked(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if self.closed and (strange := [name for name in arguments if name not in self.fields]):
             raise NotAnAction(f"an action has no field {strange[0][:60]!r}; it has {', '.join(self.fields)}")
-        missing = [each.name for each in self.fields.values() if each.required and each.name not in given]
+        missing = [entry.name for entry in self.fields.values() if entry.required and entry.name not in arguments]
         if missing:
             raise NotAnAction(f"the field {missing[0]} is missing")
         return {
             name: self.fields[name].converted(value) if name in self.fields else value
-            for name, value in given.items()
+            for name, value in arguments.items()
             if name not in _NOT_ASKED
             and not (value is None and name in self.fields and self.fields[name].may_be_left_out)
         }
 
 
-def _field(name: str, given: Any, definitions: Mapping[str, Any], required: bool) -> _Field:
+def _field(name: str, schema: Any, definitions: Mapping[str, Any], required: bool) -> _Field:
     kinds: list[str] = []
     choices: list[Any] = []
     within: list[str] = []
     bounded = True
-    waiting, seen = [given], 0
-    said = given.get("description") if isinstance(given, Mapping) else ""
+    waiting, seen = [schema], 0
+    description = schema.get("description") if isinstance(schema, Mapping) else ""
     while waiting and seen < 50:  # A schema may refer to itself.
-        one, seen = waiting.pop(0), seen + 1
-        if not isinstance(one, Mapping):
+        alternative, seen = waiting.pop(0), seen + 1
+        if not isinstance(alternative, Mapping):
             continue
-        if isinstance(reference := one.get("$ref"), str):
+        if isinstance(reference := alternative.get("$ref"), str):
             waiting.append(definitions.get(reference.rpartition("/")[2]))
-        waiting += [*(one.get("anyOf") or ()), *(one.get("oneOf") or ()), *(one.get("allOf") or ())]
-        items = one.get("items")
+        waiting += [
+            *(alternative.get("anyOf") or ()),
+            *(alternative.get("oneOf") or ()),
+            *(alternative.get("allOf") or ()),
+        ]
+        items = alternative.get("items")
         if isinstance(items, Mapping) and isinstance(reference := items.get("$ref"), str):
             items = definitions.get(reference.rpartition("/")[2])
-        for each in (one, items):
-            within += (each.get("properties") or ()) if isinstance(each, Mapping) else ()
-        is_told_elsewhere = any(name in one for name in ("$ref", "anyOf", "oneOf", "allOf"))
+        for part in (alternative, items):
+            within += (part.get("properties") or ()) if isinstance(part, Mapping) else ()
+        is_told_elsewhere = any(name in alternative for name in ("$ref", "anyOf", "oneOf", "allOf"))
         bounded = bounded and (
-            is_told_elsewhere or "const" in one or bool(one.get("enum")) or one.get("type") == "null"
+            is_told_elsewhere
+            or "const" in alternative
+            or bool(alternative.get("enum"))
+            or alternative.get("type") == "null"
         )
-        kind = one.get("type")
-        kinds += [kind] if isinstance(kind, str) else [str(each) for each in kind or ()]
-        choices += [one["const"]] if "const" in one else list(one.get("enum") or ())
-    text = " ".join(str(said or "").split())
+        kind = alternative.get("type")
+        kinds += [kind] if isinstance(kind, str) else [str(kind_name) for kind_name in kind or ()]
+        choices += [alternative["const"]] if "const" in alternative else list(alternative.get("enum") or ())
+    text = " ".join(str(description or "").split())
     limits = tuple(choices) if bounded else ()  # another alternative may take any value
     return _Field(name, tuple(dict.fromkeys(kinds)), limits, required, text, tuple(dict.fromkeys(within)))
 

@@ -71,7 +71,7 @@ def name_of(file: Path) -> str:
 
 def installed(site_packages: Path) -> list[Listed]:
     """List packages by the `openenv.yaml` that names their app, or by the app in their `server/app.py`."""
-    found = []
+    environments = []
     packages = {file.parent for file in site_packages.glob(f"*/{FILE}")}
     packages |= {file.parent.parent for file in site_packages.glob("*/server/app.py")}
     for package in sorted(packages):
@@ -80,7 +80,7 @@ def installed(site_packages: Path) -> list[Listed]:
         module, attribute = manifest.app if all(manifest.app) else ("server.app", "")
         words = module.split(".")  # from the package, or from the root of its repository
         files = [package.joinpath(*words[place:]).with_suffix(".py") for place in range(len(words))]
-        file = next((one for one in files if one.is_file()), files[0])
+        file = next((candidate for candidate in files if candidate.is_file()), files[0])
         name, text = manifest.name or package.name, manifest.description
         if not attribute:
             try:
@@ -92,50 +92,50 @@ def installed(site_packages: Path) -> list[Listed]:
             attribute, text = apps[0].target.rpartition(":")[2], text or apps[0].description
         command, folder = started(file, attribute, site_packages)
         target = json.dumps({"command": command, "folder": folder, "name": name})
-        found.append(Listed(name, target, text, tags=("openenv",)))
-    return found
+        environments.append(Listed(name, target, text, tags=("openenv",)))
+    return environments
 
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List apps that a file creates with OpenEnv's `create_app` or `create_fastapi_app`, directly or in a function;
     those of FastAPI with OpenEnv's two endpoints; and the one that `openenv.yaml` names."""
     makers = {
-        one.asname or one.name
+        alias.asname or alias.name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("openenv", "openenv_core")
-        for one in node.names
-        if one.name in ("create_app", "create_fastapi_app")
+        for alias in node.names
+        if alias.name in ("create_app", "create_fastapi_app")
     }
     standalone = not makers and _ENDPOINTS <= _endpoints(tree) | _of_routers(file, tree)
     if standalone:
         makers = {"FastAPI"}
-    named = _named(file)
-    if not makers and not named:
+    app_name = _manifest_app(file)
+    if not makers and not app_name:
         return []
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and any(_calls(one, makers) for one in ast.walk(node)):
+        if isinstance(node, ast.FunctionDef) and any(_calls(inner, makers) for inner in ast.walk(node)):
             makers = makers | {node.name} if node.name != "main" else makers
-    found: dict[str, Listed] = {}
+    apps: dict[str, Listed] = {}
     for node in _top_level(tree.body):
         for name, value in assignments(node):
-            if _calls(value, makers) or name == named:
+            if _calls(value, makers) or name == app_name:
                 text = _what_it_is(ast.get_docstring(tree))
                 listed = Listed(name_of(file), f"{file}:{name}", text, tags=("openenv",), standalone=standalone)
-                found.setdefault(name, listed)
-    return list(found.values())
+                apps.setdefault(name, listed)
+    return list(apps.values())
 
 
 def _endpoints(tree: ast.Module) -> set[str]:
     """Return the last words of the addresses that a file's functions answer by POST."""
-    found = set()
+    endpoints = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            for one in node.decorator_list:
-                if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.args:
-                    place = one.args[0]
-                    if one.func.attr in ("post", "api_route") and isinstance(place, ast.Constant):
-                        found.add(str(place.value).rpartition("/")[2])
-    return found
+            for decorator in node.decorator_list:
+                if isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Attribute) and decorator.args:
+                    place = decorator.args[0]
+                    if decorator.func.attr in ("post", "api_route") and isinstance(place, ast.Constant):
+                        endpoints.add(str(place.value).rpartition("/")[2])
+    return endpoints
 
 
 def _of_routers(file: Path, tree: ast.Module) -> set[str]:
@@ -144,26 +144,26 @@ def _of_routers(file: Path, tree: ast.Module) -> set[str]:
         word.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "include_router"
-        for one in node.args[:1]
-        for word in ast.walk(one)
+        for argument in node.args[:1]
+        for word in ast.walk(argument)
         if isinstance(word, ast.Name)
     }
-    found = set[str]()
+    endpoints = set[str]()
     for node in ast.walk(tree) if includes else ():
-        if not isinstance(node, ast.ImportFrom) or not includes & {one.asname or one.name for one in node.names}:
+        if not isinstance(node, ast.ImportFrom) or not includes & {alias.asname or alias.name for alias in node.names}:
             continue
         above = file.parents[max(0, node.level - 1) :][: 1 if node.level else _NEAR]
         module = (node.module or "").split(".")
-        for name in ("", *(one.name for one in node.names)):  # of a module in the package, or of the module
+        for name in ("", *(alias.name for alias in node.names)):  # of a module in the package, or of the module
             words = [word for word in (*module, name) if word]
             places = [folder.joinpath(*words).with_suffix(".py") for folder in above if words]
-            for place in [one for one in places if one.is_file()][:1]:
+            for place in [candidate for candidate in places if candidate.is_file()][:1]:
                 with contextlib.suppress(OSError, SyntaxError, ValueError):
-                    found |= _endpoints(parse(place))
-    return found
+                    endpoints |= _endpoints(parse(place))
+    return endpoints
 
 
-def _named(file: Path) -> str:
+def _manifest_app(file: Path) -> str:
     """Return the name of the app in a file that its manifest names; empty if it names another file, or none."""
     manifest = Manifest.nearest(file)
     return manifest.app[1] if manifest is not None and _is_app_of(file, manifest) else ""
@@ -172,7 +172,7 @@ def _named(file: Path) -> str:
 def _is_app_of(file: Path, manifest: Manifest) -> bool:
     words = manifest.app[0].split(".")
     places = [manifest.folder.joinpath(*words[start:]).with_suffix(".py") for start in range(len(words))]
-    return bool(manifest.app[0]) and next((one for one in places if one.is_file()), None) == file
+    return bool(manifest.app[0]) and next((candidate for candidate in places if candidate.is_file()), None) == file
 
 
 def _calls(node: ast.AST, names: set[str]) -> bool:

@@ -140,9 +140,9 @@ class Endpoints:
     def described(cls, description: Any) -> Endpoints | None:
         """Read a description in the form of OpenAPI 3."""
         paths = description.get("paths") or {}
-        posts = [path for path, one in paths.items() if "post" in one]
+        posts = [path for path, methods in paths.items() if "post" in methods]
         prefixes = [path.removesuffix("/reset") for path in posts if path.endswith("/reset")]
-        prefix = min((one for one in prefixes if f"{one}/step" in posts), key=len, default=None)
+        prefix = min((candidate for candidate in prefixes if f"{candidate}/step" in posts), key=len, default=None)
         if prefix is None:
             return None
         parts = (description.get("components") or {}).get("schemas") or {}
@@ -153,8 +153,10 @@ class Endpoints:
         if not step.fields:
             wrapped = step.title != "Action"  # the body of a parameter called so
         elif not wrapped:
-            own = {name: one for name, one in step.fields.items() if name not in _SESSIONS and name not in again}
-            action = {**step.body, "properties": own, "required": [one for one in step.required if one in own]}
+            fields = {
+                name: schema for name, schema in step.fields.items() if name not in _SESSIONS and name not in again
+            }
+            action = {**step.body, "properties": fields, "required": [name for name in step.required if name in fields]}
         return cls(
             prefix,
             "/schema" in paths,
@@ -171,19 +173,19 @@ class Endpoints:
 class _Operation:
     """The parameters of an endpoint: the fields of its body, or else those of its address."""
 
-    def __init__(self, given: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
-        content = (given.get("requestBody") or {}).get("content") or {}
+    def __init__(self, operation: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+        content = (operation.get("requestBody") or {}).get("content") or {}
         schema = (content.get("application/json") or {}).get("schema") or {}
         self.body = merged(schema, parts)
         self.fields: dict[str, Any] = dict(self.body.get("properties") or {})
         self.required = list(self.body.get("required") or ())
         self.title = str(self.body.get("title") or "")
-        listed = [one for one in given.get("parameters") or () if one.get("in") == "query"]
-        self.query = frozenset(str(one.get("name")) for one in listed)
+        listed = [parameter for parameter in operation.get("parameters") or () if parameter.get("in") == "query"]
+        self.query = frozenset(str(parameter.get("name")) for parameter in listed)
         self.takes_any = not self.fields and (bool(schema) or not self.query)
         if not schema:
-            self.fields |= {str(one.get("name")): one.get("schema") or {} for one in listed}
-            self.required += [str(one.get("name")) for one in listed if one.get("required")]
+            self.fields |= {str(parameter.get("name")): parameter.get("schema") or {} for parameter in listed}
+            self.required += [str(parameter.get("name")) for parameter in listed if parameter.get("required")]
         self.names = frozenset(self.fields) | self.query
 
 
@@ -193,29 +195,40 @@ def merged(schema: Any, parts: Mapping[str, Any], depth: int = 0) -> dict[str, A
         return {}
     if isinstance(reference := schema.get("$ref"), str):
         return merged(parts.get(reference.rpartition("/")[2]), parts, depth + 1)
-    several = [one for kind in _SEVERAL for one in schema.get(kind) or ()]
-    own = {name: value for name, value in schema.items() if name not in _SEVERAL}
-    if not several:
-        return own
-    found = [one for each in several if (one := merged(each, parts, depth + 1)).get("type") != "null"]
-    others = [one for one in found if one.get("properties")]
-    objects = [*others, own] if own.get("properties") else others
+    alternatives = [alternative for kind in _SEVERAL for alternative in schema.get(kind) or ()]
+    base = {name: value for name, value in schema.items() if name not in _SEVERAL}
+    if not alternatives:
+        return base
+    candidates = [
+        resolved
+        for alternative in alternatives
+        if (resolved := merged(alternative, parts, depth + 1)).get("type") != "null"
+    ]
+    with_fields = [candidate for candidate in candidates if candidate.get("properties")]
+    objects = [*with_fields, base] if base.get("properties") else with_fields
     if len(objects) < 2:
-        return {**own, **(objects or found or [{}])[0]}
+        return {**base, **(objects or candidates or [{}])[0]}
     fields: dict[str, list[Any]] = {}
-    for one in objects:
-        for name, given in one["properties"].items():
-            fields.setdefault(name, []).append(given)
-    required = set.intersection(*(set(one.get("required") or ()) for one in others)) | set(own.get("required") or ())
+    for variant in objects:
+        for name, property_schema in variant["properties"].items():
+            fields.setdefault(name, []).append(property_schema)
+    required = set.intersection(*(set(variant.get("required") or ()) for variant in with_fields)) | set(
+        base.get("required") or ()
+    )
     required |= {(schema.get("discriminator") or {}).get("propertyName")}
     if schema.get("allOf"):
-        required = set().union(*(one.get("required") or () for one in objects))
-    told = {name: {"anyOf": given, "description": _said(given)} for name, given in fields.items()}
-    return {"type": "object", "properties": told, "required": [name for name in told if name in required]}
+        required = set().union(*(variant.get("required") or () for variant in objects))
+    properties = {
+        name: {"anyOf": schemas, "description": _first_description(schemas)} for name, schemas in fields.items()
+    }
+    return {"type": "object", "properties": properties, "required": [name for name in properties if name in required]}
 
 
-def _said(given: Iterable[Any]) -> str:
-    return next((str(one["description"]) for one in given if isinstance(one, Mapping) and "description" in one), "")
+def _first_description(schemas: Iterable[Any]) -> str:
+    return next(
+        (str(schema["description"]) for schema in schemas if isinstance(schema, Mapping) and "description" in schema),
+        "",
+    )
 
 
 class Episode:
@@ -232,7 +245,7 @@ class Episode:
         self._url, self._endpoints, self._turns, self._raised = url + endpoints.prefix, endpoints, turns, raised
         self._session: dict[str, Any] = {}
         self._lock = threading.Lock()
-        self._asking = self._left = False
+        self._asking = self._exited = False
 
     async def __aenter__(self) -> Episode:
         if not self._endpoints.names_sessions:
@@ -241,26 +254,28 @@ class Episode:
 
     async def __aexit__(self, *exception: object) -> None:
         with self._lock:
-            self._left = True
+            self._exited = True
             if self._asking:
                 return  # a step that was given up would change the next episode
         self._turns.give_back(self)
 
     async def reset(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Begin the episode; return {observation, reward, done}."""
-        known, name = self._endpoints, self._endpoints.session
-        asked = {
-            key: value for key, value in parameters.items() if known.takes_any or key in known.resets or key != "seed"
+        endpoints, name = self._endpoints, self._endpoints.session
+        body = {
+            key: value
+            for key, value in parameters.items()
+            if endpoints.takes_any or key in endpoints.resets or key != "seed"
         }
-        if known.names_sessions:
-            asked.setdefault(name, uuid.uuid4().hex)
-            self._session = {name: asked[name]}
-        found = await self._say("reset", dict(asked))
-        if name and (given := _session_in(found, name)) is not None:
-            self._session = {name: given}
+        if endpoints.names_sessions:
+            body.setdefault(name, uuid.uuid4().hex)
+            self._session = {name: body[name]}
+        answer = await self._say("reset", dict(body))
+        if name and (session := _session_in(answer, name)) is not None:
+            self._session = {name: session}
             self._turns.give_back(self)
-        self._session |= {key: asked[key] for key in known.again if key in asked}
-        return _answer(found)
+        self._session |= {key: body[key] for key in endpoints.again if key in body}
+        return _answer(answer)
 
     async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
         """Take an action; return {observation, reward, done}.
@@ -292,18 +307,24 @@ class Episode:
         address = f"{self._url}/{kind}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         code, text = await asyncio.to_thread(self._ask, address, body)
         try:
-            found = json.loads(text)
+            answer = json.loads(text)
         except ValueError:
-            found = None
-        if code < 400 and isinstance(found, Mapping):
-            return dict(found)
-        said = found.get("detail", found.get("error", found)) if isinstance(found, Mapping) else found
-        printed = self._raised() if code >= 500 and found is None else ""
-        why = printed or (f"HTTP {code}{details(said)}" if isinstance(said, list) else str(said or text[:400]))
+            answer = None
+        if code < 400 and isinstance(answer, Mapping):
+            return dict(answer)
+        detail = answer.get("detail", answer.get("error", answer)) if isinstance(answer, Mapping) else answer
+        printed = self._raised() if code >= 500 and answer is None else ""
+        why = printed or (f"HTTP {code}{details(detail)}" if isinstance(detail, list) else str(detail or text[:400]))
         lacks = _LACKS.search(printed)
-        own = lacks is not None and lacks["name"] not in json.dumps(body)  # else code that the policy wrote
-        if kind == "step" and code >= 400 and code not in _OF_SERVER and not own and not _NO_EPISODE.search(why):
-            raise Refused(why or f"HTTP {code}", missing(said))
+        server_lacks = lacks is not None and lacks["name"] not in json.dumps(body)  # else code that the policy wrote
+        if (
+            kind == "step"
+            and code >= 400
+            and code not in _OF_SERVER
+            and not server_lacks
+            and not _NO_EPISODE.search(why)
+        ):
+            raise Refused(why or f"HTTP {code}", missing(detail))
         raise EnvironmentMistake(f"The server answers {kind} with HTTP {code}: {why[:400]}")
 
     def _ask(self, address: str, body: Mapping[str, Any]) -> tuple[int, str]:
@@ -314,8 +335,8 @@ class Episode:
         finally:
             with self._lock:
                 self._asking = False
-                left = self._left
-            if left:
+                exited = self._exited
+            if exited:
                 self._turns.give_back(self)
 
 
@@ -323,11 +344,11 @@ def _post(address: str, body: Mapping[str, Any]) -> tuple[int, str]:
     """Send JSON; return the answer's status and text, waiting while the server limits requests."""
     deadline, pause = time.monotonic() + _BUSY_S, 0.1
     while True:
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             address, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
         )
         try:
-            with DIRECT.open(asked, timeout=_MESSAGE_S) as answer:
+            with DIRECT.open(request, timeout=_MESSAGE_S) as answer:
                 return int(answer.status), answer.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             if error.code != 429 or time.monotonic() > deadline:
@@ -340,42 +361,42 @@ def _post(address: str, body: Mapping[str, Any]) -> tuple[int, str]:
         pause = min(2 * pause, 5.0)
 
 
-def _session_in(found: Mapping[str, Any], name: str) -> Any:
+def _session_in(answer: Mapping[str, Any], name: str) -> Any:
     """Return the session that an answer names, at its top or one level below."""
-    levels = [found, *(one for one in found.values() if isinstance(one, Mapping))]
-    return next((one[name] for one in levels if one.get(name) is not None), None)
+    levels = [answer, *(value for value in answer.values() if isinstance(value, Mapping))]
+    return next((level[name] for level in levels if level.get(name) is not None), None)
 
 
-def _answer(found: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return an answer in OpenEnv's form. Some have the observation itself, or a reward with its components."""
-    if "observation" in found:
-        seen = found["observation"]
-        observation = dict(seen) if isinstance(seen, Mapping) else {"observation": seen}
+    if "observation" in answer:
+        content = answer["observation"]
+        observation = dict(content) if isinstance(content, Mapping) else {"observation": content}
     else:
-        observation = {name: one for name, one in found.items() if name not in ("reward", "info", *_DONE)}
-    info = found.get("info")
+        observation = {name: value for name, value in answer.items() if name not in ("reward", "info", *_DONE)}
+    info = answer.get("info")
     if isinstance(info, Mapping) and isinstance(info.get("error"), str) and info["error"]:
         observation.setdefault("error", info["error"])
-    given = found.get("reward")
-    given = observation.get("reward") if given is None else given
-    if isinstance(given, Mapping):
-        numbers = [given[name] for name in _TOTALS if isinstance(given.get(name), int | float)]
+    reward = answer.get("reward")
+    reward = observation.get("reward") if reward is None else reward
+    if isinstance(reward, Mapping):
+        numbers = [reward[name] for name in _TOTALS if isinstance(reward.get(name), int | float)]
         below = observation.get("reward")
-        given = numbers[0] if numbers else below if isinstance(below, int | float) else given
-    if not (names := [name for name in _DONE if name in found]):
+        reward = numbers[0] if numbers else below if isinstance(below, int | float) else reward
+    if not (names := [name for name in _DONE if name in answer]):
         # An observation that was cut off is called truncated, too.
-        found, names = observation, [name for name in _DONE if name != "truncated"]
-    return {"observation": observation, "reward": given, "done": any(bool(found.get(name)) for name in names)}
+        answer, names = observation, [name for name in _DONE if name != "truncated"]
+    return {"observation": observation, "reward": reward, "done": any(bool(answer.get(name)) for name in names)}
 
 
 def missing(errors: Any) -> list[str]:
     """Return the names of fields that a server finds missing."""
-    found = [one for one in errors or () if isinstance(one, Mapping)] if isinstance(errors, list) else []
-    return [str(one["loc"][-1]) for one in found if one.get("type") == "missing" and one.get("loc")]
+    problems = [problem for problem in errors or () if isinstance(problem, Mapping)] if isinstance(errors, list) else []
+    return [str(problem["loc"][-1]) for problem in problems if problem.get("type") == "missing" and problem.get("loc")]
 
 
 def details(errors: Any) -> str:
     """Return the fields that a server finds invalid, and why."""
-    found = [one for one in errors or () if isinstance(one, Mapping)] if isinstance(errors, list) else []
-    told = [f"{'.'.join(map(str, one.get('loc') or ()))}: {one.get('msg', '')}" for one in found[:4]]
-    return f": {'; '.join(told)}" if told else ""
+    problems = [problem for problem in errors or () if isinstance(problem, Mapping)] if isinstance(errors, list) else []
+    lines = [f"{'.'.join(map(str, problem.get('loc') or ()))}: {problem.get('msg', '')}" for problem in problems[:4]]
+    return f": {'; '.join(lines)}" if lines else ""

@@ -57,7 +57,7 @@ class Manifest:
             except OSError:
                 continue
             if stat.S_ISREG(changed.st_mode):
-                return _read(folder, changed.st_mtime_ns)
+                return _load(folder, changed.st_mtime_ns)
         return None
 
     def resets(self, parameters: Collection[str]) -> list[dict[str, str | int]]:
@@ -66,7 +66,7 @@ class Manifest:
         Args:
             parameters: Names of reset's parameters.
         """
-        name = next((one for one in _OF_TASK if one in parameters), None)
+        name = next((candidate for candidate in _OF_TASK if candidate in parameters), None)
         if name is None:
             return []
         values = [task.get(name, task["id"]) if name in _LEVELS else task["id"] for task in self.tasks]
@@ -76,20 +76,20 @@ class Manifest:
 def reset_parameters(folder: Path) -> set[str]:
     """Return the names of the parameters of functions called `reset` in the files of a folder, and of those that such
     files read from `kwargs`."""
-    found = set()
+    parameters = set()
     for file in [*folder.glob("*.py"), *folder.glob("*/*.py"), *folder.glob("src/*/*.py")]:
         try:
             text = file.read_text(errors="replace")
         except OSError:
             continue
-        given = _RESET.findall(text)
-        found |= set(_KEYWORD.findall(text)) if any("**" in one for one in given) else set()
-        found |= {name for one in given for name in re.findall(r"(\w+)\s*[:=,)]", f"{one},")}
-    return found
+        signatures = _RESET.findall(text)
+        parameters |= set(_KEYWORD.findall(text)) if any("**" in signature for signature in signatures) else set()
+        parameters |= {name for signature in signatures for name in re.findall(r"(\w+)\s*[:=,)]", f"{signature},")}
+    return parameters
 
 
 @lru_cache(maxsize=64)
-def _read(folder: Path, changed: int) -> Manifest:
+def _load(folder: Path, changed: int) -> Manifest:
     """Read the file in a folder; one that cannot be read says nothing.
 
     Args:
@@ -107,42 +107,42 @@ def _read(folder: Path, changed: int) -> Manifest:
         return Manifest(folder)
 
 
-def _manifest(folder: Path, said: dict[str, Any]) -> Manifest:
-    own, server = _below(said, "environment"), _below(said, "server")
-    named = (level.get(key) for level in (said, server, own) for key in _OF_APP)
-    app = next((found for text in named if (found := _APP.search(str(text or "")))), None)
+def _manifest(folder: Path, content: dict[str, Any]) -> Manifest:
+    environment, server = _below(content, "environment"), _below(content, "server")
+    app_texts = (level.get(key) for level in (content, server, environment) for key in _OF_APP)
+    app = next((match for text in app_texts if (match := _APP.search(str(text or "")))), None)
     return Manifest(
         folder,
-        str(said.get("name") or own.get("name") or "").strip(),
-        " ".join(str(said.get("description") or own.get("description") or "").split()),
+        str(content.get("name") or environment.get("name") or "").strip(),
+        " ".join(str(content.get("description") or environment.get("description") or "").split()),
         (app[1], app[2]) if app else ("", ""),
-        tuple(_tasks(said.get("tasks") or own.get("tasks"))),
-        max((min(one, _LONGEST) for one in _lengths(said) if one > 0), default=None),
+        tuple(_tasks(content.get("tasks") or environment.get("tasks"))),
+        max((min(length, _LONGEST) for length in _lengths(content) if length > 0), default=None),
     )
 
 
-def _below(said: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = said.get(name)
-    return found if isinstance(found, dict) else {}
+def _below(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = content.get(name)
+    return section if isinstance(section, dict) else {}
 
 
-def _tasks(given: Any) -> Iterator[dict[str, str | int]]:
-    if isinstance(given, Mapping):
-        given = [{"id": name, **(one if isinstance(one, Mapping) else {})} for name, one in given.items()]
-    for one in given if isinstance(given, list) else ():
-        told = one if isinstance(one, Mapping) else {"id": one}
-        name = next((told[key] for key in ("id", "task_id", "name") if told.get(key) is not None), None)
+def _tasks(entries: Any) -> Iterator[dict[str, str | int]]:
+    if isinstance(entries, Mapping):
+        entries = [{"id": name, **(entry if isinstance(entry, Mapping) else {})} for name, entry in entries.items()]
+    for entry in entries if isinstance(entries, list) else ():
+        settings = entry if isinstance(entry, Mapping) else {"id": entry}
+        name = next((settings[key] for key in ("id", "task_id", "name") if settings.get(key) is not None), None)
         if isinstance(name, str | int):
-            yield {"id": name, **{key: told[key] for key in _LEVELS if isinstance(told.get(key), str | int)}}
+            yield {"id": name, **{key: settings[key] for key in _LEVELS if isinstance(settings.get(key), str | int)}}
 
 
-def _lengths(given: Any) -> Iterator[int]:
+def _lengths(value: Any) -> Iterator[int]:
     """Yield the lengths named anywhere in a file."""
-    if isinstance(given, Mapping):
-        for name, one in given.items():
-            if name in _LENGTHS and isinstance(one, int) and not isinstance(one, bool):
-                yield one
-            yield from _lengths(one)
-    elif isinstance(given, list):
-        for one in given:
-            yield from _lengths(one)
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            if name in _LENGTHS and isinstance(entry, int) and not isinstance(entry, bool):
+                yield entry
+            yield from _lengths(entry)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _lengths(entry)

@@ -31,9 +31,9 @@ def main() -> None:
     sys.path[:0] = [root]
     sys.path += further
     place = Path(tempfile.mkdtemp(prefix="openenv-"))
-    for one in Path.cwd().iterdir():
-        if not one.name.startswith("."):  # a wall closes these
-            (place / one.name).symlink_to(one)
+    for entry in Path.cwd().iterdir():
+        if not entry.name.startswith("."):  # a wall closes these
+            (place / entry.name).symlink_to(entry)
     os.chdir(place)
     with runpy.run_path(str(Path(__file__).with_name("ors_serve.py")))["telling"]() as errors:
         import uvicorn  # type: ignore[import-not-found,unused-ignore]

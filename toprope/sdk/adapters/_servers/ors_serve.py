@@ -51,11 +51,11 @@ def _of_sdk(file: str) -> Any:
 def _serve(file: Path, port: int) -> None:
     sys.path.insert(0, str(file.parent))
     module = importlib.import_module(file.stem)
-    kinds = [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__]
+    kinds = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == module.__name__]
     names = ("ors", "openreward.environments")  # those that the file has imported
     package = importlib.import_module(next(name for name in names if name.partition(".")[0] in sys.modules))
-    found = [one for one in kinds if issubclass(one, package.Environment) and not inspect.isabstract(one)]
-    package.Server(found).run(host="127.0.0.1", port=port)
+    environments = [kind for kind in kinds if issubclass(kind, package.Environment) and not inspect.isabstract(kind)]
+    package.Server(environments).run(host="127.0.0.1", port=port)
 
 
 if __name__ == "__main__":

@@ -98,30 +98,30 @@ class StartedServer:
     def _last_words(self) -> str:
         """Return what a server that ended has said last."""
         self._silent.wait(2)
-        told = self.raised() or next((line for line in reversed(self._lines) if line), "it printed nothing")[:_LONGEST]
-        if "CalledProcessError" not in told:
-            return told
-        if (named := with_unresolved(told, "\n".join(self._lines))) != told:
-            return named
+        text = self.raised() or next((line for line in reversed(self._lines) if line), "it printed nothing")[:_LONGEST]
+        if "CalledProcessError" not in text:
+            return text
+        if (unresolved := with_unresolved(text, "\n".join(self._lines))) != text:
+            return unresolved
         # The exception lacks what the program printed, which came before it.
         lines = list(self._lines)
         last = max((place for place, line in enumerate(lines) if _RAISED.match(line)), default=0)
         before = [line for line in itertools.takewhile(lambda line: line != _TRACEBACK, lines[:last]) if line]
-        return f"{told} It had printed: {before[-1][:_LONGEST]}" if before else told
+        return f"{text} It had printed: {before[-1][:_LONGEST]}" if before else text
 
     def raised(self) -> str:
         """Return the last exception that a server started here has printed; empty if it printed no exception."""
-        said = [line for line in list(self._lines) if line.strip("*-= ")]
-        raised = [place for place, line in enumerate(said) if _RAISED.match(line)]
-        text = " ".join(said[raised[-1] :]) if raised else ""
+        lines = [line for line in list(self._lines) if line.strip("*-= ")]
+        raised = [place for place, line in enumerate(lines) if _RAISED.match(line)]
+        text = " ".join(lines[raised[-1] :]) if raised else ""
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 120]} … {text[-120:]}"  # a host ends it
 
     def _wait(self) -> None:
         deadline, why = time.monotonic() + (_WAIT_S if self._process is None else _START_S), ""
         while time.monotonic() < deadline:
             if self._process is not None and (code := self._process.poll()) is not None:
-                told = with_source(self._last_words(), self._folder)
-                raise LoadError(f"The {self._kind} ended with exit code {code} before it was ready: {told}")
+                reason = with_source(self._last_words(), self._folder)
+                raise LoadError(f"The {self._kind} ended with exit code {code} before it was ready: {reason}")
             try:
                 with DIRECT.open(f"{self.url}/health", timeout=5):
                     return

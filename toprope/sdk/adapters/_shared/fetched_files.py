@@ -52,7 +52,7 @@ def with_source(message: str, folder: str) -> str:
         message: Of a server's error.
         folder: Of the project.
     """
-    missed = _PATH.search(message[found.end() :]) if (found := _MISSING.search(message)) else None
+    missed = _PATH.search(message[error.end() :]) if (error := _MISSING.search(message)) else None
     if missed is None or not folder or "could not be reached" in message:
         return message
     try:
@@ -61,11 +61,11 @@ def with_source(message: str, folder: str) -> str:
         return message
     if step is None:
         return message
-    told = f"{message.rstrip('. ')}. Its {step.file} may fetch it ({step.text})"
+    text = f"{message.rstrip('. ')}. Its {step.file} may fetch it ({step.text})"
     if step.host and not _is_reached(step.host):
-        return f"{told}; {step.host} could not be reached"
-    named = f", and {step.variable} names the folder (settings.yaml, variables: {{environment: ...}})"
-    return f"{told}: do the same on this machine{named if step.variable else ''}."
+        return f"{text}; {step.host} could not be reached"
+    variable_hint = f", and {step.variable} names the folder (settings.yaml, variables: {{environment: ...}})"
+    return f"{text}: do the same on this machine{variable_hint if step.variable else ''}."
 
 
 def _steps(folder: Path, missed: str) -> Iterator[_Step]:
@@ -78,8 +78,8 @@ def _steps(folder: Path, missed: str) -> Iterator[_Step]:
     for name, text in _texts(folder, _STEPS):
         for command in _COMMANDS.split(re.sub(r"\\\r?\n", " ", text)):
             if _VERB.search(command) and mentions.search(command):
-                named = (known for known, value in _VARIABLE.findall(text) if value.rstrip("/") in places)
-                yield _Step(name, _short(command), _host(command), next(named, ""))
+                variables = (name for name, value in _VARIABLE.findall(text) if value.rstrip("/") in places)
+                yield _Step(name, _short(command), _host(command), next(variables, ""))
     for name, text in _texts(folder, _SCRIPTS):
         url = _URL.search(text)
         if url and (_VERB.search(text) or "clone" in text) and any(f'"{part}"' in text for part in parts):

@@ -93,7 +93,7 @@ class JsonServer:
         Raises:
             Unreachable: No answer in time.
         """
-        return self._asked("GET", path, None, {"Accept": "application/json", **(headers or {})}, None)
+        return self._request("GET", path, None, {"Accept": "application/json", **(headers or {})}, None)
 
     def post(
         self,
@@ -114,9 +114,9 @@ class JsonServer:
             Unreachable: No answer in time.
         """
         sent = {"Content-Type": "application/json", "Accept": "application/json", **(headers or {})}
-        return self._asked("POST", path, json.dumps(body), sent, cookies)
+        return self._request("POST", path, json.dumps(body), sent, cookies)
 
-    def _asked(
+    def _request(
         self, method: str, path: str, body: str | None, headers: dict[str, str], cookies: dict[str, str] | None
     ) -> Answer:
         if cookies:
@@ -144,8 +144,8 @@ class JsonServer:
 
 def _take(value: str, cookies: dict[str, str]) -> None:
     try:
-        found = SimpleCookie(value)
+        parsed = SimpleCookie(value)
     except CookieError:
         return
-    for name, morsel in found.items():
+    for name, morsel in parsed.items():
         cookies[name] = morsel.value

@@ -36,15 +36,15 @@ def keyed(tasks: Iterable[Task], played: bool) -> Iterator[Task]:
     for task in tasks:
         row = task.data["row"]
         if played or not row.get("prompt"):
-            written = json.dumps(row, sort_keys=True, default=str)
-            key = f"{written} {alike[written]}" if alike[written] else written
-            alike[written] += 1
+            text = json.dumps(row, sort_keys=True, default=str)
+            key = f"{text} {alike[text]}" if alike[text] else text
+            alike[text] += 1
             yield dataclasses.replace(task, key=key)
             continue
-        told = {name: value for name, value in row.items() if name != "prompt" and not NUMBERING.search(name)}
-        written = written_alike(told if task.reference is None else {"reference": task.reference})
-        differs = firsts.setdefault(task.content, hash(written)) != hash(written)
-        yield dataclasses.replace(task, key=f"{task.content} {written}") if differs else task
+        columns = {name: value for name, value in row.items() if name != "prompt" and not NUMBERING.search(name)}
+        text = written_alike(columns if task.reference is None else {"reference": task.reference})
+        differs = firsts.setdefault(task.content, hash(text)) != hash(text)
+        yield dataclasses.replace(task, key=f"{task.content} {text}") if differs else task
 
 
 def keyed_samples(tasks: Sequence[Task], folders: Sequence[str] = ()) -> Iterator[Task]:
@@ -59,8 +59,8 @@ def keyed_samples(tasks: Sequence[Task], folders: Sequence[str] = ()) -> Iterato
         folders: Folders whose absolute paths are left out of keys, so that a task keeps its keys where it is moved to.
     """
     firsts: dict[str, Task] = {}
-    kept = sorted((f"{folder}/" for folder in folders if os.path.isabs(folder)), key=len, reverse=True)
-    alike = all(_alike(one, tasks[0], kept) for one in tasks)
+    prefixes = sorted((f"{folder}/" for folder in folders if os.path.isabs(folder)), key=len, reverse=True)
+    alike = all(_alike(task, tasks[0], prefixes) for task in tasks)
     for place, task in enumerate(tasks):
         sample = task.data["sample"]
         first = firsts.setdefault(task.content, task)
@@ -68,10 +68,10 @@ def keyed_samples(tasks: Sequence[Task], folders: Sequence[str] = ()) -> Iterato
             yield dataclasses.replace(task, prompt=_NO_PROMPT, key=f"{_NO_PROMPT} {sample.id}")
         elif alike and place:
             yield dataclasses.replace(task, key=f"{task.content} {sample.id}")
-        elif _alike(task, first, kept):
+        elif _alike(task, first, prefixes):
             yield task
         else:
-            digest = hashlib.sha256(_sample_written(task, kept).encode("utf-8", "surrogatepass")).hexdigest()
+            digest = hashlib.sha256(_sample_written(task, prefixes).encode("utf-8", "surrogatepass")).hexdigest()
             yield dataclasses.replace(task, key=f"{task.content} {digest}")
 
 
@@ -83,13 +83,13 @@ def _alike(one: Task, other: Task, folders: Sequence[str]) -> bool:
 
 def _sample_written(task: Task, folders: Sequence[str]) -> str:
     sample = task.data["sample"]
-    told = {name: getattr(sample, name, None) for name in ("target", "choices", "files", "setup", "sandbox")}
+    columns = {name: getattr(sample, name, None) for name in ("target", "choices", "files", "setup", "sandbox")}
     metadata = getattr(sample, "metadata", None) or {}
-    told["metadata"] = {name: value for name, value in metadata.items() if not NUMBERING.search(name)}
-    written = written_alike(told | {"input": task.messages})
+    columns["metadata"] = {name: value for name, value in metadata.items() if not NUMBERING.search(name)}
+    text = written_alike(columns | {"input": task.messages})
     for folder in folders:
-        written = written.replace(folder, "")
-    return written
+        text = text.replace(folder, "")
+    return text
 
 
 def written_alike(columns: dict[str, Any]) -> str:

@@ -41,15 +41,15 @@ class McpSession:
 
     def tools(self) -> list[dict[str, Any]]:
         """Return the server's tools: name, description, inputSchema."""
-        found: list[dict[str, Any]] = []
+        listed: list[dict[str, Any]] = []
         cursor: dict[str, Any] = {}
         for _ in range(_MOST_PAGES):
             page = self._ask("tools/list", cursor)
-            found += [dict(one) for one in page.get("tools") or () if isinstance(one, Mapping) and one.get("name")]
+            listed += [dict(tool) for tool in page.get("tools") or () if isinstance(tool, Mapping) and tool.get("name")]
             if not page.get("nextCursor"):
                 break
             cursor = {"cursor": page["nextCursor"]}
-        return found
+        return listed
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool and return the text of its result.
@@ -57,23 +57,23 @@ class McpSession:
         Raises:
             InvalidRequest: The tool failed; the text says why.
         """
-        found = self._ask("tools/call", {"name": name, "arguments": dict(arguments)})
-        parts = [one for one in found.get("content") or () if isinstance(one, Mapping)]
-        text = "\n".join(str(one["text"]) for one in parts if one.get("text"))
-        if not text and found.get("structuredContent") is not None:
-            text = json.dumps(found["structuredContent"], ensure_ascii=False)
-        if found.get("isError"):
+        result = self._ask("tools/call", {"name": name, "arguments": dict(arguments)})
+        parts = [part for part in result.get("content") or () if isinstance(part, Mapping)]
+        text = "\n".join(str(part["text"]) for part in parts if part.get("text"))
+        if not text and result.get("structuredContent") is not None:
+            text = json.dumps(result["structuredContent"], ensure_ascii=False)
+        if result.get("isError"):
             raise InvalidRequest(text or f"{name} failed.")
         return text or "(no text)"
 
     def _ask(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
         self._number += 1
-        asked = {"jsonrpc": "2.0", "id": self._number, "method": method, "params": dict(parameters)}
-        answer = self._post(asked)
-        found = _read(answer, method)
-        if isinstance(error := found.get("error"), Mapping):
+        request = {"jsonrpc": "2.0", "id": self._number, "method": method, "params": dict(parameters)}
+        answer = self._post(request)
+        response = _response_of(answer, method)
+        if isinstance(error := response.get("error"), Mapping):
             raise InvalidRequest(f"{method}: {error.get('message') or error}")
-        result = found.get("result")
+        result = response.get("result")
         return dict(result) if isinstance(result, Mapping) else {}
 
     def _post(self, body: Mapping[str, Any]) -> Answer:
@@ -83,17 +83,17 @@ class McpSession:
         return answer
 
 
-def _read(answer: Answer, method: str) -> dict[str, Any]:
+def _response_of(answer: Answer, method: str) -> dict[str, Any]:
     """Return the JSON-RPC response of an answer, which is JSON or a stream of events."""
     if "text/event-stream" not in answer.headers.get("content-type", "") or answer.status != 200:
-        found = answer.value(f"MCP's {method}")
-        return found if isinstance(found, dict) else {}
+        response = answer.value(f"MCP's {method}")
+        return response if isinstance(response, dict) else {}
     for event in answer.text.replace("\r\n", "\n").split("\n\n"):
         data = "\n".join(line.removeprefix("data:").strip() for line in event.split("\n") if line.startswith("data:"))
         try:
-            found = json.loads(data) if data else None
+            response = json.loads(data) if data else None
         except ValueError:
             continue
-        if isinstance(found, dict) and ("result" in found or "error" in found):
-            return found
+        if isinstance(response, dict) and ("result" in response or "error" in response):
+            return response
     raise EnvironmentMistake(f"MCP's {method} was answered without a result.")

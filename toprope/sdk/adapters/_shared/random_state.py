@@ -27,11 +27,11 @@ class OwnRandom:
     """
 
     def __init__(self, seed: Any) -> None:
-        self._own: tuple[Any, Any] = (None, None)
+        self._states: tuple[Any, Any] = (None, None)
         self._before: tuple[Any, Any] = (None, None)
         self._depth = 0
         self._seed = seed if isinstance(seed, int | float | str) else str(seed)
-        self._made = 0
+        self._count = 0
         """Number of generators made without a seed."""
         self._entropy: tuple[Any, Any] = (None, None)
 
@@ -41,16 +41,16 @@ class OwnRandom:
             numbers = _numpy()
             self._seed_others()
             self._before = random.getstate(), None if numbers is None else numbers.get_state()
-            own, numbers_own = self._own
-            if own is None:
+            state, numbers_state = self._states
+            if state is None:
                 random.seed(self._seed)
             else:
-                random.setstate(own)
+                random.setstate(state)
             if numbers is not None:
-                if numbers_own is None:
+                if numbers_state is None:
                     numbers.seed(random.Random(str(self._seed)).getrandbits(32))
                 else:
-                    numbers.set_state(numbers_own)
+                    numbers.set_state(numbers_state)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -60,7 +60,7 @@ class OwnRandom:
             random.Random.seed, randbits = self._entropy  # type: ignore[method-assign]
             if randbits is not None:
                 sys.modules[_ENTROPY].randbits = randbits  # type: ignore[attr-defined]
-            self._own = random.getstate(), None if numbers is None else numbers.get_state()
+            self._states = random.getstate(), None if numbers is None else numbers.get_state()
             random.setstate(self._before[0])
             if numbers is not None and self._before[1] is not None:
                 numbers.set_state(self._before[1])
@@ -70,16 +70,16 @@ class OwnRandom:
         seed, numbers = random.Random.seed, sys.modules.get(_ENTROPY)
         self._entropy = seed, getattr(numbers, "randbits", None)
 
-        def seeded(one: random.Random, a: Any = None, version: int = 2) -> None:
-            seed(one, self._drawn(64) if a is None else a, version)
+        def seeded(generator: random.Random, a: Any = None, version: int = 2) -> None:
+            seed(generator, self._drawn(64) if a is None else a, version)
 
         random.Random.seed = seeded  # type: ignore[method-assign,assignment]
         if self._entropy[1] is not None:
             numbers.randbits = self._drawn  # type: ignore[union-attr]
 
     def _drawn(self, bits: int) -> int:
-        self._made += 1
-        return int.from_bytes(hashlib.sha512(f"{self._seed} {self._made}".encode()).digest(), "big") >> (512 - bits)
+        self._count += 1
+        return int.from_bytes(hashlib.sha512(f"{self._seed} {self._count}".encode()).digest(), "big") >> (512 - bits)
 
 
 def _numpy() -> Any:

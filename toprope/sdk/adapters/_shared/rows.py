@@ -30,14 +30,14 @@ _TEXTS = ("text", "input_text", "output_text", "summary_text")
 
 def files_below(folders: Sequence[Path], most: int = 12) -> list[str]:
     """Return readable data files as an agent would name them; only some if there are many."""
-    found: list[str] = []
+    names: list[str] = []
     for folder in folders:
         for file in sorted(folder.rglob("*")) if folder.is_dir() else []:
             if file.suffix.lower() in KINDS and file.is_file():
-                found.append(str(file.relative_to(folder)))
-                if len(found) >= most:
-                    return found
-    return found
+                names.append(str(file.relative_to(folder)))
+                if len(names) >= most:
+                    return names
+    return names
 
 
 def allowed_file(path: str, folders: Sequence[Path], files: Sequence[Path] = ()) -> Path:
@@ -51,22 +51,22 @@ def allowed_file(path: str, folders: Sequence[Path], files: Sequence[Path] = ())
     Raises:
         InvalidRequest: The file is elsewhere, missing, or of an unknown kind.
     """
-    given = Path(path).expanduser()
-    places = [given] if given.is_absolute() else [folder / given for folder in folders]
-    known = {file.resolve() for file in files}
+    asked_path = Path(path).expanduser()
+    places = [asked_path] if asked_path.is_absolute() else [folder / asked_path for folder in folders]
+    allowed = {file.resolve() for file in files}
     roots = [folder.resolve() for folder in folders]
     for place in places:
         try:
             real = place.resolve()
         except (OSError, RuntimeError):
             continue
-        inside = real in known or any(real.is_relative_to(root) for root in roots)
+        inside = real in allowed or any(real.is_relative_to(root) for root in roots)
         if inside and real.is_file():
             if real.suffix.lower() not in KINDS:
                 raise InvalidRequest(f"{path} has no supported suffix: {', '.join(KINDS)}.")
             return real
-    there = files_below(folders)
-    listed = f" There are: {', '.join(there)}." if there else " They hold no data files yet."
+    available = files_below(folders)
+    listed = f" There are: {', '.join(available)}." if available else " They hold no data files yet."
     raise InvalidRequest(
         f"{path!r} is not a file below the folders that the owner allows ({', '.join(map(str, folders))}).{listed} The "
         "owner adds folders under `datasets` in settings.yaml."

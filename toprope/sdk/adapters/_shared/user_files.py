@@ -37,16 +37,16 @@ def parsed(target: str, adapter: str, keys: Iterable[str]) -> dict[str, Any]:
         LoadError: Not a JSON object, or a key is unknown.
     """
     try:
-        given = json.loads(target)
+        settings = json.loads(target)
     except ValueError as error:
         raise LoadError(f"The target of {adapter} is a JSON object, not {target[:80]!r} ({error}).") from None
-    if not isinstance(given, dict):
-        raise LoadError(f"The target of {adapter} is a JSON object, not {type(given).__name__}.")
+    if not isinstance(settings, dict):
+        raise LoadError(f"The target of {adapter} is a JSON object, not {type(settings).__name__}.")
     known = list(keys)
-    for key in given:
+    for key in settings:
         if key not in known:
             raise LoadError(f"The target of {adapter} has no {key!r}. {nearest(key, known, 'Keys')}")
-    return given
+    return settings
 
 
 class UserFile:
@@ -72,21 +72,21 @@ class UserFile:
         Raises:
             LoadError: The name is not defined.
         """
-        found: Any = self.module
+        value: Any = self.module
         for part in name.split("."):
-            if not hasattr(found, part):
+            if not hasattr(value, part):
                 public = [word for word in vars(self.module) if not word.startswith("_")]
                 raise LoadError(
                     f"{self.path.name} has no {name!r} for {what}. {nearest(name, public, 'It defines')}",
                     f"{self.path}:1",
                 )
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
 
     def files(self, rows: Any) -> tuple[str, ...]:
         """The file itself, and the file of its rows."""
-        beside = self._data(rows)
-        return (str(self.path),) if beside is None else (str(self.path), str(beside))
+        data_file = self._data(rows)
+        return (str(self.path),) if data_file is None else (str(self.path), str(data_file))
 
     def own_rows(self) -> str:
         """See `data_beside`; empty for a compiled module."""
@@ -95,7 +95,7 @@ class UserFile:
         except (OSError, SyntaxError, ValueError):
             return ""
 
-    def rows(self, given: Any) -> Iterator[dict[str, Any]]:
+    def rows(self, source: Any) -> Iterator[dict[str, Any]]:
         """Yield the rows that a target names.
 
         Raises:
@@ -103,28 +103,28 @@ class UserFile:
             LoadError: The name is not defined.
             EnvironmentMistake: A row is not an object.
         """
-        found: Any = given
-        if isinstance(given, str) and (given.startswith(_rows.HUB) or self._data(given) is not None):
-            place = self._data(given)
+        rows: Any = source
+        if isinstance(source, str) and (source.startswith(_rows.HUB) or self._data(source) is not None):
+            place = self._data(source)
             files = [] if place is None else [place]
-            found = _rows.rows_of(given if place is None else str(place), [self.path.parent], files)
-        elif isinstance(given, str):
-            found = self.get(given, "the rows")
-            if callable(found) and not isinstance(found, Sequence):
-                found = found()
-        if isinstance(found, Mapping | str) or not isinstance(found, Iterable) and not hasattr(found, "__getitem__"):
-            raise EnvironmentMistake(f"The rows {str(given)[:60]!r} are {type(found).__name__}, not a list of rows.")
-        for number, row in enumerate(found, 1):
+            rows = _rows.rows_of(source if place is None else str(place), [self.path.parent], files)
+        elif isinstance(source, str):
+            rows = self.get(source, "the rows")
+            if callable(rows) and not isinstance(rows, Sequence):
+                rows = rows()
+        if isinstance(rows, Mapping | str) or not isinstance(rows, Iterable) and not hasattr(rows, "__getitem__"):
+            raise EnvironmentMistake(f"The rows {str(source)[:60]!r} are {type(rows).__name__}, not a list of rows.")
+        for number, row in enumerate(rows, 1):
             if isinstance(row, str):
                 row = {"prompt": row}
             if not isinstance(row, Mapping):
                 raise EnvironmentMistake(f"Row {number} is {type(row).__name__}, not an object with columns.")
             yield dict(row)
 
-    def _data(self, given: Any) -> Path | None:
-        if not isinstance(given, str) or Path(given).suffix.lower() not in _rows.KINDS:
+    def _data(self, source: Any) -> Path | None:
+        if not isinstance(source, str) or Path(source).suffix.lower() not in _rows.KINDS:
             return None
-        place = Path(given).expanduser()
+        place = Path(source).expanduser()
         return place if place.is_absolute() else self.path.parent / place
 
 
@@ -144,12 +144,14 @@ def is_async(function: Any) -> bool:
 
 def functions(tree: ast.Module) -> dict[str, list[str]]:
     """Return the parameter names of a file's functions."""
-    found = {}
+    parameters = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             arguments = node.args
-            found[node.name] = [one.arg for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
-    return found
+            parameters[node.name] = [
+                parameter.arg for parameter in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            ]
+    return parameters
 
 
 def data_beside(file: Path, tree: ast.Module) -> str:
@@ -160,7 +162,7 @@ def data_beside(file: Path, tree: ast.Module) -> str:
     may_be_rows = dict.fromkeys(functions(tree), True)
     for node in tree.body:
         if isinstance(node, ast.ImportFrom | ast.Import):
-            may_be_rows |= {one.asname or one.name: True for one in node.names}
+            may_be_rows |= {alias.asname or alias.name: True for alias in node.names}
         may_be_rows |= {name: not isinstance(value, ast.Constant) for name, value in assignments(node)}
     for name in ROWS:
         if may_be_rows.get(name):

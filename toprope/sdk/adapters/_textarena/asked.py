@@ -46,15 +46,15 @@ def lead_to_judge() -> None:
     import textarena
     from textarena import agents
 
-    own = agents.OpenRouterAgent
-    if issubclass(own, _Agent):
+    original = agents.OpenRouterAgent
+    if issubclass(original, _Agent):
         return
-    usual = inspect.signature(own.__init__).parameters.get("system_prompt")
+    usual = inspect.signature(original.__init__).parameters.get("system_prompt")
 
     class Agent(_Agent):
         def __init__(self, model_name: str, system_prompt: Any = usual and usual.default, **more: Any) -> None:
             self.system_prompt, self.more = system_prompt, more
-            self.make_own = lambda: own(model_name=model_name, system_prompt=system_prompt, **more)
+            self.make_own = lambda: original(model_name=model_name, system_prompt=system_prompt, **more)
 
         def __deepcopy__(self, memo: Any) -> Agent:
             return self  # it keeps nothing of a game
@@ -73,10 +73,10 @@ class _Agent:
     """Makes the agent for OpenRouter in place of which this one stands."""
 
     def __call__(self, observation: str) -> str:
-        known = _answers.get()
-        if known is None:
+        answers = _answers.get()
+        if answers is None:
             return ""  # a game that is only listed
-        for answer in known:
+        for answer in answers:
             return answer
         raise _Asks(self, observation)
 
@@ -92,24 +92,24 @@ async def with_answers(step: Callable[[], _Made], session: Session) -> _Made:
         EnvironmentMistake: It asks without end.
         PolicyRefused: A model did not answer.
     """
-    given: list[str] = []
+    answers: list[str] = []
     while True:
-        token = _answers.set(iter(given))
+        token = _answers.set(iter(answers))
         try:
             return step()
         except _Asks as asked:
-            wanted = asked
+            question = asked
         finally:
             _answers.reset(token)
-        if len(given) == _MOST:
+        if len(answers) == _MOST:
             raise EnvironmentMistake(f"a step of the game asks a model more than {_MOST} times")
-        given.append(await _answer(wanted, session, len(given)))
+        answers.append(await _answer(question, session, len(answers)))
 
 
-async def _answer(asked: _Asks, session: Session, number: int) -> str:
-    role, agent = session.roles.get(_GRADER), asked.agent
+async def _answer(question: _Asks, session: Session, number: int) -> str:
+    role, agent = session.roles.get(_GRADER), question.agent
     if role is None and os.environ.get(_KEY):
-        return str(await asyncio.to_thread(agent.make_own(), asked.observation))
+        return str(await asyncio.to_thread(agent.make_own(), question.observation))
     judge = {"base_url": session.base_url, "api_key": session.judge_key, "model": session.model} if not role else role
     system = [{"role": "system", "content": agent.system_prompt}] if agent.system_prompt else []
     at = dataclasses.replace(
@@ -119,8 +119,8 @@ async def _answer(asked: _Asks, session: Session, number: int) -> str:
     )  # fmt: skip
     more = {name: value for name, value in agent.more.items() if name != "verbose"}
     try:
-        said = await ask(at, [*system, {"role": "user", "content": asked.observation}], judge=True, **more)
+        answer = await ask(at, [*system, {"role": "user", "content": question.observation}], judge=True, **more)
     except PolicyRefused as refused:
         who = "the role grader" if role else "the policy as judge"
         raise PolicyRefused(f"the game asked a model, {who}, which gave no answer: {refused}") from refused
-    return str(said.get("content") or "").strip()
+    return str(answer.get("content") or "").strip()

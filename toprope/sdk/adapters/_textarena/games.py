@@ -42,7 +42,7 @@ class Games:
         self._begun: dict[int, tuple[Any, OwnRandom]] = {}
         with OwnRandom(0):
             try:
-                self._made = with_nltk_data(lambda: kind(**arguments))
+                self._game = with_nltk_data(lambda: kind(**arguments))
                 self.state = getattr(self.begin(0)[0], "state", None)
             except (AssertionError, ValueError, TypeError) as error:
                 if plain:
@@ -61,22 +61,22 @@ class Games:
 
     def reset(self, seed: int) -> tuple[Any, OwnRandom]:
         """Start the game of a seed anew, with generator states of its own."""
-        game, luck = self.copied(self._made), OwnRandom(seed)
+        game, luck = self.copied(self._game), OwnRandom(seed)
         with luck:
             game.reset(num_players=self._players, seed=seed)
         return game, luck
 
     def copied(self, game: Any, around: Any = None) -> Any:
         """Copy a game, or what is around it; large constant containers are shared."""
-        shared = {id(one): one for one in _large(vars(game).values())}
+        shared = {id(container): container for container in _large(vars(game).values())}
         return copy.deepcopy(game if around is None else around, shared)
 
     def started(self, seed: int) -> tuple[Any, OwnRandom]:
         """Return a copy of a started game, with generator states of its own."""
         begun, luck = self.begin(seed)
-        own = copy.copy(luck)
-        with own:
-            return self.copied(begun), own
+        own_luck = copy.copy(luck)
+        with own_luck:
+            return self.copied(begun), own_luck
 
     def task(self, seed: int) -> tuple[str, str]:
         """Return the first observation, and the key of the game."""
@@ -109,9 +109,9 @@ def game_knobs(arguments: Mapping[str, Any], most_players: int = 1) -> type:
 
 def answer_limit(arguments: Mapping[str, Any], state: Any) -> int:
     """Return the limit of answers: one invalid move per valid one."""
-    own = next((arguments[name] for name in LIMITS if isinstance(arguments.get(name), int)), None)
-    own = getattr(state, "max_turns", None) or own
-    return min(2 * own + 1, _LARGEST_LIMIT) if isinstance(own, int) else _UNKNOWN_LIMIT
+    limit = next((arguments[name] for name in LIMITS if isinstance(arguments.get(name), int)), None)
+    limit = getattr(state, "max_turns", None) or limit
+    return min(2 * limit + 1, _LARGEST_LIMIT) if isinstance(limit, int) else _UNKNOWN_LIMIT
 
 
 def seen_text(game: Any, observed: tuple[int, Any]) -> str:
@@ -130,8 +130,8 @@ def seen_text(game: Any, observed: tuple[int, Any]) -> str:
 
 def _fingerprint(game: Any, text: str) -> str:
     """Return a hash of a started game's state; equal for games that begin alike."""
-    kept = {name: value for name, value in vars(game).items() if name != "state"}
-    state = json.dumps([held(kept), held(getattr(game.state, "game_state", None)), text], default=str)
+    attributes = {name: value for name, value in vars(game).items() if name != "state"}
+    state = json.dumps([held(attributes), held(getattr(game.state, "game_state", None)), text], default=str)
     return hashlib.sha256(state.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 

@@ -34,8 +34,8 @@ _ALIKE = 8
 
 def tags_of(asks: bool, alone: bool) -> tuple[str, ...]:
     """Return the tags of a game that is played here."""
-    own = *(() if alone else ("self-play",)), *(("model-roles",) if asks else ())
-    return "textarena", "game", "multi-turn", *own
+    more_tags = *(() if alone else ("self-play",)), *(("model-roles",) if asks else ())
+    return "textarena", "game", "multi-turn", *more_tags
 
 
 @dataclasses.dataclass
@@ -52,9 +52,9 @@ class _Seat:
     async def answer(self, text: str) -> str:
         """The player's answer to what it sees."""
         self.messages.append({"role": "user", "content": text})
-        said = await ask(self.session, self.messages, judge=self.place is None)
-        self.truncated = said.pop("finish_reason", None) == "length"
-        content = str(said.get("content") or "")
+        reply = await ask(self.session, self.messages, judge=self.place is None)
+        self.truncated = reply.pop("finish_reason", None) == "length"
+        content = str(reply.get("content") or "")
         self.messages.append({"role": "assistant", "content": content})
         self.turns += 1
         return content
@@ -89,15 +89,17 @@ class Match(OwnLoop):
     def setup(self) -> None:
         knobs = {field.name: getattr(self.knobs, field.name) for field in dataclasses.fields(self.knobs)}
         self._whole = knobs.pop("show") == "whole"
-        most, asked = knobs.pop("turns"), 1 if self._alone else knobs.pop("players")
+        most, players = knobs.pop("turns"), 1 if self._alone else knobs.pop("players")
         arguments = {**self._specification.kwargs, **knobs}
-        own = knobs == plain_arguments(self._specification.kwargs)
+        unchanged = knobs == plain_arguments(self._specification.kwargs)
         usual = _usual_players(self._kind, arguments)
-        counts = [asked] if asked else list(dict.fromkeys([usual, *range(2, _MOST_PLAYERS + 1)]))
+        counts = [players] if players else list(dict.fromkeys([usual, *range(2, _MOST_PLAYERS + 1)]))
         failure: Exception | None = None
         for self._players in counts:
             try:
-                self._games = Games(self.name, self._kind, arguments, self._players, own and (self._alone or not asked))
+                self._games = Games(
+                    self.name, self._kind, arguments, self._players, unchanged and (self._alone or not players)
+                )
                 break
             except (LoadError, InvalidRequest) as error:
                 failure = failure or error
@@ -117,16 +119,16 @@ class Match(OwnLoop):
 
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         """Play the games of a group side by side; a game that fails is an error of each of its rollouts."""
-        games = [self._play(task, seats) for seats in self._seated(task, sessions)]
-        found: dict[int, Played] = {}
+        games = [self._play(task, seats) for seats in self._seat_players(task, sessions)]
+        results: dict[int, Played] = {}
         for played in await asyncio.gather(*games):
-            found |= played
-        return [found[place] for place in range(len(sessions))]
+            results |= played
+        return [results[place] for place in range(len(sessions))]
 
     def success(self, parts: dict[str, float], reward: float) -> bool:
         return parts["won"] >= 1.0
 
-    def _seated(self, task: Task, sessions: Sequence[Session]) -> list[list[_Seat]]:
+    def _seat_players(self, task: Task, sessions: Sequence[Session]) -> list[list[_Seat]]:
         games = []
         if sessions[0].opponent is not None:
             for place, session in enumerate(sessions):
@@ -135,7 +137,9 @@ class Match(OwnLoop):
                 games.append([*others[:seat], _Seat(session, place), *others[seat:]])
             return games
         for start in range(0, len(sessions), self._players):
-            seats = [_Seat(one, start + number) for number, one in enumerate(sessions[start : start + self._players])]
+            seats = [
+                _Seat(session, start + number) for number, session in enumerate(sessions[start : start + self._players])
+            ]
             games.append(seats + [_Seat(sessions[start], None) for _ in range(self._players - len(seats))])
         return games
 
@@ -143,7 +147,7 @@ class Match(OwnLoop):
         """Play one game; results by place of the rollout."""
         limit = min(seat.session.timeout_s for seat in seats)
         try:
-            values = await asyncio.wait_for(self._moved(task, seats), limit)
+            values = await asyncio.wait_for(self._play_out(task, seats), limit)
         except TimeoutError:
             return _failed(seats, TimeoutError(f"the game took longer than {limit:g} s"))
         except Exception as error:
@@ -154,7 +158,7 @@ class Match(OwnLoop):
             if seat.place is not None
         }
 
-    async def _moved(self, task: Task, seats: list[_Seat]) -> list[dict[str, float]]:
+    async def _play_out(self, task: Task, seats: list[_Seat]) -> list[dict[str, float]]:
         """Have the seats move until the game is over or one has no answers left; the parts of each seat."""
         seed, asker = task.data["seed"], next(seat.session for seat in seats if seat.place is not None)
         if self._asks:  # a jury may vote before the game
@@ -166,32 +170,32 @@ class Match(OwnLoop):
             for wrapper in self._specification.default_wrappers or ():
                 wrapped = wrapper(wrapped)
         while not over:
-            player, text = self._seen(game, wrapped, luck)
+            player, text = self._observe(game, wrapped, luck)
             if seats[player].turns >= self.max_turns:
                 break
-            said = await seats[player].answer(text)
+            answer = await seats[player].answer(text)
             if self._asks:
-                step = functools.partial(self._stepped, game, wrapped, luck, said)
+                step = functools.partial(self._step, game, wrapped, luck, answer)
                 game, wrapped, luck, over = await with_answers(step, asker)
             else:
                 with luck:
-                    over, _ = wrapped.step(action=said)
+                    over, _ = wrapped.step(action=answer)
         with luck:
-            rewards, told = game.close()
+            rewards, infos = game.close()
         if not self._alone:
-            rewards = _as_outcomes(rewards or {}, told or {})
-        told = told or {}
-        return [_parts(number, rewards or {}, told.get(number) or {}, self._alone) for number in range(len(seats))]
+            rewards = _as_outcomes(rewards or {}, infos or {})
+        infos = infos or {}
+        return [_parts(number, rewards or {}, infos.get(number) or {}, self._alone) for number in range(len(seats))]
 
-    def _stepped(self, game: Any, wrapped: Any, luck: OwnRandom, said: str) -> tuple[Any, Any, OwnRandom, bool]:
+    def _step(self, game: Any, wrapped: Any, luck: OwnRandom, answer: str) -> tuple[Any, Any, OwnRandom, bool]:
         """Take a step on a copy of a game; the copy, and whether the game is over."""
         luck = copy.copy(luck)
         with luck:
             game, wrapped = self._games.copied(game, (game, wrapped))
-            over, _ = wrapped.step(action=said)
+            over, _ = wrapped.step(action=answer)
         return game, wrapped, luck, over
 
-    def _seen(self, game: Any, wrapped: Any, luck: OwnRandom) -> tuple[int, str]:
+    def _observe(self, game: Any, wrapped: Any, luck: OwnRandom) -> tuple[int, str]:
         """The player to move and what is new to it, or all that it has seen."""
         with luck:
             if not self._whole:
@@ -212,34 +216,36 @@ def _failed(seats: Sequence[_Seat], error: Exception) -> dict[int, Played]:
 
 def _usual_players(kind: type, arguments: Mapping[str, Any]) -> int:
     """Return the number of players that a game's author names, or else 2."""
-    defaults = {name: one.default for name, one in inspect.signature(kind).parameters.items()} | dict(arguments)
-    given = (defaults.get(name) for name in ("default_num_players", "num_players"))
-    return next((one for one in given if isinstance(one, int) and 2 <= one <= _MOST_PLAYERS), 2)
+    defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()} | dict(
+        arguments
+    )
+    counts = (defaults.get(name) for name in ("default_num_players", "num_players"))
+    return next((count for count in counts if isinstance(count, int) and 2 <= count <= _MOST_PLAYERS), 2)
 
 
-def _as_outcomes(rewards: Mapping[int, Any], told: Mapping[int, Any]) -> Mapping[int, Any]:
+def _as_outcomes(rewards: Mapping[int, Any], infos: Mapping[int, Any]) -> Mapping[int, Any]:
     """Return rewards from -1 to 1: points become 1 for the winners and -1 for the others, 0 if nobody wins."""
-    points = {seat: float(one) for seat, one in rewards.items() if isinstance(one, int | float)}
-    if all(abs(one) <= 1.0 for one in points.values()):
+    points = {seat: float(reward) for seat, reward in rewards.items() if isinstance(reward, int | float)}
+    if all(abs(value) <= 1.0 for value in points.values()):
         return rewards
-    named = {seat: (told.get(seat) or {}).get("winner") for seat in points}
-    if any(one is None for one in named.values()):
+    winners = {seat: (infos.get(seat) or {}).get("winner") for seat in points}
+    if any(winner is None for winner in winners.values()):
         best = max(points.values())
-        named = {seat: one == best for seat, one in points.items()}
-        if all(named.values()):
+        winners = {seat: value == best for seat, value in points.items()}
+        if all(winners.values()):
             return dict.fromkeys(points, 0.0)
-    return {seat: 1.0 if named[seat] else -1.0 if any(named.values()) else 0.0 for seat in points}
+    return {seat: 1.0 if winners[seat] else -1.0 if any(winners.values()) else 0.0 for seat in points}
 
 
-def _parts(seat: int, rewards: Mapping[int, Any], told: Mapping[str, Any], alone: bool = False) -> dict[str, float]:
-    given = rewards.get(seat)  # None: the answers ran out, so that nobody won
-    value = min(max(float(given), -1.0), 1.0) if isinstance(given, int | float) else 0.0
-    best = max((float(one) for one in rewards.values() if isinstance(one, int | float)), default=0.0)
+def _parts(seat: int, rewards: Mapping[int, Any], info: Mapping[str, Any], alone: bool = False) -> dict[str, float]:
+    reward = rewards.get(seat)  # None: the answers ran out, so that nobody won
+    value = min(max(float(reward), -1.0), 1.0) if isinstance(reward, int | float) else 0.0
+    best = max((float(other) for other in rewards.values() if isinstance(other, int | float)), default=0.0)
     if alone:
         best = 1.0  # there is nobody to be better than
     return {
         "reward": value,
-        "won": float(value > 0.0 and float(given or 0.0) >= best),
-        "forfeited": float(bool(told.get("invalid_move"))),
+        "won": float(value > 0.0 and float(reward or 0.0) >= best),
+        "forfeited": float(bool(info.get("invalid_move"))),
         "seat": float(seat),
     }

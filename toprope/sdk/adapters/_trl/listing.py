@@ -21,9 +21,9 @@ TURNS = 10
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List a training script; or a file with reward functions over `completions`, or a class with `reset` and
     `get_reward`, and rows."""
-    taken = {name: words for name, words in functions(tree).items() if not name.startswith("_")}
-    rewards = [name for name, words in taken.items() if {"completions", "environments"} & set(words)]
-    scored = any("environments" in words for words in taken.values())  # by a function instead of get_reward()
+    parameters = {name: words for name, words in functions(tree).items() if not name.startswith("_")}
+    rewards = [name for name, words in parameters.items() if {"completions", "environments"} & set(words)]
+    scored = any("environments" in words for words in parameters.values())  # by a function instead of get_reward()
     defined = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     classes = [node for node in defined if {"reset", "get_reward"} <= _methods(node)]
     if scored and not classes:
@@ -41,12 +41,12 @@ def declared(file: Path, tree: ast.Module) -> list[Listed]:
     elif not rows and lone is None:
         problem = f"No rows: add a list `rows`, a function `rows()`, or {file.stem}.jsonl beside {file.name}."
     target = {"file": str(file), "reward_funcs": rewards, "environment": lone.name if lone else "", "rows": rows}
-    said = first_line(ast.get_docstring(tree)) or (first_line(ast.get_docstring(lone)) if lone else "")
+    description = first_line(ast.get_docstring(tree)) or (first_line(ast.get_docstring(lone)) if lone else "")
     return [
         Listed(
             name=file.stem,
             target=json.dumps({key: value for key, value in target.items() if value}),
-            description=said or f"Reward functions of {file.name}, as TRL has them",
+            description=description or f"Reward functions of {file.name}, as TRL has them",
             turns=TURNS if lone else 1,
             tools=lone is not None,
             tags=("trl",),
@@ -62,24 +62,26 @@ def _trains_at_import(tree: ast.Module) -> bool:
 
 
 def _names(node: ast.expr) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
 
 
 def _script_listed(file: Path, tree: ast.Module, call: ast.Call) -> Listed:
-    given = {one.arg for one in call.keywords}
-    said = first_line(ast.get_docstring(tree))
+    keywords = {keyword.arg for keyword in call.keywords}
+    description = first_line(ast.get_docstring(tree))
     return Listed(
         name=re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_"),
         target=json.dumps({"file": str(file), "script": True}),
-        description=said if said and not said.startswith("```") else f"The training script {file.name} of TRL",
-        turns=None if "environment_factory" in given else TURNS if "tools" in given else 1,
-        tools=bool(given & {"tools", "environment_factory"}),
+        description=description
+        if description and not description.startswith("```")
+        else f"The training script {file.name} of TRL",
+        turns=None if "environment_factory" in keywords else TURNS if "tools" in keywords else 1,
+        tools=bool(keywords & {"tools", "environment_factory"}),
         tags=("trl",),
         problem="Its rollouts are sampled by TRL's own rollout worker, which an environment cannot have."
-        if OWN_SAMPLING in given
+        if OWN_SAMPLING in keywords
         else "",
     )
 
 
 def _methods(node: ast.ClassDef) -> set[str]:
-    return {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    return {method.name for method in node.body if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -47,9 +47,9 @@ class Recorded:
 class _Constructed(BaseException):
     """Ends a script at its trainer. Not an Exception, so that no handler of the script keeps it."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
-        self.given = given
+        self.arguments = arguments
 
 
 class _Trainer:
@@ -93,16 +93,16 @@ class _Parser:
 
     def parse_args_and_config(self, *positional: Any, **named: Any) -> tuple[Any, ...]:
         kinds: list[Any] = list(self._kinds)
-        made = tuple(kind() if isinstance(kind, type) and is_dataclass(kind) else _Settings() for kind in kinds)
+        parsed = tuple(kind() if isinstance(kind, type) and is_dataclass(kind) else _Settings() for kind in kinds)
         words = iter(sys.argv[1:])
         for word in words:
             if word.startswith("--"):
                 name, has_value, value = word[2:].partition("=")
                 value = value if has_value else next(words, "")
-                for one in made:
-                    if isinstance(one, _Settings) or hasattr(one, name.replace("-", "_")):
-                        setattr(one, name.replace("-", "_"), value)
-        return made
+                for settings in parsed:
+                    if isinstance(settings, _Settings) or hasattr(settings, name.replace("-", "_")):
+                        setattr(settings, name.replace("-", "_"), value)
+        return parsed
 
     parse_args_into_dataclasses = parse_args_and_config
 
@@ -134,8 +134,8 @@ def run_script(path: Path, arguments: Sequence[str]) -> Recorded:
         with _placeholders(module), contextlib.redirect_stdout(sys.stderr):
             sys.argv, sys.path = [str(path), *arguments], [folder, *sys.path]
             exec(code, module.__dict__)
-    except _Constructed as found:
-        return _recorded(module, path, found.given)
+    except _Constructed as constructed:
+        return _recorded(module, path, constructed.arguments)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a script may raise anything, SystemExit of argparse too
@@ -150,8 +150,8 @@ def trainer_call(tree: ast.Module) -> ast.Call | None:
     for node in _run_by(tree):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-            given = {one.arg for one in node.keywords}
-            if name in TRAINERS and given & {"reward_funcs", "environment_factory", OWN_SAMPLING}:
+            passed = {keyword.arg for keyword in node.keywords}
+            if name in TRAINERS and passed & {"reward_funcs", "environment_factory", OWN_SAMPLING}:
                 return node
     return None
 
@@ -159,20 +159,20 @@ def trainer_call(tree: ast.Module) -> ast.Call | None:
 def _run_by(tree: ast.Module) -> Iterator[ast.AST]:
     """Yield what running a file may run: all but functions and classes that only importers of the file call."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    named = {node.name: node for node in tree.body if isinstance(node, kinds) and not node.decorator_list}
-    running: list[ast.stmt] = [node for node in tree.body if named.get(getattr(node, "name", "")) is not node]
+    definitions = {node.name: node for node in tree.body if isinstance(node, kinds) and not node.decorator_list}
+    running: list[ast.stmt] = [node for node in tree.body if definitions.get(getattr(node, "name", "")) is not node]
     for part in running:  # grows
         for node in ast.walk(part):
             yield node
-            if isinstance(node, ast.Name) and node.id in named:
-                running.append(named.pop(node.id))
+            if isinstance(node, ast.Name) and node.id in definitions:
+                running.append(definitions.pop(node.id))
 
 
 def _cure(error: BaseException, path: Path) -> str:
     if isinstance(error, ImportError):
-        named = script_requirements(path.read_text("utf-8", "replace"))
-        install = f"toprope env add {path}" if named else f"{sys.executable} -m pip install ..."
-        says = f" (it names {', '.join(named)})" if named else ""
+        requirements = script_requirements(path.read_text("utf-8", "replace"))
+        install = f"toprope env add {path}" if requirements else f"{sys.executable} -m pip install ..."
+        says = f" (it names {', '.join(requirements)})" if requirements else ""
         return f"Install what it imports{says}: {install}"
     if isinstance(error, SystemExit):
         return "The knob `arguments` sets the arguments of its command line; its own message is in the log."
@@ -181,11 +181,11 @@ def _cure(error: BaseException, path: Path) -> str:
     return "The knob `arguments` sets the arguments of its command line, such as the address of a server."
 
 
-def _recorded(module: ModuleType, path: Path, given: dict[str, Any]) -> Recorded:
-    args = given["args"]
-    rewards = given["reward_funcs"]
+def _recorded(module: ModuleType, path: Path, arguments: dict[str, Any]) -> Recorded:
+    args = arguments["args"]
+    rewards = arguments["reward_funcs"]
     rewards = [] if rewards is None else list(rewards) if isinstance(rewards, list | tuple) else [rewards]
-    if given.get("rollout_func") is not None or given.get(OWN_SAMPLING) is not None:
+    if arguments.get("rollout_func") is not None or arguments.get(OWN_SAMPLING) is not None:
         raise LoadError(
             f"{path.name} gives its trainer a rollout function, which samples with TRL's own model. Environments "
             "with reset() and tools, and reward functions, run here."
@@ -195,10 +195,10 @@ def _recorded(module: ModuleType, path: Path, given: dict[str, Any]) -> Recorded
     return Recorded(
         module=module,
         reward_funcs=rewards,
-        weights=None if weights is None else [float(one) for one in weights],
-        environment=given.get("environment_factory"),
-        tools=list(given.get("tools") or ()),
-        rows=given["train_dataset"],
+        weights=None if weights is None else [float(weight) for weight in weights],
+        environment=arguments.get("environment_factory"),
+        tools=list(arguments.get("tools") or ()),
+        rows=arguments["train_dataset"],
         max_turns=None if turns is None else int(turns),
     )
 
@@ -237,11 +237,11 @@ def _placeholders(main: ModuleType) -> Iterator[None]:
 def _module(name: str) -> ModuleType:
     """A module in which every public name is a placeholder; it has no submodules."""
 
-    def attribute(asked: str) -> Any:
-        if asked.startswith("__"):
-            raise AttributeError(asked)
+    def attribute(attribute_name: str) -> Any:
+        if attribute_name.startswith("__"):
+            raise AttributeError(attribute_name)
         return _Anything
 
-    made = ModuleType(name)
-    made.__dict__.update(__getattr__=attribute, __path__=[])
-    return made
+    module = ModuleType(name)
+    module.__dict__.update(__getattr__=attribute, __path__=[])
+    return module

@@ -89,17 +89,19 @@ def register_harness() -> None:
                         return ProgramResult(0, "", "")
                     for call in message["tool_calls"]:
                         if tool_interception_url:  # the taskset's own hooks decide if the call is executed
-                            asked = await http.post(tool_interception_url, json=_proposed(call), headers=rights)
-                            if asked.status_code != 200:
-                                return ProgramResult(1, "", asked.text[-2000:])
-                            decided = asked.json()
-                            if decided["action"] == "stop":
-                                return ProgramResult(1, "", str(decided.get("reason")))
-                            if decided["action"] == "deny":
-                                messages.append(decided["message"])
+                            response = await http.post(tool_interception_url, json=_proposed(call), headers=rights)
+                            if response.status_code != 200:
+                                return ProgramResult(1, "", response.text[-2000:])
+                            decision = response.json()
+                            if decision["action"] == "stop":
+                                return ProgramResult(1, "", str(decision.get("reason")))
+                            if decision["action"] == "deny":
+                                messages.append(decision["message"])
                                 continue
-                        said = await _called(call["function"], places, lambda *named: call_mcp(servers, places, *named))
-                        messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+                        result = await _call_tool(
+                            call["function"], places, lambda *named: call_mcp(servers, places, *named)
+                        )
+                        messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
 
     module = types.ModuleType(HARNESS)
     InProcess.__module__ = Config.__module__ = HARNESS
@@ -124,7 +126,7 @@ def _proposed(call: dict[str, Any]) -> dict[str, Any]:
     return {"tool_call_id": call["id"], "name": call["function"]["name"], "arguments": arguments}
 
 
-async def _called(function: dict[str, Any], places: dict[str, Any], call: Any) -> Any:
+async def _call_tool(function: dict[str, Any], places: dict[str, Any], call: Any) -> Any:
     """Return a tool's result or an error text for the policy."""
     name = function["name"]
     if name not in places:
@@ -135,8 +137,8 @@ async def _called(function: dict[str, Any], places: dict[str, Any], call: Any) -
         return f"error: the arguments are not JSON: {error}"
     if not isinstance(arguments, dict):
         return "error: the arguments must be a JSON object"
-    said = await call(name, arguments)
-    return said[:_LONGEST_RESULT] if isinstance(said, str) else said
+    result = await call(name, arguments)
+    return result[:_LONGEST_RESULT] if isinstance(result, str) else result
 
 
 def client_config(base_url: str, key: str, judge_key: str, seat: str = "") -> Any:
@@ -176,14 +178,14 @@ def sessions_server(secrets: tuple[str, ...]) -> Any:
             self.stack.push_async_callback(self._shared.aclose)
 
         def register(self, session: Any) -> tuple[str, str]:
-            made: tuple[str, str] = super().register(session)
+            registered: tuple[str, str] = super().register(session)
             config = session.ctx.client
             if keys := getattr(config, "_toprope_keys", None):
                 agent = session.trace.agent
-                own = agent is None or (agent.trainable and keys[2] in ("", agent.name))
-                key = keys[0] if own else keys[1]
+                is_own = agent is None or (agent.trainable and keys[2] in ("", agent.name))
+                key = keys[0] if is_own else keys[1]
                 session.client = SessionClient(config.base_url, key, self._shared)
-            return made
+            return registered
 
         def _client(self, config: Any) -> Any:
             return None if hasattr(config, "_toprope_keys") else super()._client(config)

@@ -59,11 +59,11 @@ def _led(client: Any, options: Any) -> Any:
         return options
     if not keyless and _GRADER not in session.roles:
         return options
-    own = {"base_url": session.base_url, "api_key": session.judge_key or session.api_key, "model": session.model}
-    judge = session.roles.get(_GRADER) or own
+    policy = {"base_url": session.base_url, "api_key": session.judge_key or session.api_key, "model": session.model}
+    judge = session.roles.get(_GRADER) or policy
     options.url = f"{judge['base_url'].rstrip('/')}/{options.url.lstrip('/')}"
-    given = options.headers if isinstance(options.headers, Mapping) else {}
-    options.headers = {**given, "Authorization": f"Bearer {judge['api_key']}", "api-key": judge["api_key"]}
+    headers = options.headers if isinstance(options.headers, Mapping) else {}
+    options.headers = {**headers, "Authorization": f"Bearer {judge['api_key']}", "api-key": judge["api_key"]}
     if isinstance(options.json_data, dict):
         options.json_data = {**options.json_data, "model": judge["model"]}
     return options

@@ -25,7 +25,7 @@ _PACKAGE = "verifiers"
 def installed(site_packages: Path) -> list[Listed]:
     """List the environments that installed packages provide, whatever they say they require."""
     before = _is_before(site_packages)
-    found = []
+    environments = []
     for metadata in sorted(site_packages.glob("*.dist-info/METADATA")):
         try:
             text = metadata.read_text(errors="replace").partition("\n\n")[0]
@@ -40,9 +40,9 @@ def installed(site_packages: Path) -> list[Listed]:
             if module != _PACKAGE and (listed := _listed(site_packages / name, module, summary, before)):
                 of_wheel.append((module, replace(listed, content=content)))
         # A test imports the environment, but one that is alone is no test.
-        own = [listed for module, listed in of_wheel if not _TEST.fullmatch(module)]
-        found += own or [listed for _, listed in of_wheel]
-    return found
+        without_tests = [listed for module, listed in of_wheel if not _TEST.fullmatch(module)]
+        environments += without_tests or [listed for _, listed in of_wheel]
+    return environments
 
 
 def more_requirements(place: Path) -> tuple[str, ...]:
@@ -53,10 +53,10 @@ def more_requirements(place: Path) -> tuple[str, ...]:
         place: An interpreter's packages, or the folder of a project.
     """
     if (place / _PACKAGE).is_dir():  # an interpreter
-        found = installed(place)
-        if _is_before(place) or not found:
+        environments = installed(place)
+        if _is_before(place) or not environments:
             return ()
-        if any(one.needs == "install" for one in found):
+        if any(environment.needs == "install" for environment in environments):
             return BEFORE
         return () if any(place.glob("uv-*.dist-info")) else _PROGRAMS
     files = [
@@ -75,9 +75,13 @@ def _names_verifiers(folder: Path) -> bool:
     """Return True if a project requires verifiers by version; another version than one by address may be right here."""
     try:
         project = tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))
-        asked = [one for one in project["project"]["dependencies"] if re.match(rf"\s*{_PACKAGE}\b(?!-)", one)]
+        requirements = [
+            requirement
+            for requirement in project["project"]["dependencies"]
+            if re.match(rf"\s*{_PACKAGE}\b(?!-)", requirement)
+        ]
         source = project.get("tool", {}).get("uv", {}).get("sources", {}).get(_PACKAGE, {"index": ""})
-        return bool(asked) and "@" not in asked[0] and "index" in source
+        return bool(requirements) and "@" not in requirements[0] and "index" in source
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
@@ -95,13 +99,15 @@ def _digest(record: str) -> str:
 def _top_level(files: Iterable[str]) -> Iterable[str]:
     """Return a wheel's modules, and the `__init__.py` of its packages, which may have been copied beside the wheel."""
     parts = [name.split("/") for name in files if name.endswith(".py")]
-    return dict.fromkeys(one[0] if len(one) == 1 else f"{one[0]}/__init__.py" for one in parts)
+    return dict.fromkeys(
+        path_parts[0] if len(path_parts) == 1 else f"{path_parts[0]}/__init__.py" for path_parts in parts
+    )
 
 
 def _is_before(site_packages: Path) -> bool:
     """Return True if the installed verifiers is older than 0.2."""
-    found = next(site_packages.glob(f"{_PACKAGE}-*.dist-info"), None)
-    version = found.name.removeprefix(f"{_PACKAGE}-").removesuffix(".dist-info") if found is not None else ""
+    metadata = next(site_packages.glob(f"{_PACKAGE}-*.dist-info"), None)
+    version = metadata.name.removeprefix(f"{_PACKAGE}-").removesuffix(".dist-info") if metadata is not None else ""
     return version.startswith(("0.0.", "0.1."))
 
 
@@ -122,7 +128,7 @@ def _kind_of(file: Path) -> str:
     provided = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] != _PACKAGE):
-            provided |= {one.asname or one.name for one in node.names}
+            provided |= {alias.asname or alias.name for alias in node.names}
     return "before" if "load_environment" in provided else ""
 
 
@@ -140,15 +146,15 @@ def _listed(file: Path, module: str, summary: str, before: bool) -> Listed | Non
 
 def declared(file: Path, tree: ast.Module) -> list[Listed]:
     """List tasksets in a user's file."""
-    found = list(_tasksets(tree))
+    tasksets = list(_tasksets(tree))
     return [
         Listed(
-            name=file.stem if len(found) == 1 else f"{file.stem}_{node.name.lower()}",
+            name=file.stem if len(tasksets) == 1 else f"{file.stem}_{node.name.lower()}",
             target=f"{file}:{node.name}",
             description=first_line(ast.get_docstring(node)) or first_line(ast.get_docstring(tree)),
             tags=("verifiers",),
         )
-        for node in found
+        for node in tasksets
     ]
 
 
@@ -156,10 +162,10 @@ def _tasksets(tree: ast.Module) -> Iterator[ast.ClassDef]:
     modules, names = set(), set()
     for node in tree.body:
         if isinstance(node, ast.Import):
-            modules |= {one.asname or one.name for one in node.names if one.name.split(".")[0] == _PACKAGE}
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name.split(".")[0] == _PACKAGE}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == _PACKAGE:
-            names |= {one.asname or one.name for one in node.names if one.name == "Taskset"}
-            modules |= {one.asname or one.name for one in node.names if one.name == "v1"}
+            names |= {alias.asname or alias.name for alias in node.names if alias.name == "Taskset"}
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name == "v1"}
     for node in tree.body:
         if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
             continue

@@ -92,18 +92,18 @@ class LoadedEnvironment(OwnLoop):
 
     def setup(self) -> None:
         knobs = self.knobs
-        given = {field: getattr(knobs, name) for name, field in self._fields.items()}
-        given |= knobs.arguments
-        for name, value in given.items():  # Other models are the rollout's judge, which has a key of its own.
+        arguments = {field: getattr(knobs, name) for name, field in self._fields.items()}
+        arguments |= knobs.arguments
+        for name, value in arguments.items():  # Other models are the rollout's judge, which has a key of its own.
             of_model = _KEY.match(name)
-            asked = of_model and [given.get(of_model[1] + one) for one in ("model", "base_url")]
-            if of_model is None or not (name.startswith("judge") or any(asked or ())):
+            endpoint = of_model and [arguments.get(of_model[1] + suffix) for suffix in ("model", "base_url")]
+            if of_model is None or not (name.startswith("judge") or any(endpoint or ())):
                 continue
             if of_model[2] and isinstance(value, str):
                 os.environ.setdefault(value, "none")
             elif not of_model[2] and value is None:
-                given[name] = "none"
-        self._env = self._make(**given)
+                arguments[name] = "none"
+        self._env = self._make(**arguments)
         if not hasattr(self._env, "rubric"):
             raise EnvironmentMistake(f"load_environment returned {type(self._env).__name__}, not an environment.")
         adapt_hooks(self._env)
@@ -131,16 +131,16 @@ class LoadedEnvironment(OwnLoop):
     async def group(self, task: Task, sessions: Sequence[Session]) -> list[Played | BaseException]:
         """Sample and score a group as one, because some rubrics compare its rollouts."""
         copies = [copy_for(self, task) for _ in sessions]
-        playing = [timed(one.rolled(session), session) for one, session in zip(copies, sessions, strict=True)]
-        found: list[Any] = list(await asyncio.gather(*playing, return_exceptions=True))
-        states = [one for one in found if not isinstance(one, BaseException) and one.get("error") is None]
+        playing = [timed(member.rolled(session), session) for member, session in zip(copies, sessions, strict=True)]
+        results: list[Any] = list(await asyncio.gather(*playing, return_exceptions=True))
+        states = [result for result in results if not isinstance(result, BaseException) and result.get("error") is None]
         try:
             with noted() as raised:
                 if states:
-                    await self._scored(states, sessions[0])
+                    await self._score(states, sessions[0])
         except Exception as error:
-            return [one if isinstance(one, BaseException) else error for one in found]
-        return [one if isinstance(one, BaseException) else self._played(one, raised) for one in found]
+            return [result if isinstance(result, BaseException) else error for result in results]
+        return [result if isinstance(result, BaseException) else self._result_of(result, raised) for result in results]
 
     async def rolled(self, session: Session) -> Any:
         """Return the state of one rollout of `self.task`, not scored."""
@@ -149,8 +149,8 @@ class LoadedEnvironment(OwnLoop):
         from verifiers.clients import OpenAIChatCompletionsClient
 
         sampling = session.sampling
-        own = (getattr(self._env, "sampling_args", None) or {}).get("stop") or ()
-        if stop := [*session.stop, *([own] if isinstance(own, str) else own)]:
+        own_stop = (getattr(self._env, "sampling_args", None) or {}).get("stop") or ()
+        if stop := [*session.stop, *([own_stop] if isinstance(own_stop, str) else own_stop)]:
             sampling["stop"] = stop
         async with loopback_client() as http:
             api = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http, max_retries=0)
@@ -161,7 +161,7 @@ class LoadedEnvironment(OwnLoop):
             raise InvalidRequest("The task's prompt leaves no room for an answer within policy.max_context.")
         return state
 
-    async def _scored(self, states: list[Any], session: Session) -> None:
+    async def _score(self, states: list[Any], session: Session) -> None:
         rollout_of.set(session)
         await self._env.rubric.score_group(states)
         for state in states:
@@ -175,7 +175,7 @@ class LoadedEnvironment(OwnLoop):
 
     def _parts(self) -> dict[str, Part]:
         names, weights = self._env.rubric._get_reward_func_names(), self._env.rubric._get_reward_weights()
-        functions = {one.__name__: one for one in self._env.rubric._get_reward_funcs()}
+        functions = {function.__name__: function for function in self._env.rubric._get_reward_funcs()}
         parts: dict[str, Part] = {}
         weighted = [name for name, weight in zip(names, weights, strict=False) if weight]
         self._routed = len(names) != len(weights) or any(names.count(name) > 1 for name in weighted)
@@ -186,28 +186,28 @@ class LoadedEnvironment(OwnLoop):
             parts[_WHOLE] = Part(1.0, low, high, "the reward by the rubric of the task's environment")
             weights = [0.0] * len(names)
         for name, weight in zip(names, weights, strict=True):
-            said = first_line(getattr(functions.get(name), "__doc__", None))
+            description = first_line(getattr(functions.get(name), "__doc__", None))
             low, high = bounds(self.knobs, weight) if weight else (-_METRIC_LIMIT, _METRIC_LIMIT)
-            parts.setdefault(name, Part(float(weight), low, high, said if weight else said or "a metric"))
+            parts.setdefault(name, Part(float(weight), low, high, description if weight else description or "a metric"))
         if not parts:
             raise EnvironmentMistake("Its rubric has no reward functions, so there is nothing to learn from.")
         parts.setdefault(REWARD_ERRORS, Part(0.0, 0.0, _METRIC_LIMIT, "reward functions that raised, which gives 0"))
         return parts
 
-    def _played(self, state: Any, raised: Iterable[Raised] = ()) -> Played:
+    def _result_of(self, state: Any, raised: Iterable[Raised] = ()) -> Played:
         trajectory = state.get("trajectory") or []
         turns = max(len(trajectory), 1)
-        truncated = bool(state.get("is_truncated")) or any(one.get("is_truncated") for one in trajectory)
+        truncated = bool(state.get("is_truncated")) or any(step.get("is_truncated") for step in trajectory)
         if state.get("error") is not None:
             error = state["error"]
-            told = str(error) or str(error.__cause__ or "")
-            return Played({}, turns=turns, truncated=truncated, error=f"{type(error).__name__}: {told}")
-        own = [one for one in raised if any(scored is state for scored in one.states)]
-        if unanswered := next((one.error for one in own if one.of_model()), None):
+            text = str(error) or str(error.__cause__ or "")
+            return Played({}, turns=turns, truncated=truncated, error=f"{type(error).__name__}: {text}")
+        own_errors = [reward_error for reward_error in raised if any(scored is state for scored in reward_error.states)]
+        if unanswered := next((reward_error.error for reward_error in own_errors if reward_error.of_model()), None):
             error = f"a reward asked a model: {type(unanswered).__name__}: {unanswered}"
             return Played({}, turns=turns, truncated=truncated, error=error)
         parts = dict.fromkeys(self.parts, 0.0)
-        parts[REWARD_ERRORS] = float(len(own))
+        parts[REWARD_ERRORS] = float(len(own_errors))
         for name, value in (state.get("metrics") or {}).items():
             part = self.parts.get(name)
             if part is None or value is None:
@@ -215,8 +215,8 @@ class LoadedEnvironment(OwnLoop):
             parts[name] = bounded(name, float(value), part)
         if self._routed:
             parts[_WHOLE] = bounded(_WHOLE, float(state.get("reward") or 0.0), self.parts[_WHOLE])
-        said = [*plain_messages(state.get("prompt")), *plain_messages(state.get("completion"))]
-        return Played(parts, messages=[_wire(one) for one in said], turns=turns, truncated=truncated)
+        conversation = [*plain_messages(state.get("prompt")), *plain_messages(state.get("completion"))]
+        return Played(parts, messages=[_wire(message) for message in conversation], turns=turns, truncated=truncated)
 
 
 def _limit_turns(env: Any, turns: int) -> int:
@@ -226,20 +226,20 @@ def _limit_turns(env: Any, turns: int) -> int:
         turns: The most; 0: the author's number, or `TURNS` without one.
     """
     if members := getattr(env, "env_map", None):
-        return max(_limit_turns(one, turns) for one in members.values())
-    own = getattr(env, "max_turns", None)
-    named = own if isinstance(own, int) and own > 0 else 0
-    env.max_turns = min(named, turns) if named and turns else named or turns or TURNS
+        return max(_limit_turns(member, turns) for member in members.values())
+    declared = getattr(env, "max_turns", None)
+    limit = declared if isinstance(declared, int) and declared > 0 else 0
+    env.max_turns = min(limit, turns) if limit and turns else limit or turns or TURNS
     return int(env.max_turns)
 
 
 def _range(rubric: Any, knobs: Any) -> tuple[float, float]:
     """Return the smallest and the largest reward by a rubric, or by those of a group."""
     if members := getattr(rubric, "env_map", None):
-        lows, highs = zip(*(_range(one.rubric, knobs) for one in members.values()), strict=True)
+        lows, highs = zip(*(_range(member.rubric, knobs) for member in members.values()), strict=True)
         return min(lows), max(highs)
     ends = [sorted(weight * end for end in bounds(knobs, weight)) for weight in rubric._get_reward_weights()]
-    return sum(one[0] for one in ends), sum(one[1] for one in ends)
+    return sum(pair[0] for pair in ends), sum(pair[1] for pair in ends)
 
 
 def bounds(knobs: Any, weight: float) -> tuple[float, float]:
@@ -304,7 +304,7 @@ async def _accept(response: Any) -> None:
 
 def _knobs(function: Any) -> tuple[dict[str, str], type]:
     """Return the function's arguments with JSON values by knob, and a dataclass of our knobs and these."""
-    made: list[tuple[str, Any, Any]] = [
+    definitions: list[tuple[str, Any, Any]] = [
         ("turns", int, knob(0, ge=0, le=1000, help=f"most answers; 0: the author's limit, or {TURNS} without one")),
         *RANGE,
         ("success_reward", float | None, knob(None, help=SUCCESS)),
@@ -325,10 +325,10 @@ def _knobs(function: Any) -> tuple[dict[str, str], type]:
             if default is not REQUIRED:
                 continue  # JSON cannot say it; the author's default holds.
             hint = Any | None if allows_null(hint) else Any
-        taken = f"environment_{name}" if name in _OURS or name.startswith("_") else name
-        fields[taken] = name
-        made.append((taken, hint, knob(default, help="an argument of load_environment")))
-    return fields, dataclasses.make_dataclass("Knobs", made, kw_only=True)
+        knob_name = f"environment_{name}" if name in _OURS or name.startswith("_") else name
+        fields[knob_name] = name
+        definitions.append((knob_name, hint, knob(default, help="an argument of load_environment")))
+    return fields, dataclasses.make_dataclass("Knobs", definitions, kw_only=True)
 
 
 def _wire(message: dict[str, Any]) -> dict[str, Any]:
@@ -336,7 +336,7 @@ def _wire(message: dict[str, Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
     calls = []
-    for one in message["tool_calls"]:
-        flat = {name: one.get(name) for name in ("name", "arguments")}
-        calls.append({"id": one.get("id", ""), "type": "function", "function": one.get("function") or flat})
+    for call in message["tool_calls"]:
+        flat = {name: call.get(name) for name in ("name", "arguments")}
+        calls.append({"id": call.get("id", ""), "type": "function", "function": call.get("function") or flat})
     return {**message, "tool_calls": calls}

@@ -39,9 +39,9 @@ def adapt_hooks(env: Any) -> None:
         if _is_of_verifiers(kind) and _DONE not in vars(kind):
             _adapt_class(kind)
     for name, adapted in (("is_completed", _completed), ("env_response", _responded), ("setup_state", _set_up)):
-        own = getattr(type(env), name, None)
-        if own is not None and not _is_of_verifiers(own):
-            setattr(env, name, adapted(env, own))
+        hook = getattr(type(env), name, None)
+        if hook is not None and not _is_of_verifiers(hook):
+            setattr(env, name, adapted(env, hook))
 
 
 def _is_of_verifiers(thing: Any) -> bool:
@@ -50,11 +50,12 @@ def _is_of_verifiers(thing: Any) -> bool:
 
 def _adapt_class(kind: Any) -> None:
     """Have `super()` in an author's hook answer as it did: the state of `setup_state`, `is_completed` with messages."""
-    own = dict(vars(kind))
+    members = dict(vars(kind))
     setattr(kind, _DONE, True)
-    if set_up := own.get("setup_state"):
+    if set_up := members.get("setup_state"):
         takes_more = any(
-            one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(set_up).parameters.values()
+            parameter.kind is inspect.Parameter.VAR_KEYWORD
+            for parameter in inspect.signature(set_up).parameters.values()
         )
 
         @functools.wraps(set_up)
@@ -63,11 +64,11 @@ def _adapt_class(kind: Any) -> None:
             return state if after is None else after
 
         kind.setup_state = setup_state
-    if complete := own.get("is_completed"):
+    if complete := members.get("is_completed"):
 
         @functools.wraps(complete)
-        async def is_completed(self: Any, *given: Any, **more: Any) -> bool:
-            return bool(await _awaited(complete(self, given[-1] if given else more.pop("state"), **more)))
+        async def is_completed(self: Any, *arguments: Any, **more: Any) -> bool:
+            return bool(await _awaited(complete(self, arguments[-1] if arguments else more.pop("state"), **more)))
 
         kind.is_completed = is_completed
 
@@ -75,12 +76,15 @@ def _adapt_class(kind: Any) -> None:
 def _takes_messages(complete: Any) -> bool:
     """Return True if an `is_completed` wants the messages, besides itself and the state."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    asked = inspect.signature(complete).parameters.values()
-    return len([one for one in asked if one.kind in kinds and one.default is one.empty]) > 2
+    parameters = inspect.signature(complete).parameters.values()
+    return (
+        len([parameter for parameter in parameters if parameter.kind in kinds and parameter.default is parameter.empty])
+        > 2
+    )
 
 
-def _completed(env: Any, own: Any) -> Any:
-    takes_messages = _takes_messages(own)
+def _completed(env: Any, hook: Any) -> Any:
+    takes_messages = _takes_messages(hook)
 
     async def by_state(state: Any, **more: Any) -> bool:
         if any(state.get(name) for name in _BROKEN_OFF):
@@ -88,41 +92,46 @@ def _completed(env: Any, own: Any) -> Any:
         if not takes_messages:
             most = getattr(env, "max_turns", 0)
             reached = isinstance(most, int) and 0 < most <= len(state.get("trajectory") or ())
-            return reached or bool(await _awaited(own(env, state, **more)))
+            return reached or bool(await _awaited(hook(env, state, **more)))
         state["turn"] = len(state.get("trajectory") or ())
         for condition in getattr(env, "_stop_conditions", ()):
             if condition.__name__ in _KEPT and await env._render_stop(state, condition):
                 return True
-        return bool(await _awaited(own(env, _conversation(state), state, **more)))
+        return bool(await _awaited(hook(env, _conversation(state), state, **more)))
 
-    def completed(*given: Any, **more: Any) -> Any:
+    def completed(*arguments: Any, **more: Any) -> Any:
         # The author's own code calls it as it was written.
-        return own(env, *given, **more) if takes_messages and len(given) > 1 else by_state(*given, **more)
+        return hook(env, *arguments, **more) if takes_messages and len(arguments) > 1 else by_state(*arguments, **more)
 
     return completed
 
 
-def _responded(env: Any, own: Any) -> Any:
+def _responded(env: Any, hook: Any) -> Any:
     complete: Any = getattr(type(env), "is_completed", None)
     asked_after = complete is not None and not _is_of_verifiers(complete) and _takes_messages(complete)
 
     async def responded(messages: Any, state: Any, **more: Any) -> Any:
-        said = await _awaited(own(env, messages, state, **more))
-        if isinstance(said, tuple) and len(said) == 2 and isinstance(said[0], list | str) and isinstance(said[1], dict):
-            said, after = said
+        response = await _awaited(hook(env, messages, state, **more))
+        if (
+            isinstance(response, tuple)
+            and len(response) == 2
+            and isinstance(response[0], list | str)
+            and isinstance(response[1], dict)
+        ):
+            response, after = response
             _take(state, after)
-        if asked_after and isinstance(said, list):
-            told = [*messages, *said] if isinstance(messages, list) else said
-            if await _awaited(complete(env, told, state)):
-                state["final_env_response"] = said  # the loop ended here, without another answer
-        return said
+        if asked_after and isinstance(response, list):
+            conversation = [*messages, *response] if isinstance(messages, list) else response
+            if await _awaited(complete(env, conversation, state)):
+                state["final_env_response"] = response  # the loop ended here, without another answer
+        return response
 
     return responded
 
 
-def _set_up(env: Any, own: Any) -> Any:
+def _set_up(env: Any, hook: Any) -> Any:
     async def set_up(state: Any, **more: Any) -> Any:
-        _take(state, await _awaited(own(env, state, **more)))
+        _take(state, await _awaited(hook(env, state, **more)))
         info = state.get("info")
         if tools := isinstance(info, dict) and info.get("oai_tools"):  # those of this rollout
             state["tool_defs"] = env._normalize_tool_defs(tools)
@@ -137,8 +146,8 @@ def _take(state: Any, after: Any) -> None:
         state.update(after)
 
 
-async def _awaited(said: Any) -> Any:
-    return await said if inspect.isawaitable(said) else said
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 def _conversation(state: Any) -> list[Any]:
@@ -162,8 +171,8 @@ class Message(dict[str, Any]):
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
         """Return a plain dictionary, as the object would; of its options, those that leave out fields."""
-        left = {name for name, value in self.items() if value is None} if options.get("exclude_none") else set()
-        return {name: value for name, value in self.items() if name not in left | set(options.get("exclude") or ())}
+        omitted = {name for name, value in self.items() if value is None} if options.get("exclude_none") else set()
+        return {name: value for name, value in self.items() if name not in omitted | set(options.get("exclude") or ())}
 
     def model_copy(self, *, update: Any = None, deep: bool = False) -> Message:
         """Return a copy with other values."""
@@ -177,15 +186,15 @@ class Message(dict[str, Any]):
 def dictionaries(value: Any) -> Any:
     """Return the objects in messages, conversations, and lists of these as dictionaries in the form of OpenAI."""
     if isinstance(value, list):
-        return [dictionaries(one) for one in value]
+        return [dictionaries(item) for item in value]
     if isinstance(value, dict):
-        told = {name: dictionaries(one) for name, one in value.items()}
-        if told.get("role") == "assistant" and told.get("content") is None:
-            told["content"] = ""
-        if {"name", "arguments"} <= told.keys() and "id" in told:  # a call of a tool
-            told.setdefault("type", "function")
-            told.setdefault("function", Message({name: told[name] for name in ("name", "arguments")}))
-        return Message(told)
+        converted = {name: dictionaries(item) for name, item in value.items()}
+        if converted.get("role") == "assistant" and converted.get("content") is None:
+            converted["content"] = ""
+        if {"name", "arguments"} <= converted.keys() and "id" in converted:  # a call of a tool
+            converted.setdefault("type", "function")
+            converted.setdefault("function", Message({name: converted[name] for name in ("name", "arguments")}))
+        return Message(converted)
     return dictionaries(value.model_dump(exclude_none=True)) if hasattr(value, "model_dump") else value
 
 
@@ -197,19 +206,19 @@ def with_dictionaries(function: Any) -> Any:
         return function
 
     @functools.wraps(function)
-    async def given(*arguments: Any, **named: Any) -> Any:
-        told = {name: dictionaries(one) if name in _CONVERSATIONS else one for name, one in named.items()}
-        said = function(*arguments, **told)
-        return await said if inspect.isawaitable(said) else said
+    async def adapted(*arguments: Any, **keywords: Any) -> Any:
+        converted = {name: dictionaries(value) if name in _CONVERSATIONS else value for name, value in keywords.items()}
+        result = function(*arguments, **converted)
+        return await result if inspect.isawaitable(result) else result
 
-    return given
+    return adapted
 
 
 @functools.cache
 def _names_classes(module: str) -> bool:
     """Return True if a module, or another one of its package that is loaded, names the classes of messages."""
     package = module.partition(".")[0]
-    for name in [one for one in sys.modules if one.partition(".")[0] == package]:
+    for name in [loaded for loaded in sys.modules if loaded.partition(".")[0] == package]:
         try:
             if _CLASSES.search(inspect.getsource(sys.modules[name])):
                 return True

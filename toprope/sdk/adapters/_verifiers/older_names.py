@@ -25,7 +25,7 @@ _TYPES = ("ChatCompletionMessageToolCall", "ChatMessage", "ModelResponse")
 
 def provide_older_names() -> None:
     """Have imports of moved modules lead to their new place, and give dropped names a stand-in."""
-    if any(isinstance(one, _Moved) for one in sys.meta_path):
+    if any(isinstance(finder, _Moved) for finder in sys.meta_path):
         return
     sys.meta_path.append(_Moved())
     import verifiers
@@ -40,8 +40,8 @@ def provide_older_names() -> None:
         class ToolRubric(rubric):  # type: ignore[misc]
             """Its functions counted calls of tools; environments with tools count them themselves now."""
 
-            def __init__(self, *given: Any, tools: Any = None, **named: Any) -> None:
-                super().__init__(*given, **named)
+            def __init__(self, *arguments: Any, tools: Any = None, **keywords: Any) -> None:
+                super().__init__(*arguments, **keywords)
 
         verifiers.ToolRubric = ToolRubric
     if (judges := getattr(verifiers, "JudgeRubric", None)) is not None:
@@ -69,10 +69,10 @@ class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if parts[0] != _PACKAGE or len(parts) < 2:
             return None
         root = Path(getattr(sys.modules[_PACKAGE], "__file__", None) or "/nowhere/__init__.py").parent
-        found = [one for one in root.rglob(f"{parts[-1]}.py") if one.parent != root]
-        if len(found) != 1:
+        files = [file for file in root.rglob(f"{parts[-1]}.py") if file.parent != root]
+        if len(files) != 1:
             return None
-        place = ".".join((_PACKAGE, *found[0].relative_to(root).with_suffix("").parts))
+        place = ".".join((_PACKAGE, *files[0].relative_to(root).with_suffix("").parts))
         return None if place == name else importlib.util.spec_from_loader(name, self, origin=place)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -91,24 +91,24 @@ def _take_openai_tools(environment: Any) -> None:
     start, begin, normalize = environment.__init__, environment.init_state, environment._normalize_tool_defs
 
     @functools.wraps(start)
-    def started(self: Any, *given: Any, oai_tools: Any = None, **named: Any) -> None:
-        start(self, *given, **named, **({"tool_defs": oai_tools} if oai_tools else {}))
+    def started(self: Any, *arguments: Any, oai_tools: Any = None, **keywords: Any) -> None:
+        start(self, *arguments, **keywords, **({"tool_defs": oai_tools} if oai_tools else {}))
 
     @functools.wraps(begin)
-    async def begun(self: Any, input: Any, *given: Any, **named: Any) -> Any:
+    async def begun(self: Any, input: Any, *arguments: Any, **keywords: Any) -> Any:
         info = input.get("info")
         info = json.loads(info) if isinstance(info, str) else info
         if isinstance(info, dict) and "oai_tools" in info:
             tools = {"tool_defs": info["oai_tools"]} if info["oai_tools"] else {}
-            input = {**input, "info": {name: one for name, one in info.items() if name != "oai_tools"} | tools}
-        return await begin(self, input, *given, **named)
+            input = {**input, "info": {name: value for name, value in info.items() if name != "oai_tools"} | tools}
+        return await begin(self, input, *arguments, **keywords)
 
     def normalized(tools: Any) -> Any:
-        return normalize(tools and [_unwrapped(one) for one in tools])
+        return normalize(tools and [_unwrapped(tool) for tool in tools])
 
     def read(self: Any) -> list[dict[str, Any]]:
-        tools = [one.model_dump(exclude_none=True) for one in self.tool_defs or ()]
-        return [{"type": "function", "function": one} for one in tools]
+        tools = [definition.model_dump(exclude_none=True) for definition in self.tool_defs or ()]
+        return [{"type": "function", "function": tool} for tool in tools]
 
     def write(self: Any, tools: Any) -> None:
         self.tool_defs = normalized(tools)
@@ -127,12 +127,12 @@ def _unwrapped(tool: Any) -> Any:
 
 def _lenient(judge: Any) -> Any:
     """A method that takes further arguments, as it did, and leaves them out."""
-    known = inspect.signature(judge).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+    parameters = inspect.signature(judge).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return judge
 
     @functools.wraps(judge)
-    async def lenient(self: Any, *given: Any, **more: Any) -> Any:
-        return await judge(self, *given, **{name: one for name, one in more.items() if name in known})
+    async def lenient(self: Any, *arguments: Any, **more: Any) -> Any:
+        return await judge(self, *arguments, **{name: value for name, value in more.items() if name in parameters})
 
     return lenient

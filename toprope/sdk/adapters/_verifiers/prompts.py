@@ -29,21 +29,21 @@ def with_texts(rows: Iterable[Any], read: Callable[[Any], Messages]) -> Iterator
     Raises:
         InvalidRequest: There is none among the first rows.
     """
-    found = left = 0
+    kept = left_out = 0
     for row in rows:
         try:
             messages = read(row)
         except _NotText as error:
-            left += 1
-            if not found and left >= _PATIENCE:
+            left_out += 1
+            if not kept and left_out >= _PATIENCE:
                 raise
-            if left & (left - 1) == 0:  # 1, 2, 4, 8 ...
-                print(f"{left} of {found + left} tasks so far are left out. {error}", file=sys.stderr)
+            if left_out & (left_out - 1) == 0:  # 1, 2, 4, 8 ...
+                print(f"{left_out} of {kept + left_out} tasks so far are left out. {error}", file=sys.stderr)
             last = error
             continue
-        found += 1
+        kept += 1
         yield messages, row
-    if left and not found:
+    if left_out and not kept:
         raise last
 
 
@@ -58,10 +58,10 @@ def messages_of_task(task: Any) -> Messages:
     for message in data.prompt or ():
         parts = message.content if isinstance(message.content, list) else ()
         _require_text(getattr(part, "type", "text") for part in parts)
-    said = [{"role": message.role, "content": content_text(message.content) or ""} for message in data.prompt or ()]
-    if not said:  # the environment opens the conversation
-        said = [{"role": "user", "content": data.description or data.name or f"task {data.id or data.idx}"}]
-    return [*messages, *said]
+    opening = [{"role": message.role, "content": content_text(message.content) or ""} for message in data.prompt or ()]
+    if not opening:  # the environment opens the conversation
+        opening = [{"role": "user", "content": data.description or data.name or f"task {data.id or data.idx}"}]
+    return [*messages, *opening]
 
 
 def messages_of_row(row: dict[str, Any]) -> Messages:
@@ -75,12 +75,12 @@ def messages_of_row(row: dict[str, Any]) -> Messages:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     messages = []
-    for one in plain_messages(prompt):
-        content = one.get("content")
+    for message in plain_messages(prompt):
+        content = message.get("content")
         if isinstance(content, list):
             _require_text(part.get("type") for part in content if isinstance(part, dict))
             content = "".join(str(part.get("text", "")) for part in content)
-        messages.append({"role": str(one.get("role", "user")), "content": str(content or "")})
+        messages.append({"role": str(message.get("role", "user")), "content": str(content or "")})
     if not messages:
         raise EnvironmentMistake(f"Row {row.get('example_id')} of the data has no prompt.")
     return messages
@@ -90,7 +90,10 @@ def plain_messages(messages: Any) -> list[Any]:
     """Return messages as plain objects; a text becomes an answer."""
     if isinstance(messages, str):
         return [{"role": "assistant", "content": messages}]
-    return [one.model_dump(exclude_none=True) if hasattr(one, "model_dump") else dict(one) for one in messages or ()]
+    return [
+        message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else dict(message)
+        for message in messages or ()
+    ]
 
 
 def _require_text(kinds: Iterable[Any]) -> None:

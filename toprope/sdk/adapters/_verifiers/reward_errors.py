@@ -33,11 +33,11 @@ class Raised:
         """Return True if a model that it asked did not answer; one that refuses an answer as too long has judged it."""
         import openai
 
-        one: BaseException | None = self.error
-        while one is not None:
-            if isinstance(one, openai.OpenAIError | NobodyToAsk):
-                return not isinstance(one, openai.BadRequestError)
-            one = one.__cause__ or one.__context__
+        cause: BaseException | None = self.error
+        while cause is not None:
+            if isinstance(cause, openai.OpenAIError | NobodyToAsk):
+                return not isinstance(cause, openai.BadRequestError)
+            cause = cause.__cause__ or cause.__context__
         return False
 
 
@@ -47,10 +47,10 @@ _raised: ContextVar[list[Raised] | None] = ContextVar("raised", default=None)
 @contextmanager
 def noted() -> Iterator[list[Raised]]:
     """Collect the errors of reward functions that are called meanwhile."""
-    found: list[Raised] = []
-    token = _raised.set(found)
+    errors: list[Raised] = []
+    token = _raised.set(errors)
     try:
-        yield found
+        yield errors
     finally:
         _raised.reset(token)
 
@@ -79,7 +79,7 @@ def _noting(call: Any) -> Any:
 
 
 def _is_metric(rubric: Any, function: Any) -> bool:
-    weights = [weight for one, weight in zip(rubric.funcs, rubric.weights, strict=False) if one == function]
+    weights = [weight for member, weight in zip(rubric.funcs, rubric.weights, strict=False) if member == function]
     return bool(weights) and not any(weights)
 
 
@@ -89,11 +89,11 @@ def _watched(function: Any, states: Sequence[Any]) -> Any:
     @functools.wraps(function)  # verifiers reads the parameters and the name
     async def watched(*arguments: Any, **named: Any) -> Any:
         try:
-            said = called(*arguments, **named)
-            return await said if inspect.isawaitable(said) else said
+            value = called(*arguments, **named)
+            return await value if inspect.isawaitable(value) else value
         except Exception as error:
-            if (found := _raised.get()) is not None:
-                found.append(Raised(states, error))
+            if (errors := _raised.get()) is not None:
+                errors.append(Raised(states, error))
             raise
 
     return watched

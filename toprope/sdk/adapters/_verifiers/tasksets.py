@@ -33,17 +33,17 @@ def knobs_of(config: Any) -> tuple[dict[str, str], type]:
         ("success_reward", float | None, knob(None, help=SUCCESS)),
         ("config", dict, knob({}, help="the rest of verifiers' configuration, as its [env] block")),
     ]
-    fields, made = {}, ours
+    fields, definitions = {}, ours
     for name, field in config.model_fields.items():
         plain = settable(field.annotation)
         if name in ("id", "task", "system_prompt") or not plain and not field.is_required():
             continue
         # Setup finds out if a required field is missing, because `config` may give it too.
         default = None if field.is_required() else field.get_default(call_default_factory=True)
-        taken = f"taskset_{name}" if name in OURS else name
-        fields[taken] = name
-        made.append((taken, field.annotation if plain else Any, knob(default, help=field.description or "")))
-    return fields, dataclasses.make_dataclass("Knobs", made)
+        knob_name = f"taskset_{name}" if name in OURS else name
+        fields[knob_name] = name
+        definitions.append((knob_name, field.annotation if plain else Any, knob(default, help=field.description or "")))
+    return fields, dataclasses.make_dataclass("Knobs", definitions)
 
 
 def tasks_of(taskset: Iterable[Any]) -> Iterator[Task]:
@@ -54,16 +54,16 @@ def tasks_of(taskset: Iterable[Any]) -> Iterator[Task]:
     """
     firsts: dict[str, tuple[str, str]] = {}
     for messages, task in with_texts(taskset, messages_of_task):
-        told = {name: value for name, value in vars(task.data).items() if name not in _NOT_DATA}
-        plain = written_alike({name: value for name, value in told.items() if not NUMBERING.search(name)})
-        whole = written_alike(told)
-        made = Task(messages, reference=_reference_of(task.data), data={"task": task})
-        first = firsts.setdefault(made.content, (plain, whole))
+        columns = {name: value for name, value in vars(task.data).items() if name not in _NOT_DATA}
+        plain = written_alike({name: value for name, value in columns.items() if not NUMBERING.search(name)})
+        whole = written_alike(columns)
+        keyed_task = Task(messages, reference=_reference_of(task.data), data={"task": task})
+        first = firsts.setdefault(keyed_task.content, (plain, whole))
         if first[0] != plain:
-            made = dataclasses.replace(made, key=f"{made.content} {plain}")
+            keyed_task = dataclasses.replace(keyed_task, key=f"{keyed_task.content} {plain}")
         elif first[1] != whole:
-            made = dataclasses.replace(made, key=f"{made.content} {whole}")
-        yield made
+            keyed_task = dataclasses.replace(keyed_task, key=f"{keyed_task.content} {whole}")
+        yield keyed_task
 
 
 def _reference_of(data: Any) -> Any:

@@ -104,18 +104,20 @@ class _Forker:
     def __init__(self) -> None:
         command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(_IMPORTED)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_passed_on())
-        self._one = ThreadPoolExecutor(1, "tool servers")
+        self._thread = ThreadPoolExecutor(1, "tool servers")
 
     async def start(self, module: str, environment: dict[str, str], folder: Path, log: Path) -> _Fork | None:
         """Start `python -m module`; None if it cannot be forked."""
         order = {"module": module, "environment": environment, "folder": str(folder), "log": str(log)}
-        asked = asyncio.get_running_loop().run_in_executor(self._one, self._ask, json.dumps(order).encode() + b"\n")
+        starting = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._ask, json.dumps(order).encode() + b"\n"
+        )
         try:
-            told = await asyncio.shield(asked)
+            pid = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            asked.add_done_callback(_end)
+            starting.add_done_callback(_end)
             raise
-        return _Fork(told) if told else None
+        return _Fork(pid) if pid else None
 
     def _ask(self, order: bytes) -> int:
         """Return the number of the new process; 0 if it was not made."""
@@ -128,11 +130,11 @@ class _Forker:
         return int(self._process.stdout.readline().strip() or 0)
 
 
-def _end(asked: asyncio.Future[int]) -> None:
+def _end(starting: asyncio.Future[int]) -> None:
     """End a server for which nobody waits any more."""
     with suppress(OSError):
-        if not asked.cancelled() and asked.exception() is None and asked.result():
-            os.killpg(asked.result(), signal.SIGKILL)
+        if not starting.cancelled() and starting.exception() is None and starting.result():
+            os.killpg(starting.result(), signal.SIGKILL)
 
 
 def _passed_on() -> dict[str, str]:
@@ -148,28 +150,32 @@ def fork_tool_servers() -> None:
     """
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
-    own: Any = SubprocessRuntime.run_background
-    read: Any = SubprocessRuntime._read
-    if hasattr(own, _FORKS):
+    original: Any = SubprocessRuntime.run_background
+    original_read: Any = SubprocessRuntime._read
+    if hasattr(original, _FORKS):
         return
     forker = _Forker() if sys.platform == "linux" else None
 
     async def run_background(self: Any, argv: list[str], env: dict[str, str], log: str) -> None:
         if port_file := env.get(_PORT_FILE):
             env = env | {_PORT_FILE: str(self.workdir / Path(port_file).name)}
-        given = self.process_env(env)
-        starts_alike = not any(name.startswith(_AT_START) and os.environ.get(name) != given[name] for name in given)
+        variables = self.process_env(env)
+        starts_alike = not any(
+            name.startswith(_AT_START) and os.environ.get(name) != variables[name] for name in variables
+        )
         if forker is not None and starts_alike and argv[:2] == [sys.executable, "-m"] and len(argv) == 3:
             (self.workdir / log).write_bytes(b"")
-            server = await forker.start(argv[2], _passed_on() | given, self.workdir, self.workdir / log)
+            server = await forker.start(argv[2], _passed_on() | variables, self.workdir, self.workdir / log)
             if server is not None:
                 self._background.append(server)
                 return
-        await own(self, argv, env, log)
+        await original(self, argv, env, log)
 
     async def _read(self: Any, path: str, *more: Any, **options: Any) -> bytes:
-        found: bytes = await read(self, Path(path).name if path.startswith(_PORTS) else path, *more, **options)
-        return found
+        content: bytes = await original_read(
+            self, Path(path).name if path.startswith(_PORTS) else path, *more, **options
+        )
+        return content
 
     setattr(run_background, _FORKS, True)
     SubprocessRuntime.run_background, SubprocessRuntime._read = run_background, _read
